@@ -1,0 +1,33 @@
+# `make demo` and `make test` do everything on a fresh machine with Python 3.10 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench stress clean
+
+# torch comes first and by exact version: with it in place no other package pulls in another one.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -e '.[test]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/hotset demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks
+
+stress: $(VENV)/.installed
+	$(BIN)/python -m tests.stress --seconds 300
+
+clean:
+	rm -rf $(VENV) build dist bench-out

@@ -1,0 +1,89 @@
+"""hotset keeps accelerators fed: a shared-memory cache for PyTorch data sets, and a loader that uses it.
+
+    import hotset
+
+    train = hotset.cache(ImageFolder(root, transform=tf), memory="120GiB")
+    loader = hotset.DataLoader(train, batch_size=256, shuffle=True, num_workers=8)
+
+Names are loaded when they are first used (PEP 562), so that ``import hotset`` and the command line do not
+wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hotset import collate
+    from hotset.data.cache import CachedDataset, cache
+    from hotset.data.loader import DataLoader
+    from hotset.errors import (
+        ArgumentError,
+        FolderError,
+        HotsetError,
+        HotsetWarning,
+        NotCacheable,
+        QuantityError,
+        SegmentError,
+        UnsupportedPlatform,
+    )
+    from hotset.split.declare import deterministic, nondeterministic
+    from hotset.store.codecs import register_codec
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CachedDataset": "hotset.data.cache",
+    "DataLoader": "hotset.data.loader",
+    "cache": "hotset.data.cache",
+    "deterministic": "hotset.split.declare",
+    "nondeterministic": "hotset.split.declare",
+    "register_codec": "hotset.store.codecs",
+    **dict.fromkeys(
+        [
+            "ArgumentError",
+            "FolderError",
+            "HotsetError",
+            "HotsetWarning",
+            "NotCacheable",
+            "QuantityError",
+            "SegmentError",
+            "UnsupportedPlatform",
+        ],
+        "hotset.errors",
+    ),
+}
+
+__all__ = [
+    "ArgumentError",
+    "CachedDataset",
+    "DataLoader",
+    "FolderError",
+    "HotsetError",
+    "HotsetWarning",
+    "NotCacheable",
+    "QuantityError",
+    "SegmentError",
+    "UnsupportedPlatform",
+    "cache",
+    "collate",
+    "deterministic",
+    "nondeterministic",
+    "register_codec",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "collate":
+        found: Any = import_module("hotset.collate")
+    elif name in _HOMES:
+        found = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'hotset' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Samples to batches: the cached data set, and the loader over it."""

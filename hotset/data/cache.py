@@ -1,0 +1,333 @@
+"""``hotset.cache``: a data set whose deterministic part is read once per machine.
+
+The order of what happens in :func:`cache`: the chain is cut, a few real samples are read twice (the probe:
+does the source draw random numbers, do two readings agree?), the samples give the schema, and an empty
+segment is made. Nothing else is read. From then on every process that has the object, by fork or by pickle,
+shares that segment: who needs an absent sample reads it and leaves it there for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hotset.data.plan import Plan, make_plan
+from hotset.data.source import Source
+from hotset.errors import HotsetWarning, SegmentError
+from hotset.session import registry
+from hotset.store.claims import Ids
+from hotset.store.format import PRESENT, Slot
+from hotset.store.segment import Address
+from hotset.store.store import Store
+
+__all__ = ["CachedDataset", "Stats", "cache"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a cache holds and has served so far, over all processes that use it.
+
+    Attributes:
+        cached: samples in the cache.
+        uncached: samples of the data set that are not.
+        spilled: samples of ``cached`` that lie on disk.
+        bytes: bytes of their records.
+        hits: samples served from the cache.
+        misses: samples read from the source.
+        fill_seconds: time spent in the source and the cached transforms, summed over processes.
+    """
+
+    cached: int
+    uncached: int
+    spilled: int
+    bytes: int
+    hits: int
+    misses: int
+    fill_seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the samples served that came from the cache, 0 to 1; 0 before the first."""
+        served = self.hits + self.misses
+        return self.hits / served if served else 0.0
+
+
+def cache(
+    dataset: Dataset[T],
+    *,
+    transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
+    memory: int | str = "auto",
+    key: str | None = None,
+) -> CachedDataset[T]:
+    """Cache the deterministic part of a data set in memory that all processes of this job share.
+
+    The chain of transforms (the data set's own ``transform``, then ``transform=``) is cut after its leading
+    transforms that are declared with :func:`hotset.deterministic`. What comes before the cut is computed
+    once per sample; what comes after runs for each use, on a copy of the cached sample.
+
+    Args:
+        dataset: anything with ``len(dataset)`` and ``dataset[i]``. It is not changed.
+        transform: one callable or a list of them, applied to whole samples after the data set's own.
+        memory: the most that the cached samples may take: bytes, a string such as ``"64GiB"``, or
+            ``"auto"``, half of what is free under the machine's and every enclosing control group's limit.
+            Samples for which there is no room come from the source, each time.
+        key: names the cached content, instead of the fingerprint of source and transforms.
+
+    Returns:
+        A data set of the same length and samples.
+
+    Raises:
+        ArgumentError: the data set is empty, iterable only, or a transform cannot be called.
+        QuantityError: ``memory`` is no amount of memory.
+        NotCacheable: the source gives other samples each time, and the part that does cannot be cut off.
+        UnsupportedPlatform: this is not Linux.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> cached = cache(TensorDataset(torch.arange(6).view(3, 2)), memory="1MiB")
+        >>> cached[2][0], cached.stats().cached
+        (tensor([4, 5]), 1)
+    """
+    source = Source.of(dataset, transform)
+    plan, schema = make_plan(dataset, source, memory, key)
+    for note in plan.warnings:
+        warnings.warn(note, HotsetWarning, stacklevel=2)
+    store = None
+    if schema is not None:
+        about = {"name": plan.name, "fingerprint": plan.fingerprint}
+        store = Store.create(schema, len(dataset), plan.limit, about=about)  # type: ignore[arg-type]
+    return CachedDataset(dataset, source, plan, store)
+
+
+class CachedDataset(Dataset[T], Generic[T]):
+    """A data set whose samples are cached; made by :func:`cache`.
+
+    It can be used wherever the data set itself could: with any DataLoader, in ``Subset`` and
+    ``ConcatDataset``, in forked and spawned workers. Attributes that it does not have itself are the data
+    set's (``cached.classes``).
+
+    Attributes:
+        dataset: the data set that was given to :func:`cache`.
+        source: the data set and its chain, cut in two.
+        plan: what is cached, what stays live, and why; print it.
+    """
+
+    def __init__(self, dataset: Dataset[T], source: Source, plan: Plan, store: Store | None) -> None:
+        self.dataset = dataset
+        self.source = source
+        self.plan = plan
+        self._store: Store | Address | None = store
+        self._length = len(dataset)  # type: ignore[arg-type]
+        self._warned = False
+        self._own_misses = 0
+        self._registration = _register(store, plan.name) if store is not None else None
+        self._joined = os.getpid()
+
+    # ---- the data set --------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> T:
+        number = operator.index(index)
+        if not -self._length <= number < self._length:
+            # Out of range: whatever the data set itself says to that.
+            return self.source.finish(self.source.read(number))  # type: ignore[no-any-return]
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T]:
+        """The samples of a batch, as DataLoader asks for them."""
+        ids = np.array([operator.index(index) for index in indices], np.int64)
+        if len(ids) and not (-self._length <= ids.min() and ids.max() < self._length):
+            return [self[index] for index in ids.tolist()]
+        ids[ids < 0] += self._length
+        return [self.source.finish(sample) for sample in self.records(ids)]
+
+    def records(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> list[Any]:
+        """Samples as they are at the cut, each the caller's own.
+
+        Args:
+            ids: sample numbers, not negative.
+            in_hand: what :meth:`fill` has just returned for them, if it was called.
+        """
+        store = self.store
+        if store is None:
+            return [self._uncached(sample) for sample in ids.tolist()]
+        if in_hand is None:
+            in_hand = self.fill(ids)
+        numbers = ids.tolist()
+        stored = [place for place, sample in enumerate(numbers) if sample not in in_hand]
+        found: dict[int, Any] = {}
+        if stored:
+            there = ids[stored]
+            copies = store.read(there) if store.present(there).all() else None
+            if copies is not None:
+                found = dict(zip(stored, copies, strict=True))
+                store.count_hits(len(stored))
+        samples = []
+        for place, sample in enumerate(numbers):
+            if place in found:
+                samples.append(found[place])
+            elif sample in in_hand:
+                # Given out once: who asks for it again, in the same batch too, must not share the object.
+                samples.append(in_hand.pop(sample))
+            else:
+                samples.append(self._again(sample))
+        return samples
+
+    def fill(self, ids: Ids) -> dict[int, Any]:
+        """Bring these samples into the cache where there is room; return those that were read for it."""
+        store = self.store
+        if store is None:
+            return {}
+        in_hand = store.fill(ids, self.source.read)
+        if in_hand:
+            self._tell(store)
+        return in_hand
+
+    def _again(self, sample: int) -> Any:
+        """A sample that was in the cache or in hand a moment ago: from there, else from the source."""
+        store = self.store
+        ids = np.array([sample])
+        if store is not None and store.present(ids).all():
+            copies = store.read(ids)
+            if copies is not None:
+                store.count_hits(1)
+                return copies[0]
+        return self._uncached(sample)
+
+    def _uncached(self, sample: int) -> Any:
+        self._own_misses += 1
+        return self.source.read(sample)
+
+    def _tell(self, store: Store) -> None:
+        """Warn once, in one sentence, when samples stay uncached."""
+        if self._warned:
+            return
+        why = None
+        if store.room.why_full is not None:
+            cached = int((store.segment.index >= PRESENT).sum())
+            why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.room.why_full}"
+        elif store.misfit is not None:
+            why = f"{store.misfit}; such samples are read from the source each time"
+        if why is not None:
+            self._warned = True
+            warnings.warn(f"{self.plan.name}: {why}.", HotsetWarning, stacklevel=4)
+
+    # ---- the store -----------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store | None:
+        """The store as this process sees it; None when nothing can be cached, or after :meth:`close`."""
+        if isinstance(self._store, Address):
+            self._store = self._attach(self._store)
+        if self._store is not None and self._joined != os.getpid():
+            self._joined = os.getpid()
+            if self._registration is not None:
+                self._registration.after_fork()
+                self._registration.join()
+        return self._store
+
+    def _attach(self, address: Address) -> Store | None:
+        try:
+            store = Store.attach(address)
+        except (SegmentError, OSError) as error:
+            warnings.warn(
+                f"the cache of {self.plan.name} is out of reach, so samples come from the source: {error} "
+                "Unpickle it on the same machine, while a process that has it lives.",
+                HotsetWarning,
+                stacklevel=4,
+            )
+            return None
+        if self._registration is not None:
+            self._registration.join()
+        self._joined = os.getpid()
+        return store
+
+    def stats(self) -> Stats:
+        """What the cache holds and has served, over all processes."""
+        store = self.store
+        if store is None:
+            return Stats(0, len(self), 0, 0, 0, self._own_misses, 0.0)
+        cached = int((store.segment.index >= PRESENT).sum())
+        sums = store.segment.slots.sum(axis=0).tolist()
+        return Stats(
+            cached=cached,
+            uncached=len(self) - cached,
+            spilled=0,
+            bytes=sums[Slot.STORED_BYTES],
+            hits=sums[Slot.HITS],
+            misses=sums[Slot.MISSES],
+            fill_seconds=sums[Slot.FILL_NS] / 1e9,
+        )
+
+    def check(self) -> list[str]:
+        """Verify every record; a sentence for each problem, an empty list if there is none."""
+        store = self.store
+        return store.check() if store is not None else []
+
+    def clear(self) -> None:
+        """Forget every cached sample, in all processes.
+
+        Raises:
+            SegmentError: another process went on writing samples for five seconds.
+        """
+        store = self.store
+        if store is not None and not store.clear():
+            raise SegmentError(
+                f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
+            )
+
+    def close(self) -> None:
+        """Detach from the cache; samples come from the source from then on. Batches in hand stay valid."""
+        store = self._store
+        self._store = None
+        if isinstance(store, Store):
+            store.close()
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
+
+    def __enter__(self) -> CachedDataset[T]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone already
+            self.close()
+
+    # ---- the rest ------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "dataset" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataset, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        store = self.store
+        state["_store"] = store.segment.address if store is not None else None
+        return state
+
+    def __repr__(self) -> str:
+        return f"CachedDataset({self.dataset!r})"
+
+
+def _register(store: Store, name: str) -> registry.Registration:
+    address = store.segment.address
+    return registry.register(
+        pid=address.pid, fd=address.fd, inode=address.inode, nonce=address.nonce.hex(), name=name
+    )

@@ -1,0 +1,136 @@
+"""Collate functions for samples of variable shape.
+
+:func:`pad` and :data:`ragged` are ordinary collate functions, which any DataLoader takes. All that does not
+vary in shape is collated as ``default_collate`` does it. ``hotset.DataLoader`` knows them besides, and
+gathers such batches from the cache by lines, as it gathers default batches by rows.
+
+What varies? Padding needs no answer: tensors that happen to be of one shape pad to what stacking gives. A
+ragged batch is of another type than a stacked one, so chance must not decide: over a cache, a leaf is ragged
+if its shape varied among the samples that gave the cache its schema; elsewhere, if it varies in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from hotset.store.gather import Variable
+from hotset.store.leaves import ArrayLeaf
+from hotset.store.ragged import Ragged
+from hotset.store.schema import Group, Node, Schema
+
+__all__ = ["Pad", "RaggedCollate", "bound", "is_known", "pad", "ragged"]
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Collates arrays of different shapes into one tensor that holds them all. Made by :func:`pad`."""
+
+    value: float
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return _collate(samples, (), self._column)
+
+    def _column(self, tensors: list[torch.Tensor], path: Path) -> Any:
+        first = tensors[0]
+        if all(tensor.shape == first.shape for tensor in tensors):
+            return default_collate(tensors)
+        return self.of_ragged(Ragged.of(tensors))
+
+    def of_ragged(self, batch: Ragged) -> torch.Tensor:
+        """The padded tensor, of shape (B, largest of each dimension)."""
+        largest = batch.shapes.max(axis=0).tolist()
+        padded = torch.full((len(batch), *largest), self.value, dtype=batch.dtype)
+        for row, tensor in zip(padded, batch, strict=True):
+            row[tuple(slice(size) for size in tensor.shape)] = tensor
+        return padded
+
+
+@dataclass(frozen=True)
+class RaggedCollate:
+    """Collates arrays of different shapes into a :class:`hotset.store.ragged.Ragged`."""
+
+    varying: frozenset[Path] | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return _collate(samples, (), self._column)
+
+    def _column(self, tensors: list[torch.Tensor], path: Path) -> Any:
+        if self.varying is None:
+            varies = any(tensor.shape != tensors[0].shape for tensor in tensors)
+        else:
+            varies = path in self.varying
+        return Ragged.of(tensors) if varies else default_collate(tensors)
+
+
+def pad(value: float = 0) -> Pad:
+    """Return a collate function that pads arrays of different shapes with ``value``.
+
+    Tensors and numpy arrays of one dtype and number of dimensions become one tensor of shape
+    ``(batch, largest of each dimension)``, each in its upper left corner; everything else is collated as
+    ``torch.utils.data.default_collate`` does.
+
+    Raises:
+        TypeError: (the function) arrays of one leaf differ in dtype or number of dimensions.
+
+    Example:
+        >>> pad(-1)([torch.ones(2), torch.zeros(1)]).tolist()
+        [[1.0, 1.0], [0.0, -1.0]]
+    """
+    return Pad(value)
+
+
+ragged = RaggedCollate()
+"""A collate function that keeps arrays of different shapes: as a sequence of tensors over one buffer."""
+
+
+def is_known(collate: Callable[..., Any]) -> bool:
+    """Whether ``hotset.DataLoader`` makes such batches itself: default ones, padded ones, ragged ones."""
+    return collate is default_collate or isinstance(collate, (Pad, RaggedCollate))
+
+
+def bound(collate: Callable[..., Any], schema: Schema) -> tuple[Callable[[list[Any]], Any], Variable | None]:
+    """The collate function for samples of this schema, and what it makes of a gathered variable leaf."""
+    if isinstance(collate, Pad):
+        return collate, collate.of_ragged
+    if isinstance(collate, RaggedCollate):
+        return replace(collate, varying=frozenset(_varying(schema.tree, ()))), lambda batch: batch
+    return collate, None
+
+
+def _varying(node: Node, path: Path) -> Iterator[Path]:
+    if isinstance(node, Group):
+        for key, child in zip(node.keys or range(len(node.children)), node.children, strict=True):
+            # Fields of a namedtuple are columns by position, like those of any tuple.
+            step = node.keys.index(key) if node.kind == "namedtuple" else key
+            yield from _varying(child, (*path, step))
+    elif isinstance(node, ArrayLeaf) and node.shape is None:
+        yield path
+
+
+def _collate(samples: list[Any], path: Path, column: Callable[[list[torch.Tensor], Path], Any]) -> Any:
+    """Collate like ``default_collate``, but for columns of arrays, which ``column`` makes."""
+    first = samples[0]
+    kind = type(first)
+    if kind is dict:
+        return {key: _collate([s[key] for s in samples], (*path, key), column) for key in first}
+    if isinstance(first, (list, tuple)):
+        if any(len(sample) != len(first) for sample in samples):
+            raise RuntimeError("each element in list of batch should be of equal size")
+        parts = [
+            _collate(list(values), (*path, place), column)
+            for place, values in enumerate(zip(*samples, strict=True))
+        ]
+        return kind(*parts) if hasattr(first, "_fields") else parts
+    if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
+        samples = [torch.as_tensor(sample) for sample in samples]
+    if all(isinstance(sample, torch.Tensor) for sample in samples) and samples[0].ndim:
+        return column(samples, path)
+    return default_collate(samples)

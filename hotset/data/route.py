@@ -1,0 +1,107 @@
+"""The route from a loader's indices to the caches behind them, through Subset and ConcatDataset.
+
+``random_split`` and friends wrap a cached data set in index arithmetic. Seen through, a whole batch of
+indices is one numpy expression, and can be gathered like the cached data set's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Subset
+
+from hotset.data.cache import CachedDataset
+from hotset.store.claims import Ids
+
+__all__ = ["Route", "route_to"]
+
+
+class Route:
+    """Caches behind a data set, and the way to them.
+
+    Attributes:
+        caches: the cached data sets, in the order of their samples.
+        length: of the data set that the indices belong to.
+    """
+
+    def __init__(self, caches: list[CachedDataset[Any]], which: Ids, local: Ids | None) -> None:
+        self.caches = caches
+        self.length = len(which) if local is not None else len(caches[0])
+        self._which = which
+        self._local = local
+
+    @property
+    def single(self) -> CachedDataset[Any] | None:
+        """The only cache, if there is one only."""
+        return self.caches[0] if len(self.caches) == 1 else None
+
+    def resolve(self, indices: Sequence[Any]) -> Ids | None:
+        """The indices as numbers in ``range(length)``; None if they are something else, or out of range."""
+        ids = np.asarray(indices)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            return None
+        ids = ids.astype(np.int64, copy=False)
+        low = int(ids.min())
+        if low < -self.length or int(ids.max()) >= self.length:
+            return None
+        return np.where(ids < 0, ids + self.length, ids) if low < 0 else ids
+
+    def local(self, ids: Ids) -> Ids:
+        """The samples' numbers in their caches."""
+        return ids if self._local is None else self._local[ids]
+
+    def samples(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> list[Any]:
+        """The samples, live part included, in order.
+
+        Args:
+            ids: numbers that :meth:`resolve` gave.
+            in_hand: what filling the single cache has just returned for them.
+        """
+        local = self.local(ids)
+        if len(self.caches) == 1:
+            finish = self.caches[0].source.finish
+            return [finish(sample) for sample in self.caches[0].records(local, in_hand)]
+        which = self._which[ids]
+        records: list[Any] = [None] * len(ids)
+        for number in np.unique(which).tolist():
+            places = np.flatnonzero(which == number)
+            for place, record in zip(places, self.caches[number].records(local[places]), strict=True):
+                records[place] = record
+        # The live part comes last, in the batch's order: that is the order of its random draws.
+        return [self.caches[n].source.finish(r) for n, r in zip(which.tolist(), records, strict=True)]
+
+    def all_present(self) -> bool:
+        """Whether every sample that these indices can name is cached now."""
+        if len(self.caches) > 1:
+            return all(cached.store is not None and cached.store.holds() for cached in self.caches)
+        store = self.caches[0].store
+        return store is not None and store.holds(self._local)
+
+
+def route_to(dataset: Any) -> Route | None:
+    """The route to the caches behind a data set; None if something else is in the way."""
+    if isinstance(dataset, CachedDataset):
+        return Route([dataset], np.empty(0, np.int64), None)
+    if type(dataset) is Subset:
+        inner = route_to(dataset.dataset)
+        chosen = inner.resolve(dataset.indices) if inner is not None and len(dataset.indices) else None
+        if inner is None or chosen is None:
+            return None
+        which = inner._which[chosen] if len(inner.caches) > 1 else np.zeros(len(chosen), np.int64)
+        return Route(inner.caches, which, inner.local(chosen))
+    if type(dataset) is ConcatDataset:
+        parts = [route_to(part) for part in dataset.datasets]
+        caches: list[CachedDataset[Any]] = []
+        within, local = [], []
+        for part in parts:
+            if part is None:
+                return None
+            numbers = np.arange(part.length)
+            inside = part._which if len(part.caches) > 1 else np.zeros(part.length, np.int64)
+            within.append(inside + len(caches))
+            local.append(part.local(numbers))
+            caches += part.caches
+        return Route(caches, np.concatenate(within), np.concatenate(local))
+    return None

@@ -1,0 +1,73 @@
+"""What an epoch was like, in one line: samples per second, hit rate, and how long the trainer waited."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+__all__ = ["EpochSummary"]
+
+_log = logging.getLogger("hotset")
+
+
+class EpochSummary:
+    """Counts of one pass over a loader; ``str()`` gives the line, which is also logged at level INFO.
+
+    Attributes:
+        number: of the pass, from 0.
+        batches_expected: length of the loader.
+        batches: batches handed over so far.
+        samples: samples in them.
+        seconds: from the pass's beginning to its end, or to now.
+        waited: seconds that the consumer spent waiting for a batch.
+        hit_rate: share of the samples that came from the cache, over all processes that use it.
+    """
+
+    def __init__(self, number: int, batches_expected: int, caches: list[Any]) -> None:
+        self.number = number
+        self.batches_expected = batches_expected
+        self.batches = 0
+        self.samples = 0
+        self.waited = 0.0
+        self._caches = caches
+        self._before = self._served()
+        self._begin = time.perf_counter()
+        self._seconds: float | None = None
+        self._hit_rate: float | None = None
+
+    def _served(self) -> tuple[int, int]:
+        stats = [cached.stats() for cached in self._caches]
+        return sum(s.hits for s in stats), sum(s.misses for s in stats)
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds if self._seconds is not None else time.perf_counter() - self._begin
+
+    @property
+    def hit_rate(self) -> float:
+        if self._hit_rate is not None:
+            return self._hit_rate
+        (hits, misses), (hits_before, misses_before) = self._served(), self._before
+        served = hits - hits_before + misses - misses_before
+        return (hits - hits_before) / served if served else 0.0
+
+    def count(self, samples: int, waited: float) -> None:
+        """Count a batch that is handed over."""
+        self.batches += 1
+        self.samples += samples
+        self.waited += waited
+
+    def end(self) -> None:
+        """The pass is over: the figures stay as they are."""
+        if self._seconds is None:
+            self._hit_rate = self.hit_rate
+            self._seconds = time.perf_counter() - self._begin
+            _log.info("%s", self)
+
+    def __str__(self) -> str:
+        rate = self.samples / self.seconds if self.seconds else 0.0
+        return (
+            f"epoch {self.number}: {self.samples:,} samples in {self.seconds:.2f} s ({rate:,.0f}/s), "
+            f"{self.hit_rate:.1%} from the cache, waited {self.waited:.2f} s"
+        )

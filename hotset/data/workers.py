@@ -1,0 +1,369 @@
+"""Batches made by workers, straight into shared blocks.
+
+The workers are torch's: an inner DataLoader runs them over a private data set (:class:`BatchMaker`) whose
+"samples" are whole batches. The inner loader's sampler hands out tasks, a batch's indices and the number of
+a free block; a worker fills, gathers, applies what is live, collates into the block, and sends a letter: the
+batch's tree, with a place in the block where a tensor would be. Unpickling it in the main process puts
+tensors there, views of the block, which is recycled when the last of them dies.
+
+::
+
+    main      task = (block 3, indices) ──>  worker: fill, gather or live + collate into block 3
+    main      tensors over block 3      <──  letter = (block 3, {"image": at 0, uint8, (64, 3, 224, 224)})
+
+What fits no block (text, other objects, a batch larger than its block) travels in the letter as it would
+with torch's own loader. Everything else about workers, their seeds, errors, time-outs, deaths and
+persistence, is torch's business and done through its public arguments.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from hotset.data.collate import bound
+from hotset.data.route import Route, route_to
+from hotset.store.blocks import BlockPool, SharedBlocks
+from hotset.store.claims import Ids
+from hotset.store.gather import Gather, NotGathered
+from hotset.store.segment import Address
+
+__all__ = ["BatchMaker", "Letter", "Task", "TaskSampler", "WorkerInit", "make_gather"]
+
+_ALIGN = 64
+
+
+class Task(NamedTuple):
+    """What a worker is asked for: a batch, and where to put it."""
+
+    indices: Any
+    pool: Address
+    block_bytes: int
+    block: int
+
+
+class TaskSampler:
+    """The inner loader's sampler: the user's batch sampler, with a free block for each batch.
+
+    ``iter()`` calls the user's sampler's ``iter()`` at once, as torch's loader would.
+    """
+
+    def __init__(self, batches: Any, pool: Callable[[], BlockPool]) -> None:
+        self._batches = batches
+        self._pool = pool
+        self._out: dict[tuple[int, int], BlockPool] = {}
+
+    def __iter__(self) -> Iterator[Task]:
+        return self._tasks(iter(self._batches))
+
+    def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
+        for indices in batches:
+            pool = self._pool()
+            number = pool.take()
+            address = pool.address
+            self._out[address.inode, number] = pool
+            yield Task(indices, address, pool.block_bytes, number)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def answered(self, letter: Letter) -> None:
+        """A letter has come: its block is its own business from now on."""
+        self._out.pop((letter.pool, letter.block), None)
+
+    def recall(self) -> None:
+        """Take back the blocks of tasks that no worker will answer any more."""
+        for (_, number), pool in self._out.items():
+            pool.give_back(number)
+        self._out.clear()
+
+
+class BatchMaker(Dataset[Any]):
+    """The inner loader's data set: makes the batch that a task asks for, in a worker.
+
+    Args:
+        dataset: the user's data set, with caches behind it.
+        collate_fn: one of those that :func:`hotset.data.collate.is_known`.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self._collate_fn = collate_fn
+        self._made: _InWorker | None = None
+
+    def __getitem__(self, task: Task) -> Letter:
+        if self._made is None:
+            self._made = _InWorker(self.dataset, self._collate_fn)
+        return self._made.answer(task)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}
+
+
+class _InWorker:
+    """What a worker keeps between batches."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        route = route_to(dataset)
+        assert route is not None
+        self.dataset = dataset
+        self.route: Route = route
+        self.collate_fn = collate_fn
+        self._gather: Gather | None = None
+        self._not_gathered = False
+        self._pools: dict[Address, SharedBlocks] = {}
+
+    def answer(self, task: Task) -> Letter:
+        blocks = self._pools.get(task.pool)
+        if blocks is None:
+            blocks = self._pools[task.pool] = SharedBlocks(task.pool, task.block_bytes)
+        desk = _Desk(blocks.array(task.block), task.block_bytes)
+        batch = self._batch(task.indices, desk)
+        return Letter(task.pool.inode, task.block, batch, desk.needed, len(task.indices))
+
+    def _batch(self, indices: Sequence[Any], desk: _Desk) -> Any:
+        ids = self.route.resolve(indices)
+        if ids is None:  # not numbers, or out of range: whatever the data set says to that
+            return self._collate([self.dataset[index] for index in indices], desk)
+        single = self.route.single
+        if single is None or single.source.live:
+            return self._collate(self.route.samples(ids), desk)
+        local = self.route.local(ids)
+        in_hand = single.fill(local)
+        batch = self._gathered(local, desk)
+        if batch is None:
+            return self._collate(self.route.samples(ids, in_hand), desk)
+        if single.store is not None:
+            single.store.count_hits(len(ids) - len(in_hand))
+        return batch
+
+    def _gathered(self, local: Ids, desk: _Desk) -> Any | None:
+        single = self.route.single
+        assert single is not None
+        if self._gather is None and not self._not_gathered and single.store is not None:
+            if not single.store.holds(local):
+                return None
+            self._gather = make_gather(single, self.collate_fn, int(local[0]))
+            self._not_gathered = self._gather is None
+        if self._gather is None or self._gather.layout(len(local))[1] > desk.size:
+            return None
+        return self._gather(local, desk.columns, desk.placed)
+
+    def _collate(self, samples: list[Any], desk: _Desk) -> Any:
+        if self.collate_fn is not default_collate:
+            single = self.route.single
+            store = single.store if single is not None else None
+            function = bound(self.collate_fn, store.schema)[0] if store is not None else self.collate_fn
+            return function(samples)
+        kinds = {
+            kind: _onto(desk, function) if kind in _NUMBERS else function
+            for kind, function in default_collate_fn_map.items()
+        }
+        return collate(samples, collate_fn_map={**kinds, torch.Tensor: desk.stack})
+
+
+# Kinds whose collated tensor is made somewhere and then copied to the desk: a few bytes for each sample.
+_NUMBERS = (int, float, (np.bool_, np.number, np.object_))
+
+
+def _onto(desk: _Desk, function: Callable[..., Any]) -> Callable[..., Any]:
+    def collated(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        return desk.put(function(batch, collate_fn_map=collate_fn_map))
+
+    return collated
+
+
+def make_gather(cached: Any, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
+    """The gather for this cache and collate function, compared on one sample; None if there is none."""
+    store = cached.store
+    if store is None or cached.source.live:
+        return None
+    collate_samples, variable = bound(collate_fn, store.schema)
+    try:
+        gather = Gather(store, collate_samples, variable)
+        gather.compare(sample)
+    except NotGathered:
+        return None
+    return gather
+
+
+class _Desk:
+    """A block that a worker lays a batch out in, from its beginning on.
+
+    Attributes:
+        size: bytes of the block.
+        needed: bytes that the batch would have liked to have.
+    """
+
+    def __init__(self, array: Any, size: int) -> None:
+        self.array = array
+        self.size = size
+        self.needed = 0
+
+    def _room(self, size: int) -> int | None:
+        """Offset of ``size`` bytes in the block, or None if it is too small."""
+        at = -(-self.needed // _ALIGN) * _ALIGN
+        self.needed = at + size
+        return at if self.needed <= self.size else None
+
+    def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int], count: int) -> torch.Tensor:
+        return torch.frombuffer(self.array, dtype=dtype, count=count, offset=at).view(*shape)
+
+    def columns(self, offset: int, count: int, width: int) -> torch.Tensor:
+        """Where a gathered column goes: see :class:`hotset.store.gather.Gather`."""
+        self.needed = max(self.needed, offset + count * width)
+        if count * width == 0:
+            return torch.empty((count, width), dtype=torch.uint8)
+        return self._view(offset, torch.uint8, (count, width), count * width)
+
+    def placed(self, done: torch.Tensor, offset: int) -> Any:
+        """What stands in the letter for a finished column."""
+        return _Place(offset, done.dtype, tuple(done.shape)) if done.numel() else done
+
+    def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        """Stack tensors in the block, as ``default_collate`` stacks them in memory of its own."""
+        first = batch[0]
+        if type(first).__module__.startswith("torchvision.tv_tensors."):
+            batch = [tensor.as_subclass(torch.Tensor) for tensor in batch]
+            first = batch[0]
+        plain = all(
+            type(t) is torch.Tensor
+            and t.dtype == first.dtype
+            and t.shape == first.shape
+            and t.layout == torch.strided
+            and t.device.type == "cpu"
+            and not (t.requires_grad or t.is_quantized or t.is_nested)
+            for t in batch
+        )
+        count = len(batch) * first.numel() if plain else 0
+        at = self._room(count * first.itemsize) if count else None
+        if at is None:
+            return default_collate_fn_map[torch.Tensor](batch, collate_fn_map=collate_fn_map)
+        out = self._view(at, first.dtype, (len(batch), *first.shape), count)
+        torch.stack(batch, 0, out=out)
+        return _Place(at, out.dtype, tuple(out.shape))
+
+    def put(self, made: Any) -> Any:
+        """Copy a collated tensor to the block."""
+        if type(made) is not torch.Tensor or not made.numel():
+            return made
+        at = self._room(made.numel() * made.itemsize)
+        if at is None:
+            return made
+        self._view(at, made.dtype, made.shape, made.numel()).copy_(made)
+        return _Place(at, made.dtype, tuple(made.shape))
+
+
+# ---- letters -----------------------------------------------------------------------------------------
+
+_pools: weakref.WeakValueDictionary[int, BlockPool] = weakref.WeakValueDictionary()
+# The memory of the block whose letter this thread is unpickling; letters are not nested.
+_opening = threading.local()
+
+
+def pool_of_letters(block_bytes: int) -> BlockPool:
+    """A shared pool whose blocks letters can refer to."""
+    pool = BlockPool(block_bytes, shared=True)
+    _pools[pool.address.inode] = pool
+    return pool
+
+
+class _Place:
+    """Where in the block a tensor lies; unpickled, it is that tensor."""
+
+    __slots__ = ("dtype", "offset", "shape")
+
+    def __init__(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.offset = offset
+        self.dtype = dtype
+        self.shape = shape
+
+    def __reduce__(self) -> Any:
+        return _tensor_at, (self.offset, self.dtype, self.shape)
+
+
+def _tensor_at(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    count = int(np.prod(shape, dtype=np.int64))
+    return torch.frombuffer(_opening.array, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+class _Opener:
+    """First thing in a letter: unpickling it takes the block over, so that it is recycled in any case."""
+
+    def __init__(self, pool: int, block: int) -> None:
+        self.pool = pool
+        self.block = block
+
+    def __reduce__(self) -> Any:
+        return _open, (self.pool, self.block)
+
+
+def _open(pool: int, block: int) -> Any:
+    owner = _pools.get(pool)
+    if owner is None:
+        raise RuntimeError("a batch arrived for a pool of blocks that is gone")
+    _opening.array = owner.adopt(block)
+    return None
+
+
+class Letter:
+    """A batch on its way from a worker.
+
+    Attributes:
+        pool, block: where its tensors lie.
+        batch: the batch; its tensors are views of the block once the letter has arrived.
+        needed: bytes that it would have liked to have there.
+        samples: how many samples it has.
+    """
+
+    def __init__(self, pool: int, block: int, batch: Any, needed: int, samples: int) -> None:
+        self.pool = pool
+        self.block = block
+        self.batch = batch
+        self.needed = needed
+        self.samples = samples
+
+    def __reduce__(self) -> Any:
+        # Arguments are unpickled in order: the block is open when its tensors are made.
+        return _received, (
+            _Opener(self.pool, self.block),
+            self.pool,
+            self.block,
+            self.batch,
+            self.needed,
+            self.samples,
+        )
+
+    def pin_memory(self, device: Any = None) -> Letter:
+        """Called by the inner loader's pin-memory thread; the block is free once this letter is dropped."""
+        batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
+        return Letter(self.pool, self.block, batch, self.needed, self.samples)
+
+
+def _received(opened: None, pool: int, block: int, batch: Any, needed: int, samples: int) -> Letter:
+    _opening.array = None
+    return Letter(pool, block, batch, needed, samples)
+
+
+class WorkerInit:
+    """Runs in each worker before its first batch: the user's function sees the user's data set."""
+
+    def __init__(self, dataset: Any, user: Callable[[int], None] | None) -> None:
+        self.dataset = dataset
+        self.user = user
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, BatchMaker):
+            # WorkerInfo refuses plain assignment; what a user finds there must be the data set.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.user is not None:
+            self.user(worker)

@@ -1,0 +1,62 @@
+"""Every error and warning of hotset, drawn as one tree.
+
+Each message is a sentence that says what happened and which knob to turn. An error is raised only where
+the user asked for something that cannot be done; a cache that merely does not work (no room, a corrupt
+file, an owner that died) is a :class:`HotsetWarning`, and samples come from the source.
+
+::
+
+    HotsetError
+     ├── QuantityError      (ValueError)   "12 parsecs" is not an amount of memory
+     ├── ArgumentError      (ValueError)   an argument outside its range, an empty data set
+     ├── NotCacheable       (TypeError)    the source draws random numbers, or cannot be read twice alike
+     ├── UnsupportedPlatform (OSError)     not Linux
+     ├── SegmentError       (OSError)      a segment that is truncated, corrupt, or of another format
+     └── FolderError        (OSError)      the runtime folder is not safely ours
+    HotsetWarning           (UserWarning)  the cache stepped aside; training goes on
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "FolderError",
+    "HotsetError",
+    "HotsetWarning",
+    "NotCacheable",
+    "QuantityError",
+    "SegmentError",
+    "UnsupportedPlatform",
+]
+
+
+class HotsetError(Exception):
+    """Base of every exception that hotset raises itself."""
+
+
+class QuantityError(HotsetError, ValueError):
+    """A quantity that is no amount of memory, such as ``"12 parsecs"`` or ``-1``."""
+
+
+class ArgumentError(HotsetError, ValueError):
+    """An argument outside what it may be, or a data set with nothing in it."""
+
+
+class NotCacheable(HotsetError, TypeError):
+    """The source gives another sample each time, and the part that does cannot be separated."""
+
+
+class UnsupportedPlatform(HotsetError, OSError):
+    """hotset runs on Linux: it needs memfd, ``/proc`` and open-file-description locks."""
+
+
+class SegmentError(HotsetError, OSError):
+    """A segment cannot be used: truncated, corrupt, forged, or written by another format version."""
+
+
+class FolderError(HotsetError, OSError):
+    """The runtime folder, or a file in it, is not safely this user's own."""
+
+
+class HotsetWarning(UserWarning):
+    """The cache stepped aside: samples come from the source, and training goes on."""

@@ -1,0 +1,191 @@
+"""The runtime folder: where the caches of this user on this machine are listed.
+
+It lies on shared memory by default, which everybody may write to, so nothing found there is trusted by its
+name. Another user may have put a folder, a symlink, a hard link or a FIFO there first, or swap one for
+another between a check and its use. So names are never checked and then opened: they are opened without
+following links, and what was *opened* is checked. What fails a check is refused, not repaired; that another
+user could set a trap there is a thing to be told.
+
+=============================  ========================================================================
+opened                         is ours when
+=============================  ========================================================================
+the folder                     a folder, not a symlink; owned by the effective user; mode 0700 or less
+a file in it                   regular, not a symlink; exactly one name; owned by the effective user;
+                               nothing for group and others
+=============================  ========================================================================
+
+Locks tell who is alive, and pages of memory are shared here, so the folder must be on a file system of this
+machine, not on one that several machines mount.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from hotset.errors import ArgumentError, FolderError
+
+__all__ = ["KNOB", "open_at", "open_file", "open_folder", "runtime_folder"]
+
+KNOB = "HOTSET_RUNTIME_DIR"
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+def runtime_folder() -> Path:
+    """Return the runtime folder, which is made (mode 0700) if it is not there.
+
+    It is ``$HOTSET_RUNTIME_DIR`` if that is set. Otherwise ``/dev/shm/hotset-<uid>``, or where that cannot
+    be made ``$XDG_RUNTIME_DIR/hotset``, or else ``hotset-<uid>`` in the folder for temporary files.
+
+    Raises:
+        FolderError: it cannot be made, or what is there is not safely this user's own.
+    """
+    path, fd = _find()
+    os.close(fd)
+    return path
+
+
+def open_folder() -> int:
+    """Return a descriptor of the runtime folder, for use as ``dir_fd``; the caller closes it.
+
+    Raises:
+        FolderError: as :func:`runtime_folder`.
+    """
+    return _find()[1]
+
+
+def open_file(name: str, *, create: bool = False) -> int:
+    """Open a file of the runtime folder; see :func:`open_at`.
+
+    Raises:
+        FolderError: as :func:`runtime_folder` and :func:`open_at`.
+    """
+    folder = open_folder()
+    try:
+        return open_at(folder, name, create=create)
+    finally:
+        os.close(folder)
+
+
+def open_at(folder: int, name: str, *, create: bool = False) -> int:
+    """Return a descriptor, for reading and writing, of a file in a folder that is open.
+
+    Args:
+        folder: what :func:`open_folder` returned.
+        name: up to 100 of the characters A-Z, a-z, 0-9, dot, underscore and hyphen, no dot first.
+        create: make the file, which must not exist, with mode 0600.
+
+    Raises:
+        ArgumentError: ``name`` is not such a name.
+        FolderError: the file is not safely this user's own.
+        FileNotFoundError, FileExistsError: it is not there; it is there, and ``create`` was asked for.
+        OSError: the file system refuses: it is full, read-only, or too many files are open.
+    """
+    if not _NAME.fullmatch(name):
+        raise ArgumentError(
+            f"{name!r} is not a name for a file of the runtime folder; use up to 100 of the characters "
+            "A-Z, a-z, 0-9, dot, underscore and hyphen, and no dot at the beginning."
+        )
+    # Without O_NONBLOCK some devices wait in open() itself; a regular file does not care.
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    if create:
+        flags |= os.O_CREAT | os.O_EXCL
+    try:
+        fd = os.open(name, flags, 0o600, dir_fd=folder)
+    except OSError as error:
+        unfit = {errno.ELOOP: "is a symlink", errno.EISDIR: "is a folder", errno.ENXIO: "is a socket"}
+        if error.errno in unfit:
+            raise _refusal(_place(folder, name), unfit[error.errno]) from error
+        raise
+    status = os.fstat(fd)
+    if status.st_nlink == 0:
+        # Removed between open() and now; the same as not being there.
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    if not stat.S_ISREG(status.st_mode):
+        why = "is not a regular file"
+    elif status.st_nlink != 1:
+        why = f"has {status.st_nlink} names (hard links)"
+    else:
+        why = _not_private(status)
+    if why:
+        os.close(fd)
+        raise _refusal(_place(folder, name), why)
+    return fd
+
+
+def _find() -> tuple[Path, int]:
+    """Return the folder's path and a descriptor of it, trying the places in order.
+
+    The next place is tried only if there is no folder and none can be made. A folder that is there and is
+    not ours ends the search: passing over it would split the list of caches in two without a word.
+    """
+    failure = None
+    for path in _places():
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            failure = failure or FolderError(
+                f"The runtime folder {path} cannot be made ({error.strerror}); "
+                f"set {KNOB} to a folder that you may write to."
+            )
+            continue
+        return path, _open_private(path)
+    assert failure is not None, "there is always a place to try"
+    raise failure
+
+
+def _places() -> Iterator[Path]:
+    chosen = os.environ.get(KNOB)
+    if chosen:
+        yield Path(os.path.abspath(chosen))
+        return
+    user = os.geteuid()
+    yield Path(f"/dev/shm/hotset-{user}")
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    if session:
+        yield Path(os.path.abspath(session)) / "hotset"
+    yield Path(tempfile.gettempdir()) / f"hotset-{user}"
+
+
+def _open_private(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        # With O_DIRECTORY the kernel says ENOTDIR for a symlink too.
+        why = "is a symlink" if path.is_symlink() else f"cannot be opened ({error.strerror})"
+        raise _refusal(path, why) from error
+    why = _not_private(os.fstat(fd))
+    if why:
+        os.close(fd)
+        raise _refusal(path, why)
+    return fd
+
+
+def _not_private(status: os.stat_result) -> str:
+    """Return what makes this file or folder not this user's alone, or an empty string."""
+    if status.st_uid != os.geteuid():
+        return f"belongs to another user (uid {status.st_uid})"
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        return f"is open to other users (mode {mode:04o})"
+    return ""
+
+
+def _refusal(path: Path, why: str) -> FolderError:
+    return FolderError(
+        f"{path} {why}, so hotset will not use it; remove it, or set {KNOB} to a folder of your own."
+    )
+
+
+def _place(folder: int, name: str) -> Path:
+    """Return a file's path for a message; the folder is known by its descriptor alone."""
+    return Path(os.readlink(f"/proc/self/fd/{folder}")) / name

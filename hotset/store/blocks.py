@@ -1,0 +1,190 @@
+"""Blocks: memory for batches, recycled exactly when the last view of a batch dies.
+
+Copying a batch costs a fraction of what the page faults of fresh memory cost (25 GB/s against 1.3 GB/s
+measured), so a loader lives on a few blocks that stay mapped, and, last in first out, in the processor's
+cache. A block is lent as a ctypes array over the pool's mapping; tensors are made over that array. The array
+dies with the last tensor, slice, numpy view or storage that refers to it, whoever holds that, and a weak
+reference's callback then puts the block's number back on the free list.
+
+That callback runs inside whatever allocation or collection happened to drop the last view, in any thread:
+it takes no lock, and appends to a list, which is atomic.
+
+Fork: private pools (``MAP_PRIVATE``) are copied on write, so child and parent each keep what they saw.
+Pools that workers write into are shared, and a child might go on reading a batch that its parent has
+dropped: blocks that are lent at a fork are not recycled any more, unless the fork makes the pool's own
+workers, which look at no batches. A pool itself is its process's alone; a child makes one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from hotset.store.format import PAGE
+from hotset.store.segment import Address
+
+__all__ = ["BlockPool", "SharedBlocks", "making_workers"]
+
+# Address space for the blocks of a shared pool; only those in use ever take memory.
+_MOST_BLOCKS = 1 << 14
+_MOST_BYTES = 1 << 44
+
+_array_types: dict[int, Any] = {}
+
+
+def _array_type(size: int) -> Any:
+    kind = _array_types.get(size)
+    if kind is None:
+        kind = _array_types[size] = ctypes.c_uint8 * size
+    return kind
+
+
+class BlockPool:
+    """Blocks of one size in one mapping.
+
+    Args:
+        block_bytes: bytes of a block; rounded up to pages.
+        shared: workers write into the blocks: they are in a memfd, at :attr:`address`.
+
+    Attributes:
+        block_bytes: bytes of each block.
+        made: how many blocks were ever in use at once.
+    """
+
+    def __init__(self, block_bytes: int, *, shared: bool = False) -> None:
+        self.block_bytes = max(-(-block_bytes // PAGE), 1) * PAGE
+        self.made = 0
+        self._shared = shared
+        self._pid = os.getpid()
+        self._free: list[int] = []
+        self._lent: dict[int, weakref.ref[Any]] = {}
+        self._out: set[int] = set()  # taken, and neither lent nor given back yet
+        self._maps: list[mmap.mmap] = []
+        self._fd = -1
+        if shared:
+            self._fd = os.memfd_create("hotset-blocks", os.MFD_CLOEXEC)
+            self._most = max(min(_MOST_BLOCKS, _MOST_BYTES // self.block_bytes), 64)
+            os.ftruncate(self._fd, self.block_bytes * self._most)
+            self._maps.append(mmap.mmap(self._fd, self.block_bytes * self._most))
+            weakref.finalize(self, os.close, self._fd).atexit = False
+            _shared_pools.add(self)
+
+    @property
+    def address(self) -> Address:
+        """Where workers find a shared pool's memory (its nonce is empty: the inode tells it)."""
+        return Address(self._pid, self._fd, os.fstat(self._fd).st_ino, b"")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made the pool: after a fork the child needs its own."""
+        return self._pid == os.getpid()
+
+    def take(self) -> int:
+        """Return the number of a free block, making one if there is none. Never waits.
+
+        The block is this caller's until :meth:`give_back`, or, once lent, until its last view dies.
+        """
+        try:
+            number = self._free.pop()
+            self._out.add(number)
+            return number
+        except IndexError:
+            number = self.made
+            self.made += 1
+            self._out.add(number)
+        if not self._shared:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._maps.append(mmap.mmap(-1, self.block_bytes, flags=flags))
+        elif number >= self._most:
+            raise MemoryError(
+                f"{number:,} batches are held at once, more than a pool of blocks holds; "
+                "copy what you keep with `.clone()`."
+            )
+        return number
+
+    def lend(self, number: int) -> Any:
+        """Return the block's memory; when the last view of it dies the block is free again."""
+        if self._shared:
+            array = _array_type(self.block_bytes).from_buffer(self._maps[0], number * self.block_bytes)
+        else:
+            array = _array_type(self.block_bytes).from_buffer(self._maps[number])
+        pool = weakref.ref(self)
+
+        def returned(reference: weakref.ref[Any], number: int = number) -> None:
+            owner = pool()
+            # A fork may have retired the block, or lent it anew in a child's copy of this object.
+            if owner is not None and owner._lent.get(number) is reference:
+                del owner._lent[number]
+                owner._free.append(number)
+
+        self._lent[number] = weakref.ref(array, returned)
+        self._out.discard(number)
+        return array
+
+    def adopt(self, number: int) -> Any:
+        """The memory of a block that is lent already, or lent by this call."""
+        reference = self._lent.get(number)
+        array = reference() if reference is not None else None
+        return self.lend(number) if array is None else array
+
+    def give_back(self, number: int) -> None:
+        """Put a block back that was taken and may not have been lent; nothing happens if it was."""
+        if number in self._out:
+            self._out.discard(number)
+            self._free.append(number)
+
+    def retire_lent(self) -> None:
+        """Never recycle the blocks that are lent now: another process may look at them."""
+        self._lent.clear()
+
+
+_shared_pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()
+_making_workers = False
+
+
+def _before_fork() -> None:
+    if not _making_workers:
+        for pool in list(_shared_pools):
+            pool.retire_lent()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+@contextlib.contextmanager
+def making_workers() -> Iterator[None]:
+    """Forks inside this block make loader workers, which do not look at batches that are lent."""
+    global _making_workers
+    before, _making_workers = _making_workers, True
+    try:
+        yield
+    finally:
+        _making_workers = before
+
+
+class SharedBlocks:
+    """A shared pool as a worker sees it: memory to write batches into.
+
+    Raises:
+        OSError: the pool's process is gone.
+    """
+
+    def __init__(self, address: Address, block_bytes: int) -> None:
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if status.st_ino != address.inode:
+                raise OSError(f"process {address.pid} has another file there now")
+            self._map = mmap.mmap(fd, status.st_size)
+        finally:
+            os.close(fd)
+        self.block_bytes = block_bytes
+
+    def array(self, number: int) -> Any:
+        """Return the block's memory."""
+        return _array_type(self.block_bytes).from_buffer(self._map, number * self.block_bytes)

@@ -1,0 +1,66 @@
+"""The check: every record, index word and extent of a segment, looked at and named if damaged.
+
+It knows the format and nothing of samples: which bytes a checksum covers does not depend on the schema. So
+``hotset check`` needs no torch, and can look at a segment whose types it could not import.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from hotset.store import format as fmt
+from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Live
+from hotset.store.segment import Segment
+
+__all__ = ["RECORD", "check_segment", "record_problem"]
+
+RECORD = struct.Struct("<III4x")  # length, generation, checksum
+
+
+def record_problem(segment: Segment, sample: int, word: int) -> str | None:
+    """What is wrong with the record that ``word`` says belongs to ``sample``; None if it is sound."""
+    geometry = segment.geometry
+    row = word & ROW_MASK
+    generation = word >> fmt.GENERATION_SHIFT & fmt.GENERATION_MASK
+    if row >= geometry.rows:
+        return f"sample {sample}: its index word names row {row:,} of {geometry.rows:,}"
+    at = geometry.rows_at + row * geometry.stride
+    view = memoryview(segment.buffer)
+    length, written, crc = RECORD.unpack_from(view, at)
+    tail_bytes = length - (geometry.stride - RECORD_HEADER)
+    if written != generation or tail_bytes < 0 or (tail_bytes > 0) > geometry.has_tail:
+        return f"sample {sample}: its record's header is damaged"
+    tail = None
+    if tail_bytes:
+        (place,) = struct.unpack_from("<Q", view, at + RECORD_HEADER)
+        start = geometry.lines_at + (place >> fmt.TAIL_COUNT_BITS) * fmt.LINE
+        lines = place & ((1 << fmt.TAIL_COUNT_BITS) - 1)
+        if start + lines * fmt.LINE > geometry.size or not 0 <= lines * fmt.LINE - tail_bytes < fmt.LINE:
+            return f"sample {sample}: its record's tail lies outside the segment"
+        tail = view[start : start + tail_bytes]
+    row_bytes = view[at + RECORD_HEADER : at + geometry.stride]
+    if fmt.checksum(sample, length, generation, row_bytes, tail) != crc:
+        return f"sample {sample}: its record's checksum does not fit"
+    return None
+
+
+def check_segment(segment: Segment) -> list[str]:
+    """Verify every record, every index word and the extents of a segment; a sentence for each problem."""
+    problems: list[str] = []
+    geometry = segment.geometry
+    owners: dict[int, int] = {}
+    for sample, word in enumerate(segment.index.tolist()):
+        if word >= PRESENT:
+            problem = record_problem(segment, sample, word)
+            if problem is not None:
+                problems.append(problem)
+            row = word & ROW_MASK
+            if owners.setdefault(row, sample) != sample:
+                problems.append(f"samples {owners[row]} and {sample} share row {row}")
+        elif word != 0 and not fmt.CLAIMED <= word < PRESENT:
+            problems.append(f"sample {sample}: its index word is damaged")
+    live = segment.live
+    used = int(live[Live.ROWS_NEXT]) * geometry.stride + int(live[Live.LINES_NEXT]) * fmt.LINE
+    if used != int(live[Live.USED]) or used > int(live[Live.LIMIT]):
+        problems.append(f"the extents add up to {used:,} bytes, and {int(live[Live.USED]):,} are recorded")
+    return problems

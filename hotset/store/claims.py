@@ -1,0 +1,197 @@
+"""Claims: who reads which sample, so that each is read from the source once.
+
+A process that attaches to write takes a *slot*: it holds an open-file-description lock on the slot's byte
+for as long as it lives, and the kernel drops it when the process dies, however it dies. A claim is an index
+word that names a slot and the incarnation of its holder. So there is no owner's pid to be reused, no lease
+to be renewed, and nothing to clean up: a claim whose slot is free, or has had another holder since, is void.
+
+::
+
+    absent ── claim ──> claimed ── publish ──> present
+       ^                   │
+       └── release, or its holder died and another process claims it
+
+Claims are handed out under one short lock, taken by bounded tries and never waited for without end: its
+holder may have been stopped. Who cannot have it reads the source without a claim, which costs a second
+reading and nothing else. Publishing needs no lock, since only a living claimant stores over its own claim.
+
+After a fork the child must not keep the parent's lock descriptor: a copy of it would keep the parent
+alive in everyone's eyes. It is closed in the child at once, and the child takes a slot of its own when it
+first needs one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.store import locks
+from hotset.store.format import CLAIMED, INCARNATION_MASK, PRESENT, SLOT_SHIFT, SLOTS, Slot
+from hotset.store.segment import Segment, Words
+
+__all__ = ["Claims", "Membership"]
+
+_SHORT_LOCK = 0
+_LOCK_SECONDS = 2.0
+_AFTER_TIMEOUT_SECONDS = 1.0
+
+Ids = npt.NDArray[np.int64]
+
+
+class Membership:
+    """This process's place in a segment: its lock descriptor and its slot.
+
+    Attributes:
+        segment: the segment that it belongs to.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._fd = -1
+        self._slot = -1
+        self._thread_lock = threading.RLock()
+        self._give_up_until = 0.0
+        _members.add(self)
+
+    @property
+    def slot(self) -> int:
+        """Number of this process's slot, taken at first use; -1 when all 1,024 are held."""
+        if self._slot < 0:
+            with self._thread_lock:
+                if self._slot < 0:
+                    self._slot = self._take_slot()
+        return self._slot
+
+    @property
+    def row(self) -> Words:
+        """This process's slot in shared memory: extents and counters, written by nobody else."""
+        slot = self.slot
+        return self.segment.slots[slot] if slot >= 0 else _no_slot()
+
+    def _take_slot(self) -> int:
+        fd = self._descriptor()
+        for slot in range(SLOTS):
+            if locks.try_lock(fd, 1 + slot):
+                row = self.segment.slots[slot]
+                row[Slot.INCARNATION] += 1
+                row[Slot.PID] = os.getpid()
+                return slot
+        return -1
+
+    def _descriptor(self) -> int:
+        if self._fd < 0:
+            self._fd = locks.reopen(self.segment.fd)
+        return self._fd
+
+    @contextlib.contextmanager
+    def short_lock(self) -> Iterator[bool]:
+        """Hold the segment's short lock; yields False when it could not be had within two seconds.
+
+        The lock belongs to the open file description, so threads of one process do not exclude each
+        other by it: a thread lock comes first. After a time-out nobody waits again for a second, so that
+        a stopped holder costs its neighbours two seconds and not two seconds a sample.
+        """
+        with self._thread_lock:
+            fd = self._descriptor()
+            patience = _LOCK_SECONDS if time.monotonic() >= self._give_up_until else 0.0
+            held = locks.lock(fd, _SHORT_LOCK, patience)
+            if not held:
+                self._give_up_until = time.monotonic() + _AFTER_TIMEOUT_SECONDS
+            try:
+                yield held
+            finally:
+                if held:
+                    locks.unlock(fd, _SHORT_LOCK)
+
+    @contextlib.contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Exclude other threads of this process, for what only this process writes."""
+        with self._thread_lock:
+            yield
+
+    def is_alive(self, slot: int) -> bool:
+        """Whether a process holds ``slot`` at this moment."""
+        return slot == self._slot or locks.is_locked(self._descriptor(), 1 + slot)
+
+    def leave(self) -> None:
+        """Give slot and descriptor back; claims that are still open become void."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = self._slot = -1
+
+    def _after_fork_in_child(self) -> None:
+        self.leave()
+        self._thread_lock = threading.RLock()
+
+
+_members: weakref.WeakSet[Membership] = weakref.WeakSet()
+
+
+def _leave_inherited() -> None:
+    for member in list(_members):
+        member._after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_inherited)
+
+
+def _no_slot() -> Words:
+    """Where counters go when every slot is held: nowhere."""
+    return np.zeros(Slot.STORED_BYTES + 1, np.int64)
+
+
+class Claims:
+    """Claims on the samples of one segment, by one process."""
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._index = member.segment.index
+
+    def take(self, ids: Ids, most: int) -> Ids:
+        """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
+
+        Returns an empty array also when no claim can be had (every slot held, or the short lock stuck).
+        """
+        slot = self._member.slot
+        if slot < 0:
+            return ids[:0]
+        mine = self._word(slot)
+        with self._member.short_lock() as held:
+            if not held:
+                return ids[:0]
+            words = self._index[ids]
+            free = words == 0
+            # Only words of a stopped or slow process cost a look at its lock, one for each such word.
+            for position in np.flatnonzero((words >= CLAIMED) & (words < PRESENT)):
+                if free.sum() >= most:
+                    break
+                free[position] = not self.is_open(int(words[position]))
+            taken: Ids = ids[free][:most]
+            self._index[taken] = mine
+        return taken
+
+    def is_open(self, word: int) -> bool:
+        """Whether this claim's claimant is alive, so that its sample is being read."""
+        slot = (word - CLAIMED) >> SLOT_SHIFT
+        if not 0 <= slot < SLOTS:
+            return False
+        incarnation = int(self._member.segment.slots[slot, Slot.INCARNATION]) & INCARNATION_MASK
+        return incarnation == word & INCARNATION_MASK and self._member.is_alive(slot)
+
+    def release(self, ids: Ids) -> None:
+        """Give back those of these claims that were not published."""
+        slot = self._member.slot
+        if slot >= 0 and len(ids):
+            open_ = ids[self._index[ids] == self._word(slot)]
+            self._index[open_] = 0
+
+    def _word(self, slot: int) -> int:
+        incarnation = int(self._member.segment.slots[slot, Slot.INCARNATION]) & INCARNATION_MASK
+        return CLAIMED | slot << SLOT_SHIFT | incarnation

@@ -1,0 +1,153 @@
+"""Codecs: objects that are taken apart into leaves, and put together again.
+
+A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and
+leaves; ``unflatten(tree)`` the object again. Ours cover PIL images, torchvision's tv_tensors and MONAI's
+MetaTensor. They are looked up by the type's module, so that no library is imported that the user has not
+imported already. Users add their own with :func:`register_codec`.
+
+Nothing is pickled. A codec that uses pickle inside is its user's own choice.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hotset.errors import ArgumentError
+from hotset.store.leaves import Misfit
+
+__all__ = ["Codec", "codec_named", "codec_of", "register_codec"]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How objects of one type are taken apart and put together.
+
+    Attributes:
+        name: ``module:qualname`` of the type.
+        flatten: object to tree; may raise Misfit for an object that it could not give back.
+        unflatten: tree to object; the arrays in it are the object's own.
+        stacks: which part of the tree ``default_collate`` stacks to a plain tensor; None if it needs objects.
+    """
+
+    name: str
+    flatten: Callable[[Any], Any]
+    unflatten: Callable[[Any], Any]
+    stacks: int | None = None
+
+
+_registered: dict[str, Codec] = {}
+
+
+def register_codec(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any], Any]) -> None:
+    """Have objects of exactly this type cached.
+
+    Args:
+        cls: the type; subclasses need a codec of their own.
+        flatten: takes an object, returns a tree of dicts, lists, tuples, namedtuples and dataclasses over
+            tensors, numpy arrays, numbers, str, bytes and None that says all there is to know of it.
+        unflatten: takes such a tree, returns an equal object. Its arrays may be kept: they are copies.
+
+    Raises:
+        ArgumentError: ``cls`` is no type, or one of the two cannot be called.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> register_codec(Fraction, lambda f: (f.numerator, f.denominator), lambda t: Fraction(*t))
+    """
+    if not isinstance(cls, type) or not callable(flatten) or not callable(unflatten):
+        raise ArgumentError("register_codec(cls, flatten, unflatten) takes a type and two callables.")
+    name = _name(cls)
+    _registered[name] = Codec(name, flatten, unflatten)
+
+
+def codec_of(value: object) -> Codec | None:
+    """Return the codec for this object's type, or None."""
+    return codec_named(_name(type(value)))
+
+
+def codec_named(name: str) -> Codec | None:
+    """Return the codec for the type of that name, or None."""
+    if name not in _registered:
+        builtin = _BUILTIN.get(name)
+        if builtin is None and name.startswith("torchvision.tv_tensors."):
+            builtin = _tv_tensor(name)
+        if builtin is None:
+            return None
+        _registered[name] = builtin
+    return _registered[name]
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _flatten_image(image: Any) -> Any:
+    # What a file's headers said travels with a PIL image, and transforms may look at it (EXIF rotation).
+    info = repr(image.info)
+    try:
+        if ast.literal_eval(info) != image.info:
+            raise Misfit("a PIL image whose info does not survive being written down")
+    except (ValueError, SyntaxError) as error:
+        raise Misfit("a PIL image with objects in its info") from error
+    palette = image.getpalette(image.palette.mode) if image.palette is not None else None
+    colours = (image.palette.mode, bytes(palette)) if palette is not None else ("", b"")
+    return (image.mode, image.width, image.height, info, *colours, image.tobytes())
+
+
+def _unflatten_image(tree: Any) -> Any:
+    from PIL import Image
+
+    mode, width, height, info, palette_mode, palette, pixels = tree
+    image = Image.frombytes(mode, (width, height), pixels)
+    if palette_mode:
+        image.putpalette(palette, palette_mode)
+    image.info = ast.literal_eval(info)
+    return image
+
+
+def _flatten_meta(value: Any) -> Any:
+    return {
+        "array": value.as_tensor(),
+        "meta": dict(value.meta),
+        "applied_operations": list(value.applied_operations),
+    }
+
+
+def _unflatten_meta(tree: Any) -> Any:
+    from monai.data.meta_tensor import MetaTensor
+
+    return MetaTensor(tree["array"], meta=tree["meta"], applied_operations=tree["applied_operations"])
+
+
+def _tv_tensor(name: str) -> Codec | None:
+    """A codec for one class of torchvision.tv_tensors: the tensor, and what boxes and points know besides."""
+    from torchvision import tv_tensors
+
+    cls = getattr(tv_tensors, name.partition(":")[2], None)
+    if cls is None:
+        return None
+
+    def flatten(value: Any) -> Any:
+        return (value.as_subclass(torch.Tensor), dict(vars(value)))
+
+    def unflatten(tree: Any) -> Any:
+        tensor, known = tree
+        value = tensor.as_subclass(cls)
+        vars(value).update(known)
+        return value
+
+    return Codec(name, flatten, unflatten, stacks=0)
+
+
+_BUILTIN = {
+    codec.name: codec
+    for codec in (
+        Codec("PIL.Image:Image", _flatten_image, _unflatten_image),
+        Codec("monai.data.meta_tensor:MetaTensor", _flatten_meta, _unflatten_meta),
+    )
+}

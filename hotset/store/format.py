@@ -1,0 +1,234 @@
+"""The format of a segment, byte by byte.
+
+A segment is one file, wherever it lives (a memfd, a tmpfs, a disk: the tier). It is sparse: address space
+is free, so each region is as large as it could ever need to be, and memory is taken extent by extent.
+
+::
+
+    0                 header        4,096 B   see _HEADER; then six live words at LIVE_AT
+    metadata_at       metadata      JSON: name, fingerprint, schema
+    slots_at          slots         1,024 x 128 B, one for each process that attaches to write
+    index_at          index         samples x 8 B
+    rows_at           rows          rows x stride: the fixed part of each record
+    lines_at          lines         lines x 256 B: the variable tails, each a run of lines
+
+Every region begins on a page. All integers are little-endian.
+
+**Index word** (int64, aligned, so that a store or a load of it never tears)::
+
+    0                                      absent
+    01 | slot:13 | incarnation:48          claimed by the process that holds that slot
+    1  | tier:2  | generation:20 | row:40  present
+
+The two top bits below the sign tell the state, so ``word >= PRESENT`` is one comparison for a whole batch,
+and ``word & ROW_MASK`` is its row number.
+
+**Record**: one row, ``stride`` bytes, and for schemas with variable leaves one run of lines::
+
+    +0   length      u32   bytes of the row and its tail that the checksum covers
+    +4   generation  u32
+    +8   checksum    u32   CRC-32 over sample number, length, generation, then row from +16, then tail
+    +12  zero        u32
+    +16  tail        u64   first line:40 | number of lines:24   (only if the schema has variable leaves)
+    ...  fixed leaves, then the dimensions of variable leaves; zeros up to the stride
+
+The sample's number is part of the checksum: a damaged index word that points at another sample's record
+is found like a damaged record. The order of stores is record first, index word last; that this order is
+what another processor sees is x86-64's promise (elsewhere every read is verified).
+
+**Slot** (16 words): incarnation, the extents that its holder has reserved and not used up, and counters.
+The incarnation counts the slot's holders, so that a claim of a dead one is not taken for its successor's.
+A holder's extents pass to the next: room that a killed process had reserved is not lost.
+
+**Locks** are open-file-description locks on the file's own bytes: byte 0 is the short lock under which
+claims and extents are handed out; byte 1 + k is held by the process in slot k for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from hotset.errors import SegmentError
+
+__all__ = [
+    "CLAIMED",
+    "GENERATION_MASK",
+    "GENERATION_SHIFT",
+    "HEADER_BYTES",
+    "INCARNATION_MASK",
+    "LINE",
+    "LIVE_AT",
+    "PAGE",
+    "PRESENT",
+    "RECORD_HEADER",
+    "ROW_MASK",
+    "SLOTS",
+    "SLOT_SHIFT",
+    "SLOT_WORDS",
+    "TAIL_COUNT_BITS",
+    "Geometry",
+    "Live",
+    "Slot",
+    "checksum",
+    "pack_header",
+    "unpack_header",
+]
+
+MAGIC = b"hotset\x00\x1a"
+VERSION = 1
+PAGE = 4096
+HEADER_BYTES = PAGE
+LIVE_AT = 512
+LINE = 256
+SLOTS = 1024
+SLOT_WORDS = 16
+RECORD_HEADER = 16
+
+PRESENT = 1 << 62
+CLAIMED = 1 << 61
+ROW_MASK = (1 << 40) - 1
+GENERATION_SHIFT = 40
+GENERATION_MASK = (1 << 20) - 1
+SLOT_SHIFT = 48
+INCARNATION_MASK = (1 << 48) - 1
+TAIL_COUNT_BITS = 24
+
+# magic, version, flags, samples, stride, rows, lines, metadata bytes, nonce; then the CRC of all that.
+_HEADER = struct.Struct("<8sIIQQQQQ16s")
+_CRC = struct.Struct("<I")
+_RECORD_PREFIX = struct.Struct("<QII")
+_HAS_TAIL = 1
+
+
+class Live:
+    """Positions of the header's live words, which change while the segment is used (int64 each)."""
+
+    ROWS_NEXT = 0  # rows handed out to slots so far
+    LINES_NEXT = 1  # lines handed out so far
+    USED = 2  # bytes reserved by extents
+    LIMIT = 3  # bytes that may be reserved
+    ERA = 4  # how often the cache was cleared: the generation of what is written now
+    CLEAN = 5  # 1 after an orderly end (a segment on disk)
+
+
+class Slot:
+    """Positions of the words in a slot."""
+
+    INCARNATION = 0
+    PID = 1  # for people who look; never used to decide anything
+    ROW_NEXT = 2
+    ROW_END = 3
+    LINE_NEXT = 4
+    LINE_END = 5
+    HITS = 6
+    MISSES = 7
+    STORED = 8
+    REJECTED = 9  # samples that fit no schema, or for which there was no room
+    FILL_NS = 10  # time spent in the source and its prefix
+    STORED_BYTES = 11
+
+
+def _page_up(offset: int) -> int:
+    return -(-offset // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a segment's regions, and the offsets that follow from them.
+
+    Attributes:
+        samples: length of the index.
+        stride: bytes of a row, a multiple of 8, at least 16.
+        rows: number of rows there is address space for.
+        lines: number of 256-byte lines there is address space for; 0 without variable leaves.
+        metadata: bytes of the metadata.
+    """
+
+    samples: int
+    stride: int
+    rows: int
+    lines: int
+    metadata: int
+
+    @cached_property
+    def slots_at(self) -> int:
+        return HEADER_BYTES + _page_up(self.metadata)
+
+    @cached_property
+    def index_at(self) -> int:
+        return self.slots_at + SLOTS * SLOT_WORDS * 8
+
+    @cached_property
+    def rows_at(self) -> int:
+        return _page_up(self.index_at + 8 * self.samples)
+
+    @cached_property
+    def lines_at(self) -> int:
+        return _page_up(self.rows_at + self.rows * self.stride)
+
+    @cached_property
+    def size(self) -> int:
+        return _page_up(self.lines_at + self.lines * LINE)
+
+    @cached_property
+    def has_tail(self) -> bool:
+        return self.lines > 0
+
+
+def pack_header(geometry: Geometry, nonce: bytes) -> bytes:
+    """Return the header's fixed part, ready to be written at offset 0."""
+    flags = _HAS_TAIL if geometry.has_tail else 0
+    fixed = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        flags,
+        geometry.samples,
+        geometry.stride,
+        geometry.rows,
+        geometry.lines,
+        geometry.metadata,
+        nonce,
+    )
+    return fixed + _CRC.pack(zlib.crc32(fixed))
+
+
+def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
+    """Return geometry and nonce of a segment of ``size`` bytes, or refuse it.
+
+    Nothing in a header is believed before its checksum fits, and no offset is read from it at all: they
+    follow from the sizes, and must end exactly where the file does. So a forged header cannot make a
+    reader look outside the mapping.
+
+    Raises:
+        SegmentError: naming the segment and what is wrong with it.
+    """
+
+    def refuse(why: str) -> SegmentError:
+        return SegmentError(f"{name} is not a usable hotset segment: {why}. `hotset gc` frees what is dead.")
+
+    if len(page) < _HEADER.size + _CRC.size:
+        raise refuse(f"it ends after {len(page)} bytes, inside the header")
+    magic, version, flags, samples, stride, rows, lines, metadata, nonce = _HEADER.unpack_from(page)
+    if magic != MAGIC:
+        raise refuse("it does not begin with hotset's magic bytes")
+    if _CRC.unpack_from(page, _HEADER.size)[0] != zlib.crc32(page[: _HEADER.size]):
+        raise refuse("its header's checksum does not fit")
+    if version != VERSION:
+        raise refuse(f"it has format version {version}, and this hotset reads version {VERSION}")
+    geometry = Geometry(samples, stride, rows, lines, metadata)
+    if not (stride >= RECORD_HEADER and stride % 8 == 0 and rows <= ROW_MASK and lines <= ROW_MASK):
+        raise refuse("its header names impossible sizes")
+    if bool(flags & _HAS_TAIL) != geometry.has_tail or flags & ~_HAS_TAIL:
+        raise refuse("its header has unknown flags")
+    if geometry.size != size:
+        raise refuse(f"its header speaks of {geometry.size} bytes, and the file has {size}")
+    return geometry, nonce
+
+
+def checksum(sample: int, length: int, generation: int, row: memoryview, tail: memoryview | None) -> int:
+    """CRC-32 of a record: its identity, its row from the record header on, and its tail."""
+    crc = zlib.crc32(row, zlib.crc32(_RECORD_PREFIX.pack(sample, length, generation)))
+    return zlib.crc32(tail, crc) if tail is not None else crc

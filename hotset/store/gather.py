@@ -1,0 +1,323 @@
+"""The gather: from index words to a whole batch, one copy for each leaf, no Python for each sample.
+
+A fixed leaf is a column of strided rows, and ``torch.index_select`` copies the rows of a batch straight to
+where the batch will be (strided rows as fast as contiguous ones). Variable leaves come as runs of lines, one
+more selection with an index that numpy builds.
+
+What comes out must be exactly what the collate function makes of the same samples: tensors stacked, ints
+int64, floats float64, text in lists, tuples as lists, namedtuples kept, tv_tensors plain. Where a schema
+holds something that collating treats otherwise (None, PIL images, MetaTensors, a type that the user has
+taught ``default_collate``), it is not gathered: :class:`NotGathered` says why, and the samples are read
+one by one and collated as ever. To be sure, the first samples are collated both ways and compared.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.store import format as fmt
+from hotset.store.claims import Ids
+from hotset.store.codecs import codec_named
+from hotset.store.format import PRESENT, ROW_MASK, Live
+from hotset.store.leaves import ArrayLeaf, NumberLeaf, TextLeaf
+from hotset.store.ragged import Ragged
+from hotset.store.schema import Group, Node, Schema
+from hotset.store.segment import Words
+from hotset.store.store import Bytes, Store
+
+__all__ = ["Column", "Gather", "NotGathered", "Place"]
+
+_ALIGN = 64
+_ALIGN_TAIL = 16
+
+# Makes the tensor of a column, given its offset in the block: uint8 of shape (batch, bytes of a leaf).
+Place = Callable[[int, int, int], torch.Tensor]
+
+
+class NotGathered(Exception):
+    """This schema's batches are not made by copying columns; the message says why."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A fixed leaf in a batch.
+
+    Attributes:
+        offset: of the leaf in a row.
+        width: bytes of the leaf.
+        dtype: of the batch's tensor.
+        shape: of one sample in it.
+        lies: stored shape and the permutation back from it, where samples are not stored as they count.
+    """
+
+    offset: int
+    width: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    lies: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+class Gather:
+    """Batches of one store, for one way of collating.
+
+    Args:
+        store: where the samples are.
+        variable: what a variable array becomes: ``None`` (not gathered), ``"ragged"`` or a pad value.
+        collate: the function whose batches these must equal.
+        sample: a number of a sample that is present, to compare with.
+
+    Raises:
+        NotGathered: the batches of this schema are not columns.
+    """
+
+    def __init__(
+        self, store: Store, collate: Callable[[list[Any]], Any], variable: Variable | None = None
+    ) -> None:
+        self._store = store
+        self._schema: Schema = store.schema
+        self._variable = variable
+        self._collate = collate
+        self._compared = False
+        self._layouts: dict[int, tuple[list[int], int]] = {}
+        self.columns: list[Column] = []
+        self._texts = False
+        found = iter(range(len(self._schema.leaves)))
+        self._assemble = self._compile(self._schema.tree, found)
+        rows = torch.from_numpy(store.rows)
+        self._views = [rows[:, c.offset : c.offset + c.width] for c in self.columns]
+
+    # ---- compiling the tree --------------------------------------------------------------------------
+
+    def _compile(self, node: Node, places: Iterator[int]) -> Callable[[list[Any], list[Any]], Any]:
+        """Return a function from (columns, variable leaves) to this node's part of the batch."""
+        if isinstance(node, Group):
+            return self._compile_group(node, places)
+        place = next(places)
+        offset = self._schema.offsets[place]
+        if isinstance(node, TextLeaf) or (isinstance(node, ArrayLeaf) and node.shape is None):
+            number = self._schema.variable.index(place)
+            if isinstance(node, ArrayLeaf) and (self._variable is None or not node.is_plain):
+                raise NotGathered("its shapes vary")
+            return lambda columns, variables: variables[number]
+        if isinstance(node, ArrayLeaf):
+            dtype = node.torch_dtype if node.library == "torch" else _torch_dtype(node.dtype)
+            shape: tuple[int, ...] = node.shape or ()
+            lies = None
+            if node.as_lies and not node.is_plain:
+                inverse = np.argsort(node.order).tolist()
+                lies = (node.stored_shape(shape), tuple(1 + axis for axis in inverse))
+            column = Column(offset, node.fixed_bytes or 0, dtype, shape, lies)
+        elif isinstance(node, NumberLeaf):
+            names = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+            column = Column(
+                offset, node.fixed_bytes, names.get(node.kind) or _torch_dtype(node.kind), (), None
+            )
+        else:
+            raise NotGathered(f"it holds {type(node).__name__}")
+        number = len(self.columns)
+        self.columns.append(column)
+        return lambda columns, variables: columns[number]
+
+    def _compile_group(self, group: Group, places: Iterator[int]) -> Callable[[list[Any], list[Any]], Any]:
+        if group.kind == "object":
+            codec = codec_named(group.codec or "")
+            if codec is None or codec.stacks is None or not isinstance(group.children[0], Group):
+                raise NotGathered(f"it holds {group.codec}")
+            parts = [self._compile_part(child, places) for child in group.children[0].children]
+            stacked = parts[codec.stacks]
+            if stacked is None:
+                raise NotGathered(f"its {group.codec} vary in shape")
+            return stacked
+        parts_of: list[Callable[[list[Any], list[Any]], Any]] = [
+            self._compile(child, places) for child in group.children
+        ]
+        if group.kind in ("dict", "OrderedDict"):
+            make = dict if group.kind == "dict" else OrderedDict
+            return lambda c, v: make(
+                (key, part(c, v)) for key, part in zip(group.keys, parts_of, strict=True)
+            )
+        if group.kind in ("list", "tuple"):
+            return lambda c, v: [part(c, v) for part in parts_of]
+        if group.kind == "namedtuple":
+            cls: Any = group.type
+            return lambda c, v: cls(*(part(c, v) for part in parts_of))
+        raise NotGathered(f"it holds a {group.kind}")
+
+    def _compile_part(
+        self, node: Node, places: Iterator[int]
+    ) -> Callable[[list[Any], list[Any]], Any] | None:
+        """As :meth:`_compile`, for parts of an object of which only one is stacked."""
+        before = len(self.columns)
+        remaining = _count_leaves(node)
+        start = next(places)
+        inner = iter(range(start, start + remaining))
+        for _ in range(remaining - 1):
+            next(places)
+        try:
+            return self._compile(node, inner)
+        except NotGathered:
+            del self.columns[before:]
+            return None
+
+    # ---- gathering -----------------------------------------------------------------------------------
+
+    def layout(self, count: int) -> tuple[list[int], int]:
+        """Offsets of the columns in the block of a batch of ``count``, and the bytes of them all."""
+        known = self._layouts.get(count)
+        if known is None:
+            offsets, at = [], 0
+            for column in self.columns:
+                offsets.append(at)
+                at += -(-column.width * count // _ALIGN) * _ALIGN
+            known = self._layouts[count] = (offsets, at)
+        return known
+
+    def __call__(self, ids: Ids, place: Place, finish: Callable[[torch.Tensor, int], Any]) -> Any | None:
+        """Copy a batch; None if one of its samples is not in the store (any more).
+
+        Args:
+            ids: sample numbers.
+            place: called with offset, count and width of each column; gives the uint8 tensor to copy to.
+            finish: called with each finished column and its offset; gives what stands in the batch.
+
+        The caller must keep torch to one thread meanwhile (see :func:`one_thread`).
+        """
+        store = self._store
+        era = int(store.segment.live[Live.ERA])
+        words = store.segment.index[ids]
+        if not len(ids) or int(words.min()) < PRESENT or not self._sound(ids):
+            return None
+        rows = words & ROW_MASK
+        index = torch.from_numpy(rows)
+        count = len(ids)
+        columns = []
+        for column, view, offset in zip(self.columns, self._views, self.layout(count)[0], strict=True):
+            out = place(offset, count, column.width)
+            if column.width == 0:
+                done = torch.empty((count, *column.shape), dtype=column.dtype)
+            elif column.lies is None:
+                torch.index_select(view, 0, index, out=out)
+                done = out.view(-1).view(column.dtype).view(count, *column.shape)
+            else:
+                done = self._lay_out(column, view.index_select(0, index), out, count)
+            columns.append(finish(done, offset))
+        variables = self._variables(rows) if self._schema.has_tail else []
+        if int(store.segment.live[Live.ERA]) != era:
+            return None
+        return self._assemble(columns, variables)
+
+    def _lay_out(self, column: Column, lying: torch.Tensor, out: torch.Tensor, count: int) -> torch.Tensor:
+        assert column.lies is not None
+        stored, back = column.lies
+        done = out.view(-1).view(column.dtype).view(count, *column.shape)
+        return done.copy_(lying.view(-1).view(column.dtype).view(count, *stored).permute(0, *back))
+
+    def _sound(self, ids: Ids) -> bool:
+        return self._store.verified is None or bool(self._store.present(ids).all())
+
+    def _variables(self, rows: Words) -> list[Any]:
+        """The variable leaves of a batch: text as lists, arrays ragged or padded."""
+        store, schema = self._store, self._schema
+        tails = store.tails(rows)
+        lines: Bytes = np.empty((tails.total, fmt.LINE), np.uint8)
+        if tails.total:
+            np.take(store.lines, tails.lines(), axis=0, out=lines, mode="clip")
+        flat = lines.reshape(-1)
+        starts = tails.starts * fmt.LINE
+        found: list[Any] = []
+        geometry = store.segment.geometry
+        for place in schema.variable:
+            leaf = schema.leaves[place]
+            at = geometry.rows_at + schema.offsets[place]
+            shapes = np.ndarray(
+                (geometry.rows, leaf.dims), np.uint32, store.segment.buffer, at, (geometry.stride, 4)
+            )[rows].astype(np.int64)
+            itemsize = leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1
+            sizes = shapes.prod(axis=1) * itemsize
+            found.append(self._variable_column(leaf, flat, starts, sizes, shapes))
+            starts = starts + -(-sizes // _ALIGN_TAIL) * _ALIGN_TAIL
+        return found
+
+    def _variable_column(self, leaf: Any, flat: Bytes, starts: Words, sizes: Words, shapes: Words) -> Any:
+        if isinstance(leaf, TextLeaf):
+            ends = (starts + sizes).tolist()
+            raw = memoryview(flat.data)
+            parts = [bytes(raw[start:end]) for start, end in zip(starts.tolist(), ends, strict=True)]
+            if leaf.kind == "bytes":
+                return parts
+            return [part.decode("utf-8", "surrogatepass") for part in parts]
+        dtype = leaf.torch_dtype if leaf.library == "torch" else _torch_dtype(leaf.dtype)
+        assert self._variable is not None
+        return self._variable(Ragged(torch.from_numpy(flat), starts, shapes, dtype))
+
+    # ---- being sure ----------------------------------------------------------------------------------
+
+    def compare(self, sample: int) -> None:
+        """Collate a sample that is present both ways, once.
+
+        Raises:
+            NotGathered: the two ways differ in types, dtypes, shapes or values.
+        """
+        if self._compared:
+            return
+        ids = np.array([sample, sample])
+        samples = self._store.read(ids)
+        if samples is None:
+            return
+        try:
+            wanted = self._collate(samples)
+        except Exception as error:  # what collating raises, the user must see raised by collating
+            raise NotGathered(f"collating raises {type(error).__name__}") from error
+        gathered = self(
+            ids, lambda offset, count, width: torch.empty((count, width), dtype=torch.uint8), _keep
+        )
+        if gathered is not None and not _alike(gathered, wanted):
+            raise NotGathered("its collate function makes other batches")
+        self._compared = True
+
+
+# What becomes of a variable array's ragged batch: itself, or a padded tensor.
+Variable = Callable[[Ragged], Any]
+
+
+def _keep(done: torch.Tensor, offset: int) -> torch.Tensor:
+    return done
+
+
+def _count_leaves(node: Node) -> int:
+    return sum(_count_leaves(child) for child in node.children) if isinstance(node, Group) else 1
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    """The dtype that collating gives to numpy's of that name.
+
+    Raises:
+        NotGathered: torch has none (text, dates, another byte order).
+    """
+    try:
+        return torch.from_numpy(np.empty(1, np.dtype(name))).dtype
+    except (TypeError, ValueError) as error:
+        raise NotGathered(f"it holds numpy's {name}") from error
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two batches are equal in types, dtypes, shapes, strides and bytes."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+            return False
+        return bool(
+            (a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all()
+        )
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_alike(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple, Ragged)):
+        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

@@ -1,0 +1,429 @@
+"""Leaves: the values that a record is made of, and how each kind becomes bytes and a value again.
+
+A leaf is *fixed* (the same number of bytes in every sample, at one offset of the row) or *variable* (bytes
+in the tail, dimensions in the row). Which of the two, the first samples decide: see
+:mod:`hotset.store.schema`.
+
+Whatever a leaf takes in comes out equal in type, dtype, shape, strides of dense arrays, and bytes; what it
+could not give back so, it refuses with :class:`Misfit`, and that sample stays uncached. So a tensor that
+requires a gradient, lies on a device, or is a subclass that no codec knows, is refused, not flattened.
+
+Dense arrays whose dimensions lie in another order than they count (a picture read as HWC and permuted to
+CHW) keep that order: a live transform that sums over the picture would round otherwise. They are stored
+*as they lie* where single samples are wanted, and *as they count* where whole batches are gathered,
+because ``torch.stack`` gives batches that lie as they count.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["ArrayLeaf", "EnumLeaf", "Leaf", "Misfit", "NoneLeaf", "NumberLeaf", "TextLeaf", "leaf_of"]
+
+Shape = tuple[int, ...]
+Carrier = npt.NDArray[Any]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: dtype
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    )
+    if (dtype := getattr(torch, name, None)) is not None
+}
+_TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# numpy has no name for some of torch's dtypes: they travel as integers of the same size.
+_CARRIERS: dict[torch.dtype, torch.dtype] = {
+    dtype: {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    for name, dtype in TORCH_DTYPES.items()
+    if name in ("bfloat16", "complex32") or name.startswith("float8")
+}
+_INT = struct.Struct("<q")
+_FLOAT = struct.Struct("<d")
+_COMPLEX = struct.Struct("<dd")
+_INT_RANGE = range(-(1 << 63), 1 << 63)
+
+
+class Misfit(Exception):
+    """A sample that does not fit the schema; its message says where and why."""
+
+
+class Leaf(Protocol):
+    """One kind of value. ``fixed_bytes`` is None for a variable leaf, which has ``dims`` dimensions."""
+
+    @property
+    def fixed_bytes(self) -> int | None: ...
+    @property
+    def dims(self) -> int: ...
+    def check(self, value: object) -> Any:
+        """Return the value in the form that :meth:`put` wants.
+
+        Raises:
+            Misfit: the value is of another kind.
+        """
+
+    def measure(self, checked: Any) -> tuple[Shape, int]:
+        """Dimensions and bytes of a checked value (variable leaves only)."""
+
+    def put(self, buffer: Any, offset: int, checked: Any) -> None:
+        """Write a checked value there."""
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        """Return the value that lies there; arrays share the buffer's memory."""
+
+    def widen(self, value: object) -> Leaf:
+        """Return a leaf that fits this one's values and ``value`` too, or self if there is none."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+def dense_strides(shape: Shape, order: Shape) -> Shape:
+    """Strides, in elements, of a dense array whose dimensions lie in ``order``, outermost first."""
+    strides = [0] * len(shape)
+    step = 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)
+
+
+def memory_order(shape: Shape, strides: Shape) -> Shape:
+    """The order in which a dense array's dimensions lie, outermost first; as they count if not dense."""
+    identity = tuple(range(len(shape)))
+    # Dimensions of one element have arbitrary strides: they go first, and count for nothing below.
+    order = tuple(sorted(identity, key=lambda axis: (shape[axis] != 1, -strides[axis], axis)))
+    dense = dense_strides(shape, order)
+    if all(size == 1 or have == want for size, have, want in zip(shape, strides, dense, strict=True)):
+        in_count = dense_strides(shape, identity)
+        if all(size == 1 or have == want for size, have, want in zip(shape, strides, in_count, strict=True)):
+            return identity
+        return order
+    return identity
+
+
+@dataclass(frozen=True)
+class ArrayLeaf:
+    """A tensor or a numpy array.
+
+    Attributes:
+        library: ``"torch"`` or ``"numpy"``.
+        dtype: torch's name without ``torch.``, or numpy's type string (which has the byte order).
+        ndim: number of dimensions.
+        shape: the shape that all samples share, or None if it varies.
+        order: how the dimensions of a sample lie in memory, outermost first.
+        as_lies: stored in that order; False stores dimensions as they count.
+    """
+
+    library: str
+    dtype: str
+    ndim: int
+    shape: Shape | None
+    order: Shape
+    as_lies: bool
+
+    @property
+    def itemsize(self) -> int:
+        return self.torch_dtype.itemsize if self.library == "torch" else self.numpy_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.dtype]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the dimensions lie as they count."""
+        return self.order == tuple(range(self.ndim))
+
+    @property
+    def fixed_bytes(self) -> int | None:
+        if self.shape is None:
+            return None
+        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+
+    @property
+    def dims(self) -> int:
+        return self.ndim
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Shape of what is stored for a sample of this shape: permuted if stored as it lies."""
+        return tuple(shape[axis] for axis in self.order) if self.as_lies else shape
+
+    def check(self, value: object) -> Carrier:
+        array = _tensor_carrier(value, self) if self.library == "torch" else _numpy_carrier(value, self)
+        if self.shape is not None and array.shape != self.shape:
+            raise Misfit(f"shape {array.shape} instead of {self.shape}")
+        return array.transpose(self.order) if self.as_lies and not self.is_plain else array
+
+    def measure(self, checked: Carrier) -> tuple[Shape, int]:
+        return checked.shape, checked.nbytes
+
+    def put(self, buffer: Any, offset: int, checked: Carrier) -> None:
+        np.copyto(np.ndarray(checked.shape, checked.dtype, buffer, offset), checked)
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        # A variable leaf's dimensions are those of what was stored; a fixed one's follow from its shape.
+        stored = dims if self.shape is None else self.stored_shape(self.shape)
+        array: Any
+        if self.library == "numpy":
+            array = np.ndarray(stored, self.numpy_dtype, buffer, offset)
+        elif 0 in stored:
+            array = torch.empty(stored, dtype=self.torch_dtype)
+        else:
+            count = int(np.prod(stored, dtype=np.int64)) if len(stored) != 1 else stored[0]
+            array = torch.frombuffer(buffer, dtype=self.torch_dtype, count=count, offset=offset).view(stored)
+        if self.is_plain:
+            return array
+        if self.as_lies:
+            inverse = tuple(int(axis) for axis in np.argsort(self.order))
+            return array.transpose(inverse) if self.library == "numpy" else array.permute(inverse)
+        return self._lay_out(array)
+
+    def _lay_out(self, array: Any) -> Any:
+        """Copy an array that lies as it counts into the order in which samples lie."""
+        shape = tuple(array.shape)
+        strides = dense_strides(shape, self.order)
+        if self.library == "torch":
+            return torch.empty_strided(shape, strides, dtype=self.torch_dtype).copy_(array)
+        laid = np.empty(tuple(shape[axis] for axis in self.order), self.numpy_dtype)
+        laid = laid.transpose(np.argsort(self.order))
+        np.copyto(laid, array)
+        return laid
+
+    def widen(self, value: object) -> Leaf:
+        try:
+            array = replace(self, shape=None).check(value)
+        except Misfit:
+            return self
+        stored = self.stored_shape(self.shape) if self.shape is not None else None
+        return self if array.shape == stored else replace(self, shape=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "leaf": "array",
+            "library": self.library,
+            "dtype": self.dtype,
+            "ndim": self.ndim,
+            "shape": self.shape,
+            "order": self.order,
+            "as_lies": self.as_lies,
+        }
+
+
+def _tensor_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
+    if type(value) is not torch.Tensor:
+        raise Misfit(f"{type(value).__name__} instead of a tensor")
+    if value.dtype != TORCH_DTYPES[leaf.dtype] or value.ndim != leaf.ndim:
+        raise Misfit(f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}")
+    refuse_tensor(value)
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    carrier = _CARRIERS.get(value.dtype)
+    array: Carrier = (value if carrier is None else value.view(carrier)).numpy()
+    return array
+
+
+def _numpy_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
+    if type(value) is not np.ndarray:
+        raise Misfit(f"{type(value).__name__} instead of a numpy array")
+    if value.dtype.str != leaf.dtype or value.ndim != leaf.ndim:
+        raise Misfit(f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}")
+    return value
+
+
+def refuse_tensor(value: torch.Tensor) -> None:
+    """Raise Misfit for a tensor that bytes alone do not describe."""
+    if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or value.is_nested:
+        raise Misfit(f"a {value.layout} tensor on {value.device}; only dense ones on the CPU are cached")
+    if value.requires_grad:
+        raise Misfit("a tensor that requires a gradient; detach it to have it cached")
+
+
+@dataclass(frozen=True)
+class NumberLeaf:
+    """A Python bool, int, float or complex, or a numpy scalar (``kind`` is then its type string)."""
+
+    kind: str
+
+    @property
+    def fixed_bytes(self) -> int:
+        return {"bool": 1, "int": 8, "float": 8, "complex": 16}.get(self.kind) or np.dtype(self.kind).itemsize
+
+    dims = 0
+
+    def check(self, value: object) -> Any:
+        kind = _number_kind(value)
+        if kind != self.kind:
+            raise Misfit(f"{type(value).__name__} instead of {self.kind}")
+        if kind == "int" and value not in _INT_RANGE:
+            raise Misfit("an int of more than 64 bits")
+        return value
+
+    def measure(self, checked: Any) -> tuple[Shape, int]:
+        return (), self.fixed_bytes
+
+    def put(self, buffer: Any, offset: int, checked: Any) -> None:
+        if self.kind == "int":
+            _INT.pack_into(buffer, offset, checked)
+        elif self.kind == "float":
+            _FLOAT.pack_into(buffer, offset, checked)
+        elif self.kind == "bool":
+            buffer[offset] = checked
+        elif self.kind == "complex":
+            _COMPLEX.pack_into(buffer, offset, checked.real, checked.imag)
+        else:
+            np.ndarray((), np.dtype(self.kind), buffer, offset)[()] = checked
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        if self.kind == "int":
+            return _INT.unpack_from(buffer, offset)[0]
+        if self.kind == "float":
+            return _FLOAT.unpack_from(buffer, offset)[0]
+        if self.kind == "bool":
+            return bool(buffer[offset])
+        if self.kind == "complex":
+            return complex(*_COMPLEX.unpack_from(buffer, offset))
+        return np.ndarray((), np.dtype(self.kind), buffer, offset)[()]
+
+    def widen(self, value: object) -> Leaf:
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return {"leaf": "number", "kind": self.kind}
+
+
+@dataclass(frozen=True)
+class TextLeaf:
+    """A str or bytes; always variable."""
+
+    kind: str
+
+    fixed_bytes = None
+    dims = 1
+
+    def check(self, value: object) -> bytes:
+        if type(value).__name__ != self.kind or type(value) not in (str, bytes):
+            raise Misfit(f"{type(value).__name__} instead of {self.kind}")
+        if isinstance(value, bytes):
+            return value
+        # Paths that are no valid UTF-8 come as lone surrogates, and have to go back as such.
+        return str(value).encode("utf-8", "surrogatepass")
+
+    def measure(self, checked: bytes) -> tuple[Shape, int]:
+        return (len(checked),), len(checked)
+
+    def put(self, buffer: Any, offset: int, checked: bytes) -> None:
+        buffer[offset : offset + len(checked)] = checked
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        raw = bytes(memoryview(buffer)[offset : offset + dims[0]])
+        return raw if self.kind == "bytes" else raw.decode("utf-8", "surrogatepass")
+
+    def widen(self, value: object) -> Leaf:
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return {"leaf": "text", "kind": self.kind}
+
+
+@dataclass(frozen=True)
+class NoneLeaf:
+    """None: it takes no bytes."""
+
+    fixed_bytes = 0
+    dims = 0
+
+    def check(self, value: object) -> None:
+        if value is not None:
+            raise Misfit(f"{type(value).__name__} instead of None")
+
+    def measure(self, checked: None) -> tuple[Shape, int]:
+        return (), 0
+
+    def put(self, buffer: Any, offset: int, checked: None) -> None:
+        pass
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> None:
+        return None
+
+    def widen(self, value: object) -> Leaf:
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return {"leaf": "none"}
+
+
+@dataclass(frozen=True)
+class EnumLeaf:
+    """A member of an enumeration, stored as its position in it."""
+
+    enum: type
+
+    fixed_bytes = 8
+    dims = 0
+
+    def check(self, value: object) -> int:
+        if type(value) is not self.enum:
+            raise Misfit(f"{type(value).__name__} instead of {self.enum.__name__}")
+        return next(place for place, member in enumerate(self.enum) if member is value)  # type: ignore[var-annotated, arg-type]
+
+    def measure(self, checked: int) -> tuple[Shape, int]:
+        return (), 8
+
+    def put(self, buffer: Any, offset: int, checked: int) -> None:
+        _INT.pack_into(buffer, offset, checked)
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        return list(self.enum)[_INT.unpack_from(buffer, offset)[0]]  # type: ignore[call-overload]
+
+    def widen(self, value: object) -> Leaf:
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return {"leaf": "enum", "type": f"{self.enum.__module__}:{self.enum.__qualname__}"}
+
+
+def _number_kind(value: object) -> str | None:
+    kind = type(value)
+    if kind in (bool, int, float, complex):
+        return kind.__name__
+    if isinstance(value, (np.bool_, np.number, np.datetime64, np.timedelta64)):
+        return value.dtype.str
+    return None
+
+
+def leaf_of(value: object, *, as_lies: bool) -> Leaf | None:
+    """Return the leaf that fits exactly this value, or None if it is no leaf of ours.
+
+    Raises:
+        Misfit: it is one in kind, but cannot be given back as it was (a sparse tensor, say).
+    """
+    if value is None:
+        return NoneLeaf()
+    if type(value) in (str, bytes):
+        return TextLeaf(type(value).__name__)
+    if type(value) is torch.Tensor:
+        refuse_tensor(value)
+        if value.dtype not in _TORCH_NAMES:
+            raise Misfit(f"a tensor of {value.dtype}")
+        shape = tuple(value.shape)
+        order = memory_order(shape, value.stride())
+        return ArrayLeaf("torch", _TORCH_NAMES[value.dtype], value.ndim, shape, order, as_lies)
+    if type(value) is np.ndarray:
+        if value.dtype.kind not in "biufcmMSU":
+            raise Misfit(f"a numpy array of {value.dtype}")
+        strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
+        order = memory_order(value.shape, strides)
+        return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, as_lies)
+    number = _number_kind(value)
+    return NumberLeaf(number) if number is not None else None

@@ -1,0 +1,109 @@
+"""Room: memory is reserved in extents before it is touched, against the real limit.
+
+Two regions are handed out, rows and lines, each from its beginning to its end, in extents that belong to
+one slot. Inside its extent a process takes rows and lines without asking anyone. An extent is
+
+1. checked against the cache's own limit (the live word ``LIMIT``), to the byte;
+2. checked against what the machine and every enclosing control group still have: a control group's limit
+   gives no error when a page is touched, the kernel kills;
+3. reserved with ``posix_fallocate``, so that a full tmpfs or disk is an error here and not SIGBUS later;
+4. only then entered in the shared words, so that a process killed in between has taken nothing.
+
+Extents grow with what was handed out so far (a quarter of it), so that a small cache takes little more than
+its data, and shrink as the end comes near (a sixteenth of what is left), so that little is stranded with
+processes that have no more to write. What a dead process left passes to its slot's next holder.
+
+First come, first kept: nothing is ever evicted to make room. With shuffled epochs every sample is as likely
+as any other to be next, and keeping what one has is optimal.
+"""
+
+from __future__ import annotations
+
+import time
+
+from hotset.store import memory
+from hotset.store.claims import Membership
+from hotset.store.format import LINE, Live, Slot
+
+__all__ = ["Room"]
+
+_LARGEST_EXTENT = 8 << 20
+_RETRY_SECONDS = 0.5
+
+
+class Room:
+    """Hands out rows and lines of a segment to this process.
+
+    Attributes:
+        why_full: a sentence that says what stands in the way, once something did; else None.
+    """
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._segment = member.segment
+        self._geometry = member.segment.geometry
+        self._refused_until = 0.0
+        self.why_full: str | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last extent was refused, less than half a second ago."""
+        return time.monotonic() < self._refused_until
+
+    def take_row(self) -> int:
+        """Return the number of a row for this process to fill, or -1 if there is no room."""
+        geometry = self._geometry
+        return self._take(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows, geometry.rows_at)
+
+    def take_lines(self, count: int) -> int:
+        """Return the first of ``count`` lines in a run, or -1 if there is no room."""
+        geometry = self._geometry
+        return self._take(Slot.LINE_NEXT, Live.LINES_NEXT, count, LINE, geometry.lines, geometry.lines_at)
+
+    def _take(self, next_word: int, live_word: int, count: int, size: int, capacity: int, start: int) -> int:
+        # The extent's end is the word after its next one. The row is taken before it is written: a
+        # process killed in between loses that one row; the other order could hand out a published row.
+        with self._member.one_thread():
+            row = self._member.row
+            if row[next_word + 1] - row[next_word] < count and not self._extend(
+                next_word, live_word, count, size, capacity, start
+            ):
+                return -1
+            taken = int(row[next_word])
+            row[next_word] = taken + count
+            return taken
+
+    def _extend(
+        self, next_word: int, live_word: int, count: int, size: int, capacity: int, start: int
+    ) -> bool:
+        """Reserve an extent of at least ``count`` units for this process's slot."""
+        if self.is_full or self._member.slot < 0:
+            return False
+        live = self._segment.live
+        with self._member.short_lock() as held:
+            if not held:
+                return False
+            first = int(live[live_word])
+            left = min(capacity - first, (int(live[Live.LIMIT]) - int(live[Live.USED])) // size)
+            units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
+            free = memory.headroom()
+            if units * size > free.bytes:
+                units = count
+            if units > left:
+                return self._refuse("its memory limit is reached; raise `memory=`")
+            if units * size > free.bytes:
+                return self._refuse(f"{free.what} has no more to give; lower `memory=` or free some")
+            if not self._segment.reserve(start + first * size, units * size):
+                return self._refuse("the file system that holds it is full; lower `memory=` or free some")
+            row = self._member.row
+            live[Live.USED] += units * size
+            live[live_word] = first + units
+            # What was left of the old extent (too short a run of lines) is given up.
+            row[next_word] = first
+            row[next_word + 1] = first + units
+        return True
+
+    def _refuse(self, why: str) -> bool:
+        self.why_full = why
+        self._refused_until = time.monotonic() + _RETRY_SECONDS
+        return False

@@ -1,0 +1,426 @@
+"""Schema: the tree that all samples of a cache share, and where each leaf lies in a record.
+
+The first samples give it. A leaf whose shape is the same in all of them is fixed, one whose shape varies is
+variable; text always is. A later sample that does not fit (another tree, dtype, number of dimensions, or
+another shape where all were alike) is served from the source and stays uncached; nothing fails.
+
+A record's row holds, after its header and (with variable leaves) the tail's place, the fixed leaves in
+order of falling item size, so that none needs padding, then the dimensions of variable leaves as u32. The
+tail holds the variable leaves in the tree's order, each on a multiple of 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotset.errors import SegmentError
+from hotset.store.codecs import codec_named, codec_of
+from hotset.store.format import LINE, RECORD_HEADER, TAIL_COUNT_BITS
+from hotset.store.leaves import (
+    ArrayLeaf,
+    EnumLeaf,
+    Leaf,
+    Misfit,
+    NoneLeaf,
+    NumberLeaf,
+    Shape,
+    TextLeaf,
+    leaf_of,
+)
+
+__all__ = ["Group", "Node", "Prepared", "Schema", "variable_bytes"]
+
+_TAIL = struct.Struct("<Q")
+_TAIL_BYTES = 8
+_ALIGN_TAIL = 16
+_LARGEST_RECORD = 2 << 30
+
+
+@dataclass(frozen=True)
+class Group:
+    """An inner node of the tree.
+
+    Attributes:
+        kind: ``dict``, ``OrderedDict``, ``list``, ``tuple``, ``namedtuple``, ``dataclass`` or ``object``.
+        keys: a dict's keys or the fields' names, in order; empty for lists and tuples.
+        children: the nodes below, one for each key or position.
+        type: the class of a namedtuple or dataclass; an object's codec is known by :attr:`codec`.
+        codec: name of the codec (kind ``object``; then there is one child, the flattened tree).
+    """
+
+    kind: str
+    keys: tuple[Any, ...]
+    children: tuple[Node, ...]
+    type: type | None = None
+    codec: str | None = None
+
+
+Node = Group | Leaf
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sample that fits, taken apart: what :meth:`Schema.write` writes.
+
+    Attributes:
+        values: one checked value for each leaf.
+        dims: dimensions of each variable leaf.
+        tail_bytes: bytes of the tail.
+    """
+
+    values: list[Any]
+    dims: list[Shape]
+    tail_bytes: int
+
+    @property
+    def tail_lines(self) -> int:
+        return -(-self.tail_bytes // LINE)
+
+
+class Schema:
+    """A tree of leaves and the record layout that follows from it.
+
+    Attributes:
+        tree: the root node.
+        leaves: all leaves, in the tree's order.
+        offsets: for each leaf its offset in the row: of its bytes if fixed, of its dimensions if variable.
+        stride: bytes of a row.
+        has_tail: whether there are variable leaves.
+    """
+
+    def __init__(self, tree: Node) -> None:
+        self.tree = tree
+        self.leaves: tuple[Leaf, ...] = tuple(_leaves(tree))
+        self.has_tail = any(leaf.fixed_bytes is None for leaf in self.leaves)
+        self.offsets, self.stride = self._lay_out()
+        self.variable = [place for place, leaf in enumerate(self.leaves) if leaf.fixed_bytes is None]
+
+    def _lay_out(self) -> tuple[list[int], int]:
+        def alignment(place: int) -> int:
+            leaf = self.leaves[place]
+            if leaf.fixed_bytes is None:
+                return 0
+            return leaf.itemsize if isinstance(leaf, ArrayLeaf) else min(leaf.fixed_bytes, 8)
+
+        offsets = [0] * len(self.leaves)
+        at = RECORD_HEADER + (_TAIL_BYTES if self.has_tail else 0)
+        for place in sorted(range(len(self.leaves)), key=alignment, reverse=True):
+            leaf = self.leaves[place]
+            step = min(alignment(place), 8) or 4
+            # Item sizes that are no power of two (numpy's text) need the step up; others never do.
+            at = -(-at // step) * step
+            offsets[place] = at
+            at += 4 * leaf.dims if leaf.fixed_bytes is None else leaf.fixed_bytes
+        return offsets, -(-at // 8) * 8
+
+    @classmethod
+    def infer(cls, samples: Sequence[object], *, as_lies: bool) -> Schema:
+        """Return the schema that fits the first of these samples, and as many of the others as it can.
+
+        Args:
+            samples: at least one.
+            as_lies: store arrays as they lie in memory (wanted where single samples are read).
+
+        Raises:
+            Misfit: the first sample holds something that cannot be cached; says where and what.
+        """
+        tree = _infer(samples[0], as_lies, "")
+        for sample in samples[1:]:
+            tree = _widen(tree, sample)
+        return cls(tree)
+
+    def prepare(self, sample: object) -> Prepared:
+        """Take a sample apart and measure it.
+
+        Raises:
+            Misfit: it does not fit, or is larger than 2 GiB; says where and why.
+        """
+        found: list[Any] = []
+        _flatten(self.tree, sample, "", found)
+        tail = 0
+        dims: list[Shape] = []
+        for place in self.variable:
+            shape, size = self.leaves[place].measure(found[place])
+            dims.append(shape)
+            tail += -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
+        if tail + self.stride > _LARGEST_RECORD:
+            raise Misfit("more than 2 GiB in one sample")
+        return Prepared(found, dims, tail)
+
+    def write(self, buffer: Any, row_at: int, prepared: Prepared, line: int = 0, tail_at: int = 0) -> None:
+        """Write a sample's row, from the end of the record header on, and its tail.
+
+        Args:
+            buffer: the segment's mapping.
+            row_at: offset of the row.
+            prepared: the sample.
+            line: number of the tail's first line (ignored without variable leaves).
+            tail_at: offset of that line.
+        """
+        for place, leaf in enumerate(self.leaves):
+            if leaf.fixed_bytes:
+                leaf.put(buffer, row_at + self.offsets[place], prepared.values[place])
+        if not self.has_tail:
+            return
+        _TAIL.pack_into(buffer, row_at + RECORD_HEADER, line << TAIL_COUNT_BITS | prepared.tail_lines)
+        for place, dims in zip(self.variable, prepared.dims, strict=True):
+            leaf = self.leaves[place]
+            struct.pack_into(f"<{len(dims)}I", buffer, row_at + self.offsets[place], *dims)
+            size = variable_bytes(leaf, dims)
+            if size:
+                leaf.put(buffer, tail_at, prepared.values[place])
+            padding = -size % _ALIGN_TAIL
+            buffer[tail_at + size : tail_at + size + padding] = bytes(padding)
+            tail_at += size + padding
+
+    def read(self, buffer: Any, row_at: int, tail_at: int) -> Any:
+        """Put a sample together again; its arrays share the buffer's memory.
+
+        Args:
+            buffer: writable memory that holds copies of row and tail.
+            row_at: offset of the row, with its record header.
+            tail_at: offset of the tail's first byte (ignored without variable leaves).
+        """
+        found: list[Any] = []
+        for place, leaf in enumerate(self.leaves):
+            at = row_at + self.offsets[place]
+            if leaf.fixed_bytes is not None:
+                found.append(leaf.get(buffer, at, ()))
+                continue
+            dims = struct.unpack_from(f"<{leaf.dims}I", buffer, at)
+            found.append(leaf.get(buffer, tail_at, dims))
+            size = variable_bytes(leaf, dims)
+            tail_at += -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
+        return _build(self.tree, iter(found))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the schema as JSON's types, to be kept in a segment's metadata."""
+        return _node_to_json(self.tree)
+
+    @classmethod
+    def from_json(cls, described: dict[str, Any]) -> Schema:
+        """Return the schema that :meth:`to_json` described.
+
+        Raises:
+            SegmentError: it names a type that cannot be imported or is of no kind that a schema holds.
+        """
+        try:
+            return cls(_node_from_json(described))
+        except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
+            raise SegmentError(f"the segment's schema cannot be read: {error!r}.") from error
+
+
+def variable_bytes(leaf: Leaf, dims: Shape) -> int:
+    """Bytes that a variable leaf of these dimensions takes in the tail."""
+    count = int(np.prod(dims, dtype=np.int64)) if len(dims) != 1 else dims[0]
+    return count * (leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1)
+
+
+def _leaves(node: Node) -> Iterator[Leaf]:
+    if isinstance(node, Group):
+        for child in node.children:
+            yield from _leaves(child)
+    else:
+        yield node
+
+
+# The parts of a container: for each kind its children's values, and how to make one of them again.
+
+_MAKERS: dict[str, Callable[[Group, list[Any]], Any]] = {
+    "dict": lambda group, values: dict(zip(group.keys, values, strict=True)),
+    "OrderedDict": lambda group, values: OrderedDict(zip(group.keys, values, strict=True)),
+    "list": lambda group, values: values,
+    "tuple": lambda group, values: tuple(values),
+    "namedtuple": lambda group, values: group.type._make(values),  # type: ignore[union-attr]
+    "dataclass": lambda group, values: _make_dataclass(group, values),
+    "object": lambda group, values: _codec(group).unflatten(values[0]),
+}
+
+
+def _make_dataclass(group: Group, values: list[Any]) -> Any:
+    # Not the constructor: fields with init=False and __post_init__ would change what was stored.
+    assert group.type is not None
+    made: Any = object.__new__(group.type)
+    for key, value in zip(group.keys, values, strict=True):
+        object.__setattr__(made, key, value)
+    return made
+
+
+def _codec(group: Group) -> Any:
+    codec = codec_named(group.codec or "")
+    if codec is None:
+        raise SegmentError(f"no codec is registered for {group.codec}; call hotset.register_codec first.")
+    return codec
+
+
+def _kind_of(value: object) -> tuple[str, tuple[Any, ...], list[Any]] | None:
+    """Kind, keys and parts of a container; None for anything else."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        assert isinstance(value, dict)
+        return kind.__name__, tuple(value), list(value.values())
+    if kind in (list, tuple):
+        return kind.__name__, (), list(value)  # type: ignore[call-overload]
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make"):
+        return "namedtuple", kind._fields, list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        if set(getattr(value, "__dict__", names)) <= set(names):
+            return "dataclass", names, [getattr(value, name) for name in names]
+    return None
+
+
+def _infer(value: object, as_lies: bool, where: str) -> Node:
+    try:
+        leaf = leaf_of(value, as_lies=as_lies)
+        if leaf is not None:
+            leaf.check(value)  # what a kind cannot hold (an int of 100 bits) shows here
+            return leaf
+        codec = codec_of(value)
+        if codec is not None:
+            return Group("object", (), (_infer(codec.flatten(value), as_lies, where),), None, codec.name)
+    except Misfit as misfit:
+        raise Misfit(f"{where or 'the sample'}: {misfit}") from None
+    parts = _kind_of(value)
+    if parts is None:
+        if _is_enum(value):
+            return EnumLeaf(type(value))
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise Misfit(
+            f"{where or 'the sample'}: an object of {name}; hotset.register_codec makes it cacheable"
+        )
+    kind, keys, values = parts
+    if any(not isinstance(key, (str, int, bool, float, type(None))) for key in keys):
+        raise Misfit(f"{where or 'the sample'}: a dict with keys that are neither text nor numbers")
+    children = tuple(
+        _infer(part, as_lies, f"{where}[{key!r}]")
+        for key, part in zip(keys or range(len(values)), values, strict=True)
+    )
+    return Group(kind, keys, children, type(value) if kind in ("namedtuple", "dataclass") else None)
+
+
+def _is_enum(value: object) -> bool:
+    import enum
+
+    return isinstance(value, enum.Enum)
+
+
+def _parts(group: Group, value: object, where: str) -> list[Any]:
+    """The children's values of a container that fits this group.
+
+    Raises:
+        Misfit: it is of another kind, or has other keys or another length.
+    """
+    if group.kind == "object":
+        codec = codec_of(value)
+        if codec is None or codec.name != group.codec:
+            raise Misfit(f"{where or 'the sample'}: {type(value).__name__} instead of {group.codec}")
+        try:
+            return [codec.flatten(value)]
+        except Misfit as misfit:
+            raise Misfit(f"{where or 'the sample'}: {misfit}") from None
+    parts = _kind_of(value)
+    if parts is None or parts[0] != group.kind or (group.type is not None and type(value) is not group.type):
+        raise Misfit(f"{where or 'the sample'}: {type(value).__name__} instead of {group.kind}")
+    if parts[1] != group.keys or len(parts[2]) != len(group.children):
+        raise Misfit(f"{where or 'the sample'}: other keys or another length than in the first samples")
+    return parts[2]
+
+
+def _flatten(node: Node, value: object, where: str, found: list[Any]) -> None:
+    if isinstance(node, Group):
+        names: Any = node.keys or range(len(node.children))
+        for name, child, part in zip(names, node.children, _parts(node, value, where), strict=True):
+            _flatten(child, part, f"{where}[{name!r}]" if node.kind != "object" else where, found)
+        return
+    try:
+        found.append(node.check(value))
+    except Misfit as misfit:
+        raise Misfit(f"{where or 'the sample'}: {misfit}") from None
+
+
+def _widen(node: Node, value: object) -> Node:
+    """The node, with leaves made variable where this value asks for it; unchanged where it cannot fit."""
+    if not isinstance(node, Group):
+        return node.widen(value)
+    try:
+        parts = _parts(node, value, "")
+    except Misfit:
+        return node
+    children = tuple(_widen(child, part) for child, part in zip(node.children, parts, strict=True))
+    return dataclasses.replace(node, children=children)
+
+
+def _build(node: Node, found: Iterator[Any]) -> Any:
+    if isinstance(node, Group):
+        return _MAKERS[node.kind](node, [_build(child, found) for child in node.children])
+    return next(found)
+
+
+def _node_to_json(node: Node) -> dict[str, Any]:
+    if not isinstance(node, Group):
+        return node.to_json()
+    name = f"{node.type.__module__}:{node.type.__qualname__}" if node.type is not None else None
+    return {
+        "group": node.kind,
+        "keys": list(node.keys),
+        "children": [_node_to_json(child) for child in node.children],
+        "type": name,
+        "codec": node.codec,
+    }
+
+
+def _node_from_json(described: dict[str, Any]) -> Node:
+    if "group" in described:
+        kind = described["group"]
+        if kind not in _MAKERS:
+            raise ValueError(f"no such kind: {kind!r}")
+        cls = _import(described["type"], kind) if described["type"] is not None else None
+        children = tuple(_node_from_json(child) for child in described["children"])
+        return Group(kind, tuple(described["keys"]), children, cls, described["codec"])
+    leaf = described["leaf"]
+    if leaf == "array":
+        shape = described["shape"]
+        return ArrayLeaf(
+            described["library"],
+            described["dtype"],
+            described["ndim"],
+            None if shape is None else tuple(shape),
+            tuple(described["order"]),
+            described["as_lies"],
+        )
+    if leaf == "number":
+        return NumberLeaf(described["kind"])
+    if leaf == "text":
+        return TextLeaf(described["kind"])
+    if leaf == "enum":
+        return EnumLeaf(_import(described["type"], "enum"))
+    if leaf == "none":
+        return NoneLeaf()
+    raise ValueError(f"no such leaf: {leaf!r}")
+
+
+def _import(name: str, kind: str) -> type:
+    """The class of that name, if it is of that kind: a schema must not be a way to call anything else."""
+    module, _, qualname = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    import enum
+
+    fits = isinstance(found, type) and (
+        (kind == "namedtuple" and issubclass(found, tuple) and hasattr(found, "_make"))
+        or (kind == "dataclass" and dataclasses.is_dataclass(found))
+        or (kind == "enum" and issubclass(found, enum.Enum))
+    )
+    if not fits:
+        raise ValueError(f"{name} is no {kind}")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,177 @@
+"""A segment: one sparse file, mapped whole, with numpy views of its words.
+
+The same class serves every tier. Without a path the file is a memfd: it has no name, so nothing can leak;
+other processes of the same user reach it through ``/proc/<pid>/fd/<fd>``, and know it by inode and nonce.
+A memfd is sealed against shrinking, so that no one can turn a mapped page into SIGBUS.
+
+Creating a segment touches its header and nothing else: a 100 GiB one costs microseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.errors import SegmentError, UnsupportedPlatform
+from hotset.store.format import HEADER_BYTES, LIVE_AT, SLOT_WORDS, SLOTS, Geometry, pack_header, unpack_header
+
+__all__ = ["Address", "Segment"]
+
+Words = npt.NDArray[np.int64]
+
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+
+
+class Address(NamedTuple):
+    """Where another process finds a memfd: the process that holds it, its descriptor, and its identity."""
+
+    pid: int
+    fd: int
+    inode: int
+    nonce: bytes
+
+
+class Segment:
+    """A mapped segment file. Make one with :meth:`create`, or :meth:`attach` to an existing one.
+
+    Attributes:
+        fd: descriptor of the file; never used for locks (see :mod:`hotset.store.locks`).
+        geometry: sizes and offsets.
+        metadata: the JSON object stored with it.
+        nonce: 16 random bytes that tell it from any other.
+        buffer: the whole mapping.
+        live: the header's live words (see :class:`hotset.store.format.Live`).
+        slots: array of shape (1024, 16).
+        index: array of shape (samples,).
+        trusted: True for a memfd, which only processes of this cache ever held; records in a file that
+            anyone may have damaged are verified on first touch.
+    """
+
+    def __init__(self, fd: int, geometry: Geometry, nonce: bytes, *, trusted: bool) -> None:
+        self.fd = fd
+        self.geometry = geometry
+        self.nonce = nonce
+        self.trusted = trusted
+        self.buffer = mmap.mmap(fd, geometry.size)
+        self.live: Words = np.frombuffer(self.buffer, np.int64, 8, LIVE_AT)
+        self.slots: Words = np.frombuffer(
+            self.buffer, np.int64, SLOTS * SLOT_WORDS, geometry.slots_at
+        ).reshape(SLOTS, SLOT_WORDS)
+        self.index: Words = np.frombuffer(self.buffer, np.int64, geometry.samples, geometry.index_at)
+        raw = self.buffer[HEADER_BYTES : HEADER_BYTES + geometry.metadata]
+        self.metadata: dict[str, Any] = json.loads(raw) if raw else {}
+
+    @classmethod
+    def create(
+        cls, geometry: Geometry, metadata: bytes = b"", *, path: str | None = None, limit: int
+    ) -> Segment:
+        """Make a segment of that geometry, a memfd unless ``path`` (which must not exist) is given.
+
+        Args:
+            geometry: with ``geometry.metadata == len(metadata)``.
+            metadata: a JSON object, encoded.
+            path: a new file on a tmpfs or a disk.
+            limit: bytes that its extents may take together.
+
+        Raises:
+            UnsupportedPlatform: this is not Linux.
+            OSError: the file cannot be made.
+        """
+        if sys.platform != "linux":
+            raise UnsupportedPlatform(
+                f"hotset runs on Linux only, and this is {sys.platform}: it needs memfd and /proc."
+            )
+        if path is None:
+            fd = os.memfd_create("hotset", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, geometry.size)
+            if path is None:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            nonce = secrets.token_bytes(16)
+            # The header goes in last: a file without it is no segment yet.
+            os.pwrite(fd, metadata, HEADER_BYTES)
+            os.pwrite(fd, limit.to_bytes(8, "little"), LIVE_AT + 8 * 3)
+            os.pwrite(fd, pack_header(geometry, nonce), 0)
+            return cls(fd, geometry, nonce, trusted=path is None)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, where: str | Address) -> Segment:
+        """Map an existing segment: a file's path, or a memfd's :class:`Address`.
+
+        Raises:
+            SegmentError: it is gone, truncated, forged, damaged, or another one than the address names.
+        """
+        path = where if isinstance(where, str) else f"/proc/{where.pid}/fd/{where.fd}"
+        name = where if isinstance(where, str) else "the cache's shared memory"
+        follow = 0 if isinstance(where, Address) else os.O_NOFOLLOW
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | follow)
+        except OSError as error:
+            raise SegmentError(f"{name} cannot be opened: {error.strerror or error}.") from error
+        try:
+            status = os.fstat(fd)
+            if isinstance(where, Address) and status.st_ino != where.inode:
+                raise SegmentError(f"{name} is gone: process {where.pid} has another file there now.")
+            geometry, nonce = unpack_header(os.pread(fd, HEADER_BYTES, 0), status.st_size, name)
+            if isinstance(where, Address) and nonce != where.nonce:
+                raise SegmentError(f"{name} is gone: process {where.pid} has another cache there now.")
+            return cls(fd, geometry, nonce, trusted=isinstance(where, Address))
+        except (ValueError, OverflowError) as error:  # undecodable metadata, a size beyond address space
+            os.close(fd)
+            raise SegmentError(f"{name} is not a usable hotset segment: {error}.") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def address(self) -> Address:
+        """How another process of this user reaches this segment while this process lives."""
+        return Address(os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.nonce)
+
+    def reserve(self, offset: int, length: int) -> bool:
+        """Back ``length`` bytes at ``offset`` with real memory or disk; False when there is none.
+
+        Must come before the first touch: writing to a page that a full tmpfs cannot back is SIGBUS.
+        """
+        try:
+            os.posix_fallocate(self.fd, offset, length)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG, errno.EIO):
+                return False
+            raise
+        return True
+
+    def populate(self, offset: int, length: int, *, write: bool = False) -> None:
+        """Map these pages into this process at once, so that no later touch faults (Linux 5.14)."""
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError):  # an older kernel: pages are mapped one by one, as ever
+            self.buffer.madvise(
+                _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ, start, offset + length - start
+            )
+
+    def discard(self, offset: int, length: int) -> None:
+        """Give the memory of these whole pages back; they read as zeros from then on."""
+        if length > 0:
+            self.buffer.madvise(mmap.MADV_REMOVE, offset, length)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping itself ends with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

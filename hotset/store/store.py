@@ -1,0 +1,399 @@
+"""The store: samples of one cache in one segment, written once, read by every process.
+
+::
+
+    fill(ids, read)   absent samples: claim, read from the source, write the record, publish its word
+    read(ids)         present samples: one copy of their rows (and tails) into a recycled block, decoded there
+    check()           every record's checksum, every index word, every extent
+
+A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and looks at
+the era: only ``clear()`` ever gives rows to other samples, it counts the era up first, and a reader that
+sees it changed forgets its copy. What it returns is always a copy: a user may write to it, and the cache
+never knows.
+
+Nothing in here fails because there is no room, a claimant died, or a record is damaged: such samples are
+simply not in the store, and come from the source.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.errors import HotsetWarning
+from hotset.store import format as fmt
+from hotset.store.blocks import BlockPool
+from hotset.store.check import RECORD, check_segment, record_problem
+from hotset.store.claims import Claims, Ids, Membership
+from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
+from hotset.store.leaves import Misfit
+from hotset.store.room import Room
+from hotset.store.schema import Schema
+from hotset.store.segment import Address, Segment, Words
+
+__all__ = ["Store"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_CHUNK_SECONDS = 2e-3
+_LARGEST_CHUNK = 64
+_PATIENCE_SECONDS = 2.0
+_FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
+_ALIGN = 64
+
+
+class Store:
+    """Samples of one data set in one segment, as this process sees them.
+
+    Attributes:
+        segment: the mapped file.
+        schema: the tree that its samples share.
+        misfit: a sentence about the first sample that did not fit, once there was one.
+    """
+
+    def __init__(self, segment: Segment, schema: Schema) -> None:
+        self.segment = segment
+        self.schema = schema
+        self.misfit: str | None = None
+        geometry = segment.geometry
+        self.member = Membership(segment)
+        self.room = Room(self.member)
+        self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
+        self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
+        self._claims = Claims(self.member)
+        self._scratch: BlockPool | None = None
+        self._spare_row = -1
+        self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
+        self._stuck: dict[int, float] = {}  # claims seen open, and since when
+        self.verified: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+        if _FULL_CHECK or not segment.trusted:
+            self.verified = np.zeros(geometry.samples, bool)
+
+    @classmethod
+    def create(
+        cls, schema: Schema, samples: int, limit: int, *, about: dict[str, Any], path: str | None = None
+    ) -> Store:
+        """Make an empty store.
+
+        Args:
+            schema: of its samples.
+            samples: length of the data set, at least 1.
+            limit: bytes that rows and tails may take.
+            about: what the metadata says besides the schema (name, fingerprint); JSON's types only.
+            path: a new file; a memfd if None.
+        """
+        metadata = json.dumps({**about, "schema": schema.to_json()}).encode()
+        # A row for every sample that the limit has room for, and some for what killed processes lose.
+        rows = min(samples, limit // schema.stride) + fmt.SLOTS
+        lines = max(limit // fmt.LINE, 1) if schema.has_tail else 0
+        geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
+        return cls(Segment.create(geometry, metadata, path=path, limit=limit), schema)
+
+    @classmethod
+    def attach(cls, where: str | Address, schema: Schema | None = None) -> Store:
+        """Attach to an existing store.
+
+        Raises:
+            SegmentError: see :meth:`Segment.attach`, :meth:`Schema.from_json`.
+        """
+        segment = Segment.attach(where)
+        return cls(segment, schema or Schema.from_json(segment.metadata.get("schema", {})))
+
+    def __len__(self) -> int:
+        return self.segment.geometry.samples
+
+    # ---- filling -------------------------------------------------------------------------------------
+
+    def fill(self, ids: Ids, read: Callable[[int], Any]) -> dict[int, Any]:
+        """Bring these samples into the store as far as there is room for them.
+
+        Samples that another living process is reading are waited for, boundedly, after all others.
+
+        Args:
+            ids: sample numbers, each in ``range(len(self))``.
+            read: the source and its prefix.
+
+        Returns:
+            The samples that this call read, whether they went into the store or not.
+
+        Raises:
+            Whatever ``read`` raises, untouched.
+        """
+        in_hand: dict[int, Any] = {}
+        missing = _unique(ids[self.segment.index[ids] < PRESENT])
+        while len(missing):
+            taken = missing[:0] if self.room.is_full else self._claims.take(missing, self._chunk)
+            if len(taken):
+                self._fill_claimed(taken, read, in_hand)
+            else:
+                for sample in self._unclaimable(missing):
+                    in_hand[sample] = self._read_one(sample, read)
+            words = self.segment.index[missing]
+            done = words >= PRESENT
+            for place in np.flatnonzero(~done):
+                done[place] = int(missing[place]) in in_hand
+            missing = missing[~done]
+        return in_hand
+
+    @property
+    def _chunk(self) -> int:
+        """How many samples to claim at once: about two milliseconds' worth, one while that is unknown.
+
+        Few, so that processes that walk the same order share the work instead of waiting for one of them.
+        """
+        if self._seconds <= 0.0:
+            return 1
+        return max(1, min(int(_CHUNK_SECONDS / self._seconds), _LARGEST_CHUNK))
+
+    def _fill_claimed(self, taken: Ids, read: Callable[[int], Any], in_hand: dict[int, Any]) -> None:
+        try:
+            for sample in taken.tolist():
+                value = in_hand[sample] = self._read_one(sample, read)
+                self._put(sample, value)
+        finally:
+            self._claims.release(taken)
+
+    def _read_one(self, sample: int, read: Callable[[int], Any]) -> Any:
+        start = time.perf_counter_ns()
+        value = read(sample)
+        spent = time.perf_counter_ns() - start
+        self._seconds = spent / 1e9 if self._seconds <= 0.0 else 0.9 * self._seconds + 0.1e-9 * spent
+        counters = self.member.row
+        counters[Slot.MISSES] += 1
+        counters[Slot.FILL_NS] += spent
+        return value
+
+    def _put(self, sample: int, value: Any) -> None:
+        """Write a claimed sample's record and publish it, if it fits and there is room."""
+        counters = self.member.row
+        try:
+            prepared = self.schema.prepare(value)
+        except Misfit as misfit:
+            counters[Slot.REJECTED] += 1
+            if self.misfit is None:
+                self.misfit = f"sample {sample} does not fit the first samples' form: {misfit}"
+            return
+        row, self._spare_row = self._spare_row, -1
+        if row < 0:
+            row = self.room.take_row()
+        lines = prepared.tail_lines
+        line = self.room.take_lines(lines) if row >= 0 and lines else 0
+        if row < 0 or line < 0:
+            self._spare_row = row
+            counters[Slot.REJECTED] += 1
+            return
+        word = self._write(sample, prepared, row, line)
+        self.segment.index[sample] = word
+        counters[Slot.STORED] += 1
+        counters[Slot.STORED_BYTES] += self.schema.stride + lines * fmt.LINE
+
+    def _write(self, sample: int, prepared: Any, row: int, line: int) -> int:
+        """Write one record; returns the index word that publishes it."""
+        geometry, buffer = self.segment.geometry, self.segment.buffer
+        row_at = geometry.rows_at + row * geometry.stride
+        tail_at = geometry.lines_at + line * fmt.LINE
+        self.schema.write(buffer, row_at, prepared, line, tail_at)
+        generation = int(self.segment.live[Live.ERA]) & fmt.GENERATION_MASK
+        length = geometry.stride - RECORD_HEADER + prepared.tail_bytes
+        view = memoryview(buffer)
+        tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
+        crc = fmt.checksum(
+            sample, length, generation, view[row_at + RECORD_HEADER : row_at + geometry.stride], tail
+        )
+        RECORD.pack_into(buffer, row_at, length, generation, crc)
+        return PRESENT | generation << fmt.GENERATION_SHIFT | row
+
+    def _unclaimable(self, missing: Ids) -> Iterator[int]:
+        """Of samples that cannot be claimed, yield those to be read without a claim; wait for the others.
+
+        Without room nobody claims. Otherwise each is another process's: waited for as long as that one
+        shows to be alive, up to two seconds or five times what a sample takes, counted once for each claim.
+        """
+        if self.room.is_full or self.member.slot < 0:
+            yield from missing.tolist()
+            return
+        patience = max(_PATIENCE_SECONDS, 5 * self._seconds)
+        now = time.monotonic()
+        words = self.segment.index[missing]
+        claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
+        open_ = set(words[claimed].tolist())
+        self._stuck = {word: since for word, since in self._stuck.items() if word in open_}
+        waiting = False
+        for sample, word in zip(missing[claimed].tolist(), words[claimed].tolist(), strict=True):
+            if now - self._stuck.setdefault(word, now) > patience:
+                yield sample
+            else:
+                waiting = True
+        if not claimed.any():
+            # Absent, and yet not given: the short lock is stuck. Everything is absent to a lonely reader.
+            yield from missing[words == 0].tolist()
+        elif waiting:
+            time.sleep(2e-4)
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def holds(self, ids: Ids | None = None) -> bool:
+        """Whether all of these samples (of all samples, if None) are in the store now."""
+        words = self.segment.index if ids is None else self.segment.index[ids]
+        return len(words) > 0 and int(words.min()) >= PRESENT
+
+    def present(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which of these samples are in the store, and sound."""
+        words: Words = self.segment.index[ids]
+        here = words >= PRESENT
+        if self.verified is not None:
+            for place in np.flatnonzero(here):
+                here[place] = self._sound(int(ids[place]), int(words[place]))
+        return here
+
+    def read(self, ids: Ids) -> list[Any] | None:
+        """Return copies of these samples, which all must be present; None if one no longer is.
+
+        The copies lie in one recycled block, which is free again when the last of them is dropped.
+        """
+        era = int(self.segment.live[Live.ERA])
+        words = self.segment.index[ids]
+        if not (words >= PRESENT).all():
+            return None
+        stride = self.segment.geometry.stride
+        count = len(ids)
+        rows = words & ROW_MASK
+        tails = self.tails(rows) if self.schema.has_tail else None
+        tails_at = -(-count * stride // _ALIGN) * _ALIGN
+        block = self._block(tails_at + (tails.total * fmt.LINE if tails else 0))
+        # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone:
+        # torch would wake its team, whose spinning beside a busy process cost a factor of 400.
+        np.take(self.rows, rows, axis=0, out=_view(block, 0, count, stride), mode="clip")
+        starts = np.zeros(count, np.int64)
+        if tails is not None:
+            starts = tails_at + tails.starts * fmt.LINE
+            if tails.total:
+                out = _view(block, tails_at, tails.total, fmt.LINE)
+                np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
+        if int(self.segment.live[Live.ERA]) != era:
+            return None
+        read = self.schema.read
+        return [read(block, place * stride, start) for place, start in enumerate(starts.tolist())]
+
+    def tails(self, rows: Words) -> Tails:
+        """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
+        geometry = self.segment.geometry
+        words: Words = np.ndarray(
+            (geometry.rows,),
+            np.int64,
+            self.segment.buffer,
+            geometry.rows_at + RECORD_HEADER,
+            (geometry.stride,),
+        )[rows]
+        return Tails(words >> fmt.TAIL_COUNT_BITS, words & ((1 << fmt.TAIL_COUNT_BITS) - 1))
+
+    def count_hits(self, count: int) -> None:
+        """Count samples that this process served from the store without reading the source."""
+        self.member.row[Slot.HITS] += count
+
+    def _block(self, size: int) -> Any:
+        pool = self._scratch
+        if pool is None or not pool.is_ours or pool.block_bytes < size:
+            pool = self._scratch = BlockPool(size + size // 4)
+        return pool.lend(pool.take())
+
+    # ---- care ----------------------------------------------------------------------------------------
+
+    def _sound(self, sample: int, word: int) -> bool:
+        """Whether a record is what its writer wrote; looked at once in a process (always off x86-64)."""
+        assert self.verified is not None
+        if self.verified[sample]:
+            return True
+        problem = self.problem(sample, word)
+        if problem is not None:
+            warnings.warn(f"{problem}; it is read from the source.", HotsetWarning, stacklevel=2)
+            return False
+        self.verified[sample] = not _FULL_CHECK
+        return True
+
+    def problem(self, sample: int, word: int) -> str | None:
+        """What is wrong with the record that this index word names, in words; None if it is sound."""
+        return record_problem(self.segment, sample, word)
+
+    def check(self) -> list[str]:
+        """Verify every record and every index word; an empty list if all is well."""
+        return check_segment(self.segment)
+
+    def clear(self, timeout: float = 5.0) -> bool:
+        """Forget every sample, in all processes; False if some process did not finish writing in time.
+
+        A clear while another process writes would let its record land in a row that is somebody else's by
+        then; so it waits until no living process has a claim open.
+        """
+        deadline = time.monotonic() + timeout
+        segment = self.segment
+        while True:
+            with self.member.short_lock() as held:
+                words = segment.index
+                claimed = words[(words >= fmt.CLAIMED) & (words < PRESENT)]
+                if held and not any(self._claims.is_open(word) for word in set(claimed.tolist())):
+                    self._forget_everything()
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(2e-3)
+
+    def _forget_everything(self) -> None:
+        segment, geometry = self.segment, self.segment.geometry
+        segment.live[Live.ERA] += 1
+        segment.index[:] = 0
+        segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.USED]] = 0
+        segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        self._spare_row = -1
+        if self.verified is not None:
+            self.verified[:] = False
+
+    def close(self) -> None:
+        """Detach. What was read stays valid: it is no part of the segment."""
+        self.member.leave()
+        self.segment.close()
+
+
+class Tails:
+    """Runs of lines: where they lie in the segment, and where they go when gathered one behind the other.
+
+    Attributes:
+        first: first line of each run in the segment.
+        counts: lines of each run.
+        starts: first line of each run among the gathered ones.
+        total: how many lines there are in all.
+    """
+
+    def __init__(self, first: Words, counts: Words) -> None:
+        self.first = first
+        self.counts = counts
+        ends = np.cumsum(counts)
+        self.starts: Words = ends - counts
+        self.total = int(ends[-1]) if len(ends) else 0
+
+    def lines(self) -> Words:
+        """The numbers of all lines, in the order in which they are gathered."""
+        offsets = np.repeat(self.first - self.starts, self.counts)
+        offsets += np.arange(self.total)
+        return offsets
+
+
+def _unique(ids: Ids) -> Ids:
+    """The distinct numbers, in the order in which they first come."""
+    return ids[np.sort(np.unique(ids, return_index=True)[1])] if len(ids) > 1 else ids
+
+
+def _bytes_view(segment: Segment, offset: int, rows: int, width: int) -> Bytes:
+    return np.ndarray((rows, width), np.uint8, segment.buffer if rows else None, offset)
+
+
+def _view(block: Any, offset: int, rows: int, width: int) -> Bytes:
+    return np.ndarray((rows, width), np.uint8, block, offset)

@@ -1,0 +1,63 @@
+"""Amounts of memory: ``"64GiB"`` to bytes and back.
+
+Binary suffixes (KiB, MiB, GiB, TiB) are powers of 1,024, decimal ones (KB, MB, GB, TB) powers of 1,000;
+a bare number is bytes. Lower and upper case mean the same, as nobody who types ``64gib`` means bits.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hotset.errors import QuantityError
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_FACTORS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(quantity: int | str, *, name: str = "memory") -> int:
+    """Return ``quantity`` in bytes.
+
+    Args:
+        quantity: an int (bytes) or a string such as ``"64GiB"``, ``"500MB"`` or ``"1.5 TiB"``.
+        name: the argument's name, for the error's sentence.
+
+    Raises:
+        QuantityError: not an int or a string of that form, or below zero.
+
+    Example:
+        >>> parse_bytes("1.5KiB"), parse_bytes("2MB"), parse_bytes(7)
+        (1536, 2000000, 7)
+    """
+    if isinstance(quantity, int) and not isinstance(quantity, bool):
+        if quantity < 0:
+            raise QuantityError(f"{name}={quantity} is negative; give a number of bytes, zero or more.")
+        return quantity
+    match = _PATTERN.fullmatch(quantity) if isinstance(quantity, str) else None
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise QuantityError(
+            f"{name}={quantity!r} is not an amount of memory; give bytes as an int, "
+            'or a string such as "64GiB" or "500MB".'
+        )
+    return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * int(factor)
+
+
+def format_bytes(count: float) -> str:
+    """Return ``count`` bytes for a person to read, in binary units with three digits.
+
+    Example:
+        >>> format_bytes(301_056_000), format_bytes(512)
+        ('287 MiB', '512 B')
+    """
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 999.5 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:.3g} {unit}"
