@@ -5,8 +5,10 @@ thread is gathering meanwhile. More would leave the processor's cache. The threa
 only for batches that take longer than that (about 100 us, two megabytes); smaller ones are gathered where
 they are asked for.
 
-The thread receives index arrays and returns batches; it draws nothing, holds nothing of the iterator, and
-ends when the iterator does. What goes wrong in it is raised at the consumer's next batch.
+The thread receives copies that are looked up and laid out already, and does nothing but run them: between
+two of them it needs the interpreter for microseconds, not for as long as the consumer holds it. It draws
+nothing, holds nothing of the iterator, and ends when the iterator does. What goes wrong in it is raised at
+the consumer's next batch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from hotset.data.route import Route
 from hotset.data.summary import EpochSummary
 from hotset.store.blocks import BlockPool
 from hotset.store.claims import Ids
-from hotset.store.gather import Gather
+from hotset.store.gather import Copy, Gather, Memory
 
 __all__ = ["LocalBatches", "LocalGather"]
 
@@ -66,29 +68,45 @@ class LocalGather:
         """Bytes of the fixed columns of a batch."""
         return self.gather.layout(count)[1]
 
-    def __call__(self, ids: Ids) -> Any | None:
-        """The batch of these samples, or None if one is not in the cache. Keep torch to one thread."""
+    def prepare(self, ids: Ids) -> Copy | None:
+        """Look a batch up; None if one of its samples is not in the cache."""
+        return self.gather.prepare(ids, self._memory)
+
+    def finish(self, copy: Copy) -> Any | None:
+        """The batch, once the copy was run; None if the cache was cleared meanwhile."""
+        return self.gather.finish(copy, _keep)
+
+    def _memory(self, size: int) -> Memory:
         if self._pinned:
-            return self.gather(ids, _pinned, _keep)
-        size = self.size(len(ids))
+            return _Pinned()
         pool = self._pool
         if pool is None or not pool.is_ours or pool.block_bytes < size:
-            pool = self._pool = BlockPool(size)
-        block = pool.lend(pool.take())
+            # Batches of variable size: a quarter more, so that not every larger one asks for a new pool.
+            pool = self._pool = BlockPool(size if pool is None else size + size // 4)
+        return _Block(pool.lend(pool.take()))
 
-        def place(offset: int, count: int, width: int) -> torch.Tensor:
-            flat = torch.frombuffer(block, dtype=torch.uint8, count=count * width, offset=offset)
-            return flat.view(count, width)
 
-        return self.gather(ids, place, _keep)
+class _Block:
+    """Memory in a block; each tensor refers to it, and has a storage of its own."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def tensor(self, offset: int, size: int) -> torch.Tensor:
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._array, dtype=torch.uint8, count=size, offset=offset)
+
+
+class _Pinned:
+    """Memory that torch's own page-locked allocator gives and recycles."""
+
+    def tensor(self, offset: int, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _keep(done: torch.Tensor, offset: int) -> torch.Tensor:
     return done
-
-
-def _pinned(offset: int, count: int, width: int) -> torch.Tensor:
-    return torch.empty((count, width), dtype=torch.uint8, pin_memory=True)
 
 
 class LocalBatches:
@@ -151,26 +169,31 @@ class LocalBatches:
 
     def _gather_here(self, ids: Ids) -> Any | None:
         assert self._gather is not None
+        copy = self._gather.prepare(self._route.local(ids))
+        if copy is None:
+            return None
         with one_thread():
-            return self._gather(self._route.local(ids))
+            copy.run()
+        return self._gather.finish(copy)
 
     def _gather_ahead(self, ids: Ids) -> Any | None:
         if self._pid != os.getpid():  # a forked child has the iterator, and not its thread
             return self._gather_here(ids)
         assert self._gather is not None
         if self._ahead is None:
-            self._ahead = _Ahead(self._gather)
+            self._ahead = _Ahead()
         ahead = self._ahead
         if ahead.pending == 0:
-            ahead.ask(self._route.local(ids))
+            ahead.ask(self._gather.prepare(self._route.local(ids)))
         # The next batches are asked for before this one is waited for, so that the thread never idles.
         while ahead.pending < _AHEAD:
             later = self._draws.peek(ahead.pending - 1)
             resolved = self._route.resolve(later) if later is not None else None
             if resolved is None:
                 break
-            ahead.ask(self._route.local(resolved))
-        return ahead.next()
+            ahead.ask(self._gather.prepare(self._route.local(resolved)))
+        copy = ahead.next()
+        return self._gather.finish(copy) if copy is not None else None
 
     def _stop(self) -> None:
         if self._ahead is not None:
@@ -185,54 +208,55 @@ class LocalBatches:
 
 
 class _Ahead:
-    """A thread that gathers the batches it is asked for, in order."""
+    """A thread that runs the copies it is asked for, in order."""
 
-    def __init__(self, gather: LocalGather) -> None:
+    def __init__(self) -> None:
         self.pending = 0
         # SimpleQueue.put may be called by a destructor that runs inside another put; Queue's may not.
-        self._asked: queue.SimpleQueue[Ids | None] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[_Made] = queue.SimpleQueue()
         started = threading.Event()
         threading.Thread(
-            target=_gather_loop,
-            args=(gather, self._asked, self._made, started),
-            name="hotset-gather",
-            daemon=True,
+            target=_copy_loop, args=(self._asked, self._made, started), name="hotset-gather", daemon=True
         ).start()
         started.wait()
         # The thread has set its own number of threads, and with it the default of threads yet to come.
         torch.set_num_threads(torch.get_num_threads())
 
-    def ask(self, ids: Ids) -> None:
-        self._asked.put(ids)
+    def ask(self, copy: Copy | None) -> None:
+        self._asked.put((copy,))
         self.pending += 1
 
-    def next(self) -> Any | None:
+    def next(self) -> Copy | None:
         made = self._made.get()
         self.pending -= 1
-        if isinstance(made, _Failed):
-            raise made.error
+        if isinstance(made, BaseException):
+            raise made
         return made
 
     def stop(self) -> None:
         self._asked.put(None)
 
 
-class _Failed:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+# A copy to run (None: nothing to copy, the batch is made otherwise), or the end.
+_Asked = tuple[Copy | None] | None
+_Made = Copy | BaseException | None
 
 
-def _gather_loop(
-    gather: LocalGather,
-    asked: queue.SimpleQueue[Ids | None],
-    made: queue.SimpleQueue[Any],
-    started: threading.Event,
+def _copy_loop(
+    asked: queue.SimpleQueue[_Asked], made: queue.SimpleQueue[_Made], started: threading.Event
 ) -> None:
     torch.set_num_threads(1)
+    # A thread's number is set from the process-wide default when it first asks: let that happen now, while
+    # the default is ours.
+    torch.get_num_threads()
     started.set()
-    while (ids := asked.get()) is not None:
+    while (job := asked.get()) is not None:
+        (copy,) = job
         try:
-            made.put(gather(ids))
+            if copy is not None:
+                copy.run()
+            made.put(copy)
         except BaseException as error:
-            made.put(_Failed(error))
+            made.put(error)
+        del job, copy  # or the last batch's block would stay lent until the next one comes

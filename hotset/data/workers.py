@@ -18,6 +18,8 @@ persistence, is torch's business and done through its public arguments.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -153,9 +155,11 @@ class _InWorker:
                 return None
             self._gather = make_gather(single, self.collate_fn, int(local[0]))
             self._not_gathered = self._gather is None
-        if self._gather is None or self._gather.layout(len(local))[1] > desk.size:
+        copy = self._gather.prepare(local, desk.whole) if self._gather is not None else None
+        if self._gather is None or copy is None:
             return None
-        return self._gather(local, desk.columns, desk.placed)
+        copy.run()
+        return self._gather.finish(copy, desk.placed)
 
     def _collate(self, samples: list[Any], desk: _Desk) -> Any:
         if self.collate_fn is not default_collate:
@@ -217,12 +221,16 @@ class _Desk:
     def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int], count: int) -> torch.Tensor:
         return torch.frombuffer(self.array, dtype=dtype, count=count, offset=at).view(*shape)
 
-    def columns(self, offset: int, count: int, width: int) -> torch.Tensor:
-        """Where a gathered column goes: see :class:`hotset.store.gather.Gather`."""
-        self.needed = max(self.needed, offset + count * width)
-        if count * width == 0:
-            return torch.empty((count, width), dtype=torch.uint8)
-        return self._view(offset, torch.uint8, (count, width), count * width)
+    def whole(self, size: int) -> _Desk | None:
+        """The block, as memory for a gathered batch of ``size`` bytes."""
+        self.needed = size
+        return self if size <= self.size else None
+
+    def tensor(self, offset: int, size: int) -> torch.Tensor:
+        """A part of a gathered batch: see :class:`hotset.store.gather.Memory`."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return self._view(offset, torch.uint8, (size,), size)
 
     def placed(self, done: torch.Tensor, offset: int) -> Any:
         """What stands in the letter for a finished column."""
@@ -291,7 +299,7 @@ class _Place:
 
 
 def _tensor_at(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     return torch.frombuffer(_opening.array, dtype=dtype, count=count, offset=offset).view(shape)
 
 
@@ -353,6 +361,22 @@ def _received(opened: None, pool: int, block: int, batch: Any, needed: int, samp
     return Letter(pool, block, batch, needed, samples)
 
 
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+
+
+def keep_freed_memory() -> None:
+    """Have this process's allocator keep what is freed, up to 256 MiB, instead of returning it at once.
+
+    A worker allocates and frees the same few pictures over and over. glibc gives each back to the kernel and
+    faults it in again, which cost a third of a worker's time with a random flip and crop. Other allocators
+    have no ``mallopt``, or ignore it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+
+
 class WorkerInit:
     """Runs in each worker before its first batch: the user's function sees the user's data set."""
 
@@ -361,6 +385,7 @@ class WorkerInit:
         self.user = user
 
     def __call__(self, worker: int) -> None:
+        keep_freed_memory()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, BatchMaker):
             # WorkerInfo refuses plain assignment; what a user finds there must be the data set.

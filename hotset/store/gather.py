@@ -16,28 +16,56 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hotset.store import format as fmt
 from hotset.store.claims import Ids
 from hotset.store.codecs import codec_named
 from hotset.store.format import PRESENT, ROW_MASK, Live
-from hotset.store.leaves import ArrayLeaf, NumberLeaf, TextLeaf
+from hotset.store.leaves import ArrayLeaf, Leaf, NumberLeaf, TextLeaf
 from hotset.store.ragged import Ragged
 from hotset.store.schema import Group, Node, Schema
 from hotset.store.segment import Words
-from hotset.store.store import Bytes, Store
+from hotset.store.store import Store, Tails
 
-__all__ = ["Column", "Gather", "NotGathered", "Place"]
+__all__ = ["Column", "Copy", "Gather", "Memory", "NotGathered"]
 
 _ALIGN = 64
 _ALIGN_TAIL = 16
 
-# Makes the tensor of a column, given its offset in the block: uint8 of shape (batch, bytes of a leaf).
-Place = Callable[[int, int, int], torch.Tensor]
+
+class Memory(Protocol):
+    """Where a batch goes: gives a uint8 tensor of ``size`` bytes at ``offset``, each a storage of its own."""
+
+    def tensor(self, offset: int, size: int) -> torch.Tensor: ...
+
+
+class Copy:
+    """A batch looked up and ready to be copied: what to select, and where it goes.
+
+    :meth:`run` needs the interpreter for a few microseconds only, so that a thread can run one copy after
+    the other while the consumer's thread prepares and finishes them.
+    """
+
+    def __init__(self, gather: Gather, count: int, rows: Words, era: int) -> None:
+        self.gather = gather
+        self.count = count
+        self.rows = rows
+        self.era = era
+        self.selections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.columns: list[tuple[torch.Tensor, int]] = []
+        self.lying: dict[int, torch.Tensor] = {}
+        self.tails: Tails | None = None
+        self.lines: torch.Tensor | None = None
+
+    def run(self) -> None:
+        """Copy. The caller keeps torch to one thread."""
+        for view, index, out in self.selections:
+            torch.index_select(view, 0, index, out=out)
 
 
 class NotGathered(Exception):
@@ -178,15 +206,15 @@ class Gather:
             known = self._layouts[count] = (offsets, at)
         return known
 
-    def __call__(self, ids: Ids, place: Place, finish: Callable[[torch.Tensor, int], Any]) -> Any | None:
-        """Copy a batch; None if one of its samples is not in the store (any more).
+    def prepare(self, ids: Ids, memory: Callable[[int], Memory | None]) -> Copy | None:
+        """Look up a batch and say what has to be copied where.
 
         Args:
             ids: sample numbers.
-            place: called with offset, count and width of each column; gives the uint8 tensor to copy to.
-            finish: called with each finished column and its offset; gives what stands in the batch.
+            memory: gives memory for that many bytes, or None if it has not so much.
 
-        The caller must keep torch to one thread meanwhile (see :func:`one_thread`).
+        Returns:
+            The copy to be made; None if a sample is not in the store (any more), or there is no memory.
         """
         store = self._store
         era = int(store.segment.live[Live.ERA])
@@ -194,67 +222,82 @@ class Gather:
         if not len(ids) or int(words.min()) < PRESENT or not self._sound(ids):
             return None
         rows = words & ROW_MASK
-        index = torch.from_numpy(rows)
         count = len(ids)
+        offsets, size = self.layout(count)
+        tails = store.tails(rows) if self._schema.has_tail else None
+        block = memory(size + tails.total * fmt.LINE if tails is not None else size)
+        if block is None:
+            return None
+        copy = Copy(self, count, rows, era)
+        index = torch.from_numpy(rows)
+        for column, view, offset in zip(self.columns, self._views, offsets, strict=True):
+            out = block.tensor(offset, count * column.width)
+            copy.columns.append((out, offset))
+            if column.lies is not None:
+                # Stored as samples lie: selected to memory of its own, laid out as batches count after that.
+                out = torch.empty_like(out)
+                copy.lying[len(copy.columns) - 1] = out
+            if column.width:
+                copy.selections.append((view, index, out.view(count, column.width)))
+        if tails is not None:
+            copy.tails, copy.lines = tails, block.tensor(size, tails.total * fmt.LINE)
+            if tails.total:
+                lines = torch.from_numpy(store.lines)
+                into = copy.lines.view(tails.total, fmt.LINE)
+                copy.selections.append((lines, torch.from_numpy(tails.lines()), into))
+        return copy
+
+    def finish(self, copy: Copy, place: Callable[[torch.Tensor, int], Any]) -> Any | None:
+        """Return the batch once its bytes are there; None if the store was cleared meanwhile."""
         columns = []
-        for column, view, offset in zip(self.columns, self._views, self.layout(count)[0], strict=True):
-            out = place(offset, count, column.width)
-            if column.width == 0:
-                done = torch.empty((count, *column.shape), dtype=column.dtype)
-            elif column.lies is None:
-                torch.index_select(view, 0, index, out=out)
-                done = out.view(-1).view(column.dtype).view(count, *column.shape)
-            else:
-                done = self._lay_out(column, view.index_select(0, index), out, count)
-            columns.append(finish(done, offset))
-        variables = self._variables(rows) if self._schema.has_tail else []
-        if int(store.segment.live[Live.ERA]) != era:
+        for number, (column, (out, offset)) in enumerate(zip(self.columns, copy.columns, strict=True)):
+            done = out.view(column.dtype).view(copy.count, *column.shape)
+            if column.lies is not None and column.width:
+                stored, back = column.lies
+                lying = copy.lying[number].view(column.dtype).view(copy.count, *stored)
+                done.copy_(lying.permute(0, *back))
+            columns.append(place(done, offset))
+        variables = self._variables(copy) if copy.tails is not None else []
+        if int(self._store.segment.live[Live.ERA]) != copy.era:
             return None
         return self._assemble(columns, variables)
-
-    def _lay_out(self, column: Column, lying: torch.Tensor, out: torch.Tensor, count: int) -> torch.Tensor:
-        assert column.lies is not None
-        stored, back = column.lies
-        done = out.view(-1).view(column.dtype).view(count, *column.shape)
-        return done.copy_(lying.view(-1).view(column.dtype).view(count, *stored).permute(0, *back))
 
     def _sound(self, ids: Ids) -> bool:
         return self._store.verified is None or bool(self._store.present(ids).all())
 
-    def _variables(self, rows: Words) -> list[Any]:
+    def _variables(self, copy: Copy) -> list[Any]:
         """The variable leaves of a batch: text as lists, arrays ragged or padded."""
-        store, schema = self._store, self._schema
-        tails = store.tails(rows)
-        lines: Bytes = np.empty((tails.total, fmt.LINE), np.uint8)
-        if tails.total:
-            np.take(store.lines, tails.lines(), axis=0, out=lines, mode="clip")
-        flat = lines.reshape(-1)
-        starts = tails.starts * fmt.LINE
+        schema, geometry = self._schema, self._store.segment.geometry
+        assert copy.tails is not None
+        assert copy.lines is not None
+        starts = copy.tails.starts * fmt.LINE
         found: list[Any] = []
-        geometry = store.segment.geometry
         for place in schema.variable:
             leaf = schema.leaves[place]
             at = geometry.rows_at + schema.offsets[place]
-            shapes = np.ndarray(
-                (geometry.rows, leaf.dims), np.uint32, store.segment.buffer, at, (geometry.stride, 4)
-            )[rows].astype(np.int64)
-            itemsize = leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1
-            sizes = shapes.prod(axis=1) * itemsize
-            found.append(self._variable_column(leaf, flat, starts, sizes, shapes))
+            dims: npt.NDArray[np.uint32] = np.ndarray(
+                (geometry.rows, leaf.dims), np.uint32, self._store.segment.buffer, at, (geometry.stride, 4)
+            )
+            shapes = dims[copy.rows].astype(np.int64)
+            sizes = shapes.prod(axis=1) * (leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1)
+            found.append(self._variable_column(leaf, copy.lines, starts, sizes, shapes))
             starts = starts + -(-sizes // _ALIGN_TAIL) * _ALIGN_TAIL
         return found
 
-    def _variable_column(self, leaf: Any, flat: Bytes, starts: Words, sizes: Words, shapes: Words) -> Any:
+    def _variable_column(
+        self, leaf: Leaf, lines: torch.Tensor, starts: Words, sizes: Words, shapes: Words
+    ) -> Any:
         if isinstance(leaf, TextLeaf):
+            raw = memoryview(lines.numpy().data)
             ends = (starts + sizes).tolist()
-            raw = memoryview(flat.data)
             parts = [bytes(raw[start:end]) for start, end in zip(starts.tolist(), ends, strict=True)]
             if leaf.kind == "bytes":
                 return parts
             return [part.decode("utf-8", "surrogatepass") for part in parts]
-        dtype = leaf.torch_dtype if leaf.library == "torch" else _torch_dtype(leaf.dtype)
+        assert isinstance(leaf, ArrayLeaf)
         assert self._variable is not None
-        return self._variable(Ragged(torch.from_numpy(flat), starts, shapes, dtype))
+        dtype = leaf.torch_dtype if leaf.library == "torch" else _torch_dtype(leaf.dtype)
+        return self._variable(Ragged(lines, starts, shapes, dtype))
 
     # ---- being sure ----------------------------------------------------------------------------------
 
@@ -274,9 +317,11 @@ class Gather:
             wanted = self._collate(samples)
         except Exception as error:  # what collating raises, the user must see raised by collating
             raise NotGathered(f"collating raises {type(error).__name__}") from error
-        gathered = self(
-            ids, lambda offset, count, width: torch.empty((count, width), dtype=torch.uint8), _keep
-        )
+        copy = self.prepare(ids, lambda size: _Fresh())
+        gathered = None
+        if copy is not None:
+            copy.run()
+            gathered = self.finish(copy, lambda done, offset: done)
         if gathered is not None and not _alike(gathered, wanted):
             raise NotGathered("its collate function makes other batches")
         self._compared = True
@@ -286,8 +331,9 @@ class Gather:
 Variable = Callable[[Ragged], Any]
 
 
-def _keep(done: torch.Tensor, offset: int) -> torch.Tensor:
-    return done
+class _Fresh:
+    def tensor(self, offset: int, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def _count_leaves(node: Node) -> int:

@@ -16,8 +16,10 @@ because ``torch.stack`` gives batches that lie as they count.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,28 +130,32 @@ class ArrayLeaf:
     order: Shape
     as_lies: bool
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         return self.torch_dtype.itemsize if self.library == "torch" else self.numpy_dtype.itemsize
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         return np.dtype(self.dtype)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether the dimensions lie as they count."""
         return self.order == tuple(range(self.ndim))
 
-    @property
+    @cached_property
+    def _inverse(self) -> Shape:
+        return tuple(self.order.index(axis) for axis in range(self.ndim))
+
+    @cached_property
     def fixed_bytes(self) -> int | None:
         if self.shape is None:
             return None
-        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def dims(self) -> int:
@@ -180,13 +186,12 @@ class ArrayLeaf:
         elif 0 in stored:
             array = torch.empty(stored, dtype=self.torch_dtype)
         else:
-            count = int(np.prod(stored, dtype=np.int64)) if len(stored) != 1 else stored[0]
-            array = torch.frombuffer(buffer, dtype=self.torch_dtype, count=count, offset=offset).view(stored)
+            flat = torch.frombuffer(buffer, dtype=self.torch_dtype, count=math.prod(stored), offset=offset)
+            array = flat.view(stored)
         if self.is_plain:
             return array
         if self.as_lies:
-            inverse = tuple(int(axis) for axis in np.argsort(self.order))
-            return array.transpose(inverse) if self.library == "numpy" else array.permute(inverse)
+            return array.transpose(self._inverse) if self.library == "numpy" else array.permute(self._inverse)
         return self._lay_out(array)
 
     def _lay_out(self, array: Any) -> Any:
@@ -196,7 +201,7 @@ class ArrayLeaf:
         if self.library == "torch":
             return torch.empty_strided(shape, strides, dtype=self.torch_dtype).copy_(array)
         laid = np.empty(tuple(shape[axis] for axis in self.order), self.numpy_dtype)
-        laid = laid.transpose(np.argsort(self.order))
+        laid = laid.transpose(self._inverse)
         np.copyto(laid, array)
         return laid
 

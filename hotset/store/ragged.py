@@ -6,6 +6,7 @@ sequence that makes its tensors when asked for them, and hands the whole buffer 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -83,7 +84,7 @@ class Ragged(Sequence[torch.Tensor]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         shape = self.shapes[index].tolist()
-        size = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+        size = math.prod(shape) * self.dtype.itemsize
         if size == 0:
             return torch.empty(shape, dtype=self.dtype, device=self.buffer.device)
         return self.buffer.narrow(0, int(self.starts[index]), size).view(self.dtype).view(shape)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from hotset.errors import SegmentError
 from hotset.store.codecs import codec_named, codec_of
@@ -220,8 +219,7 @@ class Schema:
 
 def variable_bytes(leaf: Leaf, dims: Shape) -> int:
     """Bytes that a variable leaf of these dimensions takes in the tail."""
-    count = int(np.prod(dims, dtype=np.int64)) if len(dims) != 1 else dims[0]
-    return count * (leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1)
+    return math.prod(dims) * (leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1)
 
 
 def _leaves(node: Node) -> Iterator[Leaf]:

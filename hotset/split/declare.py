@@ -1,0 +1,158 @@
+"""What users declare about their code: ``@hotset.deterministic`` and ``@hotset.nondeterministic``.
+
+A declaration is the strongest evidence there is: it wins over whatever hotset would find out by itself. It is
+one attribute on the declared object, so that it travels with it, through pickle too::
+
+    @hotset.deterministic                    a function
+    def to_grey(image): ...
+
+    @hotset.nondeterministic                 a class: its instances and its subclasses
+    class Jitter: ...
+
+    hotset.deterministic(Resize(224))        one instance; its own declaration wins over its class's
+    hotset.deterministic(torch.sqrt)         takes no attribute: returned in a callable that has one
+
+The attribute is looked up without running the object's own ``__getattr__``, which may answer to any name.
+
+``functools.wraps`` copies a function's attributes to its wrapper, and the wrapper may do anything: it may add
+noise to a deterministic function. So a copied ``deterministic`` does not count, a copied ``nondeterministic``
+does: declare the outermost function. A copy is told by the mark's identity, as each call makes a new mark.
+Neither is a ``functools.partial`` of a declared function declared: what it binds may be random.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast
+
+from hotset.errors import ArgumentError
+
+__all__ = ["DeclaredCallable", "Kind", "declared", "deterministic", "nondeterministic"]
+
+Kind = Literal["deterministic", "nondeterministic"]
+T = TypeVar("T")
+
+_ATTRIBUTE = "_hotset_declared"
+
+
+class _Mark:
+    """One declaration. Compared by identity: see the module's docstring."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind: Kind = kind
+
+
+class DeclaredCallable:
+    """Carries the declaration of a callable that takes no attribute; calls and attribute reads reach through.
+
+    Attributes:
+        __wrapped__: the callable itself.
+    """
+
+    __slots__ = ("__wrapped__", "_mark")
+
+    def __init__(self, wrapped: Callable[..., Any], kind: Kind) -> None:
+        self.__wrapped__ = wrapped
+        self._mark = _Mark(kind)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is carried."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DeclaredCallable, (self.__wrapped__, self._mark.kind)
+
+    def __repr__(self) -> str:
+        return f"{self._mark.kind}({self.__wrapped__!r})"
+
+
+def deterministic(obj: T) -> T:
+    """Declare that ``obj`` gives the same output for the same input, always, so that it may be cached.
+
+    Args:
+        obj: a function, a class (then all its instances and subclasses), or one instance.
+
+    Returns:
+        ``obj`` itself, marked. Only where it takes no attribute (a builtin function, a bound method, an
+        instance with slots): a picklable callable around it that carries the mark.
+
+    Raises:
+        ArgumentError: ``obj`` takes no attribute and is not callable either.
+
+    Example:
+        >>> @deterministic
+        ... def halve(x):
+        ...     return x / 2
+        >>> declared(halve)
+        'deterministic'
+    """
+    return _declare(obj, "deterministic")
+
+
+def nondeterministic(obj: T) -> T:
+    """Declare that ``obj`` may give another output each time, so that it always stays live.
+
+    Takes, returns and raises what :func:`deterministic` does.
+
+    Example:
+        >>> import math
+        >>> declared(nondeterministic(math.sqrt))
+        'nondeterministic'
+    """
+    return _declare(obj, "nondeterministic")
+
+
+def declared(obj: object) -> Kind | None:
+    """Return what was declared of ``obj`` or, failing that, of its class; None if nothing was.
+
+    A bound method has the declaration of its function.
+
+    Example:
+        >>> declared(len) is None
+        True
+    """
+    if isinstance(obj, DeclaredCallable):
+        return obj._mark.kind
+    if isinstance(obj, (types.MethodType, staticmethod, classmethod)):
+        return declared(obj.__func__)
+    mark = _mark_of(obj)
+    if mark is None:
+        return None
+    if mark.kind == "deterministic" and _mark_of(_static(obj, "__wrapped__")) is mark:
+        return None
+    return mark.kind
+
+
+def _declare(obj: T, kind: Kind) -> T:
+    target = obj.__func__ if isinstance(obj, (staticmethod, classmethod)) else obj
+    # Past the object's own __setattr__: a frozen dataclass refuses there, and a module may register things.
+    put: Any = type.__setattr__ if isinstance(target, type) else object.__setattr__
+    try:
+        if isinstance(obj, DeclaredCallable):
+            obj._mark = _Mark(kind)
+        else:
+            put(target, _ATTRIBUTE, _Mark(kind))
+    except (AttributeError, TypeError):
+        if not callable(obj):
+            raise ArgumentError(
+                f"{obj!r} cannot be declared {kind}: it takes no attribute and is not callable; "
+                "declare its class, or a function that uses it."
+            ) from None
+        return cast(T, DeclaredCallable(obj, kind))
+    return obj
+
+
+def _static(obj: object, name: str) -> object:
+    return inspect.getattr_static(obj, name, None)
+
+
+def _mark_of(obj: object) -> _Mark | None:
+    mark = _static(obj, _ATTRIBUTE)
+    return mark if isinstance(mark, _Mark) else None

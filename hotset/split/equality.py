@@ -1,0 +1,285 @@
+"""When two samples are *indistinguishable*: the meaning of "a hit equals a miss", in one function.
+
+``==`` is no test for that: it calls 1 and True equal, NaN unequal to itself, -0.0 equal to 0.0, and tells
+nothing about dtypes or about what a subclass carries. So :func:`same` goes down both trees together and asks
+of each pair of nodes, in this order: the same exact type? the same content of its own (dtype, shape, bytes,
+keys)? the same children, in the same order?
+
+======================  ======================================================================
+node                    its own content
+======================  ======================================================================
+tensor                  dtype, layout, device, shape, order of dimensions in memory, bytes
+ndarray, numpy scalar   dtype with byte order, shape, order of dimensions in memory, bytes
+PIL image               mode, size, palette, pixels (``info`` and ``format`` are children)
+dict, list, tuple       keys in order, or the length
+float, complex          the bits
+other, from Python      nothing: its attributes are children
+other, from C           what its ``==`` says
+======================  ======================================================================
+
+Attributes are children of tensors, arrays and containers too, which is how a MetaTensor's affine matrix or a
+box's canvas size is seen. The order of dimensions counts because sums round by it, and only where both arrays
+are dense: nobody asks that the gaps of a strided slice be kept.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import reprlib
+import struct
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotset.split.objects import attributes, solid_base
+
+__all__ = ["changeable", "same"]
+
+Array = npt.NDArray[Any]
+# Compared by their own ==, never looked into. A path fills its attributes as they are asked for.
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_WHOLE = (*_CODE, enum.Enum, PurePath)
+_ORDERED = (list, tuple, deque)
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 60
+
+
+def same(a: object, b: object) -> str | None:
+    """Return None if two samples cannot be told apart, else a phrase saying where and how they differ.
+
+    Compared are exact types, the tree, keys in order, dtypes, shapes and bytes (a NaN equals the same NaN,
+    -0.0 is not 0.0), and attributes, of: tensors and ndarrays of any dtype and their subclasses, numpy
+    scalars, PIL images, numbers, strings, None, and anything nested in dict, list, tuple, namedtuple,
+    dataclass or an object's attributes. What none of these describes is compared with ``==``.
+
+    Example:
+        >>> same({"x": 1.0}, {"x": 1})
+        "at ['x']: type float and type int"
+        >>> same([float("nan")], [float("nan")]) is None
+        True
+    """
+    return _compare(a, b, "", set())
+
+
+def changeable(sample: object) -> dict[str, bytes]:
+    """Return a digest of every tensor, array, image, number and text in ``sample``, by its place.
+
+    A source may change in place what it gave out before: two readings are then one object, in which
+    :func:`same` finds no difference. A digest taken before the second reading shows it.
+    """
+    return dict(_digests(sample, "", set()))
+
+
+def _compare(a: Any, b: Any, where: str, entered: set[tuple[int, int]]) -> str | None:
+    if type(a) is not type(b):
+        return _at(where, f"type {type(a).__name__} and type {type(b).__name__}")
+    if a is b or (id(a), id(b)) in entered:
+        return None
+    what = _own_difference(a, b)
+    if what is not None:
+        return _at(where, what)
+    entered.add((id(a), id(b)))
+    for (label, left), (_, right) in zip(_children(a), _children(b), strict=True):
+        found = _compare(left, right, where + label, entered)
+        if found is not None:
+            return found
+    # Only while it is open: an id may belong to another object once this pair is done.
+    entered.discard((id(a), id(b)))
+    return None
+
+
+def _at(where: str, what: str) -> str:
+    return f"at {where}: {what}" if where else what
+
+
+def _own_difference(a: Any, b: Any) -> str | None:
+    """How two nodes of one type differ, their children apart."""
+    if isinstance(a, _WHOLE):
+        return None if a == b else _two(a, b)
+    if _is_image(a):
+        return _image_difference(a, b)
+    of_one = attributes(a).keys() ^ attributes(b).keys()
+    if of_one:
+        return f"attribute {min(of_one)} of one only"
+    if isinstance(a, torch.Tensor):
+        return _tensor_difference(a, b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return _array_difference(np.asarray(a), np.asarray(b))
+    if isinstance(a, dict):
+        return _keys_difference(list(a), list(b))
+    if isinstance(a, _ORDERED):
+        return None if len(a) == len(b) else f"lengths {len(a)} and {len(b)}"
+    if isinstance(a, (set, frozenset)):
+        return None if {(type(x), x) for x in a} == {(type(x), x) for x in b} else _two(a, b)
+    if isinstance(a, (float, complex)):
+        return None if _bits(a) == _bits(b) else _two(a, b)
+    return None if solid_base(type(a)) is object or _equal(a, b) else _two(a, b)
+
+
+def _equal(a: object, b: object) -> bool:
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError, RuntimeError):  # an array of truths, or a type that refuses
+        return False
+
+
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a node, each with what leads to it: ``['key']``, ``[3]`` or ``.name``."""
+    if isinstance(node, _WHOLE):
+        return
+    if isinstance(node, dict):
+        yield from ((f"[{key!r}]", value) for key, value in node.items())
+    elif isinstance(node, _ORDERED):
+        names = getattr(type(node), "_fields", None)
+        labels = [f".{name}" for name in names] if names else [f"[{i}]" for i in range(len(node))]
+        yield from zip(labels, node, strict=True)
+    elif isinstance(node, (np.ndarray, np.void)):
+        yield from _array_children(np.asarray(node))
+    for name, value in sorted(attributes(node).items()):
+        # An image's pixels are compared as such; the rest is how it came to be read.
+        if not _is_image(node) or name in ("info", "format"):
+            yield f".{name}", value
+
+
+def _array_children(array: Array) -> Iterator[tuple[str, Any]]:
+    if array.dtype.names:
+        # Field by field, as the padding between fields is not content.
+        yield from ((f"[{name!r}]", array[name]) for name in array.dtype.names)
+    elif array.dtype.hasobject or array.dtype.kind == "T":
+        for index in np.ndindex(array.shape):
+            yield f"[{', '.join(map(str, index))}]", array[index]
+
+
+def _keys_difference(a: list[Any], b: list[Any]) -> str | None:
+    if [(type(key), key) for key in a] == [(type(key), key) for key in b]:
+        return None
+    if set(a) == set(b) and sorted(map(repr, a)) == sorted(map(repr, b)):
+        return "keys in another order"
+    return f"keys {_repr.repr(a)} and {_repr.repr(b)}"
+
+
+def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    for name in ("dtype", "layout", "device", "shape", "requires_grad"):
+        ours, theirs = getattr(a, name), getattr(b, name)
+        if ours != theirs:
+            return f"{name} {ours} and {theirs}"
+    if a.layout is not torch.strided:
+        return _tensor_difference(a.to_dense(), b.to_dense())
+    if a.is_quantized or a.is_nested:
+        return None if torch.equal(a, b) else "values"
+    orders = _order(tuple(a.shape), a.stride()), _order(tuple(b.shape), b.stride())
+    if None not in orders and orders[0] != orders[1]:
+        return f"dimensions that lie in memory as {orders[0]} and {orders[1]}"
+    if a.is_meta or not a.numel():
+        return None
+    ours, theirs = _tensor_bytes(a), _tensor_bytes(b)
+    return None if np.array_equal(ours, theirs) else _values(ours, theirs, tuple(a.shape))
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> Array:
+    """The bytes of each element, as (elements, bytes)."""
+    with torch.no_grad():
+        plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().reshape(plain.numel(), -1)
+
+
+def _array_difference(a: Array, b: Array) -> str | None:
+    if a.dtype != b.dtype:
+        return f"dtype {a.dtype} and {b.dtype}"
+    if a.shape != b.shape:
+        return f"shape {a.shape} and {b.shape}"
+    if not a.nbytes:
+        return None
+    orders = [
+        _order(array.shape, tuple(step // array.itemsize for step in array.strides)) for array in (a, b)
+    ]
+    if None not in orders and orders[0] != orders[1]:
+        return f"dimensions that lie in memory as {orders[0]} and {orders[1]}"
+    if a.dtype.hasobject or a.dtype.names or a.dtype.kind == "T":
+        return None
+    ours, theirs = _array_bytes(a), _array_bytes(b)
+    return None if np.array_equal(ours, theirs) else _values(ours, theirs, a.shape)
+
+
+def _array_bytes(array: Array) -> Array:
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1)
+    if array.dtype.kind in "fc" and array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1) > 8:
+        # An extended float of 80 bits lies in 16 bytes, of which the last six hold anything.
+        raw = raw.reshape(array.size, -1, 16)[:, :, : (10 if np.finfo(np.longdouble).nmant == 63 else 16)]
+        raw = raw.reshape(array.size, -1)
+    return raw
+
+
+def _values(a: Array, b: Array, shape: tuple[int, ...]) -> str:
+    differing = (a != b).any(axis=1)
+    if not shape:
+        return "values"
+    first = [int(i) for i in np.unravel_index(int(differing.argmax()), shape)]
+    return f"values ({int(differing.sum()):,} of {differing.size:,}, first at {first})"
+
+
+def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order in which a dense array's dimensions lie, outermost first; None if it is not dense, or empty.
+
+    Dimensions of one element lie nowhere and are left out.
+    """
+    if 0 in shape:
+        return None
+    order = sorted((i for i, size in enumerate(shape) if size != 1), key=lambda i: (-strides[i], i))
+    step = 1
+    for axis in reversed(order):
+        if strides[axis] != step:
+            return None
+        step *= shape[axis]
+    return tuple(order)
+
+
+def _is_image(value: object) -> bool:
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def _image_difference(a: Any, b: Any) -> str | None:
+    if (a.mode, a.size) != (b.mode, b.size):
+        return f"image {a.mode} {a.size} and image {b.mode} {b.size}"
+    pixels = a.tobytes(), b.tobytes()  # before the palette, which a file still being read does not have yet
+    if a.getpalette() != b.getpalette():
+        return "palette"
+    return None if pixels[0] == pixels[1] else "pixels"
+
+
+def _bits(number: complex) -> bytes:
+    return struct.pack("<dd", number.real, number.imag)
+
+
+def _two(a: object, b: object) -> str:
+    return f"{_repr.repr(a)} and {_repr.repr(b)}"
+
+
+def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, bytes]]:
+    if id(node) in entered:
+        return
+    content: Any = None
+    if isinstance(node, torch.Tensor):
+        if node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested):
+            content = _tensor_bytes(node) if node.numel() else None
+    elif isinstance(node, np.ndarray) or _is_image(node):
+        content = node.tobytes()
+    elif isinstance(node, (bool, int, float, complex, str, bytes, bytearray)):
+        content = repr(node).encode("utf-8", "surrogatepass")
+    elif isinstance(node, (dict, *_ORDERED)):
+        content = str(len(node)).encode()
+    if content is not None:
+        yield where, hashlib.blake2b(content, digest_size=16).digest()
+    entered.add(id(node))
+    for label, child in _children(node):
+        yield from _digests(child, where + label, entered)
+    entered.discard(id(node))
