@@ -17,20 +17,22 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from hotset.data.plan import Plan, make_plan
 from hotset.data.source import Source
 from hotset.errors import HotsetWarning, SegmentError
 from hotset.session import registry
 from hotset.store.claims import Ids
-from hotset.store.format import PRESENT, Slot
+from hotset.store.format import PRESENT, Live, Slot
 from hotset.store.segment import Address
 from hotset.store.store import Store
 
 __all__ = ["CachedDataset", "Stats", "cache"]
 
 T = TypeVar("T")
+
+_MISFITS_WORTH_TELLING = 16
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         dataset: the data set that was given to :func:`cache`.
         source: the data set and its chain, cut in two.
         plan: what is cached, what stays live, and why; print it.
+        tell: gets the sentence when samples stay uncached; warns. A loader's worker hands it on instead.
     """
 
     def __init__(self, dataset: Dataset[T], source: Source, plan: Plan, store: Store | None) -> None:
@@ -129,8 +132,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         self.plan = plan
         self._store: Store | Address | None = store
         self._length = len(dataset)  # type: ignore[arg-type]
-        self._warned = False
         self._own_misses = 0
+        self.tell: Callable[[str], None] = _warn
         self._registration = _register(store, plan.name) if store is not None else None
         self._joined = os.getpid()
 
@@ -212,18 +215,22 @@ class CachedDataset(Dataset[T], Generic[T]):
         return self.source.read(sample)
 
     def _tell(self, store: Store) -> None:
-        """Warn once, in one sentence, when samples stay uncached."""
-        if self._warned:
+        """Tell the user, once for all processes, that samples stay uncached, and which knob to turn.
+
+        A few samples of another form are nobody's worry; a hundredth of them is.
+        """
+        live = store.segment.live
+        if live[Live.TOLD]:
             return
-        why = None
         if store.room.why_full is not None:
             cached = int((store.segment.index >= PRESENT).sum())
             why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.room.why_full}"
-        elif store.misfit is not None:
-            why = f"{store.misfit}; such samples are read from the source each time"
-        if why is not None:
-            self._warned = True
-            warnings.warn(f"{self.plan.name}: {why}.", HotsetWarning, stacklevel=4)
+        elif store.misfits >= max(_MISFITS_WORTH_TELLING, len(self) // 100):
+            why = f"{store.misfits:,} samples and more stay uncached: {store.misfit}"
+        else:
+            return
+        live[Live.TOLD] = 1
+        self.tell(f"{self.plan.name}: {why}.")
 
     # ---- the store -----------------------------------------------------------------------------------
 
@@ -233,11 +240,14 @@ class CachedDataset(Dataset[T], Generic[T]):
         if isinstance(self._store, Address):
             self._store = self._attach(self._store)
         if self._store is not None and self._joined != os.getpid():
-            self._joined = os.getpid()
-            if self._registration is not None:
-                self._registration.after_fork()
-                self._registration.join()
+            self._join()
         return self._store
+
+    def _join(self) -> None:
+        """List this process as one more that keeps the cache alive; a loader's worker does not outlive it."""
+        self._joined = os.getpid()
+        if self._registration is not None and get_worker_info() is None:
+            self._registration.join()
 
     def _attach(self, address: Address) -> Store | None:
         try:
@@ -250,9 +260,7 @@ class CachedDataset(Dataset[T], Generic[T]):
                 stacklevel=4,
             )
             return None
-        if self._registration is not None:
-            self._registration.join()
-        self._joined = os.getpid()
+        self._join()
         return store
 
     def stats(self) -> Stats:
@@ -319,6 +327,7 @@ class CachedDataset(Dataset[T], Generic[T]):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         store = self.store
+        state["tell"] = _warn
         state["_store"] = store.segment.address if store is not None else None
         return state
 
@@ -326,7 +335,13 @@ class CachedDataset(Dataset[T], Generic[T]):
         return f"CachedDataset({self.dataset!r})"
 
 
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, HotsetWarning, stacklevel=6)
+
+
 def _register(store: Store, name: str) -> registry.Registration:
+    with contextlib.suppress(OSError):
+        registry.gc()  # what dead processes left; whether the folder is usable, register says
     address = store.segment.address
     return registry.register(
         pid=address.pid, fd=address.fd, inode=address.inode, nonce=address.nonce.hex(), name=name

@@ -5,8 +5,9 @@ vary in shape is collated as ``default_collate`` does it. ``hotset.DataLoader`` 
 gathers such batches from the cache by lines, as it gathers default batches by rows.
 
 What varies? Padding needs no answer: tensors that happen to be of one shape pad to what stacking gives. A
-ragged batch is of another type than a stacked one, so chance must not decide: over a cache, a leaf is ragged
-if its shape varied among the samples that gave the cache its schema; elsewhere, if it varies in the batch.
+ragged batch is of another type than a stacked one, so chance must not decide: over a cache without live
+transforms, a leaf is ragged if its shape varied among the samples that gave the cache its schema; elsewhere,
+if it varies in the batch.
 """
 
 from __future__ import annotations
@@ -96,11 +97,16 @@ def is_known(collate: Callable[..., Any]) -> bool:
     return collate is default_collate or isinstance(collate, (Pad, RaggedCollate))
 
 
-def bound(collate: Callable[..., Any], schema: Schema) -> tuple[Callable[[list[Any]], Any], Variable | None]:
-    """The collate function for samples of this schema, and what it makes of a gathered variable leaf."""
+def bound(
+    collate: Callable[..., Any], schema: Schema | None
+) -> tuple[Callable[[list[Any]], Any], Variable | None]:
+    """The collate function for samples of this schema, and what it makes of a gathered variable leaf.
+
+    The schema is None where it is not that of the samples to be collated: live transforms come in between.
+    """
     if isinstance(collate, Pad):
         return collate, collate.of_ragged
-    if isinstance(collate, RaggedCollate):
+    if isinstance(collate, RaggedCollate) and schema is not None:
         return replace(collate, varying=frozenset(_varying(schema.tree, ()))), lambda batch: batch
     return collate, None
 

@@ -32,6 +32,7 @@ from hotset.data.local import LocalBatches, LocalGather
 from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import BatchMaker, Letter, TaskSampler, WorkerInit, make_gather, pool_of_letters
+from hotset.errors import HotsetWarning
 from hotset.store.blocks import BlockPool, making_workers
 from hotset.store.claims import Ids
 
@@ -115,10 +116,7 @@ class DataLoader(TorchDataLoader[T]):
         return Draws(self.batch_sampler, ahead=ahead, generator=self.generator, fresh=not again)
 
     def _builder(self, route: Route) -> Callable[[Any, Ids | None], Any]:
-        collate_fn: Callable[[list[Any]], Any] = self.collate_fn
-        single = route.single
-        if single is not None and single.store is not None:
-            collate_fn = bound(collate_fn, single.store.schema)[0]
+        collate_fn = bound(self.collate_fn, route.schema)[0]
         pinned = self.pin_memory and torch.accelerator.is_available()
 
         def build(indices: Any, ids: Ids | None) -> Any:
@@ -218,6 +216,8 @@ class _WorkerBatches:
             raise
         self._tasks.answered(letter)
         self._loader._needed = max(self._loader._needed, letter.needed)
+        for sentence in letter.told:
+            warnings.warn(sentence, HotsetWarning, stacklevel=2)
         self._summary.count(letter.samples, time.perf_counter() - start)
         return letter.batch
 

@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hotset.data.cache import CachedDataset
 from hotset.store.claims import Ids
+from hotset.store.schema import Schema
 
 __all__ = ["Route", "route_to"]
 
@@ -36,6 +37,14 @@ class Route:
     def single(self) -> CachedDataset[Any] | None:
         """The only cache, if there is one only."""
         return self.caches[0] if len(self.caches) == 1 else None
+
+    @property
+    def schema(self) -> Schema | None:
+        """The schema of the samples that come this way; None if there is not one for all of them."""
+        single = self.single
+        if single is None or single.store is None or single.source.live:
+            return None
+        return single.store.schema
 
     def resolve(self, indices: Sequence[Any]) -> Ids | None:
         """The indices as numbers in ``range(length)``; None if they are something else, or out of range."""

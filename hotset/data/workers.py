@@ -122,6 +122,9 @@ class _InWorker:
         self._gather: Gather | None = None
         self._not_gathered = False
         self._pools: dict[Address, SharedBlocks] = {}
+        self._told: list[str] = []
+        for cached in route.caches:
+            cached.tell = self._told.append
 
     def answer(self, task: Task) -> Letter:
         blocks = self._pools.get(task.pool)
@@ -129,7 +132,9 @@ class _InWorker:
             blocks = self._pools[task.pool] = SharedBlocks(task.pool, task.block_bytes)
         desk = _Desk(blocks.array(task.block), task.block_bytes)
         batch = self._batch(task.indices, desk)
-        return Letter(task.pool.inode, task.block, batch, desk.needed, len(task.indices))
+        told = tuple(self._told)
+        self._told.clear()
+        return Letter(task.pool.inode, task.block, batch, desk.needed, len(task.indices), told)
 
     def _batch(self, indices: Sequence[Any], desk: _Desk) -> Any:
         ids = self.route.resolve(indices)
@@ -163,10 +168,7 @@ class _InWorker:
 
     def _collate(self, samples: list[Any], desk: _Desk) -> Any:
         if self.collate_fn is not default_collate:
-            single = self.route.single
-            store = single.store if single is not None else None
-            function = bound(self.collate_fn, store.schema)[0] if store is not None else self.collate_fn
-            return function(samples)
+            return bound(self.collate_fn, self.route.schema)[0](samples)
         kinds = {
             kind: _onto(desk, function) if kind in _NUMBERS else function
             for kind, function in default_collate_fn_map.items()
@@ -330,14 +332,18 @@ class Letter:
         batch: the batch; its tensors are views of the block once the letter has arrived.
         needed: bytes that it would have liked to have there.
         samples: how many samples it has.
+        told: sentences for the user, to be said in the main process.
     """
 
-    def __init__(self, pool: int, block: int, batch: Any, needed: int, samples: int) -> None:
+    def __init__(
+        self, pool: int, block: int, batch: Any, needed: int, samples: int, told: tuple[str, ...]
+    ) -> None:
         self.pool = pool
         self.block = block
         self.batch = batch
         self.needed = needed
         self.samples = samples
+        self.told = told
 
     def __reduce__(self) -> Any:
         # Arguments are unpickled in order: the block is open when its tensors are made.
@@ -348,17 +354,20 @@ class Letter:
             self.batch,
             self.needed,
             self.samples,
+            self.told,
         )
 
     def pin_memory(self, device: Any = None) -> Letter:
         """Called by the inner loader's pin-memory thread; the block is free once this letter is dropped."""
         batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
-        return Letter(self.pool, self.block, batch, self.needed, self.samples)
+        return Letter(self.pool, self.block, batch, self.needed, self.samples, self.told)
 
 
-def _received(opened: None, pool: int, block: int, batch: Any, needed: int, samples: int) -> Letter:
+def _received(
+    opened: None, pool: int, block: int, batch: Any, needed: int, samples: int, told: tuple[str, ...]
+) -> Letter:
     _opening.array = None
-    return Letter(pool, block, batch, needed, samples)
+    return Letter(pool, block, batch, needed, samples, told)
 
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1

@@ -1,20 +1,29 @@
-"""What a function's code refers to: the names of globals that it loads, and the modules that it imports.
+"""What code is made of: the globals that a function loads, the modules it imports, and where these come from.
 
 Read from the instructions, not from ``co_names``, which holds attribute names and globals alike: there an
 attribute ``.count`` would drag in an unrelated global ``count``, and with it another identity on every call.
+
+Code of an *installed* distribution is known by its version. Any other is the *user's*, and is looked into.
 """
 
 from __future__ import annotations
 
 import dis
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
-__all__ = ["imports", "loaded_globals"]
+__all__ = ["imports", "installed", "loaded_globals", "source_of"]
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 @lru_cache(maxsize=4096)
@@ -41,14 +50,61 @@ def imports(code: types.CodeType) -> tuple[str, ...]:
         >>> imports(f.__code__)
         ('math',)
     """
-    return tuple(
-        dict.fromkeys(
-            str(step.argval)
-            for each in _nested(code)
-            for step in dis.get_instructions(each)
-            if step.opname == "IMPORT_NAME"
-        )
-    )
+    steps = (step for each in _nested(code) for step in dis.get_instructions(each))
+    return tuple(dict.fromkeys(str(step.argval) for step in steps if step.opname == "IMPORT_NAME"))
+
+
+@lru_cache(maxsize=4096)
+def installed(module: str) -> str | None:
+    """Return the distribution and version that a module belongs to, or None if it is the user's own.
+
+    Nothing is imported for it.
+
+    Example:
+        >>> installed("json").startswith("python 3."), installed("__main__") is None
+        (True, True)
+    """
+    root = module.partition(".")[0]
+    if root in ("__main__", "__mp_main__"):
+        return None
+    origin = _origin(module)
+    if origin is None:
+        return f"python {platform.python_version()}" if root in sys.stdlib_module_names else None
+    if {"site-packages", "dist-packages"} & set(origin.parts):
+        return f"{root} {_version(root)}"
+    return f"python {platform.python_version()}" if _LIBRARY in origin.parents else None
+
+
+def source_of(module: str) -> bytes:
+    """Return the bytes of a user's module's file; empty if there is none to read."""
+    origin = _origin(module)
+    try:
+        return origin.read_bytes() if origin is not None else b""
+    except OSError:
+        return b""
+
+
+def _origin(module: str) -> Path | None:
+    """The file of a module; of its package's root if it has none of its own or was not imported yet."""
+    root = module.partition(".")[0]
+    for name in (module, root):
+        file = vars(sys.modules[name]).get("__file__") if name in sys.modules else None
+        if isinstance(file, str):
+            return Path(file).resolve()
+    try:
+        spec = importlib.util.find_spec(root)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+
+
+def _version(root: str) -> str:
+    """Of the distribution whose package this is: its name may be another (PIL is pillow's)."""
+    try:
+        return importlib.metadata.version(root)
+    except importlib.metadata.PackageNotFoundError:
+        names = importlib.metadata.packages_distributions().get(root, [])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names)))
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -41,7 +41,7 @@ import torch
 
 from hotset.split.objects import attributes, solid_base
 
-__all__ = ["changeable", "same"]
+__all__ = ["array_bytes", "changeable", "same", "tensor_bytes"]
 
 Array = npt.NDArray[Any]
 # Compared by their own ==, never looked into. A path fills its attributes as they are asked for.
@@ -180,12 +180,12 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
         return f"dimensions that lie in memory as {orders[0]} and {orders[1]}"
     if a.is_meta or not a.numel():
         return None
-    ours, theirs = _tensor_bytes(a), _tensor_bytes(b)
+    ours, theirs = tensor_bytes(a), tensor_bytes(b)
     return None if np.array_equal(ours, theirs) else _values(ours, theirs, tuple(a.shape))
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> Array:
-    """The bytes of each element, as (elements, bytes)."""
+def tensor_bytes(tensor: torch.Tensor) -> Array:
+    """Return the bytes of each element in order, as uint8 of shape (elements, bytes of one)."""
     with torch.no_grad():
         plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().reshape(plain.numel(), -1)
@@ -205,11 +205,15 @@ def _array_difference(a: Array, b: Array) -> str | None:
         return f"dimensions that lie in memory as {orders[0]} and {orders[1]}"
     if a.dtype.hasobject or a.dtype.names or a.dtype.kind == "T":
         return None
-    ours, theirs = _array_bytes(a), _array_bytes(b)
+    ours, theirs = array_bytes(a), array_bytes(b)
     return None if np.array_equal(ours, theirs) else _values(ours, theirs, a.shape)
 
 
-def _array_bytes(array: Array) -> Array:
+def array_bytes(array: Array) -> Array:
+    """Return the bytes of each element in order, as uint8 of shape (elements, bytes of one).
+
+    For arrays of one plain dtype: no objects, no fields.
+    """
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1)
     if array.dtype.kind in "fc" and array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1) > 8:
         # An extended float of 80 bits lies in 16 bytes, of which the last six hold anything.
@@ -270,9 +274,9 @@ def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, by
     content: Any = None
     if isinstance(node, torch.Tensor):
         if node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested):
-            content = _tensor_bytes(node) if node.numel() else None
-    elif isinstance(node, np.ndarray) or _is_image(node):
-        content = node.tobytes()
+            content = tensor_bytes(node) if node.numel() else None
+    elif (isinstance(node, np.ndarray) and not node.dtype.hasobject) or _is_image(node):
+        content = node.tobytes()  # an array of objects has pointers for bytes; its items are its children
     elif isinstance(node, (bool, int, float, complex, str, bytes, bytearray)):
         content = repr(node).encode("utf-8", "surrogatepass")
     elif isinstance(node, (dict, *_ORDERED)):

@@ -150,7 +150,10 @@ def _held(holders: Sequence[object]) -> Iterator[tuple[str, object]]:
             if issubclass(type(node), _KINDS):
                 yield path, node
             elif depth < _DEPTH:
-                queue.extend((path + label, child, depth + 1) for label, child in _reachable(node))
+                for label, child in _reachable(node):
+                    # What hangs on a class is named after it: an instance may have one of that name as well.
+                    here = child.__qualname__ if issubclass(type(child), type) else path + label
+                    queue.append((here, child, depth + 1))
 
 
 def _name(holder: Any) -> str:
@@ -187,7 +190,7 @@ def _reachable(node: Any) -> Iterator[tuple[str, Any]]:
     for name, value in attributes(node).items():
         yield f".{name}", value
     for cls in kind.__mro__:
-        pass
+        yield "", cls
 
 
 def _of_class(cls: type) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import weakref
@@ -53,24 +54,23 @@ class BlockPool:
 
     Attributes:
         block_bytes: bytes of each block.
-        made: how many blocks were ever in use at once.
     """
 
     def __init__(self, block_bytes: int, *, shared: bool = False) -> None:
         self.block_bytes = max(-(-block_bytes // PAGE), 1) * PAGE
-        self.made = 0
+        self._numbers = itertools.count()
         self._shared = shared
         self._pid = os.getpid()
         self._free: list[int] = []
         self._lent: dict[int, weakref.ref[Any]] = {}
         self._out: set[int] = set()  # taken, and neither lent nor given back yet
-        self._maps: list[mmap.mmap] = []
+        self._maps: dict[int, mmap.mmap] = {}
         self._fd = -1
         if shared:
             self._fd = os.memfd_create("hotset-blocks", os.MFD_CLOEXEC)
             self._most = max(min(_MOST_BLOCKS, _MOST_BYTES // self.block_bytes), 64)
             os.ftruncate(self._fd, self.block_bytes * self._most)
-            self._maps.append(mmap.mmap(self._fd, self.block_bytes * self._most))
+            self._maps[0] = mmap.mmap(self._fd, self.block_bytes * self._most)
             weakref.finalize(self, os.close, self._fd).atexit = False
             _shared_pools.add(self)
 
@@ -94,12 +94,11 @@ class BlockPool:
             self._out.add(number)
             return number
         except IndexError:
-            number = self.made
-            self.made += 1
+            number = next(self._numbers)  # atomic, like the pop: threads may share a pool
             self._out.add(number)
         if not self._shared:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._maps.append(mmap.mmap(-1, self.block_bytes, flags=flags))
+            self._maps[number] = mmap.mmap(-1, self.block_bytes, flags=flags)
         elif number >= self._most:
             raise MemoryError(
                 f"{number:,} batches are held at once, more than a pool of blocks holds; "

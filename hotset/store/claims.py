@@ -76,7 +76,10 @@ class Membership:
         return self.segment.slots[slot] if slot >= 0 else _no_slot()
 
     def _take_slot(self) -> int:
-        fd = self._descriptor()
+        try:
+            fd = self._descriptor()
+        except OSError:  # no descriptor left, or detached: this process reads without claims
+            return -1
         for slot in range(SLOTS):
             if locks.try_lock(fd, 1 + slot):
                 row = self.segment.slots[slot]
@@ -168,11 +171,12 @@ class Claims:
                 return ids[:0]
             words = self._index[ids]
             free = words == 0
-            # Only words of a stopped or slow process cost a look at its lock, one for each such word.
-            for position in np.flatnonzero((words >= CLAIMED) & (words < PRESENT)):
-                if free.sum() >= most:
-                    break
-                free[position] = not self.is_open(int(words[position]))
+            if int(free.sum()) < most:
+                # One look at its lock for each claimant, which has the same word on all its claims.
+                claimed = words[(words >= CLAIMED) & (words < PRESENT)]
+                void = [word for word in set(claimed.tolist()) if not self.is_open(word)]
+                if void:
+                    free |= np.isin(words, void)
             taken: Ids = ids[free][:most]
             self._index[taken] = mine
         return taken
@@ -184,6 +188,10 @@ class Claims:
             return False
         incarnation = int(self._member.segment.slots[slot, Slot.INCARNATION]) & INCARNATION_MASK
         return incarnation == word & INCARNATION_MASK and self._member.is_alive(slot)
+
+    def published(self, word: int) -> int:
+        """How many records the holder of this claim's slot has published: shows whether it gets on."""
+        return int(self._member.segment.slots[(word - CLAIMED) >> SLOT_SHIFT & (SLOTS - 1), Slot.STORED])
 
     def release(self, ids: Ids) -> None:
         """Give back those of these claims that were not published."""

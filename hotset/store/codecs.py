@@ -129,7 +129,7 @@ def _tv_tensor(name: str) -> Codec | None:
     from torchvision import tv_tensors
 
     cls = getattr(tv_tensors, name.partition(":")[2], None)
-    if cls is None:
+    if not (isinstance(cls, type) and issubclass(cls, torch.Tensor)):
         return None
 
     def flatten(value: Any) -> Any:

@@ -5,7 +5,7 @@ is free, so each region is as large as it could ever need to be, and memory is t
 
 ::
 
-    0                 header        4,096 B   see _HEADER; then six live words at LIVE_AT
+    0                 header        4,096 B   see _HEADER; then seven live words at LIVE_AT
     metadata_at       metadata      JSON: name, fingerprint, schema
     slots_at          slots         1,024 x 128 B, one for each process that attaches to write
     index_at          index         samples x 8 B
@@ -112,6 +112,7 @@ class Live:
     LIMIT = 3  # bytes that may be reserved
     ERA = 4  # how often the cache was cleared: the generation of what is written now
     CLEAN = 5  # 1 after an orderly end (a segment on disk)
+    TOLD = 6  # 1 once the user was told that samples stay uncached
 
 
 class Slot:

@@ -182,13 +182,9 @@ class Gather:
     ) -> Callable[[list[Any], list[Any]], Any] | None:
         """As :meth:`_compile`, for parts of an object of which only one is stacked."""
         before = len(self.columns)
-        remaining = _count_leaves(node)
-        start = next(places)
-        inner = iter(range(start, start + remaining))
-        for _ in range(remaining - 1):
-            next(places)
+        own = [next(places) for _ in range(_count_leaves(node))]
         try:
-            return self._compile(node, inner)
+            return self._compile(node, iter(own))
         except NotGathered:
             del self.columns[before:]
             return None

@@ -17,6 +17,7 @@ because ``torch.stack`` gives batches that lie as they count.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,14 +32,13 @@ __all__ = ["ArrayLeaf", "EnumLeaf", "Leaf", "Misfit", "NoneLeaf", "NumberLeaf", 
 Shape = tuple[int, ...]
 Carrier = npt.NDArray[Any]
 
+
+# Dtypes of whole bytes, by name: not the quantized ones, nor those that pack several values in a byte.
+_WHOLE_BYTES = re.compile(r"bool|u?int(8|16|32|64)|b?float(16|32|64)|float8\w+|complex\w+")
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: dtype
-    for name in (
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-    )
-    if (dtype := getattr(torch, name, None)) is not None
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}" and _WHOLE_BYTES.fullmatch(name)
 }
 _TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # numpy has no name for some of torch's dtypes: they travel as integers of the same size.

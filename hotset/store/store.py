@@ -55,13 +55,15 @@ class Store:
     Attributes:
         segment: the mapped file.
         schema: the tree that its samples share.
-        misfit: a sentence about the first sample that did not fit, once there was one.
+        misfits: how many samples that this process read did not fit the schema.
+        misfit: a sentence about the first of them.
     """
 
     def __init__(self, segment: Segment, schema: Schema) -> None:
         self.segment = segment
         self.schema = schema
-        self.misfit: str | None = None
+        self.misfit = ""
+        self.misfits = 0
         geometry = segment.geometry
         self.member = Membership(segment)
         self.room = Room(self.member)
@@ -69,12 +71,14 @@ class Store:
         self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
         self._claims = Claims(self.member)
         self._scratch: BlockPool | None = None
-        self._spare_row = -1
+        self._spare_rows: list[tuple[int, int]] = []  # taken and not used, with the era they belong to
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
-        self._stuck: dict[int, float] = {}  # claims seen open, and since when
+        # For each claimant that was waited for: what it had published, and since when.
+        self._waits: dict[int, tuple[int, float]] = {}
         self.verified: np.ndarray[Any, np.dtype[np.bool_]] | None = None
         if _FULL_CHECK or not segment.trusted:
             self.verified = np.zeros(geometry.samples, bool)
+        self._verified_era = int(segment.live[Live.ERA])
 
     @classmethod
     def create(
@@ -177,22 +181,29 @@ class Store:
             prepared = self.schema.prepare(value)
         except Misfit as misfit:
             counters[Slot.REJECTED] += 1
-            if self.misfit is None:
+            self.misfits += 1
+            if self.misfits == 1:
                 self.misfit = f"sample {sample} does not fit the first samples' form: {misfit}"
             return
-        row, self._spare_row = self._spare_row, -1
-        if row < 0:
-            row = self.room.take_row()
+        row = self._take_row()
         lines = prepared.tail_lines
         line = self.room.take_lines(lines) if row >= 0 and lines else 0
         if row < 0 or line < 0:
-            self._spare_row = row
+            if row >= 0:
+                self._spare_rows.append((int(self.segment.live[Live.ERA]), row))
             counters[Slot.REJECTED] += 1
             return
         word = self._write(sample, prepared, row, line)
         self.segment.index[sample] = word
         counters[Slot.STORED] += 1
         counters[Slot.STORED_BYTES] += self.schema.stride + lines * fmt.LINE
+
+    def _take_row(self) -> int:
+        while self._spare_rows:
+            era, row = self._spare_rows.pop()
+            if era == int(self.segment.live[Live.ERA]):
+                return row
+        return self.room.take_row()
 
     def _write(self, sample: int, prepared: Any, row: int, line: int) -> int:
         """Write one record; returns the index word that publishes it."""
@@ -213,28 +224,33 @@ class Store:
     def _unclaimable(self, missing: Ids) -> Iterator[int]:
         """Of samples that cannot be claimed, yield those to be read without a claim; wait for the others.
 
-        Without room nobody claims. Otherwise each is another process's: waited for as long as that one
-        shows to be alive, up to two seconds or five times what a sample takes, counted once for each claim.
+        Without room nobody claims. Otherwise each is another process's, and waited for while that one gets
+        on: until it has published nothing for two seconds, or for five times what a sample takes.
         """
         if self.room.is_full or self.member.slot < 0:
             yield from missing.tolist()
             return
-        patience = max(_PATIENCE_SECONDS, 5 * self._seconds)
-        now = time.monotonic()
         words = self.segment.index[missing]
         claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
-        open_ = set(words[claimed].tolist())
-        self._stuck = {word: since for word, since in self._stuck.items() if word in open_}
-        waiting = False
-        for sample, word in zip(missing[claimed].tolist(), words[claimed].tolist(), strict=True):
-            if now - self._stuck.setdefault(word, now) > patience:
-                yield sample
-            else:
-                waiting = True
         if not claimed.any():
             # Absent, and yet not given: the short lock is stuck. Everything is absent to a lonely reader.
             yield from missing[words == 0].tolist()
-        elif waiting:
+            return
+        now = time.monotonic()
+        patience = max(_PATIENCE_SECONDS, 5 * self._seconds)
+        stuck = set()
+        for word in set(words[claimed].tolist()):
+            published = self._claims.published(word)
+            before, since = self._waits.get(word, (-1, now))
+            if published != before:
+                since = now
+            self._waits[word] = (published, since)
+            if now - since > patience:
+                stuck.add(word)
+        for sample, word in zip(missing[claimed].tolist(), words[claimed].tolist(), strict=True):
+            if word in stuck:
+                yield sample
+        if not stuck:
             time.sleep(2e-4)
 
     # ---- reading -------------------------------------------------------------------------------------
@@ -249,6 +265,10 @@ class Store:
         words: Words = self.segment.index[ids]
         here = words >= PRESENT
         if self.verified is not None:
+            era = int(self.segment.live[Live.ERA])
+            if era != self._verified_era:
+                self.verified[:] = False
+                self._verified_era = era
             for place in np.flatnonzero(here):
                 here[place] = self._sound(int(ids[place]), int(words[place]))
         return here
@@ -352,9 +372,6 @@ class Store:
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.USED]] = 0
         segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
-        self._spare_row = -1
-        if self.verified is not None:
-            self.verified[:] = False
 
     def close(self) -> None:
         """Detach. What was read stays valid: it is no part of the segment."""

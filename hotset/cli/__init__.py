@@ -1,0 +1,1 @@
+"""The command line; it answers at once, because torch is loaded only by the commands that train."""

@@ -1,0 +1,347 @@
+"""The walk that describes an object for its fingerprint: containers, attributes, columns, cycles.
+
+What is to be said of functions, classes, arrays and other special things is in :mod:`hotset.split.kinds`;
+why it is all done is in :mod:`hotset.split.fingerprint`.
+
+A *description* is a string of bytes that no other value has: an atom's is its tag, length and bytes; that of
+anything else the hash of a stream, into which its handler puts the descriptions of its parts. Handlers are
+found by the object's type, never by ``isinstance``, which would read a ``__class__`` that a proxy made up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import marshal
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from hotset.split.declare import DeclaredCallable
+from hotset.split.files import Files
+from hotset.split.objects import attributes, solid_base
+from hotset.units import format_bytes
+
+__all__ = ["Describer", "Handler"]
+
+Handler = Callable[["Describer", Any], None]
+
+_DEPTH = 100
+# From this many elements on, a container is described by columns.
+_COLUMN = 256
+_COLUMN_LEVELS = 8
+_CHUNK = 1 << 16
+_MARSHALLED = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SORTED = ({str}, {int}, {bytes})
+
+
+class Describer:
+    """Describes objects; one serves for one fingerprint.
+
+    Attributes:
+        put: takes bytes into the description that is being made.
+        files: what may be a path.
+        notes: sentences about what could not be told apart, as keys.
+        whole_bytes: bytes of arrays that may still be hashed whole.
+        sampled_bytes: bytes of arrays of which only samples were hashed.
+    """
+
+    def __init__(self, handlers: dict[type | str, Handler], whole_bytes: int) -> None:
+        self.files = Files()
+        self.notes: dict[str, None] = {}
+        self.whole_bytes = whole_bytes
+        self.sampled_bytes = 0
+        self.put: Callable[[Any], object] = hashlib.blake2b().update
+        self._handlers = {**_CONTAINERS, **handlers}
+        self._of_type: dict[type, Handler] = {}
+        self._entered: dict[int, int] = {}
+        # By id, and with the object, as an id is only a name while its object lives.
+        self._done: dict[int, tuple[bytes, object]] = {}
+        self._in_code = False
+
+    def describe(self, value: Any) -> bytes:
+        """Return the description of any value."""
+        kind = type(value)
+        if kind is DeclaredCallable:
+            return self.describe(value.__wrapped__)
+        if kind in _ATOMS:
+            if kind is str:
+                self.files.add(value, folder=not self._in_code)
+            return _ATOMS[kind](value)
+        known = self._done.get(id(value))
+        if known is not None:
+            return known[0]
+        if id(value) in self._entered:
+            return b"^" + self._entered[id(value)].to_bytes(8, "little")
+        if len(self._entered) >= _DEPTH:
+            self.notes[f"what lies deeper than {_DEPTH} objects in one another was not compared"] = None
+            return b"~"
+        digest = hashlib.blake2b(digest_size=16)
+        outer, self.put = self.put, digest.update
+        self._entered[id(value)] = len(self._entered)
+        try:
+            self._handler(kind)(self, value)
+        finally:
+            self.put = outer
+            del self._entered[id(value)]
+        description = b"#" + digest.digest()
+        self._done[id(value)] = (description, value)
+        return description
+
+    def add(self, *values: Any) -> None:
+        """Put the descriptions of some values."""
+        for value in values:
+            self.put(self.describe(value))
+
+    def name(self, *names: str) -> None:
+        """Put texts that are no paths, whatever they look like."""
+        for name in names:
+            self.put(_text(name))
+
+    def constants(self, values: Iterable[Any]) -> None:
+        """Put the constants of code."""
+        outer, self._in_code = self._in_code, True
+        self.add(*values)
+        self._in_code = outer
+
+    def count(self, number: int) -> None:
+        """Put how many parts follow."""
+        self.put(number.to_bytes(8, "little"))
+
+    def opaque(self, value: object) -> None:
+        """Put the type alone, and note so."""
+        kind = type(value)
+        self.put(b"?")
+        self.notes[
+            f"a {kind.__module__}.{kind.__qualname__} could not be looked into and counts by its type alone; "
+            "give key= if two of them may differ"
+        ] = None
+
+    def state(self, value: object) -> None:
+        """Put the attributes of an object."""
+        own = [(name, part) for name, part in attributes(value).items() if not name.startswith("_hotset")]
+        self.count(len(own))
+        for name, part in sorted(own, key=itemgetter(0)):
+            self.name(name)
+            self.add(part)
+
+    def all_notes(self) -> list[str]:
+        """Everything that was noted."""
+        arrays = f"{format_bytes(self.sampled_bytes)} of arrays were compared at evenly spread places only"
+        return [*self.notes, *([arrays] if self.sampled_bytes else [])]
+
+    def elements(self, values: list[Any]) -> None:
+        """Put the elements of a container, in order."""
+        self.count(len(values))
+        if len(values) < _COLUMN:
+            self.add(*values)
+        else:
+            self._column(values, 0)
+
+    def apart(self, value: Any) -> bytes:
+        """Describe a member of a set: without what the other members' descriptions left behind.
+
+        They come in another order in each process, and where members refer to each other in a cycle, the
+        first to be described decides where the cycle is entered.
+        """
+        kind = type(value)
+        if kind in _ATOMS or (kind is tuple and all(type(part) in _ATOMS for part in value)):
+            return self.describe(value)
+        outer, self._done = self._done, dict(self._done)
+        try:
+            return self.describe(value)
+        finally:
+            self._done = outer
+
+    def _handler(self, kind: type) -> Handler:
+        handler = self._of_type.get(kind)
+        if handler is None:
+            keys = (key for base in kind.__mro__ for key in _keys(base))
+            handler = next((self._handlers[key] for key in keys if key in self._handlers), _object)
+            self._of_type[kind] = handler
+        return handler
+
+    def _column(self, values: list[Any], level: int) -> None:
+        kinds = set(map(type, values))
+        kind = next(iter(kinds), None)
+        if kinds <= _MARSHALLED:
+            self._marshal(values)
+            if str in kinds:
+                self.files.add_column([text for text in values if type(text) is str])
+        elif len(kinds) > 1 or level == _COLUMN_LEVELS or (level and len(set(map(id, values))) < len(values)):
+            # What is shared is better described once, and may be where a cycle is entered.
+            self.put(b"E")
+            self.add(*values)
+        elif kind is list or kind is tuple:
+            self._rows(values, level)
+        elif kind is dict and _uniform(values):
+            names = sorted(values[0])
+            self.put(b"D")
+            self._column(names, level)
+            for name in names:
+                self._column([row[name] for row in values], level + 1)
+        elif kind is not None and issubclass(kind, (PurePath, np.str_)):
+            self.put(b"P")
+            self.add(kind)
+            self._column(list(map(str, values)), level)
+        elif kind is not None and issubclass(kind, (np.number, np.bool_)):
+            self.put(b"N")
+            self.add(np.array(values, kind))
+        else:
+            self.put(b"E")
+            self.add(*values)
+
+    def _rows(self, rows: list[Any], level: int) -> None:
+        lengths = list(map(len, rows))
+        self.put(b"L" if type(rows[0]) is list else b"T")
+        self._marshal(lengths)
+        if len(set(lengths)) == 1 and lengths[0] <= 64:
+            for place in range(lengths[0]):
+                self._column(list(map(itemgetter(place), rows)), level + 1)
+        else:
+            self._column(list(itertools.chain.from_iterable(rows)), level + 1)
+
+    def _marshal(self, values: list[Any]) -> None:
+        # Not later than version 2: from 3 on, texts that are interned and objects seen before are marked.
+        self.put(b"M")
+        self.count(len(values))
+        for start in range(0, len(values), _CHUNK):
+            data = marshal.dumps(values[start : start + _CHUNK], 2)
+            self.count(len(data))
+            self.put(data)
+
+
+def _keys(kind: type) -> tuple[type | str, ...]:
+    """What a handler may be registered under: the type, its name if not imported yet, its whole package."""
+    return kind, f"{kind.__module__}.{kind.__qualname__}", f"{kind.__module__.partition('.')[0]}.*"
+
+
+def _uniform(rows: list[dict[Any, Any]]) -> bool:
+    """Whether all have the same keys, all of them text."""
+    keys = rows[0].keys()
+    return set(map(type, keys)) == {str} and all(row.keys() == keys for row in rows)
+
+
+def _sized(tag: bytes, data: bytes) -> bytes:
+    return tag + len(data).to_bytes(8, "little") + data
+
+
+def _text(text: str) -> bytes:
+    return _sized(b"s", text.encode("utf-8", "surrogatepass"))
+
+
+def _int(number: int) -> bytes:
+    return _sized(b"i", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True))
+
+
+_ATOMS: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda _: b"0",
+    type(...): lambda _: b".",
+    type(NotImplemented): lambda _: b"!",
+    bool: lambda value: b"T" if value else b"F",
+    int: _int,
+    float: lambda value: b"f" + struct.pack("<d", value),
+    complex: lambda value: b"c" + struct.pack("<dd", value.real, value.imag),
+    str: _text,
+    bytes: lambda value: _sized(b"b", value),
+}
+
+
+def _sequence(base: Any) -> Handler:
+    def handler(to: Describer, value: Any) -> None:
+        to.add(type(value))
+        to.elements(list(base.__iter__(value)))
+        if type(value) is not base:
+            to.state(value)
+
+    return handler
+
+
+def _set(base: Any) -> Handler:
+    def handler(to: Describer, value: Any) -> None:
+        to.add(type(value))
+        members = list(base.__iter__(value))
+        if len(members) >= _COLUMN and set(map(type, members)) in _SORTED:
+            to.elements(sorted(members))
+        else:
+            to.count(len(members))
+            for description in sorted(map(to.apart, members)):
+                to.put(description)
+        to.state(value)
+
+    return handler
+
+
+def _dict(to: Describer, value: Any) -> None:
+    to.add(type(value))
+    items = list(dict.items(value))
+    if len(items) >= _COLUMN and set(map(type, dict.keys(value))) in _SORTED:
+        items.sort(key=itemgetter(0))
+        to.elements([key for key, _ in items])
+        to.elements([part for _, part in items])
+    else:
+        to.count(len(items))
+        described = [(to.apart(key), part) for key, part in items]
+        for description, part in sorted(described, key=itemgetter(0)):
+            to.put(description)
+            to.add(part)
+    if type(value) is not dict:
+        to.state(value)
+
+
+def _default_dict(to: Describer, value: Any) -> None:
+    _dict(to, value)
+    to.add(value.default_factory)
+
+
+def _atom_subclass(plain: Callable[[Any], Any]) -> Handler:
+    def handler(to: Describer, value: Any) -> None:
+        to.add(type(value), plain(value))
+        to.state(value)
+
+    return handler
+
+
+def _object(to: Describer, value: Any) -> None:
+    to.add(type(value))
+    if solid_base(type(value)) is object:
+        to.state(value)
+    else:
+        _reduced(to, value)
+
+
+def _reduced(to: Describer, value: Any) -> None:
+    """What an object with a base in C says of itself when it is pickled.
+
+    Protocol 5 and not 4: large buffers come as they are, not copied into bytes.
+    """
+    try:
+        reduced = value.__reduce_ex__(5)
+    except Exception:  # whatever a library raises to say that it does not pickle
+        to.opaque(value)
+        to.state(value)
+        return
+    if isinstance(reduced, str):
+        to.name(reduced)
+        return
+    make, args, state, listed, pairs = (*reduced, None, None, None)[:5]
+    if isinstance(state, dict):
+        state = {name: part for name, part in state.items() if not str(name).startswith("_hotset")}
+    to.add(make, args, state, list(listed or ()), list(pairs or ()))
+
+
+# The plain value of a subclass's instance is read by the base's own method: another may be overridden.
+_CONTAINERS: dict[type | str, Handler] = {
+    **{base: _sequence(base) for base in (list, tuple, deque)},
+    **{base: _set(base) for base in (set, frozenset)},
+    **{base: _atom_subclass(base.__pos__) for base in (int, float, complex)},
+    str: _atom_subclass(str.__str__),
+    bytes: _atom_subclass(lambda value: bytes.__getitem__(value, slice(None))),
+    dict: _dict,
+    defaultdict: _default_dict,
+}

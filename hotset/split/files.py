@@ -1,0 +1,176 @@
+"""The files that a data set names: their sizes and dates, as part of its identity.
+
+A data set does not say which of its strings are paths, so every string of its state is a candidate: one that
+names a file counts with the file's size and time of change, one that names a folder stands for the files in
+it, any other string counts for nothing here. Candidates come singly (an attribute, a global constant) or as
+a column (the first members of a million ``(path, label)`` pairs).
+
+Asking for a million dates may take seconds on a local disk and many minutes on a network's. So a column is
+asked in tiers: 64 evenly spread candidates, then 1,024, then all, and each next tier only if the time that
+the last one took says that it will end in time. Which tier was the last is part of the digest, and said in a
+note. Two processes agree unless one of them is right at the limit, or finds the network's answers cached and
+the other does not; then they have two caches where one would do, and neither is wrong.
+
+A folder is looked through only if the state names no file in it already, as an ``ImageFolder`` does; a data
+set that keeps ``root`` and bare names does not. Hidden files and locks do not count: reading makes them. Nor
+do folders that everybody writes to: the home, the temporary, and any that the working directory lies in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+__all__ = ["Files"]
+
+_TIERS = (64, 1024)
+_FILES_OF_FOLDERS = 20_000
+_LONGEST = 4096
+
+
+class Files:
+    """Collects candidates, then asks for them once.
+
+    Example:
+        >>> files = Files()
+        >>> files.add("/no/such/file")
+        >>> _, notes = files.compare(2.0)
+        >>> notes
+        []
+    """
+
+    def __init__(self) -> None:
+        self._single: dict[str, bool] = {}
+        self._columns: list[list[str]] = []
+
+    def add(self, text: str, *, folder: bool = True) -> None:
+        """One candidate. ``folder=False``: a constant in code, which may name a file, but no folder."""
+        if 0 < len(text) <= _LONGEST:
+            self._single[text] = folder or self._single.get(text, False)
+
+    def add_column(self, texts: list[str]) -> None:
+        """Many candidates of one kind."""
+        self._columns.append(texts)
+
+    def compare(self, seconds: float) -> tuple[bytes, list[str]]:
+        """Ask for sizes and dates, for about ``seconds`` at most.
+
+        Returns:
+            A digest of what exists, and sentences about what was left out.
+        """
+        deadline = time.perf_counter() + seconds
+        notes: list[str] = []
+        columns = [_Column(sorted(self._single), deadline, mixed=True)]
+        columns += [_Column(texts, deadline) for texts in self._columns]
+        folders = [path for column in columns for path in column.folders if self._single.get(path, True)]
+        known = [path for column in columns for path in _spread(column.files, _TIERS[-1])]
+        columns.append(_Column(_inside(folders, known, notes), deadline))
+        # What is found in a set comes in another order each time.
+        digests = sorted(column.digest for column in columns)
+        asked = sum(len(column.asked) for column in columns if column.files)
+        total = sum(column.size for column in columns if column.files)
+        if asked < total:
+            notes.append(f"the sizes and dates of {asked:,} of {total:,} files were compared")
+        return hashlib.blake2b(b"".join(digests), digest_size=16).digest(), notes
+
+
+class _Column:
+    """Candidates of one kind, asked in tiers; if none of the first tier is a file or folder, none is.
+
+    Attributes:
+        size: number of candidates.
+        asked: those that were asked for.
+        files, folders: those among them that are one.
+        digest: of how many were asked, and of the files' paths, sizes and dates.
+    """
+
+    def __init__(self, candidates: Sequence[str], deadline: float, mixed: bool = False) -> None:
+        self.size = len(candidates)
+        self.asked: Sequence[str] = ()
+        pace = 0.0
+        for tier in (*_TIERS, self.size):
+            begun = time.perf_counter()
+            # At the last tier's pace, with a fifth to spare: to begin and give up would be time lost.
+            if self.asked and begun + 1.2 * pace * min(tier, self.size) > deadline:
+                break
+            self.asked = _spread(candidates, tier)
+            self._ask()
+            pace = (time.perf_counter() - begun) / max(1, len(self.asked))
+            if len(self.asked) == self.size or not (mixed or self.files or self.folders):
+                break
+
+    def _ask(self) -> None:
+        digest = hashlib.blake2b(len(self.asked).to_bytes(8, "little"), digest_size=16)
+        self.files: list[str] = []
+        self.folders: list[str] = []
+        for path in self.asked:
+            try:
+                found = os.stat(path)
+            except (OSError, ValueError):  # absent, or no path at all
+                continue
+            name = path.encode("utf-8", "surrogatepass")
+            if stat.S_ISREG(found.st_mode):
+                self.files.append(path)
+                numbers = (len(name), found.st_size, found.st_mtime_ns)
+                digest.update(b"".join(number.to_bytes(16, "little", signed=True) for number in numbers))
+                digest.update(name)
+            elif stat.S_ISDIR(found.st_mode):
+                self.folders.append(path)
+        self.digest = digest.digest()
+
+
+def _spread(items: Sequence[str], count: int) -> Sequence[str]:
+    if count >= len(items):
+        return items
+    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
+
+
+def _inside(folders: Iterable[str], known: Sequence[str], notes: list[str]) -> list[str]:
+    """The files in those folders in which no file is known, sorted; a note on each that is left out."""
+    here = Path(os.path.abspath(os.curdir))
+    busy = {here, *here.parents, Path(os.path.expanduser("~")), Path(tempfile.gettempdir())}
+    prefixes = {parent for path in known for parent in _parents(path)}
+    found: list[str] = []
+    for folder in folders:
+        if folder.rstrip("/") in prefixes:
+            continue
+        if Path(folder).resolve() in busy:
+            if folder.strip("./"):  # else it is a separator or a suffix, most likely
+                notes.append(f"the files in {folder} were not compared: everybody writes there")
+            continue
+        before = len(found)
+        _walk(folder, found)
+        if len(found) >= _FILES_OF_FOLDERS:
+            notes.append(f"of the files in {folder} only the first {len(found) - before:,} were compared")
+            break
+    return found
+
+
+def _parents(path: str) -> Iterable[str]:
+    end = path.rfind("/")
+    while end > 0:
+        yield path[:end]
+        end = path.rfind("/", 0, end)
+
+
+def _walk(folder: str, found: list[str]) -> None:
+    """Append the folder's files, its subfolders' after its own, up to the bound."""
+    waiting = [folder]
+    while waiting and len(found) < _FILES_OF_FOLDERS:
+        try:
+            with os.scandir(waiting.pop()) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
+        except OSError:  # not ours to read, or gone since
+            continue
+        visible = [entry for entry in entries if not _is_passing(entry.name)]
+        found += [entry.path for entry in visible if entry.is_file()][: _FILES_OF_FOLDERS - len(found)]
+        waiting += [entry.path for entry in reversed(visible) if entry.is_dir(follow_symlinks=False)]
+
+
+def _is_passing(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__" or name.endswith((".lock", "lock.mdb"))
