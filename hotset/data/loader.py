@@ -31,9 +31,9 @@ from hotset.data.draws import Draws
 from hotset.data.local import LocalBatches, LocalGather
 from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
-from hotset.data.workers import BatchMaker, Letter, TaskSampler, WorkerInit, make_gather, pool_of_letters
+from hotset.data.workers import BatchMaker, Desks, Letter, TaskSampler, WorkerInit, make_gather
 from hotset.errors import HotsetWarning
-from hotset.store.blocks import BlockPool, making_workers
+from hotset.store.blocks import making_workers
 from hotset.store.claims import Ids
 
 __all__ = ["DataLoader"]
@@ -71,9 +71,8 @@ class DataLoader(TorchDataLoader[T]):
     # again from its arguments, or pickled, and none of this may come along.
     _passes = 0
     _workers_begun = False
-    _needed = 0
     _inner: TorchDataLoader[Any] | None = None
-    _blocks: BlockPool | None = None
+    _desks: Desks | None = None
     _gathers: tuple[Any, LocalGather | None] | None = None
 
     def __iter__(self) -> Any:
@@ -138,16 +137,18 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         self._workers_begun = True
-        return _WorkerBatches(self, inner, summary)
+        assert self._desks is not None
+        return _WorkerBatches(inner, self._desks, summary)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
+        desks = self._desks = self._desks or self._make_desks(route)
         with warnings.catch_warnings():
             # The outer loader has warned of too many workers already.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             return TorchDataLoader(
                 BatchMaker(self.dataset, self.collate_fn),
                 batch_size=None,
-                sampler=TaskSampler(self.batch_sampler, lambda: self._pool(route)),
+                sampler=TaskSampler(self.batch_sampler, desks),
                 num_workers=self.num_workers,
                 collate_fn=_unchanged,  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,
@@ -161,15 +162,9 @@ class DataLoader(TorchDataLoader[T]):
                 in_order=self.in_order,
             )
 
-    def _pool(self, route: Route) -> BlockPool:
-        """The pool that the next batch goes to; a new one once a batch was larger than its block."""
-        pool, needed = self._blocks, self._needed
-        if pool is None or not pool.is_ours or pool.block_bytes < needed:
-            if needed == 0:
-                sample = max(cached.plan.sample_bytes for cached in route.caches)
-                needed = max(_GROWTH * sample * (self.batch_size or 256), _SMALLEST_BLOCK)
-            pool = self._blocks = pool_of_letters(needed)
-        return pool
+    def _make_desks(self, route: Route) -> Desks:
+        sample = max(cached.plan.sample_bytes for cached in route.caches)
+        return Desks(max(_GROWTH * sample * (self.batch_size or 256), _SMALLEST_BLOCK))
 
     def _warn_of_pinning(self) -> None:
         if self.pin_memory and not torch.accelerator.is_available():
@@ -180,25 +175,17 @@ class DataLoader(TorchDataLoader[T]):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = (
-            "_passes",
-            "_workers_begun",
-            "_needed",
-            "_inner",
-            "_blocks",
-            "_gathers",
-            "_iterator",
-            "last_epoch",
-        )
-        return {**{k: v for k, v in self.__dict__.items() if k not in kept}, "_iterator": None}
+        made = ("_passes", "_workers_begun", "_inner", "_desks", "_gathers", "_iterator", "last_epoch")
+        return {**{k: v for k, v in self.__dict__.items() if k not in made}, "_iterator": None}
 
 
 class _WorkerBatches:
     """Iterator over one epoch's batches, made by the inner loader's workers."""
 
-    def __init__(self, loader: DataLoader[Any], inner: TorchDataLoader[Any], summary: EpochSummary) -> None:
-        self._loader = loader
+    def __init__(self, inner: TorchDataLoader[Any], desks: Desks, summary: EpochSummary) -> None:
+        self._persistent = inner.persistent_workers
         self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
+        self._desks = desks
         self._summary = summary
         self._letters: Any = None
         with making_workers():
@@ -215,7 +202,7 @@ class _WorkerBatches:
             self._summary.end()
             raise
         self._tasks.answered(letter)
-        self._loader._needed = max(self._loader._needed, letter.needed)
+        self._desks.needed = max(self._desks.needed, letter.needed)
         for sentence in letter.told:
             warnings.warn(sentence, HotsetWarning, stacklevel=2)
         self._summary.count(letter.samples, time.perf_counter() - start)
@@ -226,7 +213,7 @@ class _WorkerBatches:
 
     def __del__(self) -> None:
         # Persistent workers go on with their tasks, and the next epoch begins by taking in their letters.
-        if not self._loader.persistent_workers:
+        if not self._persistent:
             self._letters = None  # ends and joins the workers: only then are their blocks free
             self._tasks.recall()
 

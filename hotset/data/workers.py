@@ -38,7 +38,7 @@ from hotset.store.claims import Ids
 from hotset.store.gather import Gather, NotGathered
 from hotset.store.segment import Address
 
-__all__ = ["BatchMaker", "Letter", "Task", "TaskSampler", "WorkerInit", "make_gather"]
+__all__ = ["BatchMaker", "Desks", "Letter", "Task", "TaskSampler", "WorkerInit", "make_gather"]
 
 _ALIGN = 64
 
@@ -52,15 +52,37 @@ class Task(NamedTuple):
     block: int
 
 
+class Desks:
+    """Blocks for batches: the pool that the next task's block comes from.
+
+    Held by the loader and by its task sampler, and holding neither, so that a loader that is dropped ends
+    its workers at once and not with the next garbage collection.
+
+    Attributes:
+        needed: bytes of the largest batch so far: a larger one than its block makes a new pool.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.needed = block_bytes
+        self._pool: BlockPool | None = None
+
+    def pool(self) -> BlockPool:
+        """The pool with blocks that are large enough."""
+        pool = self._pool
+        if pool is None or not pool.is_ours or pool.block_bytes < self.needed:
+            pool = self._pool = _pool_of_letters(self.needed)
+        return pool
+
+
 class TaskSampler:
     """The inner loader's sampler: the user's batch sampler, with a free block for each batch.
 
     ``iter()`` calls the user's sampler's ``iter()`` at once, as torch's loader would.
     """
 
-    def __init__(self, batches: Any, pool: Callable[[], BlockPool]) -> None:
+    def __init__(self, batches: Any, desks: Desks) -> None:
         self._batches = batches
-        self._pool = pool
+        self._desks = desks
         self._out: dict[tuple[int, int], BlockPool] = {}
 
     def __iter__(self) -> Iterator[Task]:
@@ -68,7 +90,7 @@ class TaskSampler:
 
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
         for indices in batches:
-            pool = self._pool()
+            pool = self._desks.pool()
             number = pool.take()
             address = pool.address
             self._out[address.inode, number] = pool
@@ -279,7 +301,7 @@ _pools: weakref.WeakValueDictionary[int, BlockPool] = weakref.WeakValueDictionar
 _opening = threading.local()
 
 
-def pool_of_letters(block_bytes: int) -> BlockPool:
+def _pool_of_letters(block_bytes: int) -> BlockPool:
     """A shared pool whose blocks letters can refer to."""
     pool = BlockPool(block_bytes, shared=True)
     _pools[pool.address.inode] = pool

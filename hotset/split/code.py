@@ -21,7 +21,7 @@ from pathlib import Path
 
 __all__ = ["imports", "installed", "loaded_globals", "source_of"]
 
-_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
@@ -88,7 +88,8 @@ def _origin(module: str) -> Path | None:
     """The file of a module; of its package's root if it has none of its own or was not imported yet."""
     root = module.partition(".")[0]
     for name in (module, root):
-        file = vars(sys.modules[name]).get("__file__") if name in sys.modules else None
+        # Past a lazy module's __getattr__; and it need not be a module at all.
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
         if isinstance(file, str):
             return Path(file).resolve()
     try:

@@ -10,6 +10,7 @@ found by the object's type, never by ``isinstance``, which would read a ``__clas
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import itertools
 import marshal
@@ -77,7 +78,7 @@ class Describer:
         if known is not None:
             return known[0]
         if id(value) in self._entered:
-            return b"^" + self._entered[id(value)].to_bytes(8, "little")
+            return b"^" + (len(self._entered) - self._entered[id(value)]).to_bytes(8, "little")
         if len(self._entered) >= _DEPTH:
             self.notes[f"what lies deeper than {_DEPTH} objects in one another was not compared"] = None
             return b"~"
@@ -218,7 +219,8 @@ class Describer:
 
 def _keys(kind: type) -> tuple[type | str, ...]:
     """What a handler may be registered under: the type, its name if not imported yet, its whole package."""
-    return kind, f"{kind.__module__}.{kind.__qualname__}", f"{kind.__module__.partition('.')[0]}.*"
+    module = str(kind.__module__)
+    return kind, f"{module}.{kind.__qualname__}", f"{module.partition('.')[0]}.*"
 
 
 def _uniform(rows: list[dict[Any, Any]]) -> bool:
@@ -320,8 +322,9 @@ def _reduced(to: Describer, value: Any) -> None:
 
     Protocol 5 and not 4: large buffers come as they are, not copied into bytes.
     """
+    registered = copyreg.dispatch_table.get(type(value))
     try:
-        reduced = value.__reduce_ex__(5)
+        reduced = registered(value) if registered else value.__reduce_ex__(5)
     except Exception:  # whatever a library raises to say that it does not pickle
         to.opaque(value)
         to.state(value)

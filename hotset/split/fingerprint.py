@@ -26,10 +26,10 @@ open files (these by name), and attributes whose name begins with ``_hotset``.
 that no two things have one description (``("ab", "c")`` and ``("a", "bc")``). Anything that is not a number
 or a text is hashed by itself, and stands in its parent's description as that hash. So what is shared counts
 like what is equal: whether two attributes are one list or two alike must not matter, as pickling changes it.
-A cycle is described by the depth at which it was entered.
+A cycle is described by how many objects lie between its two ends.
 
 **Columns.** A million ``(path, label)`` pairs are described column by column by ``marshal``, whose version 2
-writes text, numbers and None without a trace of identity or hash seed, in C: 1.3 million pairs take 0.7 s.
+writes text, numbers and None without a trace of identity or hash seed, in C: 1.3 million pairs take 0.6 s.
 """
 
 from __future__ import annotations

@@ -273,22 +273,23 @@ def _tensor(to: Describer, tensor: torch.Tensor) -> None:
     try:
         to.name(str(tensor.dtype), str(tensor.layout), tensor.device.type)
         to.add(tuple(tensor.shape), tensor.requires_grad)
-        _values(to, tensor.detach().as_subclass(torch.Tensor))
+        _values(to, tensor.detach())
     except (RuntimeError, NotImplementedError):  # not initialised, or of a kind that has no values
         to.opaque(tensor)
     to.state(tensor)
 
 
-def _values(to: Describer, plain: torch.Tensor) -> None:
-    if plain.is_meta:
+def _values(to: Describer, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
         return
-    if plain.is_nested:
-        to.add(list(plain.unbind()))
-    elif plain.is_quantized:
-        to.add(str(plain.qscheme()), plain.dequantize())
-    elif plain.layout is not torch.strided:
-        to.add(plain.to_dense())
+    if tensor.is_nested:
+        to.add(list(tensor.unbind()))
+    elif tensor.is_quantized:
+        to.add(str(tensor.qscheme()), tensor.dequantize())
+    elif tensor.layout is not torch.strided:
+        to.add(tensor.to_dense())
     else:
+        plain = tensor.as_subclass(torch.Tensor)
 
         def picked(places: Array | None) -> Array:
             if places is None:

@@ -27,7 +27,8 @@ def attributes(obj: object) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for cls in reversed(type(obj).__mro__):
-        if not cls.__flags__ & _HEAP_TYPE:
+        # Members of a type from C may be anything: functools.partial's reads part of a pointer as a number.
+        if "__slots__" not in vars(cls):
             continue
         for name, member in list(vars(cls).items()):
             if isinstance(member, types.MemberDescriptorType):
