@@ -11,6 +11,7 @@ wait for torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in __all__ and sys.platform != "linux":
+        from hotset.errors import UnsupportedPlatform
+
+        raise UnsupportedPlatform(
+            f"hotset runs on Linux only, and this is {sys.platform}: it needs memfd, /proc and Linux's file "
+            "locks. Use torch.utils.data.DataLoader over the data set itself here."
+        )
     if name == "collate":
         found: Any = import_module("hotset.collate")
     elif name in _HOMES:

@@ -29,6 +29,9 @@ __all__ = ["Pad", "RaggedCollate", "bound", "is_known", "pad", "ragged"]
 
 Path = tuple[Any, ...]
 
+_SHORT = 4096  # elements
+_ALIGN = 16  # bytes: every dtype's size divides it
+
 
 @dataclass(frozen=True)
 class Pad:
@@ -48,10 +51,27 @@ class Pad:
     def of_ragged(self, batch: Ragged) -> torch.Tensor:
         """The padded tensor, of shape (B, largest of each dimension)."""
         largest = batch.shapes.max(axis=0).tolist()
+        tail = batch.shapes[0, 1:]
+        width = largest[0] * int(tail.prod())
+        if 0 < width <= _SHORT and (batch.shapes[:, 1:] == tail).all():
+            return self._short(batch, width).view(len(batch), *largest)
         padded = torch.full((len(batch), *largest), self.value, dtype=batch.dtype)
         for row, tensor in zip(padded, batch, strict=True):
             row[tuple(slice(size) for size in tensor.shape)] = tensor
         return padded
+
+    def _short(self, batch: Ragged, width: int) -> torch.Tensor:
+        """Short tensors that differ in their first dimension only: all elements in one selection.
+
+        A loop over the tensors costs microseconds for each, this one nanosecond for each element.
+        """
+        elements = batch.buffer[: len(batch.buffer) // _ALIGN * _ALIGN].view(batch.dtype)
+        along = np.arange(width)
+        places = (batch.starts // batch.dtype.itemsize)[:, None] + along
+        np.minimum(places, len(elements) - 1, out=places)
+        padded = torch.take(elements, torch.from_numpy(places))
+        beyond = along >= batch.shapes.prod(axis=1)[:, None]
+        return padded.masked_fill_(torch.from_numpy(beyond), self.value)
 
 
 @dataclass(frozen=True)

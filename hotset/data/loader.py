@@ -85,6 +85,8 @@ class DataLoader(TorchDataLoader[T]):
         self.last_epoch = summary
         if self.num_workers == 0 or gather is not None:
             self._warn_of_pinning()
+            if not self.persistent_workers:
+                self._desks = None  # workers' blocks, not needed any more
             return LocalBatches(self._draws(), route, gather, self._builder(route), summary)
         return self._from_workers(route, summary)
 
@@ -102,7 +104,8 @@ class DataLoader(TorchDataLoader[T]):
         if self._gathers is None or self._gathers[0] is not single.store:
             gather = make_gather(single, self.collate_fn, int(route.local(np.zeros(1, np.int64))[0]))
             pinned = self.pin_memory and torch.accelerator.is_available()
-            local = LocalGather(gather, pinned=pinned) if gather is not None else None
+            size = single.plan.sample_bytes
+            local = LocalGather(gather, size, pinned=pinned) if gather is not None else None
             self._gathers = (single.store, local)
         return self._gathers[1]
 

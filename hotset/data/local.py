@@ -55,18 +55,20 @@ class LocalGather:
 
     Args:
         gather: how batches of the cache are made.
+        sample_bytes: about what a sample takes.
         pinned: batches go to page-locked memory of torch's own allocator, because only that one knows when
             a ``.to("cuda", non_blocking=True)`` has ended; they are not recycled by us.
     """
 
-    def __init__(self, gather: Gather, *, pinned: bool) -> None:
+    def __init__(self, gather: Gather, sample_bytes: int, *, pinned: bool) -> None:
         self.gather = gather
+        self._sample_bytes = sample_bytes
         self._pinned = pinned
         self._pool: BlockPool | None = None
 
     def size(self, count: int) -> int:
-        """Bytes of the fixed columns of a batch."""
-        return self.gather.layout(count)[1]
+        """About what a batch takes."""
+        return self._sample_bytes * count
 
     def prepare(self, ids: Ids) -> Copy | None:
         """Look a batch up; None if one of its samples is not in the cache."""

@@ -20,6 +20,7 @@ from hotset.split.probe import Probe, probe
 from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
+from hotset.store.store import FULL_CHECK
 from hotset.units import format_bytes, parse_bytes
 
 __all__ = ["Plan", "make_plan"]
@@ -86,6 +87,8 @@ def make_plan(dataset: Any, source: Source, memory: int | str, key: str | None) 
     notes, warned = list(source.notes), []
     probed = _probe(source, len(dataset))
     notes += _judge(dataset, source, probed)
+    if FULL_CHECK:
+        notes.append("this processor may reorder stores, so every read of the cache is verified, which costs")
     schema = None
     sample_bytes = 0
     try:

@@ -80,6 +80,9 @@ class Leaf(Protocol):
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
         """Return the value that lies there; arrays share the buffer's memory."""
 
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        """Return a fixed leaf's values in ``count`` rows, the first at ``offset``."""
+
     def widen(self, value: object) -> Leaf:
         """Return a leaf that fits this one's values and ``value`` too, or self if there is none."""
 
@@ -194,6 +197,15 @@ class ArrayLeaf:
             return array.transpose(self._inverse) if self.library == "numpy" else array.permute(self._inverse)
         return self._lay_out(array)
 
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        places = range(offset, offset + stride * count, stride)
+        if self.library == "torch" and self.is_plain and self.fixed_bytes:
+            shape = self.shape or ()
+            size, dtype = math.prod(shape), self.torch_dtype
+            make = torch.frombuffer
+            return [make(buffer, dtype=dtype, count=size, offset=at).view(shape) for at in places]
+        return [self.get(buffer, at, ()) for at in places]
+
     def _lay_out(self, array: Any) -> Any:
         """Copy an array that lies as it counts into the order in which samples lie."""
         shape = tuple(array.shape)
@@ -300,6 +312,11 @@ class NumberLeaf:
             return complex(*_COMPLEX.unpack_from(buffer, offset))
         return np.ndarray((), np.dtype(self.kind), buffer, offset)[()]
 
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        name = {"bool": "?", "int": "<i8", "float": "<f8", "complex": "<c16"}.get(self.kind)
+        values: Carrier = np.ndarray((count,), name or self.kind, buffer, offset, (stride,))
+        return values.tolist() if name else list(values)
+
     def widen(self, value: object) -> Leaf:
         return self
 
@@ -334,6 +351,9 @@ class TextLeaf:
         raw = bytes(memoryview(buffer)[offset : offset + dims[0]])
         return raw if self.kind == "bytes" else raw.decode("utf-8", "surrogatepass")
 
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        raise AssertionError("text is variable")
+
     def widen(self, value: object) -> Leaf:
         return self
 
@@ -360,6 +380,9 @@ class NoneLeaf:
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> None:
         return None
+
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        return [None] * count
 
     def widen(self, value: object) -> Leaf:
         return self
@@ -390,6 +413,9 @@ class EnumLeaf:
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
         return list(self.enum)[_INT.unpack_from(buffer, offset)[0]]  # type: ignore[call-overload]
+
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        return [self.get(buffer, offset + place * stride, ()) for place in range(count)]
 
     def widen(self, value: object) -> Leaf:
         return self

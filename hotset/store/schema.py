@@ -16,7 +16,7 @@ import importlib
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,25 +180,29 @@ class Schema:
             buffer[tail_at + size : tail_at + size + padding] = bytes(padding)
             tail_at += size + padding
 
-    def read(self, buffer: Any, row_at: int, tail_at: int) -> Any:
-        """Put a sample together again; its arrays share the buffer's memory.
+    def read(self, buffer: Any, rows_at: int, tails_at: Sequence[int]) -> list[Any]:
+        """Put samples together again, leaf by leaf; their arrays share the buffer's memory.
 
         Args:
-            buffer: writable memory that holds copies of row and tail.
-            row_at: offset of the row, with its record header.
-            tail_at: offset of the tail's first byte (ignored without variable leaves).
+            buffer: writable memory that holds copies of rows and tails.
+            rows_at: offset of the first row; the others follow, with their record headers.
+            tails_at: offset of each sample's tail (of no meaning without variable leaves).
         """
-        found: list[Any] = []
-        for place, leaf in enumerate(self.leaves):
-            at = row_at + self.offsets[place]
+        tails = list(tails_at)
+        found: list[list[Any]] = []
+        for leaf, offset in zip(self.leaves, self.offsets, strict=True):
+            at = rows_at + offset
             if leaf.fixed_bytes is not None:
-                found.append(leaf.get(buffer, at, ()))
+                found.append(leaf.get_all(buffer, at, self.stride, len(tails)))
                 continue
-            dims = struct.unpack_from(f"<{leaf.dims}I", buffer, at)
-            found.append(leaf.get(buffer, tail_at, dims))
-            size = variable_bytes(leaf, dims)
-            tail_at += -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
-        return _build(self.tree, iter(found))
+            values = []
+            for place, tail in enumerate(tails):
+                dims = struct.unpack_from(f"<{leaf.dims}I", buffer, at + place * self.stride)
+                values.append(leaf.get(buffer, tail, dims))
+                size = variable_bytes(leaf, dims)
+                tails[place] = tail + -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
+            found.append(values)
+        return _build(self.tree, iter(found), len(tails))
 
     def to_json(self) -> dict[str, Any]:
         """Return the schema as JSON's types, to be kept in a segment's metadata."""
@@ -230,20 +234,20 @@ def _leaves(node: Node) -> Iterator[Leaf]:
         yield node
 
 
-# The parts of a container: for each kind its children's values, and how to make one of them again.
+# How containers of each kind are made, given an iterator over the values of their parts.
 
-_MAKERS: dict[str, Callable[[Group, list[Any]], Any]] = {
-    "dict": lambda group, values: dict(zip(group.keys, values, strict=True)),
-    "OrderedDict": lambda group, values: OrderedDict(zip(group.keys, values, strict=True)),
-    "list": lambda group, values: values,
-    "tuple": lambda group, values: tuple(values),
-    "namedtuple": lambda group, values: group.type._make(values),  # type: ignore[union-attr]
-    "dataclass": lambda group, values: _make_dataclass(group, values),
-    "object": lambda group, values: _codec(group).unflatten(values[0]),
+_MAKERS: dict[str, Callable[[Group, Iterable[tuple[Any, ...]]], Iterable[Any]]] = {
+    "dict": lambda group, parts: [dict(zip(group.keys, values, strict=True)) for values in parts],
+    "OrderedDict": lambda group, parts: [OrderedDict(zip(group.keys, v, strict=True)) for v in parts],
+    "list": lambda group, parts: map(list, parts),
+    "tuple": lambda group, parts: parts,
+    "namedtuple": lambda group, parts: map(group.type._make, parts),  # type: ignore[union-attr]
+    "dataclass": lambda group, parts: [_make_dataclass(group, values) for values in parts],
+    "object": lambda group, parts: [_codec(group).unflatten(value) for (value,) in parts],
 }
 
 
-def _make_dataclass(group: Group, values: list[Any]) -> Any:
+def _make_dataclass(group: Group, values: tuple[Any, ...]) -> Any:
     # Not the constructor: fields with init=False and __post_init__ would change what was stored.
     assert group.type is not None
     made: Any = object.__new__(group.type)
@@ -357,10 +361,13 @@ def _widen(node: Node, value: object) -> Node:
     return dataclasses.replace(node, children=children)
 
 
-def _build(node: Node, found: Iterator[Any]) -> Any:
-    if isinstance(node, Group):
-        return _MAKERS[node.kind](node, [_build(child, found) for child in node.children])
-    return next(found)
+def _build(node: Node, found: Iterator[list[Any]], count: int) -> list[Any]:
+    """The node's value in each of ``count`` samples, from the values of all leaves in the tree's order."""
+    if not isinstance(node, Group):
+        return next(found)
+    children = [_build(child, found, count) for child in node.children]
+    parts: Iterable[tuple[Any, ...]] = zip(*children, strict=True) if children else [()] * count
+    return list(_MAKERS[node.kind](node, parts))
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:

@@ -38,14 +38,14 @@ from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
 
-__all__ = ["Store"]
+__all__ = ["FULL_CHECK", "Store", "Tails"]
 
 Bytes = npt.NDArray[np.uint8]
 
 _CHUNK_SECONDS = 2e-3
 _LARGEST_CHUNK = 64
 _PATIENCE_SECONDS = 2.0
-_FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
+FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
 _ALIGN = 64
 
 
@@ -76,7 +76,7 @@ class Store:
         # For each claimant that was waited for: what it had published, and since when.
         self._waits: dict[int, tuple[int, float]] = {}
         self.verified: np.ndarray[Any, np.dtype[np.bool_]] | None = None
-        if _FULL_CHECK or not segment.trusted:
+        if FULL_CHECK or not segment.trusted:
             self.verified = np.zeros(geometry.samples, bool)
         self._verified_era = int(segment.live[Live.ERA])
 
@@ -299,8 +299,7 @@ class Store:
                 np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
         if int(self.segment.live[Live.ERA]) != era:
             return None
-        read = self.schema.read
-        return [read(block, place * stride, start) for place, start in enumerate(starts.tolist())]
+        return self.schema.read(block, 0, starts.tolist())
 
     def tails(self, rows: Words) -> Tails:
         """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
@@ -335,7 +334,7 @@ class Store:
         if problem is not None:
             warnings.warn(f"{problem}; it is read from the source.", HotsetWarning, stacklevel=2)
             return False
-        self.verified[sample] = not _FULL_CHECK
+        self.verified[sample] = not FULL_CHECK
         return True
 
     def problem(self, sample: int, word: int) -> str | None:

@@ -1,0 +1,69 @@
+"""What the documents say is run: README's Python, every docstring's example, every file in examples/."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hotset
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MODULES = sorted(m.name for m in pkgutil.walk_packages(hotset.__path__, "hotset.") if "demo" not in m.name)
+
+
+def run(program: list[str], cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, *program], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run_and_print(example: Path, tmp_path: Path) -> None:
+    assert run([str(example)], tmp_path).strip()
+
+
+def test_readme_programs_run(tmp_path: Path) -> None:
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert programs
+    for number, program in enumerate(programs):
+        file = tmp_path / f"readme_{number}.py"
+        file.write_text(program)
+        run([str(file)], tmp_path)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_are_true(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+
+
+def test_there_are_docstring_examples() -> None:
+    finder = doctest.DocTestFinder()
+    with_examples = [
+        test.name for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples
+    ]
+    for public in ("cache.cache", "loader.DataLoader", "codecs.register_codec", "collate.pad"):
+        assert any(name.endswith(public) for name in with_examples), public
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for document in documents:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_changelog_names_this_version() -> None:
+    assert f"## {hotset.__version__}" in (ROOT / "CHANGELOG.md").read_text()
