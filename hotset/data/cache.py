@@ -189,12 +189,12 @@ class CachedDataset(Dataset[T], Generic[T]):
                 samples.append(self._again(sample))
         return samples
 
-    def fill(self, ids: Ids) -> dict[int, Any]:
-        """Bring these samples into the cache where there is room; return those that were read for it."""
+    def fill(self, ids: Ids, *, keep: bool = True) -> dict[int, Any]:
+        """Bring these samples into the cache where there is room: see :meth:`Store.fill`."""
         store = self.store
         if store is None:
             return {}
-        in_hand = store.fill(ids, self.source.read)
+        in_hand = store.fill(ids, self.source.read, keep=keep)
         if in_hand:
             self._tell(store)
         return in_hand

@@ -85,8 +85,8 @@ class DataLoader(TorchDataLoader[T]):
         self.last_epoch = summary
         if self.num_workers == 0 or gather is not None:
             self._warn_of_pinning()
-            if not self.persistent_workers:
-                self._desks = None  # workers' blocks, not needed any more
+            if self._desks is not None:
+                self._desks.rest()
             return LocalBatches(self._draws(), route, gather, self._builder(route), summary)
         return self._from_workers(route, summary)
 

@@ -73,6 +73,11 @@ class Desks:
             pool = self._pool = _pool_of_letters(self.needed)
         return pool
 
+    def rest(self) -> None:
+        """Nothing is built for now: keep no memory for it."""
+        if self._pool is not None and self._pool.is_ours:
+            self._pool.trim()
+
 
 class TaskSampler:
     """The inner loader's sampler: the user's batch sampler, with a free block for each batch.
@@ -165,13 +170,14 @@ class _InWorker:
         single = self.route.single
         if single is None or single.source.live:
             return self._collate(self.route.samples(ids), desk)
-        local = self.route.local(ids)
-        in_hand = single.fill(local)
+        store, local = single.store, self.route.local(ids)
+        before = store.reads if store is not None else 0
+        in_hand = single.fill(local, keep=self._not_gathered)
         batch = self._gathered(local, desk)
         if batch is None:
             return self._collate(self.route.samples(ids, in_hand), desk)
-        if single.store is not None:
-            single.store.count_hits(len(ids) - len(in_hand))
+        if store is not None:
+            store.count_hits(len(ids) - (store.reads - before))
         return batch
 
     def _gathered(self, local: Ids, desk: _Desk) -> Any | None:

@@ -139,7 +139,9 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]
 def _held(holders: Sequence[object]) -> Iterator[tuple[str, object]]:
     """Every generator within reach of the holders, with the path that leads to it, from the first of them."""
     seen: dict[int, object] = {}  # and kept, as an id is only a name while its object lives
-    for holder in holders:
+    # A chain given as one holder is named after its parts: "Flip.rng", not "tuple[1].rng".
+    chains: Iterator[Any] = (holder if type(holder) in (list, tuple) else (holder,) for holder in holders)
+    for holder in itertools.chain.from_iterable(chains):
         queue: deque[tuple[str, Any, int]] = deque([(_name(holder), holder, 0)])
         bound = len(seen) + _OBJECTS
         while queue and len(seen) < bound:

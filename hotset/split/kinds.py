@@ -307,6 +307,16 @@ def _storage(to: Describer, storage: Any) -> None:
     to.add(type(storage), torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped))
 
 
+def _script(to: Describer, scripted: Any) -> None:
+    """TorchScript, whose code and attributes only its own archive has in full."""
+    to.put(b"J")
+    to.add(type(scripted))
+    try:
+        to.put(scripted.save_to_buffer())
+    except RuntimeError:
+        to.opaque(scripted)
+
+
 def _content(to: Describer, size: int, itemsize: int, pick: Callable[[Array | None], Array]) -> None:
     """Put an array's bytes, or, if they are too many, evenly spread runs of them, the ends included."""
     total = size * itemsize
@@ -355,5 +365,6 @@ HANDLERS: dict[type | str, Handler] = {
     **_all(_array, (np.ndarray, np.generic)),
     torch.Tensor: _tensor,
     **_all(_storage, (torch.UntypedStorage, torch.TypedStorage)),
+    **_all(_script, (torch.jit.ScriptModule, torch.jit.ScriptFunction)),
     "PIL.Image.Image": _image,
 }

@@ -137,6 +137,11 @@ class BlockPool:
             self._out.discard(number)
             self._free.append(number)
 
+    def trim(self) -> None:
+        """Give the memory of a shared pool's free blocks back; they can be taken as before."""
+        for number in list(self._free):
+            self._maps[0].madvise(mmap.MADV_REMOVE, number * self.block_bytes, self.block_bytes)
+
     def retire_lent(self) -> None:
         """Never recycle the blocks that are lent now: another process may look at them."""
         self._lent.clear()

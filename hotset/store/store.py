@@ -55,6 +55,7 @@ class Store:
     Attributes:
         segment: the mapped file.
         schema: the tree that its samples share.
+        reads: how many samples this process has read from the source for it.
         misfits: how many samples that this process read did not fit the schema.
         misfit: a sentence about the first of them.
     """
@@ -64,6 +65,7 @@ class Store:
         self.schema = schema
         self.misfit = ""
         self.misfits = 0
+        self.reads = 0
         geometry = segment.geometry
         self.member = Membership(segment)
         self.room = Room(self.member)
@@ -115,7 +117,7 @@ class Store:
 
     # ---- filling -------------------------------------------------------------------------------------
 
-    def fill(self, ids: Ids, read: Callable[[int], Any]) -> dict[int, Any]:
+    def fill(self, ids: Ids, read: Callable[[int], Any], *, keep: bool = True) -> dict[int, Any]:
         """Bring these samples into the store as far as there is room for them.
 
         Samples that another living process is reading are waited for, boundedly, after all others.
@@ -123,9 +125,11 @@ class Store:
         Args:
             ids: sample numbers, each in ``range(len(self))``.
             read: the source and its prefix.
+            keep: return stored samples too. A caller that will copy the batch from the store anyway lets
+                each go as soon as it is stored, so that the next one is read into the same, warm memory.
 
         Returns:
-            The samples that this call read, whether they went into the store or not.
+            The samples that this call read, by number; without ``keep`` only those that are not stored.
 
         Raises:
             Whatever ``read`` raises, untouched.
@@ -135,7 +139,7 @@ class Store:
         while len(missing):
             taken = missing[:0] if self.room.is_full else self._claims.take(missing, self._chunk)
             if len(taken):
-                self._fill_claimed(taken, read, in_hand)
+                self._fill_claimed(taken, read, in_hand, keep)
             else:
                 for sample in self._unclaimable(missing):
                     in_hand[sample] = self._read_one(sample, read)
@@ -156,11 +160,15 @@ class Store:
             return 1
         return max(1, min(int(_CHUNK_SECONDS / self._seconds), _LARGEST_CHUNK))
 
-    def _fill_claimed(self, taken: Ids, read: Callable[[int], Any], in_hand: dict[int, Any]) -> None:
+    def _fill_claimed(
+        self, taken: Ids, read: Callable[[int], Any], in_hand: dict[int, Any], keep: bool
+    ) -> None:
         try:
             for sample in taken.tolist():
-                value = in_hand[sample] = self._read_one(sample, read)
-                self._put(sample, value)
+                value = self._read_one(sample, read)
+                if not self._put(sample, value) or keep:
+                    in_hand[sample] = value
+                del value
         finally:
             self._claims.release(taken)
 
@@ -169,12 +177,13 @@ class Store:
         value = read(sample)
         spent = time.perf_counter_ns() - start
         self._seconds = spent / 1e9 if self._seconds <= 0.0 else 0.9 * self._seconds + 0.1e-9 * spent
+        self.reads += 1
         counters = self.member.row
         counters[Slot.MISSES] += 1
         counters[Slot.FILL_NS] += spent
         return value
 
-    def _put(self, sample: int, value: Any) -> None:
+    def _put(self, sample: int, value: Any) -> bool:
         """Write a claimed sample's record and publish it, if it fits and there is room."""
         counters = self.member.row
         try:
@@ -184,7 +193,7 @@ class Store:
             self.misfits += 1
             if self.misfits == 1:
                 self.misfit = f"sample {sample} does not fit the first samples' form: {misfit}"
-            return
+            return False
         row = self._take_row()
         lines = prepared.tail_lines
         line = self.room.take_lines(lines) if row >= 0 and lines else 0
@@ -192,11 +201,12 @@ class Store:
             if row >= 0:
                 self._spare_rows.append((int(self.segment.live[Live.ERA]), row))
             counters[Slot.REJECTED] += 1
-            return
+            return False
         word = self._write(sample, prepared, row, line)
         self.segment.index[sample] = word
         counters[Slot.STORED] += 1
         counters[Slot.STORED_BYTES] += self.schema.stride + lines * fmt.LINE
+        return True
 
     def _take_row(self) -> int:
         while self._spare_rows:
