@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from hotset.data.plan import Plan, make_plan
 from hotset.data.source import Source
-from hotset.errors import HotsetWarning, SegmentError
+from hotset.errors import HotsetWarning, SegmentError, UnsupportedPlatform
 from hotset.session import registry
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live, Slot
@@ -108,7 +108,17 @@ def cache(
     store = None
     if schema is not None:
         about = {"name": plan.name, "fingerprint": plan.fingerprint}
-        store = Store.create(schema, len(dataset), plan.limit, about=about)  # type: ignore[arg-type]
+        try:
+            store = Store.create(schema, len(dataset), plan.limit, about=about)  # type: ignore[arg-type]
+        except UnsupportedPlatform:
+            raise
+        except (OSError, MemoryError, ValueError, OverflowError) as error:
+            warnings.warn(
+                f"{plan.name}: no cache can be made, samples come from the source: {error}. Look at the "
+                "limits of this shell (`ulimit -a`), or lower `memory=`.",
+                HotsetWarning,
+                stacklevel=2,
+            )
     return CachedDataset(dataset, source, plan, store)
 
 

@@ -203,6 +203,8 @@ class _WorkerBatches:
             letter: Letter = next(self._letters)
         except StopIteration:
             self._summary.end()
+            if not self._persistent:
+                self._desks.rest()  # the workers have ended; a batch still held must not keep all blocks
             raise
         self._tasks.answered(letter)
         self._desks.needed = max(self._desks.needed, letter.needed)
@@ -219,6 +221,7 @@ class _WorkerBatches:
         if not self._persistent:
             self._letters = None  # ends and joins the workers: only then are their blocks free
             self._tasks.recall()
+            self._desks.rest()
 
 
 def _unchanged(letter: Letter) -> Letter:

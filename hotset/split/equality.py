@@ -187,8 +187,10 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
 def tensor_bytes(tensor: torch.Tensor) -> Array:
     """Return the bytes of each element in order, as uint8 of shape (elements, bytes of one)."""
     with torch.no_grad():
-        plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().reshape(plain.numel(), -1)
+        plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
+    # A copy in all cases: one element with a stride of two counts as contiguous, and cannot be viewed.
+    plain = plain.clone(memory_format=torch.contiguous_format).view(-1)
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().reshape(plain.numel(), -1)
 
 
 def _array_difference(a: Array, b: Array) -> str | None:

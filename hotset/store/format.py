@@ -5,7 +5,8 @@ is free, so each region is as large as it could ever need to be, and memory is t
 
 ::
 
-    0                 header        4,096 B   see _HEADER; then seven live words at LIVE_AT
+    0                 header        4,096 B   see _HEADER; the metadata's CRC-32 at METADATA_CRC_AT; seven
+                                          live words at LIVE_AT
     metadata_at       metadata      JSON: name, fingerprint, schema
     slots_at          slots         1,024 x 128 B, one for each process that attaches to write
     index_at          index         samples x 8 B
@@ -61,6 +62,7 @@ __all__ = [
     "INCARNATION_MASK",
     "LINE",
     "LIVE_AT",
+    "METADATA_CRC_AT",
     "PAGE",
     "PRESENT",
     "RECORD_HEADER",
@@ -81,6 +83,7 @@ MAGIC = b"hotset\x00\x1a"
 VERSION = 1
 PAGE = 4096
 HEADER_BYTES = PAGE
+METADATA_CRC_AT = 256
 LIVE_AT = 512
 LINE = 256
 SLOTS = 1024

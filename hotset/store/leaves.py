@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -50,6 +51,8 @@ _CARRIERS: dict[torch.dtype, torch.dtype] = {
 _INT = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
+_CACHED_KINDS = "biufcmMSU"
+_LARGEST_DIMENSION = (1 << 32) - 1
 _INT_RANGE = range(-(1 << 63), 1 << 63)
 
 
@@ -99,18 +102,20 @@ def dense_strides(shape: Shape, order: Shape) -> Shape:
     return tuple(strides)
 
 
+def lies_in(order: Shape, shape: Shape, strides: Shape) -> bool:
+    """Whether an array of this shape and strides (in elements) is dense, its dimensions in that order."""
+    dense = dense_strides(shape, order)
+    return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense, strict=True))
+
+
 def memory_order(shape: Shape, strides: Shape) -> Shape:
     """The order in which a dense array's dimensions lie, outermost first; as they count if not dense."""
     identity = tuple(range(len(shape)))
-    # Dimensions of one element have arbitrary strides: they go first, and count for nothing below.
+    if lies_in(identity, shape, strides):
+        return identity
+    # Dimensions of one element have arbitrary strides: they go first, and count for nothing.
     order = tuple(sorted(identity, key=lambda axis: (shape[axis] != 1, -strides[axis], axis)))
-    dense = dense_strides(shape, order)
-    if all(size == 1 or have == want for size, have, want in zip(shape, strides, dense, strict=True)):
-        in_count = dense_strides(shape, identity)
-        if all(size == 1 or have == want for size, have, want in zip(shape, strides, in_count, strict=True)):
-            return identity
-        return order
-    return identity
+    return order if lies_in(order, shape, strides) else identity
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,20 @@ class ArrayLeaf:
         array = _tensor_carrier(value, self) if self.library == "torch" else _numpy_carrier(value, self)
         if self.shape is not None and array.shape != self.shape:
             raise Misfit(f"shape {array.shape} instead of {self.shape}")
+        if max(array.shape, default=0) > _LARGEST_DIMENSION:
+            raise Misfit(f"shape {array.shape}, with more than 32 bits")
+        self._check_order(array)
         return array.transpose(self.order) if self.as_lies and not self.is_plain else array
+
+    def _check_order(self, array: Carrier) -> None:
+        """Refuse a dense array whose dimensions lie otherwise than the leaf's: it would come out changed."""
+        if array.size == 0 or (self.is_plain and array.flags.c_contiguous):
+            return
+        strides = tuple(step // array.itemsize for step in array.strides)
+        if lies_in(self.order, array.shape, strides):
+            return
+        if not self.is_plain or memory_order(array.shape, strides) != self.order:
+            raise Misfit("its dimensions lie in another order in memory")
 
     def measure(self, checked: Carrier) -> tuple[Shape, int]:
         return checked.shape, checked.nbytes
@@ -264,6 +282,8 @@ def refuse_tensor(value: torch.Tensor) -> None:
         raise Misfit(f"a {value.layout} tensor on {value.device}; only dense ones on the CPU are cached")
     if value.requires_grad:
         raise Misfit("a tensor that requires a gradient; detach it to have it cached")
+    if vars(value):
+        raise Misfit(f"a tensor with attributes of its own ({', '.join(vars(value))})")
 
 
 @dataclass(frozen=True)
@@ -403,7 +423,10 @@ class EnumLeaf:
     def check(self, value: object) -> int:
         if type(value) is not self.enum:
             raise Misfit(f"{type(value).__name__} instead of {self.enum.__name__}")
-        return next(place for place, member in enumerate(self.enum) if member is value)  # type: ignore[var-annotated, arg-type]
+        for place, member in enumerate(self.enum):  # type: ignore[var-annotated, arg-type]
+            if member is value:
+                return place
+        raise Misfit(f"{value!r}, which is no single member of {self.enum.__name__}")
 
     def measure(self, checked: int) -> tuple[Shape, int]:
         return (), 8
@@ -421,7 +444,7 @@ class EnumLeaf:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        return {"leaf": "enum", "type": f"{self.enum.__module__}:{self.enum.__qualname__}"}
+        return {"leaf": "enum", "type": name_of_type(self.enum)}
 
 
 def _number_kind(value: object) -> str | None:
@@ -429,7 +452,8 @@ def _number_kind(value: object) -> str | None:
     if kind in (bool, int, float, complex):
         return kind.__name__
     if isinstance(value, (np.bool_, np.number, np.datetime64, np.timedelta64)):
-        return value.dtype.str
+        # Two of numpy's types may share a dtype (int64 and longlong): only the one that comes back is taken.
+        return value.dtype.str if np.dtype(value.dtype.str).type is kind else None
     return None
 
 
@@ -451,10 +475,59 @@ def leaf_of(value: object, *, as_lies: bool) -> Leaf | None:
         order = memory_order(shape, value.stride())
         return ArrayLeaf("torch", _TORCH_NAMES[value.dtype], value.ndim, shape, order, as_lies)
     if type(value) is np.ndarray:
-        if value.dtype.kind not in "biufcmMSU":
+        if value.dtype.kind not in _CACHED_KINDS:
             raise Misfit(f"a numpy array of {value.dtype}")
         strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
         order = memory_order(value.shape, strides)
         return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, as_lies)
     number = _number_kind(value)
     return NumberLeaf(number) if number is not None else None
+
+
+def name_of_type(cls: type) -> str:
+    """``module:qualname``, by which a schema in a segment's metadata names a class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def leaf_from_json(described: Any, find: Callable[[str, str], type]) -> Leaf:
+    """Return the leaf that ``to_json`` described, if it is one that :func:`leaf_of` could have made.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is none.
+    """
+    kind = described["leaf"]
+    if kind == "array":
+        return _array_from_json(described)
+    if kind == "number":
+        number = described["kind"]
+        if number not in ("bool", "int", "float", "complex") and np.dtype(number).kind not in "biufcmM":
+            raise ValueError(f"no such number: {number!r}")
+        return NumberLeaf(number)
+    if kind == "text":
+        if described["kind"] not in ("str", "bytes"):
+            raise ValueError(f"no such text: {described['kind']!r}")
+        return TextLeaf(described["kind"])
+    if kind == "enum":
+        return EnumLeaf(find(described["type"], "enum"))
+    if kind == "none":
+        return NoneLeaf()
+    raise ValueError(f"no such leaf: {kind!r}")
+
+
+def _array_from_json(described: Any) -> ArrayLeaf:
+    library, dtype, ndim, as_lies = (described[key] for key in ("library", "dtype", "ndim", "as_lies"))
+    shape = None if described["shape"] is None else tuple(described["shape"])
+    order = tuple(described["order"])
+    if library == "torch":
+        TORCH_DTYPES[dtype]
+    elif library != "numpy" or np.dtype(dtype).kind not in _CACHED_KINDS or np.dtype(dtype).str != dtype:
+        raise ValueError(f"no such array: {library}, {dtype}")
+    if type(ndim) is not int or type(as_lies) is not bool or sorted(order) != list(range(ndim)):
+        raise ValueError("dimensions in no order")
+    sizes = () if shape is None else shape
+    if any(type(n) is not int or not 0 <= n <= _LARGEST_DIMENSION for n in sizes) or len(sizes) not in (
+        0,
+        ndim,
+    ):
+        raise ValueError(f"no such shape: {shape}")
+    return ArrayLeaf(library, dtype, ndim, shape, order, as_lies)

@@ -61,6 +61,8 @@ def reopen(fd: int) -> int:
         >>> second = reopen(first)
         >>> try_lock(first, 0), try_lock(second, 0)
         (True, False)
+        >>> os.close(first), os.close(second)
+        (None, None)
     """
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 

@@ -7,7 +7,8 @@ up *before* memory is touched. Each of these is a bound, and the tightest counts
 - the machine: ``MemAvailable`` of ``/proc/meminfo``;
 - this process's control group **and each of its ancestors**: a container's own group is often unlimited
   while the pod or the batch job around it is not. The limit less what its members use, where page cache
-  (``inactive_file + active_file``) does not count as used, since the kernel drops it before it kills.
+  (``inactive_file + active_file``) does not count as used, since the kernel drops it before it kills;
+  but files that are mapped do, since they are the programs that run.
   Shared memory is on the anonymous lists, so it does count. ``memory.high`` of version 2 does not kill but
   slows its members down without end, so it bounds like ``memory.max``. Swap counts nowhere: a cache that is
   swapped out is worse than none.
@@ -41,7 +42,7 @@ from dataclasses import dataclass, replace
 
 __all__ = ["Headroom", "Limits", "headroom", "tmpfs_free"]
 
-_SMALLEST_MARGIN = 32 << 20
+_SMALLEST_MARGIN = 64 << 20
 _LARGEST_MARGIN = 1 << 30
 
 _TOTAL = re.compile(rb"^MemTotal: *(\d+) kB$", re.M)
@@ -54,7 +55,7 @@ class Headroom:
 
     Attributes:
         bytes: what is left under the tightest bound, less a safety margin of 3 % of that bound's limit
-            (at least 32 MiB, at most 1 GiB); never negative.
+            (at least 64 MiB, at most 1 GiB); never negative.
         limit: the tightest bound's total, in bytes.
         what: the tightest bound in words: ``"the machine's memory"``, or
             ``"control group /job (memory.max)"``.
@@ -72,17 +73,23 @@ class _Version:
     limits: tuple[str, ...]
     usage: str
     page_cache: re.Pattern[bytes]
+    mapped: re.Pattern[bytes]
+    shared: re.Pattern[bytes]
 
 
 _V1 = _Version(
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     re.compile(rb"^total_(?:in)?active_file (\d+)$", re.M),
+    re.compile(rb"^total_mapped_file (\d+)$", re.M),
+    re.compile(rb"^total_shmem (\d+)$", re.M),
 )
 _V2 = _Version(
     ("memory.max", "memory.high"),
     "memory.current",
     re.compile(rb"^(?:in)?active_file (\d+)$", re.M),
+    re.compile(rb"^file_mapped (\d+)$", re.M),
+    re.compile(rb"^shmem (\d+)$", re.M),
 )
 
 
@@ -106,9 +113,17 @@ class _Group:
             used = _number(f"{self.folder}/{self.version.usage}")
             if used is None:
                 continue
-            cache = sum(map(int, self.version.page_cache.findall(_read(f"{self.folder}/memory.stat"))))
-            left = limit - used + min(cache, used)
+            left = limit - used + min(self._reclaimable(), used)
             yield Headroom(left, limit, f"control group {self.name} ({file})")
+
+    def _reclaimable(self) -> int:
+        """Page cache that the kernel would drop before it kills: not the code that programs run."""
+        stat = _read(f"{self.folder}/memory.stat")
+        cache, mapped, shared = (
+            sum(map(int, pattern.findall(stat)))
+            for pattern in (self.version.page_cache, self.version.mapped, self.version.shared)
+        )
+        return max(cache - max(mapped - shared, 0), 0)
 
 
 class Limits:

@@ -87,11 +87,13 @@ class Room:
             left = min(capacity - first, (int(live[Live.LIMIT]) - int(live[Live.USED])) // size)
             units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
             free = memory.headroom()
-            if units * size > free.bytes:
+            # The index is touched word by word, as samples come in: what it may still take is spoken for.
+            room = free.bytes - self._geometry.rows_at
+            if units * size > room:
                 units = count
             if units > left:
                 return self._refuse("its memory limit is reached; raise `memory=`")
-            if units * size > free.bytes:
+            if units * size > room:
                 return self._refuse(f"{free.what} has no more to give; lower `memory=` or free some")
             if not self._segment.reserve(start + first * size, units * size):
                 return self._refuse("the file system that holds it is full; lower `memory=` or free some")

@@ -12,6 +12,7 @@ tail holds the variable leaves in the tree's order, each on a multiple of 16.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import math
 import struct
@@ -28,11 +29,10 @@ from hotset.store.leaves import (
     EnumLeaf,
     Leaf,
     Misfit,
-    NoneLeaf,
-    NumberLeaf,
     Shape,
-    TextLeaf,
+    leaf_from_json,
     leaf_of,
+    name_of_type,
 )
 
 __all__ = ["Group", "Node", "Prepared", "Schema", "variable_bytes"]
@@ -41,6 +41,8 @@ _TAIL = struct.Struct("<Q")
 _TAIL_BYTES = 8
 _ALIGN_TAIL = 16
 _LARGEST_RECORD = 2 << 30
+_DEEPEST = 64
+_KEY_TYPES = (str, int, bool, float, type(None))
 
 
 @dataclass(frozen=True)
@@ -209,15 +211,20 @@ class Schema:
         return _node_to_json(self.tree)
 
     @classmethod
-    def from_json(cls, described: dict[str, Any]) -> Schema:
+    def from_json(cls, described: Any) -> Schema:
         """Return the schema that :meth:`to_json` described.
 
+        Nothing in it is believed: a forged schema must not make a reader look outside a record, nor make
+        anything but namedtuples, dataclasses and enums of modules that can be imported.
+
         Raises:
-            SegmentError: it names a type that cannot be imported or is of no kind that a schema holds.
+            SegmentError: it is no schema, or names a type that is none of these.
         """
         try:
             return cls(_node_from_json(described))
-        except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
+        except (ArithmeticError, AttributeError, ImportError, LookupError) as error:
+            raise SegmentError(f"the segment's schema cannot be read: {error!r}.") from error
+        except (RecursionError, TypeError, ValueError) as error:
             raise SegmentError(f"the segment's schema cannot be read: {error!r}.") from error
 
 
@@ -272,12 +279,29 @@ def _kind_of(value: object) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     if kind in (list, tuple):
         return kind.__name__, (), list(value)  # type: ignore[call-overload]
     if isinstance(value, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make"):
+        if getattr(value, "__dict__", None) or len(kind._fields) != len(value):
+            return None  # a subclass that keeps more than its fields
         return "namedtuple", kind._fields, list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
-        if set(getattr(value, "__dict__", names)) <= set(names):
+        if kind.__new__ is object.__new__ and _state(value) == set(names):
             return "dataclass", names, [getattr(value, name) for name in names]
     return None
+
+
+def _state(value: object) -> set[str]:
+    """Names of all that an object keeps, in its ``__dict__`` or in slots."""
+    slots = {
+        name
+        for cls in type(value).__mro__
+        for name in _as_tuple(cls.__dict__.get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
+    }
+    return set(getattr(value, "__dict__", ())) | slots
+
+
+def _as_tuple(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _infer(value: object, as_lies: bool, where: str) -> Node:
@@ -293,26 +317,24 @@ def _infer(value: object, as_lies: bool, where: str) -> Node:
         raise Misfit(f"{where or 'the sample'}: {misfit}") from None
     parts = _kind_of(value)
     if parts is None:
-        if _is_enum(value):
-            return EnumLeaf(type(value))
+        if isinstance(value, enum.Enum):
+            leaf = EnumLeaf(type(value))
+            leaf.check(value)
+            return leaf
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise Misfit(
             f"{where or 'the sample'}: an object of {name}; hotset.register_codec makes it cacheable"
         )
     kind, keys, values = parts
-    if any(not isinstance(key, (str, int, bool, float, type(None))) for key in keys):
+    if any(type(key) not in _KEY_TYPES and not isinstance(key, enum.Enum) for key in keys):
         raise Misfit(f"{where or 'the sample'}: a dict with keys that are neither text nor numbers")
+    if where.count("[") > _DEEPEST:
+        raise Misfit("a sample that is nested too deeply, or contains itself")
     children = tuple(
         _infer(part, as_lies, f"{where}[{key!r}]")
         for key, part in zip(keys or range(len(values)), values, strict=True)
     )
     return Group(kind, keys, children, type(value) if kind in ("namedtuple", "dataclass") else None)
-
-
-def _is_enum(value: object) -> bool:
-    import enum
-
-    return isinstance(value, enum.Enum)
 
 
 def _parts(group: Group, value: object, where: str) -> list[Any]:
@@ -332,7 +354,9 @@ def _parts(group: Group, value: object, where: str) -> list[Any]:
     parts = _kind_of(value)
     if parts is None or parts[0] != group.kind or (group.type is not None and type(value) is not group.type):
         raise Misfit(f"{where or 'the sample'}: {type(value).__name__} instead of {group.kind}")
-    if parts[1] != group.keys or len(parts[2]) != len(group.children):
+    # Keys may be equal and yet not the same: True, 1 and 1.0 are.
+    same_keys = parts[1] == group.keys and list(map(type, parts[1])) == list(map(type, group.keys))
+    if not same_keys or len(parts[2]) != len(group.children):
         raise Misfit(f"{where or 'the sample'}: other keys or another length than in the first samples")
     return parts[2]
 
@@ -373,44 +397,55 @@ def _build(node: Node, found: Iterator[list[Any]], count: int) -> list[Any]:
 def _node_to_json(node: Node) -> dict[str, Any]:
     if not isinstance(node, Group):
         return node.to_json()
-    name = f"{node.type.__module__}:{node.type.__qualname__}" if node.type is not None else None
     return {
         "group": node.kind,
-        "keys": list(node.keys),
+        "keys": [_key_to_json(key) for key in node.keys],
         "children": [_node_to_json(child) for child in node.children],
-        "type": name,
+        "type": name_of_type(node.type) if node.type is not None else None,
         "codec": node.codec,
     }
 
 
-def _node_from_json(described: dict[str, Any]) -> Node:
-    if "group" in described:
-        kind = described["group"]
-        if kind not in _MAKERS:
-            raise ValueError(f"no such kind: {kind!r}")
-        cls = _import(described["type"], kind) if described["type"] is not None else None
-        children = tuple(_node_from_json(child) for child in described["children"])
-        return Group(kind, tuple(described["keys"]), children, cls, described["codec"])
-    leaf = described["leaf"]
-    if leaf == "array":
-        shape = described["shape"]
-        return ArrayLeaf(
-            described["library"],
-            described["dtype"],
-            described["ndim"],
-            None if shape is None else tuple(shape),
-            tuple(described["order"]),
-            described["as_lies"],
-        )
-    if leaf == "number":
-        return NumberLeaf(described["kind"])
-    if leaf == "text":
-        return TextLeaf(described["kind"])
-    if leaf == "enum":
-        return EnumLeaf(_import(described["type"], "enum"))
-    if leaf == "none":
-        return NoneLeaf()
-    raise ValueError(f"no such leaf: {leaf!r}")
+def _key_to_json(key: Any) -> Any:
+    return {"enum": name_of_type(type(key)), "member": key.name} if isinstance(key, enum.Enum) else key
+
+
+def _key_from_json(described: Any) -> Any:
+    if isinstance(described, dict):
+        return _import(described["enum"], "enum")[described["member"]]  # type: ignore[index]
+    _require(type(described) in _KEY_TYPES, "a key of another type")
+    return described
+
+
+def _node_from_json(described: Any) -> Node:
+    if "group" not in described:
+        return leaf_from_json(described, _import)
+    kind, name, codec = described["group"], described["type"], described["codec"]
+    _require(kind in _MAKERS, f"no such kind: {kind!r}")
+    children = tuple(_node_from_json(child) for child in described["children"])
+    keys = tuple(_key_from_json(key) for key in described["keys"])
+    cls = None
+    if kind in ("namedtuple", "dataclass"):
+        cls = _import(name, kind)
+        _require(keys == _fields(cls, kind), f"{name} has other fields")
+    if kind in ("dict", "OrderedDict"):
+        _require(len(set(keys)) == len(keys), "a key twice")
+    if kind == "object":
+        _require(isinstance(codec, str) and not keys and len(children) == 1, "an object is one tree")
+    elif kind in ("list", "tuple"):
+        _require(not keys, "a sequence has no keys")
+    else:
+        _require(len(keys) == len(children), "as many keys as children")
+    return Group(kind, keys, children, cls, codec if kind == "object" else None)
+
+
+def _fields(cls: Any, kind: str) -> tuple[str, ...]:
+    return tuple(cls._fields) if kind == "namedtuple" else tuple(f.name for f in dataclasses.fields(cls))
+
+
+def _require(fits: bool, why: str) -> None:
+    if not fits:
+        raise ValueError(why)
 
 
 def _import(name: str, kind: str) -> type:
@@ -419,13 +454,10 @@ def _import(name: str, kind: str) -> type:
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = getattr(found, part)
-    import enum
-
     fits = isinstance(found, type) and (
         (kind == "namedtuple" and issubclass(found, tuple) and hasattr(found, "_make"))
         or (kind == "dataclass" and dataclasses.is_dataclass(found))
         or (kind == "enum" and issubclass(found, enum.Enum))
     )
-    if not fits:
-        raise ValueError(f"{name} is no {kind}")
+    _require(fits, f"{name} is no {kind}")
     return found  # type: ignore[no-any-return]

@@ -16,19 +16,32 @@ import json
 import mmap
 import os
 import secrets
+import stat
 import sys
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import SegmentError, UnsupportedPlatform
-from hotset.store.format import HEADER_BYTES, LIVE_AT, SLOT_WORDS, SLOTS, Geometry, pack_header, unpack_header
+from hotset.store.format import (
+    HEADER_BYTES,
+    LIVE_AT,
+    METADATA_CRC_AT,
+    SLOT_WORDS,
+    SLOTS,
+    Geometry,
+    Live,
+    pack_header,
+    unpack_header,
+)
 
 __all__ = ["Address", "Segment"]
 
 Words = npt.NDArray[np.int64]
 
+_LARGEST_METADATA = 16 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
@@ -63,14 +76,13 @@ class Segment:
         self.geometry = geometry
         self.nonce = nonce
         self.trusted = trusted
+        self.metadata: dict[str, Any] = _read_metadata(fd, geometry)
         self.buffer = mmap.mmap(fd, geometry.size)
         self.live: Words = np.frombuffer(self.buffer, np.int64, 8, LIVE_AT)
         self.slots: Words = np.frombuffer(
             self.buffer, np.int64, SLOTS * SLOT_WORDS, geometry.slots_at
         ).reshape(SLOTS, SLOT_WORDS)
         self.index: Words = np.frombuffer(self.buffer, np.int64, geometry.samples, geometry.index_at)
-        raw = self.buffer[HEADER_BYTES : HEADER_BYTES + geometry.metadata]
-        self.metadata: dict[str, Any] = json.loads(raw) if raw else {}
 
     @classmethod
     def create(
@@ -100,14 +112,21 @@ class Segment:
             os.ftruncate(fd, geometry.size)
             if path is None:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            else:
+                # Up to the first row everything may be touched at any time: on a full file system that
+                # must be an error now and not SIGBUS then.
+                os.posix_fallocate(fd, 0, geometry.rows_at)
             nonce = secrets.token_bytes(16)
             # The header goes in last: a file without it is no segment yet.
             os.pwrite(fd, metadata, HEADER_BYTES)
-            os.pwrite(fd, limit.to_bytes(8, "little"), LIVE_AT + 8 * 3)
+            os.pwrite(fd, limit.to_bytes(8, "little"), LIVE_AT + 8 * Live.LIMIT)
+            os.pwrite(fd, zlib.crc32(metadata).to_bytes(4, "little"), METADATA_CRC_AT)
             os.pwrite(fd, pack_header(geometry, nonce), 0)
             return cls(fd, geometry, nonce, trusted=path is None)
         except BaseException:
             os.close(fd)
+            if path is not None:
+                os.unlink(path)
             raise
 
     @classmethod
@@ -122,22 +141,28 @@ class Segment:
         follow = 0 if isinstance(where, Address) else os.O_NOFOLLOW
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | follow)
-        except OSError as error:
-            raise SegmentError(f"{name} cannot be opened: {error.strerror or error}.") from error
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
+            raise SegmentError(f"{name} cannot be opened: {error}.") from error
         try:
-            status = os.fstat(fd)
-            if isinstance(where, Address) and status.st_ino != where.inode:
-                raise SegmentError(f"{name} is gone: process {where.pid} has another file there now.")
-            geometry, nonce = unpack_header(os.pread(fd, HEADER_BYTES, 0), status.st_size, name)
-            if isinstance(where, Address) and nonce != where.nonce:
-                raise SegmentError(f"{name} is gone: process {where.pid} has another cache there now.")
-            return cls(fd, geometry, nonce, trusted=isinstance(where, Address))
-        except (ValueError, OverflowError) as error:  # undecodable metadata, a size beyond address space
-            os.close(fd)
-            raise SegmentError(f"{name} is not a usable hotset segment: {error}.") from error
-        except BaseException:
+            return cls._attach(fd, where, name)
+        except SegmentError:
             os.close(fd)
             raise
+        except (OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
+            os.close(fd)
+            raise SegmentError(f"{name} is not a usable hotset segment: {error}.") from error
+
+    @classmethod
+    def _attach(cls, fd: int, where: str | Address, name: str) -> Segment:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise SegmentError(f"{name} is not a usable hotset segment: it is no file.")
+        if isinstance(where, Address) and status.st_ino != where.inode:
+            raise SegmentError(f"{name} is gone: process {where.pid} has another file there now.")
+        geometry, nonce = unpack_header(os.pread(fd, HEADER_BYTES, 0), status.st_size, name)
+        if isinstance(where, Address) and nonce != where.nonce:
+            raise SegmentError(f"{name} is gone: process {where.pid} has another cache there now.")
+        return cls(fd, geometry, nonce, trusted=isinstance(where, Address))
 
     @property
     def address(self) -> Address:
@@ -175,3 +200,20 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _read_metadata(fd: int, geometry: Geometry) -> dict[str, Any]:
+    """The metadata, read and not mapped: what is refused must not leave a mapping behind.
+
+    Raises:
+        ValueError: they are damaged, or no JSON object.
+    """
+    if geometry.metadata > _LARGEST_METADATA:
+        raise ValueError("its metadata are longer than any schema")
+    raw = os.pread(fd, geometry.metadata, HEADER_BYTES)
+    if zlib.crc32(raw) != int.from_bytes(os.pread(fd, 4, METADATA_CRC_AT), "little"):
+        raise ValueError("its metadata's checksum does not fit")
+    metadata = json.loads(raw) if raw else {}
+    if not isinstance(metadata, dict):
+        raise ValueError("its metadata are no object")
+    return metadata

@@ -17,7 +17,9 @@ simply not in the store, and come from the source.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import platform
 import time
 import warnings
@@ -27,8 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotset.errors import HotsetWarning
+from hotset.errors import HotsetWarning, SegmentError
 from hotset.store import format as fmt
+from hotset.store import memory
 from hotset.store.blocks import BlockPool
 from hotset.store.check import RECORD, check_segment, record_problem
 from hotset.store.claims import Claims, Ids, Membership
@@ -73,7 +76,9 @@ class Store:
         self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
         self._claims = Claims(self.member)
         self._scratch: BlockPool | None = None
-        self._spare_rows: list[tuple[int, int]] = []  # taken and not used, with the era they belong to
+        # Rows taken and not used, with process and era: a forked child, or who comes after a clear, has
+        # no right to them.
+        self._spare_rows: list[tuple[int, int, int]] = []
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
         # For each claimant that was waited for: what it had published, and since when.
         self._waits: dict[int, tuple[int, float]] = {}
@@ -94,12 +99,23 @@ class Store:
             limit: bytes that rows and tails may take.
             about: what the metadata says besides the schema (name, fingerprint); JSON's types only.
             path: a new file; a memfd if None.
+
+        Raises:
+            OSError: the file cannot be made, or its index alone takes more memory than there is.
         """
         metadata = json.dumps({**about, "schema": schema.to_json()}).encode()
         # A row for every sample that the limit has room for, and some for what killed processes lose.
         rows = min(samples, limit // schema.stride) + fmt.SLOTS
         lines = max(limit // fmt.LINE, 1) if schema.has_tail else 0
         geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
+        free = memory.headroom()
+        if geometry.rows_at > free.bytes:
+            # The index is touched wherever samples are asked for, which nothing below checks again.
+            raise OSError(
+                errno.ENOMEM,
+                f"the index of {samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
+                f"and {free.what} has {free.bytes:,} to give",
+            )
         return cls(Segment.create(geometry, metadata, path=path, limit=limit), schema)
 
     @classmethod
@@ -110,7 +126,16 @@ class Store:
             SegmentError: see :meth:`Segment.attach`, :meth:`Schema.from_json`.
         """
         segment = Segment.attach(where)
-        return cls(segment, schema or Schema.from_json(segment.metadata.get("schema", {})))
+        try:
+            if schema is None:
+                schema = Schema.from_json(segment.metadata.get("schema"))
+            geometry = segment.geometry
+            if (schema.stride, schema.has_tail) != (geometry.stride, geometry.has_tail):
+                raise SegmentError("the segment's schema does not describe its rows; `hotset gc` frees it.")
+            return cls(segment, schema)
+        except BaseException:
+            segment.close()
+            raise
 
     def __len__(self) -> int:
         return self.segment.geometry.samples
@@ -199,7 +224,7 @@ class Store:
         line = self.room.take_lines(lines) if row >= 0 and lines else 0
         if row < 0 or line < 0:
             if row >= 0:
-                self._spare_rows.append((int(self.segment.live[Live.ERA]), row))
+                self._spare_rows.append((os.getpid(), int(self.segment.live[Live.ERA]), row))
             counters[Slot.REJECTED] += 1
             return False
         word = self._write(sample, prepared, row, line)
@@ -210,8 +235,8 @@ class Store:
 
     def _take_row(self) -> int:
         while self._spare_rows:
-            era, row = self._spare_rows.pop()
-            if era == int(self.segment.live[Live.ERA]):
+            pid, era, row = self._spare_rows.pop()
+            if pid == os.getpid() and era == int(self.segment.live[Live.ERA]):
                 return row
         return self.room.take_row()
 

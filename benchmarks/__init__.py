@@ -1,0 +1,29 @@
+"""How fast hotset is, beside everything a user might pick instead: ``python -m benchmarks``.
+
+A speed measured alone says little on a shared machine, where the clock, the neighbours and the caches
+change within a minute. So nothing here is an absolute figure that was measured at another time than what
+it is compared with. The contestants of one comparison take turns, round after round, each round begins
+with another one, a ratio is formed *within* a round, and the median of the rounds' ratios is reported with
+the lowest and the highest.
+
+Nor is a fast loader worth anything that yields the wrong samples. Before each timing a contestant's whole
+epoch is compared with the truth, value by value, and after it the last batch; one that fails is reported
+with the reason and without a figure.
+
+::
+
+    __main__        the command line: which benchmarks, which interpreter for the peers
+    suite/          one function for each target of the project
+    hotset_entries  hotset as a contestant
+    peers           the other loaders, each in its best configuration
+    outside         peers that need an interpreter of their own, and
+    outside_child   what runs in it
+    data            data sets
+    truth           what a batch must hold
+    harness         rounds, ratios, targets
+    report          tables, JSON, plot
+    machine         what all of this ran on
+
+The peers gather in the main process with one thread (``torch.set_num_threads(1)``), as hotset does: with
+two threads and a busy neighbour, OpenMP's spinning costs more than the second core brings.
+"""

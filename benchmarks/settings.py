@@ -1,0 +1,63 @@
+"""How big a run is, and where it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the data sets and of a timing.
+
+    ``quick`` makes everything small: it shows that the benchmarks run, and its figures mean nothing.
+    """
+
+    out: Path
+    peer_python: str
+    quick: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """Rounds of a comparison; each ratio is the median of so many."""
+        return 2 if self.quick else 5
+
+    @property
+    def seconds(self) -> float:
+        """One timing lasts at least so long."""
+        return 0.01 if self.quick else 0.3
+
+    @property
+    def images(self) -> int:
+        """Rows of 150,528 bytes."""
+        return 96 if self.quick else 3_000
+
+    @property
+    def shared_images(self) -> int:
+        """Rows of 150,528 bytes in the cache that several processes share.
+
+        1.5 GB: what each process takes of its own (blocks, heaps) is a constant, and would hide the answer
+        behind a smaller cache.
+        """
+        return 96 if self.quick else 10_000
+
+    @property
+    def small_rows(self) -> int:
+        """Rows of 210 bytes and of 1 KB."""
+        return 1_000 if self.quick else 60_000
+
+    @property
+    def photographs(self) -> int:
+        """JPEG files."""
+        return 24 if self.quick else 2_000
+
+    @property
+    def ragged_bytes(self) -> int:
+        """Bytes of a ragged data set in all, of whatever mean length."""
+        return (1 << 20) if self.quick else (64 << 20)
+
+    @property
+    def molecules(self) -> int:
+        return 500 if self.quick else 20_000

@@ -1,0 +1,25 @@
+"""The benchmarks: one function for each target, by the name that the command line knows it by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.harness import Outcome
+from benchmarks.settings import Settings
+from benchmarks.suite import first, fixed, memory, ragged, startup
+
+__all__ = ["BENCHMARKS"]
+
+BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
+    "startup": startup.startup,
+    "first-epoch": first.first_epoch,
+    "warm": fixed.warm,
+    "live": fixed.live,
+    "unmodified": fixed.unmodified,
+    "bytes": fixed.bytes_rows,
+    "kilobytes": fixed.kilobytes,
+    "ragged": ragged.ragged,
+    "jpeg-bytes": ragged.jpeg_bytes,
+    "molecules": ragged.molecules,
+    "memory": memory.memory,
+}

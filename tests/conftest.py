@@ -1,0 +1,103 @@
+"""What every test stands on: torchvision importable on a CPU-only torch, and a machine left as it was found.
+
+After each test nothing of it may remain: no child process, no thread, no memory segment, no file in the
+runtime folder. A leak that only shows in the next day's ``df /dev/shm`` shows here in the test that made it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import define_torchvision_operators, eventually, memory_files, seed_everything
+
+define_torchvision_operators()
+
+# Python's own servants live until the interpreter ends: two processes for spawn and forkserver, and the
+# thread that hands descriptors to other processes (of a sampler's tensors, for one).
+_SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_SERVING_THREAD = "(_serve)"
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[_failed] = item.stash.get(_failed, False) or report.failed
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A runtime folder of this run's own, so that caches of other runs on the machine are not in it."""
+    folder = tmp_path_factory.mktemp("runtime")
+    folder.chmod(0o700)
+    before = os.environ.get("HOTSET_RUNTIME_DIR")
+    os.environ["HOTSET_RUNTIME_DIR"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["HOTSET_RUNTIME_DIR"]
+    else:
+        os.environ["HOTSET_RUNTIME_DIR"] = before
+
+
+@pytest.fixture
+def runtime_folder(_own_runtime_folder: Path) -> Path:
+    return _own_runtime_folder
+
+
+def _children() -> set[str]:
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            line = " ".join(child.cmdline())
+            if not any(servant in line for servant in _SERVANTS):
+                found.add(f"process {child.pid}: {child.status()} {line[:60]}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _shared_memory() -> set[str]:
+    """Entries of ``/dev/shm`` that are hotset's, but for the default runtime folder of other runs."""
+    return {
+        f"/dev/shm/{name}"
+        for name in os.listdir("/dev/shm")
+        if name.startswith("hotset") and name != f"hotset-{os.geteuid()}"
+    }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(_own_runtime_folder: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    seed_everything()
+
+    def present() -> set[str]:
+        files = {f"runtime file {path.name}" for path in _own_runtime_folder.rglob("*") if path.is_file()}
+        threads = {
+            f"thread {thread.name}"
+            for thread in threading.enumerate()
+            if thread.is_alive() and not thread.name.endswith(_SERVING_THREAD)
+        }
+        return _children() | memory_files() | _shared_memory() | files | threads
+
+    before = present()
+    yield
+    if request.node.stash.get(_failed, False):
+        return  # the traceback holds on to everything that the test had
+    request.node.funcargs.clear()  # else they would live until after this
+    left: set[str] = set()
+
+    def clean() -> bool:
+        nonlocal left
+        left = present() - before
+        return not left
+
+    if not clean():
+        gc.collect()  # a loader and its workers may sit in a reference cycle, as with torch's
+        assert eventually(clean, within=5.0), f"left behind: {sorted(left)}"

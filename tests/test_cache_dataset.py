@@ -1,0 +1,310 @@
+"""A hit is indistinguishable from a miss: every kind of leaf in every kind of container.
+
+Two comparisons that know nothing of each other have to agree: the library's own ``hotset.split.probe.same``
+and the tests' ``difference``, which looks at strides and byte order too.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import equal_batches, failure, leaves, scribble
+from live import draw_all
+from samples import (
+    arrays,
+    bfloat_and_half,
+    dtypes_that_are_no_numbers,
+    every_dtype,
+    huge_int,
+    huge_int_sometimes,
+    image_and_label,
+    jpeg_like,
+    mapping,
+    named,
+    nested,
+    none_inside,
+    number,
+    numpy_scalars,
+    object_array,
+    odd_arrays,
+    odd_numpy_scalars,
+    opaque,
+    ordered_mapping,
+    permuted,
+    ragged,
+    ragged_two_ways,
+    same_content,
+    scalars,
+    small_float,
+    strange,
+    strided,
+    text,
+    zero_d_and_empty,
+)
+from sources import Batched, Counting, ReadLog, Samples, SeedsItself
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+import hotset
+from hotset.split.probe import same
+
+N = 24
+
+
+def indistinguishable(got: Any, expected: Any, where: str = "sample") -> None:
+    equal_batches(got, expected, where)
+    assert same(got, expected) is None, f"{where}: {same(got, expected)}"
+
+
+def served_right(source: Dataset[Any], make: Callable[[int], Any], n: int = N) -> int:
+    """Read each sample as a miss and as a hit, in an order of its own; returns how many were cached."""
+    with hotset.cache(source, memory="64MiB") as cached:
+        for i in range(n - 1, -1, -1):
+            indistinguishable(cached[i], make(i), f"miss {i}")
+        for _ in range(2):
+            for i in range(n):
+                indistinguishable(cached[i], make(i), f"hit {i}")
+        for i, sample in enumerate(cached.__getitems__(list(range(n)))):
+            indistinguishable(sample, make(i), f"hit {i} of many")
+        assert cached.check() == []
+        return int(cached.stats().cached)
+
+
+def hits_equal_misses(make: Callable[[int], Any], n: int = N) -> int:
+    return served_right(Samples(make, n), make, n)
+
+
+def with_at_most_one_warning(run: Callable[[], int]) -> int:
+    """Run where samples may stay uncached, which may be said once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cached = run()
+    assert [w.category for w in caught] in ([], [hotset.HotsetWarning])
+    return cached
+
+
+CACHEABLE = [
+    image_and_label, mapping, ordered_mapping, named, nested, none_inside, number, small_float, text, ragged,
+    ragged_two_ways, jpeg_like, bfloat_and_half, zero_d_and_empty, permuted, same_content, every_dtype,
+    scalars, numpy_scalars, arrays,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("make", CACHEABLE)
+def test_a_hit_is_indistinguishable_from_a_miss(make: Callable[[int], Any]) -> None:
+    assert hits_equal_misses(make) == N
+
+
+@pytest.mark.parametrize("make", [
+    odd_numpy_scalars, odd_arrays, object_array, strange, opaque, huge_int, dtypes_that_are_no_numbers,
+])  # fmt: skip
+def test_what_no_schema_holds_is_served_unchanged(make: Callable[[int], Any]) -> None:
+    """Whether these are cached is the codec's business; that they come through is not."""
+    with_at_most_one_warning(lambda: hits_equal_misses(make))
+
+
+def test_tensor_subclasses_keep_their_type_and_attributes() -> None:
+    from subclasses import boxes_and_masks, boxes_that_vary, meta_tensors
+
+    for make in (boxes_and_masks, meta_tensors):
+        assert hits_equal_misses(make, 6) == 6
+    with_at_most_one_warning(lambda: hits_equal_misses(boxes_that_vary, 9))
+
+
+def test_images_of_every_mode_and_of_varying_size() -> None:
+    from subclasses import fixed_image, images
+
+    assert hits_equal_misses(fixed_image) == N
+    assert hits_equal_misses(images, 9) == 9
+
+
+def test_image_files_opened_but_not_decoded_stay_what_they_are(tmp_path: Path) -> None:
+    """``Image.open`` gives a JpegImageFile with a format and an info, which a bare Image has not."""
+    from PIL import Image
+    from subclasses import fixed_image
+
+    for i in range(4):
+        fixed_image(i)[0].save(tmp_path / f"{i}.jpg")
+
+    class Files(Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            data = io.BytesIO((tmp_path / f"{range(4)[index]}.jpg").read_bytes())
+            return Image.open(data)
+
+    with_at_most_one_warning(lambda: served_right(Files(), Files().__getitem__, 4))
+
+
+def _dense(sample: Sequence[Any]) -> list[Any]:
+    return [
+        part.contiguous() if isinstance(part, torch.Tensor) else np.ascontiguousarray(part) for part in sample
+    ]
+
+
+def test_views_that_are_not_dense_keep_their_values() -> None:
+    with hotset.cache(Samples(strided, N)) as cached:
+        for _ in range(3):
+            for i in range(N):
+                equal_batches(_dense(cached[i]), _dense(strided(i)))
+        assert cached.stats().cached == N
+
+
+def test_an_int_of_more_than_64_bits_leaves_only_its_own_sample_uncached() -> None:
+    assert huge_int_sometimes(1)[1] > 2**64
+    cached = with_at_most_one_warning(lambda: hits_equal_misses(huge_int_sometimes))
+    assert cached == sum(huge_int_sometimes(i)[1] < 2**63 for i in range(N))
+
+
+@pytest.mark.parametrize("make", [named, mapping, text, ragged, permuted, zero_d_and_empty, every_dtype])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_samples_are_the_callers_own_to_change_unlike_monais(
+    make: Callable[[int], Any],
+) -> None:
+    with hotset.cache(Samples(make, N)) as cached:
+        for i in (20, 20, 20, 3, 3):  # a miss, then hits
+            first, second = cached[i], cached[i]
+            _overwrite(first)
+            indistinguishable(second, make(i))
+            many = cached.__getitems__([i, i, 4])
+            _overwrite(many[0])
+            indistinguishable(many[1], make(i))
+        indistinguishable(cached[20], make(20))
+        assert cached.check() == []
+
+
+def _overwrite(sample: Any) -> None:
+    for leaf in leaves(sample):
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            leaf.view(torch.uint8).zero_().add_(93) if leaf.dim() and leaf.is_contiguous() else leaf.fill_(1)
+        elif isinstance(leaf, np.ndarray):
+            assert leaf.flags.writeable
+            leaf[...] = 93
+    for container in (sample, *(sample.values() if isinstance(sample, dict) else ())):
+        if isinstance(container, list):
+            container.clear()
+    if isinstance(sample, dict):
+        sample.clear()
+
+
+def test_images_are_the_callers_own_to_change() -> None:
+    from subclasses import fixed_image
+
+    with hotset.cache(Samples(fixed_image, N)) as cached:
+        for i in (20, 20, 3):
+            first, second = cached[i], cached[i]
+            scribble(first)
+            indistinguishable(second, fixed_image(i))
+            indistinguishable(cached[i], fixed_image(i))
+
+
+def test_two_hits_share_no_memory() -> None:
+    with hotset.cache(Samples(mapping, N)) as cached:
+        kept = [cached[i] for _ in range(3) for i in range(N)]
+        pointers = [s["image"].data_ptr() for s in kept] + [s["meta"]["points"].ctypes.data for s in kept]
+        assert len(set(pointers)) == len(pointers)
+        assert len({id(s["meta"]) for s in kept}) == len(kept)
+
+
+def test_a_hit_can_be_saved_and_copied() -> None:
+    with hotset.cache(Samples(image_and_label, N)) as cached:
+        for _ in range(2):
+            image = cached[5][0]
+            file = io.BytesIO()
+            torch.save(image, file)
+            assert file.tell() < 4096
+            equal_batches(copy.deepcopy(image), image_and_label(5)[0])
+
+
+def test_indices_of_every_kind() -> None:
+    source = Samples(image_and_label, N)
+    kinds: list[Any] = [5, -1, -N, np.int64(7), np.int32(-3), np.uint8(2), torch.tensor(9), True]
+    with hotset.cache(source) as cached:
+        for _ in range(2):
+            for index in kinds:
+                indistinguishable(cached[index], source[index], repr(index))
+            ids = [3, 3, -1, N - 1, 0, 3]
+            for sample, index in zip(cached.__getitems__(ids), ids, strict=True):
+                indistinguishable(sample, source[index])
+        assert cached.stats().cached >= len({range(N)[int(i)] for i in kinds} | {3, N - 1, 0})
+
+
+def test_an_index_that_the_source_refuses_is_refused_alike() -> None:
+    source = Samples(image_and_label, N)
+    with hotset.cache(source) as cached:
+        wrong: list[Any] = ["five", 2.5, None, N, -N - 1]
+        for index in wrong:
+            theirs = failure(partial(source.__getitem__, index))
+            assert failure(partial(cached.__getitem__, index)).kind is theirs.kind
+
+
+def test_samples_of_equal_content_are_not_mixed_up_unlike_monais_hash_as_key(tmp_path: Path) -> None:
+    """Five different samples, each four times: keyed by content, some would come back for others."""
+    log = ReadLog(tmp_path / "reads")
+    with hotset.cache(Counting(same_content, 20, log)) as cached:
+        for _ in range(2):
+            for i in (7, 3, 19, 0, 12, 3, 8, 13, 18, 2):
+                indistinguishable(cached[i], same_content(i))
+        joined: ConcatDataset[Any] = ConcatDataset([cached, Subset(cached, [19, 0]), cached])
+        for i in range(len(joined)):
+            indistinguishable(joined[i], same_content([*range(20), 19, 0, *range(20)][i]))
+
+
+def test_a_source_that_reads_whole_batches_is_read_rightly_either_way() -> None:
+    with hotset.cache(Batched(image_and_label, N)) as cached:
+        for _ in range(2):
+            ids = [4, 9, 4, 17, -1]
+            for sample, index in zip(cached.__getitems__(ids), ids, strict=True):
+                indistinguishable(sample, image_and_label(range(N)[index]))
+            indistinguishable(cached[4], image_and_label(4))
+
+
+def test_a_source_random_by_design_but_seeded_by_the_index_is_cached() -> None:
+    source = SeedsItself(number, N)
+    with hotset.cache(source) as cached:
+        for _ in range(2):
+            for i in range(N):
+                indistinguishable(cached[i], source[i])
+        assert cached.stats().cached == N
+
+
+def test_samples_of_many_megabytes() -> None:
+    with hotset.cache(Samples(_large, 3), memory="200MB") as cached:
+        for _ in range(2):
+            for i in range(3):
+                indistinguishable(cached[i], _large(i))
+        assert cached.stats().cached == 3
+        assert cached.stats().bytes >= 3 * 30_000_000
+
+
+def _large(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((30_000_000,), index, dtype=torch.uint8), torch.arange(1 + index)
+
+
+def test_it_is_a_torch_dataset_and_a_context_manager() -> None:
+    with hotset.cache(Samples(image_and_label, N)) as cached:
+        assert isinstance(cached, Dataset)
+        assert isinstance(cached, hotset.CachedDataset)
+        assert len(cached) == N
+
+
+def test_a_cache_that_is_dropped_without_close_frees_its_memory() -> None:
+    """What remains would be seen by the check that follows each test."""
+    cached = hotset.cache(Samples(image_and_label, N), transform=[draw_all])
+    for i in range(N):
+        equal_batches(cached[i]["sample"]["sample"]["sample"], image_and_label(i))
+    sample = cached[3]
+    del cached
+    gc.collect()
+    equal_batches(sample["sample"]["sample"]["sample"], image_and_label(3))

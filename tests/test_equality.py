@@ -1,0 +1,256 @@
+"""``same`` sees every difference that a training run could see, says where it is, and sees nothing else."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import decimal
+import inspect
+import math
+import struct
+from collections import OrderedDict, defaultdict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+import torch
+from helpers import difference
+from PIL import Image
+
+from hotset.split.equality import changeable
+from hotset.split.probe import same
+
+PURE = [
+    make
+    for _, make in inspect.getmembers(samples, inspect.isfunction)
+    if make.__module__ == "samples" and list(inspect.signature(make).parameters) == ["index"]
+]
+
+
+@dataclasses.dataclass
+class Record:
+    image: Any
+    label: int
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("image", "label")
+    image: Any
+    label: int
+
+
+class Text(str):
+    pass
+
+
+class Day(datetime.date):
+    pass
+
+
+class Quiet:
+    """Says that it equals everything."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+Point = namedtuple("Point", "x y")
+
+
+def masked(mask: list[int]) -> Any:
+    return np.ma.MaskedArray([1, 2], mask=mask)  # type: ignore[no-untyped-call]
+
+
+def test_a_sample_made_twice_is_the_same_and_another_one_is_not() -> None:
+    for make in PURE:
+        assert same(make(3), make(3)) is None, make.__name__
+        assert (same(make(3), make(5)) is None) == (difference(make(3), make(5)) is None), make.__name__
+
+
+@pytest.mark.parametrize(
+    "make", ["boxes_and_masks", "boxes_that_vary", "meta_tensors", "images", "fixed_image"]
+)
+def test_subclasses_of_tensors_and_images_are_compared_with_what_they_carry(make: str) -> None:
+    subclasses = pytest.importorskip("subclasses")
+    assert same(getattr(subclasses, make)(3), getattr(subclasses, make)(3)) is None
+    assert same(getattr(subclasses, make)(3), getattr(subclasses, make)(5)) is not None
+
+
+def test_attributes_of_a_tensor_subclass_count() -> None:
+    subclasses = pytest.importorskip("subclasses")
+    left, right = subclasses.meta_tensors(1), subclasses.meta_tensors(1)
+    right["image"].meta["affine"][0, 0] = 9
+    assert "affine" in str(same(left, right))
+    assert "canvas_size" in str(
+        same(subclasses.boxes_that_vary(4), _on_canvas(subclasses.boxes_that_vary(4)))
+    )
+    assert same(subclasses.boxes_that_vary(4), torch.Tensor(subclasses.boxes_that_vary(4))) is not None
+
+
+def _on_canvas(boxes: Any) -> Any:
+    boxes.canvas_size = (7, 7)
+    return boxes
+
+
+NAN, OTHER_NAN = struct.unpack("<dd", struct.pack("<QQ", 0x7FF8000000000000, 0x7FF8000000000001))
+
+DIFFERENT: list[tuple[Any, Any, str]] = [
+    (1, True, "type int and type bool"),
+    (1, 1.0, "type int and type float"),
+    (0.0, -0.0, "0.0 and -0.0"),
+    (NAN, OTHER_NAN, "nan and nan"),
+    (1j, complex(-0.0, 1), "1j and"),
+    ("a", Text("a"), "type str and type Text"),
+    ([1], (1,), "type list and type tuple"),
+    (Point(1, 2), (1, 2), "type Point and type tuple"),
+    (Point(1, [2, 3]), Point(1, [2, 4]), "at .y[1]: 3 and 4"),
+    ({"a": 1}, OrderedDict(a=1), "type dict and type OrderedDict"),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "keys in another order"),
+    ({"a": 1}, {"a": 1, "b": 2}, "keys ['a'] and ['a', 'b']"),
+    ({1: "x"}, {True: "x"}, "keys [1] and [True]"),
+    ([1, 2], [1, 2, 3], "lengths 2 and 3"),
+    ([], None, "type list and type NoneType"),
+    ({"a": [(1, "x")]}, {"a": [(1, "y")]}, "at ['a'][0][1]: 'x' and 'y'"),
+    ({1, 2}, {1.0, 2}, "{1, 2}"),
+    (Record([1], 2), Record([1], 3), "at .label: 2 and 3"),
+    (Slotted([1], 2), Slotted([3], 2), "at .image[0]: 1 and 3"),
+    (Quiet(1), Quiet(2), "at .value: 1 and 2"),
+    (Day(2020, 1, 1), Day(2020, 1, 2), "Day(2020, 1, 1) and Day(2020, 1, 2)"),
+    (decimal.Decimal("1.0"), decimal.Decimal("1.5"), "Decimal('1.0') and Decimal('1.5')"),
+    (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "dtype torch.float32 and torch.float64"),
+    (torch.zeros(2), torch.zeros(1, 2), "shape torch.Size([2]) and torch.Size([1, 2])"),
+    (torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), "type Tensor and type Parameter"),
+    (torch.zeros(2), torch.zeros(2, requires_grad=True), "requires_grad False and True"),
+    (torch.zeros(2), torch.zeros(2, device="meta"), "device cpu and meta"),
+    (torch.tensor([0.0]), torch.tensor([-0.0]), "values (1 of 1, first at [0])"),
+    (torch.arange(6).view(2, 3), torch.tensor([[0, 1, 2], [3, 9, 9]]), "values (2 of 6, first at [1, 1])"),
+    (torch.eye(3).to_sparse(), torch.eye(3), "layout"),
+    (torch.eye(3).to_sparse(), (torch.eye(3) * 2).to_sparse(), "values (3 of 9, first at [0, 0])"),
+    (torch.zeros(2, 3), torch.zeros(3, 2).t(), "dimensions that lie in memory as (0, 1) and (1, 0)"),
+    (torch.zeros(2), np.zeros(2, np.float32), "type Tensor and type ndarray"),
+    (torch.tensor(1), 1, "type Tensor and type int"),
+    (np.float32(1), np.float64(1), "type float32 and type float64"),
+    (np.float64(1), 1.0, "type float64 and type float"),
+    (np.float64(0.0), np.float64(-0.0), "values"),
+    (np.arange(3, dtype="<i4"), np.arange(3, dtype=">i4"), "dtype int32 and >i4"),
+    (np.zeros((2, 3)), np.zeros((2, 3), order="F"), "dimensions that lie"),
+    (np.array(["a", "b"]), np.array(["a", "c"]), "values (1 of 2, first at [1])"),
+    (np.array([1, "a"], object), np.array([1, "b"], object), "at [1]: 'a' and 'b'"),
+    (np.array([1, "a"], object), np.array([True, "a"], object), "at [0]: type int and type bool"),
+    (masked([0, 1]), masked([1, 0]), "_mask"),
+    (np.array([(1, 2)], "i4,f8"), np.array([(1, 3)], "i4,f8"), "at ['f1']: values"),
+    (Image.new("RGB", (2, 2)), Image.new("L", (2, 2)), "image RGB (2, 2) and image L (2, 2)"),
+    (Image.new("L", (2, 2)), Image.new("L", (2, 2), 7), "pixels"),
+]
+
+
+def test_a_difference_is_seen_both_ways_and_the_phrase_says_where() -> None:
+    for a, b, phrase in DIFFERENT:
+        assert phrase in str(same(a, b))
+        assert same(b, a) is not None, phrase
+        assert same(a, copy.deepcopy(a)) is None, phrase
+        assert same(b, copy.deepcopy(b)) is None, phrase
+        assert str(same({"x": (0, a)}, {"x": (0, b)})).startswith("at ['x'][1]")
+
+
+def test_a_palette_and_an_images_info_count() -> None:
+    left = Image.new("P", (2, 2))
+    left.putpalette([1, 2, 3] * 256)
+    right = left.copy()
+    assert same(left, right) is None
+    right.putpalette([3, 2, 1] * 256)
+    assert same(left, right) == "palette"
+    right = left.copy()
+    right.info["transparency"] = 3
+    assert same(left, right) == "at .info: keys [] and ['transparency']"
+
+
+def test_an_image_file_read_twice_is_the_same_whether_loaded_or_not(tmp_path: Path) -> None:
+    Image.effect_noise((8, 8), 50).save(tmp_path / "noise.png")
+    with Image.open(tmp_path / "noise.png") as left, Image.open(tmp_path / "noise.png") as right:
+        left.load()
+        assert same(left, right) is None
+
+
+def test_bytes_that_are_not_content_do_not_count() -> None:
+    padded = np.dtype({"names": ["a", "b"], "formats": ["u1", "i8"], "offsets": [0, 8]})
+    left, right = np.zeros(3, padded), np.zeros(3, padded)
+    right.view(np.uint8).reshape(3, 16)[:, 1:8] = 99  # between the fields
+    assert same(left, right) is None
+    if np.finfo(np.longdouble).nmant == 63:
+        extended, other = np.ones(2, np.longdouble), np.ones(2, np.longdouble)
+        other.view(np.uint8).reshape(2, 16)[:, 10:] = 99
+        assert same(extended, other) is None
+        assert same(extended, extended * 2) == "values (2 of 2, first at [0])"
+
+
+def test_gaps_between_the_elements_of_a_view_do_not_count() -> None:
+    base = torch.arange(20)
+    assert same(base[::2], base[::2].clone()) is None
+    assert same(np.arange(20)[::2], np.arange(20)[::2].copy()) is None
+    assert same(torch.arange(5).expand(3, 5), torch.arange(5).expand(3, 5).contiguous()) is None
+
+
+def test_nan_equals_nan_wherever_it_is() -> None:
+    for make in (float, np.float16, torch.tensor, lambda x: np.array([x]), lambda x: {"x": [x]}):
+        assert same(make(math.nan), make(math.nan)) is None
+
+
+def test_paths_are_compared_as_paths_whatever_they_have_remembered() -> None:
+    asked = Path("/a/b.txt")
+    _ = asked.parts, hash(asked), str(asked)
+    assert same(asked, Path("/a/b.txt")) is None
+    assert same(asked, Path("/a/c.txt")) is not None
+
+
+def test_cycles_end() -> None:
+    def ring(value: int) -> list[Any]:
+        inner: list[Any] = [value]
+        inner.append({"back": inner})
+        return inner
+
+    assert same(ring(1), ring(1)) is None
+    assert same(ring(1), ring(2)) == "at [0]: 1 and 2"
+
+
+def test_one_attribute_more_is_a_difference() -> None:
+    left, right = Record(1, 2), Record(1, 2)
+    right.extra = 3  # type: ignore[attr-defined]
+    assert same(left, right) == "attribute extra of one only"
+    assert same(defaultdict(int, a=1), defaultdict(int, a=1)) is None
+
+
+def test_what_cannot_be_compared_differs() -> None:
+    assert same(object(), object()) is None, "two objects without any content are alike"
+    assert same(iter([1]), iter([1])) is not None
+    assert same(torch.Generator(), torch.Generator()) is not None
+
+
+@pytest.mark.parametrize(
+    ("sample", "change"),
+    [
+        (torch.zeros(3), lambda sample: sample.add_(1)),
+        (np.zeros(3), lambda sample: sample.__iadd__(1)),
+        ({"a": [1, {"b": 2}]}, lambda sample: sample["a"][1].update(b=3)),
+        ([1, 2], lambda sample: sample.append(3)),
+        (Image.new("L", (2, 2)), lambda sample: sample.putpixel((0, 0), 9)),
+        (Record(bytearray(b"ab"), 1), lambda sample: sample.image.append(0)),
+        (torch.zeros(3, dtype=torch.bfloat16)[::2], lambda sample: sample.fill_(2)),
+    ],
+    ids=["tensor", "array", "dict", "list", "image", "bytearray", "view"],
+)
+def test_a_change_in_place_shows_in_the_digests(sample: Any, change: Any) -> None:
+    before = changeable(sample)
+    assert changeable(sample) == before
+    change(sample)
+    assert changeable(sample) != before

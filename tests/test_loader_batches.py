@@ -1,0 +1,409 @@
+"""A batch is the caller's own for as long as anything of it lives, wherever it goes.
+
+Blocks are recycled, so each of these tests runs on for epochs after it took something aside: a block given
+back too early would be written over by then (FFCV: batches that are held are overwritten).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import itertools
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from helpers import check_from_queue, difference, equal_batches, finish, in_fork, leaves, scribble
+from live import draw_all
+from samples import big_image_and_label, image_and_label, mapping, named, poster_and_label, ragged
+from sources import Counting, ReadLog, Samples
+from torch.utils.data import DataLoader, default_collate
+
+import hotset
+
+N = 64
+BATCH = 8
+
+
+@pytest.fixture(params=["in process", "in a thread", "after workers", "live suffix"])
+def loader(request: pytest.FixtureRequest) -> Iterator[DataLoader[Any]]:
+    """A loader over N images, each of the ways in which a batch is made, after its first epoch."""
+    suffix = [_negative] if request.param == "live suffix" else None
+    make = poster_and_label if request.param == "in a thread" else big_image_and_label
+    workers = 0 if request.param.startswith("in ") else 2
+    with hotset.cache(Samples(make, N), transform=suffix) as cached:
+        made = hotset.DataLoader(cached, batch_size=BATCH, shuffle=True, num_workers=workers)
+        for batch in made:
+            check(batch)
+        yield made
+
+
+def _negative(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    image, label = sample
+    return image.neg_().neg_(), label
+
+
+def check(batch: Any) -> None:
+    """The batch is as its labels say (compared by numpy: torch's threads crawl beside a busy machine)."""
+    images, labels = batch
+    assert (type(batch), type(images), type(labels)) == (list, torch.Tensor, torch.Tensor)
+    assert (images.dtype, labels.dtype, len(images)) == (torch.uint8, torch.int64, len(labels))
+    assert images.is_contiguous()
+    assert len(set(labels.tolist())) == len(labels)
+    make = poster_and_label if images.shape[-1] == 320 else big_image_and_label
+    for image, label in zip(images.numpy(), labels.tolist(), strict=True):
+        assert np.array_equal(image, make(label)[0].numpy()), f"image {label} is another"
+
+
+class Held:
+    """A batch that is kept, and what its labels were when it came.
+
+    A block that is given away too early often holds another batch by the time one looks, right in itself.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.labels = batch[1].tolist()
+
+    def check(self) -> None:
+        assert self.batch[1].tolist() == self.labels, "another batch is in its place"
+        check(self.batch)
+
+
+def run_on(loader: DataLoader[Any], epochs: int = 3) -> None:
+    for _ in range(epochs):
+        for batch in loader:
+            check(batch)
+
+
+def test_batches_kept_in_a_list_stay_right_unlike_ffcvs(loader: DataLoader[Any]) -> None:
+    kept = [Held(batch) for _ in range(3) for batch in loader]
+    run_on(loader, 1)
+    for held in kept:
+        held.check()
+    assert sorted(label for held in kept for label in held.labels) == sorted([*range(N)] * 3)
+
+
+def test_batches_of_the_first_epoch_stay_right_too() -> None:
+    for workers in (0, 2):
+        with hotset.cache(Samples(big_image_and_label, N)) as cached:
+            loader = hotset.DataLoader(cached, batch_size=BATCH, num_workers=workers)
+            kept = [Held(batch) for batch in loader]
+            run_on(loader, 2)
+            for held in kept:
+                held.check()
+
+
+def test_any_part_of_a_batch_keeps_it_right(loader: DataLoader[Any]) -> None:
+    kept: list[Callable[[], Any]] = []
+    expected = []
+    for number, batch in enumerate(loader):
+        images = batch[0]
+        part: Any = [
+            images[3],
+            images[:, 1, ::2].transpose(0, 1),
+            images.numpy()[2:5],
+            images.view(-1)[7:],
+            memoryview(images.numpy()[1]),
+            images.untyped_storage(),
+            images.unbind(0)[5],
+            batch[1][1:2],
+        ][number]
+        expected.append(_values(part).copy())
+        kept.append(part)
+        del batch, images, part
+    run_on(loader)
+    for part, values in zip(kept, expected, strict=True):
+        assert np.array_equal(_values(part), values)
+
+
+def _values(part: Any) -> np.ndarray[Any, Any]:
+    if isinstance(part, torch.UntypedStorage):
+        return torch.empty(0, dtype=torch.uint8).set_(part).numpy()
+    return np.asarray(part)
+
+
+def test_batches_in_reference_cycles_stay_right_and_hang_nothing(loader: DataLoader[Any]) -> None:
+    class Node:
+        def __init__(self, batch: Any) -> None:
+            self.held = Held(batch)
+            self.itself = self
+
+    gc.disable()
+    try:
+        alive = []
+        for epoch in range(4):
+            for number, batch in enumerate(loader):
+                node = Node(batch)
+                if number == epoch:
+                    alive.append(node)
+                del node, batch
+            gc.collect(0)
+        for node in alive:
+            node.held.check()
+        gc.collect()
+        run_on(loader, 1)
+        for node in alive:
+            node.held.check()
+    finally:
+        gc.enable()
+
+
+def test_batches_freed_by_the_collector_inside_an_allocation_hang_nothing(loader: DataLoader[Any]) -> None:
+    """A finalizer that waits for a lock which the interrupted code holds would stop here for ever."""
+    before = gc.get_threshold()
+    gc.set_threshold(5, 2, 2)
+    try:
+        for _ in range(3):
+            for batch in loader:
+                cycle: list[Any] = [batch]
+                cycle.append(cycle)
+                check(batch)
+                del cycle, batch
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_batches_stay_right_across_a_fork(loader: DataLoader[Any], request: pytest.FixtureRequest) -> None:
+    kept = [Held(batch) for batch in loader][:4]
+    from_workers = "live suffix" in request.node.name
+
+    def child() -> None:
+        for held in kept:
+            held.check()
+            if not from_workers:  # batches from workers are shared with children by torch itself
+                scribble(held.batch)
+        kept.clear()  # a child that gives its copies up must not give the parent's blocks back
+        gc.collect()
+
+    in_fork(child)
+    run_on(loader)
+    for held in kept:
+        held.check()
+
+
+def test_a_child_may_keep_batches_that_its_parent_drops(loader: DataLoader[Any]) -> None:
+    kept = [Held(batch) for batch in loader][:4]
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)  # until the parent has run on
+        try:
+            for held in kept:
+                held.check()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    kept.clear()
+    run_on(loader)
+    os.write(writing, b"x")
+    _, status = os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    assert status == 0, "the child's batches were written over"
+
+
+def test_a_forked_child_reads_the_cache_and_runs_loaders_of_its_own() -> None:
+    with hotset.cache(Samples(big_image_and_label, N)) as cached:
+        loader = hotset.DataLoader(cached, batch_size=BATCH, shuffle=True)
+        run_on(loader, 2)
+        iterator = iter(loader)
+        held = Held(next(iterator))
+
+        def child() -> None:
+            held.check()
+            run_on(hotset.DataLoader(cached, batch_size=BATCH, shuffle=True), 2)
+            run_on(hotset.DataLoader(cached, batch_size=BATCH, shuffle=True, num_workers=1), 1)
+            run_on(loader, 2)
+            equal_batches(cached[5], big_image_and_label(5))
+
+        in_fork(child)
+        for batch in iterator:
+            check(batch)
+        held.check()
+        run_on(loader, 1)
+        assert cached.check() == []
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_batches_through_a_multiprocessing_queue_are_right(live: bool) -> None:
+    """torch moves a tensor that it sends into shared memory of its own: both sides have to stay right."""
+    context = torch.multiprocessing.get_context("fork")
+    queue, answers = context.Queue(), context.Queue()
+    consumer = context.Process(target=check_from_queue, args=(queue, answers, big_image_and_label))
+    consumer.start()
+    with hotset.cache(Samples(big_image_and_label, N), transform=[_negative] if live else None) as cached:
+        loader = hotset.DataLoader(cached, batch_size=BATCH, shuffle=True, num_workers=2)
+        kept = []
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                queue.put((batch[1].tolist(), batch))
+                if number % 2:
+                    kept.append(Held(batch))
+                del batch
+        queue.put(None)
+        run_on(loader, 1)
+        count, wrong = answers.get(timeout=60)
+        for held in kept:
+            held.check()
+    finish(consumer)
+    for channel in (queue, answers):
+        channel.close()
+        channel.join_thread()
+    assert count == 3 * N // BATCH
+    assert wrong == []
+
+
+def test_saving_a_label_writes_the_label_and_not_its_block(loader: DataLoader[Any]) -> None:
+    for batch in loader:
+        image, labels = batch
+        file = io.BytesIO()
+        torch.save(labels, file)
+        plain = io.BytesIO()
+        torch.save(labels.clone(), plain)
+        assert file.tell() <= plain.tell() + 512
+        assert len(pickle.dumps(labels)) <= len(pickle.dumps(labels.clone())) + 512
+        assert labels.untyped_storage().nbytes() == labels.nbytes
+        file.seek(0)
+        equal_batches(torch.load(file), labels.clone())
+        equal_batches(copy.deepcopy(batch), [image.clone(), labels.clone()])
+        assert len(pickle.dumps(image)) <= image.nbytes + 4096
+
+
+def test_batches_take_part_in_training(loader: DataLoader[Any]) -> None:
+    """Autograd keeps parts of a batch; a block given back before ``backward`` makes wrong gradients."""
+    gradients = []
+    for batch in loader:
+        image = batch[0].view(len(batch[0]), -1)[:, :64]
+        weight = torch.ones(64, requires_grad=True)
+        loss = (image * weight).sum()
+        expected = image.sum(0).to(torch.float32)
+        gradients.append((loss, weight, expected))
+        del batch, image
+    for loss, weight, expected in gradients:
+        loss.backward()
+        assert weight.grad is not None
+        equal_batches(weight.grad, expected)
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [image_and_label, mapping, named])
+def test_changing_a_batch_in_place_never_reaches_the_cache_unlike_stocaching(
+    make: Callable[[int], Any], workers: int, live: bool
+) -> None:
+    expected = list(DataLoader(Samples(make, N), batch_size=BATCH))
+    with hotset.cache(Samples(make, N), transform=[_unchanged] if live else None) as cached:
+        loader = hotset.DataLoader(cached, batch_size=BATCH, num_workers=workers)
+        for _ in range(4):
+            for number, batch in enumerate(loader):
+                equal_batches(batch, expected[number])
+                assert scribble(batch) > 0
+                assert difference(batch, expected[number]) is not None
+        assert cached.check() == []
+
+
+def _unchanged(sample: Any) -> Any:
+    return sample
+
+
+def test_changing_a_sample_in_place_in_the_suffix_never_reaches_the_cache() -> None:
+    expected = list(DataLoader(Samples(image_and_label, N), batch_size=BATCH, collate_fn=_scribbled))
+    with hotset.cache(Samples(image_and_label, N), transform=[_scribble_all]) as cached:
+        for workers in (0, 2):
+            loader = hotset.DataLoader(cached, batch_size=BATCH, num_workers=workers)
+            for _ in range(2):
+                equal_batches(list(loader), expected)
+
+
+def _scribble_all(sample: Any) -> Any:
+    scribble(sample)
+    return sample
+
+
+def _scribbled(samples: list[Any]) -> Any:
+    return default_collate([_scribble_all(sample) for sample in samples])
+
+
+def test_no_leaf_of_a_batch_is_read_only_or_shares_memory_with_another() -> None:
+    with hotset.cache(Samples(mapping, N)) as cached:
+        loader = hotset.DataLoader(cached, batch_size=BATCH)
+        for _ in range(2):
+            spans = []
+            kept = list(loader)
+            for leaf in (leaf for batch in kept for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)):
+                assert leaf.numpy().flags.writeable
+                spans.append((leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes))
+            spans.sort()
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_batches_in_hand_stay_valid_after_close() -> None:
+    for live in (False, True):
+        cached = hotset.cache(Samples(big_image_and_label, N), transform=[_negative] if live else None)
+        loader = hotset.DataLoader(cached, batch_size=BATCH, num_workers=2)
+        kept = [Held(batch) for batch in (*loader, *loader)]
+        sample = cached[3]
+        cached.close()
+        del cached, loader
+        gc.collect()
+        for held in kept:
+            held.check()
+            scribble(held.batch)
+        equal_batches(sample, big_image_and_label(3))
+
+
+def test_batches_outlive_the_loader_and_the_cache_that_made_them() -> None:
+    loader = hotset.DataLoader(hotset.cache(Samples(big_image_and_label, N)), batch_size=BATCH, shuffle=True)
+    kept = [Held(batch) for batch in (*loader, *loader)]
+    del loader
+    gc.collect()
+    for held in kept:
+        held.check()
+
+
+def test_memory_does_not_grow_from_epoch_to_epoch(loader: DataLoader[Any]) -> None:
+    """Blocks are recycled: the tenth epoch needs no more memory than the fourth."""
+
+    def resident() -> int:
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    run_on(loader, 4)
+    before = resident()
+    run_on(loader, 10)
+    size = next(iter(loader))[0].nbytes
+    assert resident() - before < 10 * N // BATCH * size / 2
+
+
+def test_ragged_batches_kept_stay_right() -> None:
+    with hotset.cache(Samples(ragged, 40)) as cached:
+        loader = hotset.DataLoader(cached, batch_size=5, collate_fn=hotset.collate.ragged)
+        expected = [{**batch, **{k: list(batch[k]) for k in ("positions", "charges")}} for batch in loader]
+        expected = copy.deepcopy(expected)
+        kept = [batch for _ in range(3) for batch in loader]
+        for _ in loader:
+            pass
+        for batch in kept:
+            batch.update({name: list(batch[name]) for name in ("positions", "charges")})
+        equal_batches(kept, expected * 3)
+
+
+def test_a_dropped_loader_leaves_the_source_unread(tmp_path: Any) -> None:
+    """Making and dropping loaders and iterators of a warm cache reads nothing and leaves nothing running."""
+    log = ReadLog(tmp_path / "reads")
+    with hotset.cache(Counting(image_and_label, N, log), transform=[draw_all]) as cached:
+        list(hotset.DataLoader(cached, batch_size=BATCH))
+        log.reset()
+        for workers in (0, 2):
+            iterator = iter(hotset.DataLoader(cached, batch_size=BATCH, num_workers=workers))
+            next(iterator)
+            del iterator
+        assert log.total() == 0

@@ -1,0 +1,411 @@
+"""A cached run is bit for bit what the same DataLoader gives without the cache.
+
+Three epochs (cold, warm, warm) are recorded from torch's DataLoader on the plain data set: every batch, and
+the states of ``random``, ``numpy.random``, ``torch`` and the loader's own generator after ``iter()``, after
+each batch and after the epoch. Then the same is recorded from hotset's, and the two must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import difference, equal_batches, rng_states, seed_everything
+from live import (
+    HeldGenerator,
+    draw_all,
+    draw_numpy,
+    draw_random,
+    draw_torch,
+    flip_and_crop,
+    halve,
+    reseed_worker,
+    tag_worker,
+)
+from samples import (
+    bfloat_and_half,
+    image_and_label,
+    mapping,
+    named,
+    number,
+    ordered_mapping,
+    permuted,
+    poster_and_label,
+    same_content,
+    small_float,
+    text,
+)
+from sources import Batched, Counting, GlobalDraws, Listed, ListedBatches, ReadLog, Samples, Transformed
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+
+import hotset
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+N = 22  # not a multiple of the batch size: the last batch is short
+EPOCHS = 3
+Options = Callable[[Any], dict[str, Any]]
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+SAMPLERS: dict[str, Options] = {
+    "sequential": lambda ds: {"batch_size": 4},
+    "shuffle": lambda ds: {"batch_size": 4, "shuffle": True},
+    "drop_last": lambda ds: {"batch_size": 4, "shuffle": True, "drop_last": True},
+    "generator": lambda ds: {"batch_size": 4, "shuffle": True, "generator": _generator(5)},
+    "replacement": lambda ds: {
+        "batch_size": 4,
+        "sampler": RandomSampler(ds, replacement=True, num_samples=17),
+    },
+    "weighted": lambda ds: {
+        "batch_size": 4,
+        "sampler": WeightedRandomSampler(np.arange(1, N + 1).tolist(), 19),
+    },
+    "weighted_own_generator": lambda ds: {
+        "batch_size": 5,
+        "sampler": WeightedRandomSampler(range(1, N + 1), 19, generator=_generator(6)),
+    },
+    "draws_each_index": lambda ds: {"batch_size": 4, "sampler": GlobalDraws(N, 18)},
+    "distributed": lambda ds: {
+        "batch_size": 4,
+        "sampler": DistributedSampler(ds, num_replicas=2, rank=1, shuffle=True, seed=3),
+    },
+    "batch_sampler": lambda ds: {
+        "batch_sampler": ListedBatches([[3], [1, 0, 2], list(range(9, 21)), [5, 5]])
+    },
+    "tensor_indices": lambda ds: {"batch_size": 4, "sampler": Listed([*torch.randperm(N), np.int64(3), -1])},
+    "one_by_one": lambda ds: {"batch_size": None, "shuffle": True},
+    "batch_of_one": lambda ds: {"batch_size": 1, "shuffle": True},
+    "one_big_batch": lambda ds: {"batch_size": 100},
+}
+
+SUFFIXES: dict[str, Callable[[], list[Callable[[Any], Any]]]] = {
+    "no suffix": list,
+    "random": lambda: [draw_random],
+    "numpy": lambda: [draw_numpy],
+    "torch": lambda: [draw_torch],
+    "all": lambda: [flip_and_crop, draw_all],
+    "held": lambda: [HeldGenerator()],
+}
+
+
+def record(make_loader: Callable[[], DataLoader[Any]], epochs: int = EPOCHS) -> list[tuple[str, Any, Any]]:
+    """Everything observable of some epochs: ``(moment, RNG states, batch)``, from the same seeds."""
+    seed_everything(4321)
+    random.random()
+    loader = make_loader()
+    observed: list[tuple[str, Any, Any]] = [("making the loader", rng_states(), len(loader))]
+
+    def observe(moment: str, batch: Any = None) -> None:
+        own = loader.generator
+        own_state = None if own is None else hashlib.sha256(own.get_state().numpy().tobytes()).hexdigest()
+        observed.append((moment, (*rng_states(), own_state), batch))
+
+    for epoch in range(epochs):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        iterator = iter(loader)
+        observe(f"epoch {epoch}, iter()")
+        for count, batch in enumerate(iterator):
+            observe(f"epoch {epoch}, batch {count}", batch)
+        observe(f"epoch {epoch}, its end")
+    return observed
+
+
+def compare(got: list[tuple[str, Any, Any]], expected: list[tuple[str, Any, Any]]) -> None:
+    for (moment, states, batch), (true_moment, true_states, true_batch) in zip(got, expected, strict=False):
+        assert moment == true_moment
+        equal_batches(batch, true_batch, moment)
+        for name, state, true_state in zip(
+            ("random", "numpy", "torch", "generator="), states, true_states, strict=False
+        ):
+            assert state == true_state, f"after {moment} the state of {name} is another than with torch's"
+    assert len(got) == len(expected)
+
+
+def check_equal(
+    source: Callable[[], Dataset[Any]],
+    suffix: Callable[[], list[Callable[[Any], Any]]],
+    options: Options,
+    **more: Any,
+) -> None:
+    """Record three epochs of both loaders, each over a data set and transforms of its own, and compare."""
+
+    def plain() -> DataLoader[Any]:
+        dataset = Transformed(source(), suffix())
+        return DataLoader(dataset, **options(dataset), **more)
+
+    transforms = suffix()
+    with hotset.cache(source(), transform=transforms or None, memory="64MiB") as cached:
+
+        def ours() -> DataLoader[Any]:
+            return hotset.DataLoader(cached, **options(cached), **more)
+
+        expected = record(plain)
+        got = record(ours)
+        compare(got, expected)
+        assert len({moment for moment, _, batch in expected if batch is not None}) > EPOCHS
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_equal_in_process(sampler: str, suffix: str) -> None:
+    check_equal(lambda: Samples(image_and_label, N), SUFFIXES[suffix], SAMPLERS[sampler])
+
+
+FORKED = [(sampler, "no suffix") for sampler in SAMPLERS] + [
+    ("shuffle", "held"),
+    ("generator", "all"),
+    ("weighted", "all"),
+    ("draws_each_index", "all"),
+    ("batch_sampler", "all"),
+    ("one_by_one", "all"),
+]
+
+
+@pytest.mark.parametrize(("sampler", "suffix"), FORKED)
+def test_equal_with_forked_workers(sampler: str, suffix: str) -> None:
+    check_equal(
+        lambda: Samples(image_and_label, N),
+        SUFFIXES[suffix],
+        SAMPLERS[sampler],
+        num_workers=2,
+        multiprocessing_context="fork",
+    )
+
+
+@pytest.mark.parametrize(("sampler", "suffix"), [("shuffle", "no suffix"), ("draws_each_index", "all")])
+def test_equal_with_spawned_workers(sampler: str, suffix: str) -> None:
+    check_equal(
+        lambda: Samples(image_and_label, N),
+        SUFFIXES[suffix],
+        SAMPLERS[sampler],
+        num_workers=2,
+        multiprocessing_context="spawn",
+        persistent_workers=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "prefetch"), [("no suffix", 1), ("no suffix", 3), ("all", 3), ("held", 1)]
+)
+def test_equal_with_persistent_workers_and_another_prefetch(suffix: str, prefetch: int) -> None:
+    check_equal(
+        lambda: Samples(image_and_label, N),
+        SUFFIXES[suffix],
+        SAMPLERS["draws_each_index"],
+        num_workers=2,
+        persistent_workers=True,
+        prefetch_factor=prefetch,
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_suffix_runs_in_the_worker_that_torch_would_choose(workers: int) -> None:
+    check_equal(
+        lambda: Samples(image_and_label, N), lambda: [tag_worker], SAMPLERS["shuffle"], num_workers=workers
+    )
+
+
+def test_equal_when_worker_init_fn_reseeds() -> None:
+    check_equal(
+        lambda: Samples(image_and_label, N),
+        SUFFIXES["all"],
+        SAMPLERS["shuffle"],
+        num_workers=2,
+        worker_init_fn=reseed_worker,
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampler", ["shuffle", "draws_each_index", "weighted", "batch_sampler"])
+def test_equal_for_batches_large_enough_for_a_thread(sampler: str, workers: int) -> None:
+    check_equal(lambda: Samples(poster_and_label, N), list, large(SAMPLERS[sampler]), num_workers=workers)
+
+
+def large(options: Options) -> Options:
+    """The same, in batches of eight: 2.4 MB of :func:`poster_and_label`."""
+
+    def made(dataset: Any) -> dict[str, Any]:
+        found = options(dataset)
+        return {**found, "batch_size": 8} if "batch_size" in found else found
+
+    return made
+
+
+KINDS = [mapping, ordered_mapping, named, text, bfloat_and_half, permuted]
+
+
+@pytest.mark.parametrize(
+    ("make", "workers"),
+    [(make, 0) for make in (*KINDS, same_content, number, small_float)] + [(make, 2) for make in KINDS],
+)
+def test_equal_for_every_kind_of_sample(make: Callable[[int], Any], workers: int) -> None:
+    check_equal(lambda: Samples(make, N), list, SAMPLERS["shuffle"], num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_equal_for_tensor_subclasses(workers: int) -> None:
+    from subclasses import boxes_and_masks, meta_tensors
+
+    for make in (boxes_and_masks, meta_tensors):
+        check_equal(partial(Samples, make, 9), list, SAMPLERS["shuffle"], num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_equal_for_a_source_that_reads_whole_batches(workers: int) -> None:
+    check_equal(lambda: Batched(image_and_label, N), list, SAMPLERS["shuffle"], num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("suffix", ["no suffix", "all"])
+def test_equal_after_a_declared_prefix(suffix: str, workers: int) -> None:
+    check_equal(
+        lambda: Samples(image_and_label, N),
+        lambda: [hotset.deterministic(halve), *SUFFIXES[suffix]()],
+        SAMPLERS["shuffle"],
+        num_workers=workers,
+    )
+
+
+Make = Callable[[Dataset[Any]], Any]
+
+
+def _subset(make: Make, uncached: Make) -> Any:
+    return Subset(make(Samples(image_and_label, N)), [5, 3, 3, 21, 0, 8, 13, 12, 1])
+
+
+def _subset_of_subset(make: Make, uncached: Make) -> Any:
+    return Subset(Subset(make(Samples(image_and_label, N)), list(range(20, 2, -2))), [3, 1, 4, 1, 5])
+
+
+def _concat(make: Make, uncached: Make) -> Any:
+    return ConcatDataset([make(Samples(image_and_label, 7)), make(Samples(image_and_label, 9))])
+
+
+def _concat_with_an_uncached_one(make: Make, uncached: Make) -> Any:
+    return ConcatDataset([make(Samples(image_and_label, 7)), uncached(Samples(image_and_label, 5))])
+
+
+def _concat_of_one_cache_twice(make: Make, uncached: Make) -> Any:
+    once = make(Samples(image_and_label, 7))
+    return ConcatDataset([once, Subset(once, [1, 2]), once])
+
+
+def _random_split(make: Make, uncached: Make) -> Any:
+    dataset = make(Samples(image_and_label, N))
+    return torch.utils.data.random_split(dataset, [15, 7], generator=_generator(8))[0]
+
+
+def _subset_of_concat(make: Make, uncached: Make) -> Any:
+    return Subset(_concat(make, uncached), [15, 0, 7, 6, 8, 3])
+
+
+def _concat_of_different_kinds(make: Make, uncached: Make) -> Any:
+    """Batches of four never mix the kinds, as 16 and 8 are multiples of four."""
+    return ConcatDataset([make(Samples(small_float, 16)), make(Samples(number, 8))])
+
+
+WRAPPED = [
+    _subset, _subset_of_subset, _concat, _concat_with_an_uncached_one, _concat_of_one_cache_twice,
+    _random_split, _subset_of_concat,
+]  # fmt: skip
+
+
+def check_wrapped(wrap: Callable[[Make, Make], Any], suffix: list[Any], **options: Any) -> None:
+    caches: list[Any] = []
+
+    def caching(source: Dataset[Any]) -> Any:
+        caches.append(hotset.cache(source, transform=suffix or None))
+        return caches[-1]
+
+    def plain(source: Dataset[Any]) -> Any:
+        return Transformed(source, suffix)
+
+    expected = record(lambda: DataLoader(wrap(plain, plain), **options))
+    cached = wrap(caching, plain)
+    compare(record(lambda: hotset.DataLoader(cached, **options)), expected)
+    for cache in caches:
+        cache.close()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "suffix", "workers"),
+    [(wrap, suffix, 0) for wrap in WRAPPED for suffix in ("no suffix", "all")]
+    + [(wrap, "no suffix", 2) for wrap in WRAPPED]
+    + [(wrap, "all", 2) for wrap in (_subset_of_subset, _concat_of_one_cache_twice, _subset_of_concat)],
+)
+def test_equal_through_torchs_own_wrappers(wrap: Callable[..., Any], suffix: str, workers: int) -> None:
+    check_wrapped(wrap, SUFFIXES[suffix](), batch_size=4, shuffle=True, num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_equal_for_a_concatenation_of_different_kinds_of_samples(workers: int) -> None:
+    check_wrapped(_concat_of_different_kinds, [], batch_size=4, num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("suffix", ["no suffix", "all"])
+def test_torchs_unmodified_loader_over_a_cache_is_equal_too(suffix: str, workers: int) -> None:
+    plain = Transformed(Samples(image_and_label, N), SUFFIXES[suffix]())
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": workers}
+    with hotset.cache(Samples(image_and_label, N), transform=SUFFIXES[suffix]() or None) as cached:
+        expected = record(lambda: DataLoader(plain, **options))
+        compare(record(lambda: DataLoader(cached, **options)), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_row_order_stays_without_shuffle_unlike_mindspore(workers: int) -> None:
+    with hotset.cache(Samples(number, 500)) as cached:
+        loader = hotset.DataLoader(cached, batch_size=7, num_workers=workers)
+        for _ in range(3):
+            assert torch.cat(list(loader)).tolist() == [number(i) for i in range(500)]
+
+
+@pytest.mark.parametrize("suffix", ["random", "numpy", "torch", "all", "held"])
+def test_live_draws_differ_from_epoch_to_epoch(suffix: str) -> None:
+    with hotset.cache(Samples(image_and_label, N), transform=SUFFIXES[suffix]()) as cached:
+        loader = hotset.DataLoader(cached, batch_size=N)
+        first, second, third = (next(iter(loader)) for _ in range(3))
+        assert difference(first, second) is not None
+        assert difference(second, third) is not None
+
+
+def test_building_a_cache_moves_no_rng_and_makes_no_live_draw() -> None:
+    suffix = HeldGenerator()
+    states = rng_states(), str(suffix.rng.bit_generator.state), suffix.generator.get_state().tolist()
+    with hotset.cache(Samples(image_and_label, N), transform=[draw_all, suffix]):
+        after = rng_states(), str(suffix.rng.bit_generator.state), suffix.generator.get_state().tolist()
+        assert after == states
+        assert suffix.calls == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_warm_epochs_read_nothing_from_the_source(workers: int, tmp_path: Any) -> None:
+    """The comparisons above would all hold without any cache; this is what makes them mean something."""
+    log = ReadLog(tmp_path / "reads")
+    with hotset.cache(Counting(image_and_label, N, log)) as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, shuffle=True, num_workers=workers)
+        list(loader)
+        assert log.total() >= N
+        log.reset()
+        for _ in range(2):
+            list(loader)
+        assert log.total() == 0

@@ -1,0 +1,247 @@
+"""What goes wrong in the user's data set comes out as it does from torch's DataLoader: at once, as itself."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import equal_batches, failure, rng_states, seed_everything, taken_apart
+from samples import (
+    image_and_label,
+    none_inside,
+    odd_at_seven,
+    other_dtype_at_500,
+    other_shape_at_500,
+    other_tree_at_500,
+    ragged,
+)
+from sources import (
+    KillsItsWorker,
+    Listed,
+    ListedBatches,
+    PlainError,
+    Raising,
+    RaisingKey,
+    RaisingTwo,
+    Samples,
+    SlowInWorkers,
+)
+from torch.utils.data import DataLoader, Dataset
+
+import hotset
+
+N = 22
+
+
+def story(loader: DataLoader[Any]) -> list[Any]:
+    """All batches of an epoch, and in place of a batch that failed the name of its error."""
+    seen: list[Any] = []
+    iterator = iter(loader)
+    while True:
+        try:
+            seen.append(next(iterator))
+        except StopIteration:
+            return seen
+        except Exception as error:
+            found = taken_apart(error)
+            seen.append((found.kind.__name__, found.last_line))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Raising, RaisingKey, RaisingTwo])
+def test_the_failed_batch_raises_and_the_others_come_as_in_torch(
+    kind: type[Raising], workers: int, tmp_path: Path
+) -> None:
+    source = kind(image_and_label, N, 9, tmp_path / "armed")
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
+    with hotset.cache(source) as cached:
+        source.arm()
+        expected = story(DataLoader(source, **options))
+        assert [type(part) for part in expected].count(tuple) == 1
+        loader = hotset.DataLoader(cached, **options)
+        for state in ("cold", "warm but for the broken one"):
+            equal_batches(story(loader), expected, state)
+        source.disarm()
+        equal_batches(list(loader), list(DataLoader(source, **options)), "mended")
+
+
+def test_an_error_in_a_worker_is_the_users_own_with_the_workers_traceback(tmp_path: Path) -> None:
+    source = Raising(image_and_label, N, 9, tmp_path / "armed")
+    with hotset.cache(source) as cached:
+        source.arm()
+        found = failure(lambda: list(hotset.DataLoader(cached, batch_size=4, num_workers=2)))
+        assert found.kind is PlainError
+        assert found.text.startswith(
+            "Caught PlainError in DataLoader worker process 0.\nOriginal Traceback (most recent call last)"
+        )
+        assert "in misbehave" in found.text
+        assert found.last_line.endswith("PlainError: sample 9 is broken")
+
+
+def test_an_error_without_workers_is_the_users_own_with_its_own_traceback(tmp_path: Path) -> None:
+    source = Raising(image_and_label, N, 9, tmp_path / "armed")
+    with hotset.cache(source) as cached:
+        source.arm()
+        for read in (lambda: cached[9], lambda: list(hotset.DataLoader(cached, batch_size=4))):
+            found = failure(read)
+            assert found.kind is PlainError
+            assert found.text == "sample 9 is broken"
+            assert found.frames[-1] == "misbehave"
+
+
+def _broken_suffix(sample: Any) -> Any:
+    if sample[1] == 9:
+        raise PlainError("the transform is broken")
+    return sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_a_live_transform_is_the_users_own(workers: int) -> None:
+    with hotset.cache(Samples(image_and_label, 10), transform=[_broken_suffix]) as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)
+        for _ in range(2):
+            found = failure(lambda: list(loader))
+            assert found.kind is PlainError
+            assert "the transform is broken" in found.last_line
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_killed_worker_is_torchs_own_error_and_the_cache_lives_on(persistent: bool, tmp_path: Path) -> None:
+    source = KillsItsWorker(image_and_label, N, 9, tmp_path / "armed")
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": persistent}
+    with hotset.cache(source) as cached:
+        source.arm()
+        loader = hotset.DataLoader(cached, **options)
+        found = failure(lambda: list(loader))
+        assert found.kind is RuntimeError
+        assert re.search(r"DataLoader worker \(pid(\(s\))? \d+.*\) (is killed|exited unexp)", found.text)
+        source.disarm()
+        assert cached.check() == []
+        again = hotset.DataLoader(cached, **options)
+        for _ in range(2):
+            equal_batches(list(again), list(DataLoader(source, batch_size=4)))
+        assert cached.stats().cached == N
+        assert cached.check() == []
+
+
+def test_timeout_is_torchs_own_error(tmp_path: Path) -> None:
+    source = SlowInWorkers(image_and_label, N, 9, tmp_path / "armed")
+    with hotset.cache(source) as cached:
+        source.arm()
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=2, timeout=1)
+        iterator = iter(loader)
+        equal_batches([next(iterator), next(iterator)], list(DataLoader(source, batch_size=4))[:2])
+        found = failure(lambda: next(iterator))
+        assert (found.kind, found.text) == (RuntimeError, "DataLoader timed out after 1 seconds")
+        source.disarm()
+        equal_batches(list(loader), list(DataLoader(source, batch_size=4)))
+
+
+@pytest.mark.filterwarnings("ignore::hotset.errors.HotsetWarning")  # that one sample stays uncached
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [none_inside, ragged, odd_at_seven, other_dtype_at_500])
+def test_what_default_collate_refuses_is_refused_alike_cold_and_warm(
+    make: Callable[[int], Any], workers: int
+) -> None:
+    """None and mixed shapes have no batch; the gather must not invent one."""
+
+    def outcomes(dataset: Dataset[Any], loader_type: Any) -> list[Any]:
+        seed_everything()
+        seen: list[Any] = []
+        # Many more batches than workers take ahead, so that one lost to a failed one would be missed.
+        batches = ListedBatches([[1, 2, 3], [6, 7, 8], [499, 500, 501], [0, 4]] * 5)
+        iterator = iter(loader_type(dataset, batch_sampler=batches, num_workers=workers))
+        while True:
+            try:
+                seen.append(next(iterator))
+            except StopIteration:
+                return [*seen, rng_states()]
+            except Exception as error:
+                found = taken_apart(error)
+                seen.append((found.kind.__name__, found.last_line))
+
+    expected = outcomes(Samples(make, 600), DataLoader)
+    with hotset.cache(Samples(make, 600)) as cached:
+        for state in ("cold", "warm", "warm again"):
+            equal_batches(outcomes(cached, hotset.DataLoader), expected, state)
+
+
+@pytest.mark.parametrize("make", [other_shape_at_500, other_dtype_at_500, other_tree_at_500])
+def test_sample_500_of_another_kind_is_served_right_and_left_uncached(make: Callable[[int], Any]) -> None:
+    with hotset.cache(Samples(make, 600)) as cached:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for i in range(600):
+                    equal_batches(cached[i], make(i), f"sample {i}")
+        assert [w.category for w in caught] in ([], [hotset.HotsetWarning])
+        assert cached.stats().cached == 599
+        assert cached.stats().uncached == 1
+        alone = ListedBatches([[499, 3], [500]])
+        expected = list(DataLoader(Samples(make, 600), batch_sampler=alone))
+        for workers in (0, 2):
+            loader = hotset.DataLoader(cached, batch_sampler=alone, num_workers=workers)
+            equal_batches(list(loader), expected)
+        assert cached.check() == []
+
+
+@pytest.mark.parametrize("index", [N, -N - 1, 10**9])
+def test_an_index_out_of_range_is_the_sources_own_error(index: int) -> None:
+    source = Samples(image_and_label, N)
+    with hotset.cache(source) as cached:
+        assert failure(lambda: cached[index]).text == failure(lambda: source[index]).text
+        batches = ListedBatches([[0, 1], [1, index]])
+        for _ in range(2):
+            for workers in (0, 2):
+                loader = hotset.DataLoader(cached, batch_sampler=batches, num_workers=workers)
+                assert failure(partial(list, loader)).kind is IndexError
+            for i in range(N):
+                cached[i]
+
+
+def test_iterating_the_dataset_itself_ends_as_the_sources_does() -> None:
+    """Python iterates anything with ``[i]`` until IndexError."""
+    with hotset.cache(Samples(image_and_label, N)) as cached:
+        equal_batches(list(iter(cached)), list(iter(Samples(image_and_label, N))))
+
+
+def test_an_error_at_the_very_first_sample_is_still_the_users_own(tmp_path: Path) -> None:
+    """Building may read samples; if one of these raises, no other error may come of it than the user's."""
+    for index in range(8):
+        source = Raising(image_and_label, 8, index, tmp_path / "armed")
+        source.arm()
+        with pytest.raises(PlainError, match="is broken"), hotset.cache(source) as cached:
+            list(hotset.DataLoader(cached, batch_size=2))
+        source.disarm()
+
+
+class Failing(Listed):
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        raise PlainError("the sampler is broken")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_the_sampler_raises_in_the_consumers_loop(workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "sampler": Failing(range(9)), "num_workers": workers}
+    with hotset.cache(Samples(image_and_label, N)) as cached:
+        expected = until_failure(DataLoader(Samples(image_and_label, N), **options))
+        assert expected[-1] == ("PlainError", "the sampler is broken")
+        for _ in range(2):
+            equal_batches(until_failure(hotset.DataLoader(cached, **options)), expected)
+
+
+def until_failure(loader: DataLoader[Any]) -> list[Any]:
+    seen: list[Any] = []
+    try:
+        for batch in loader:
+            seen.append(batch)
+    except Exception as error:
+        found = taken_apart(error)
+        seen.append((found.kind.__name__, found.text))
+    return seen
