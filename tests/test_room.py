@@ -45,7 +45,8 @@ def text(i: int) -> tuple[int, str]:
 
 
 def used(store: Store) -> int:
-    return int(store.segment.live[Live.USED])
+    live = store.segment.live
+    return store.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
 
 
 def rows_of(store: Store) -> list[int]:

@@ -50,7 +50,19 @@ def records(schema: Schema, values: Sequence[object]) -> list[Any]:
     buffer = bytearray(b"\xa5" * (at + 16))
     for place, one in enumerate(prepared):
         schema.write(buffer, rows + place * schema.stride, one, 5, tails[place])
-    return schema.read(buffer, rows, tails)
+    found = schema.read(buffer, rows, tails)
+    assert misaligned(found) == []
+    return found
+
+
+def misaligned(value: Any) -> list[str]:
+    """Tensors that do not lie where their dtype may: touching one of 16 bytes an item is a SIGSEGV."""
+    if isinstance(value, torch.Tensor):
+        at = value.data_ptr() if value.numel() else 0
+        return [f"{value.dtype} at {at:#x}"] if at % value.itemsize else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [found for part in value for found in misaligned(part)] if isinstance(value, (list, tuple)) else []
 
 
 def altered(schema: Schema, *values: object) -> list[str]:
@@ -164,6 +176,17 @@ def test_scalars_of_a_type_that_shares_its_dtype_with_another_are_not_exchanged(
     """``np.longlong`` has the dtype of ``np.int64``, and is another type."""
     kinds = (np.int64, np.longlong, np.uint64, np.ulonglong, np.intc, np.uintc)
     assert all_exchanged((one(1), two(1)) for one in kinds for two in kinds) == []
+
+
+def test_tensors_of_sixteen_bytes_an_item_can_be_touched() -> None:
+    """In each of several records that lie one behind the other, beside leaves of other sizes."""
+    for beside in (None, 1, "text", torch.ones(3, dtype=torch.uint8)):
+        for shape in ((), (3,)):
+            sample: list[Any] = [torch.full(shape, 1 + 2j, dtype=torch.complex128), beside]
+            schema = Schema.infer([sample], as_lies=True)
+            check_layout(schema)
+            for got in records(schema, [sample] * 5):
+                assert torch.equal(got[0] + 0, sample[0])
 
 
 def test_every_kind_of_text() -> None:
@@ -643,7 +666,8 @@ def check_layout(schema: Schema) -> None:
         if leaf.fixed_bytes is None:
             assert at % 4 == 0
         elif isinstance(leaf, ArrayLeaf) and leaf.fixed_bytes and leaf.itemsize in (2, 4, 8, 16):
-            assert at % min(leaf.itemsize, 8) == 0
+            assert at % leaf.itemsize == 0
+            assert schema.stride % leaf.itemsize == 0
     assert begin <= schema.stride
     assert schema.stride % 8 == 0
 

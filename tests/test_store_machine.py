@@ -31,6 +31,11 @@ N = 24
 VIEWS = 3
 
 
+def used(store: Store) -> int:
+    live = store.segment.live
+    return store.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+
+
 def version(i: int, reading: int) -> Any:
     """A sample in its ``reading``-th version; some fit no schema, some have large tails."""
     if i % 11 == 7:
@@ -115,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
     def clear(self, view: int) -> None:
         assert self.views[view % len(self.views)].clear()
         self.model.clear()
-        assert int(self.first.segment.live[Live.USED]) == 0
+        assert used(self.first) == 0
 
     # ---- who is attached ------------------------------------------------------------------------------
 
@@ -162,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.views:
             return
         assert self.first.check() == []
-        assert int(self.first.segment.live[Live.USED]) <= self.limit
+        assert used(self.first) <= self.limit
         everything = np.arange(N)
         for view in self.views:
             assert np.flatnonzero(view.present(everything)).tolist() == sorted(self.model)

@@ -134,6 +134,14 @@ class CachedDataset(Dataset[T], Generic[T]):
         source: the data set and its chain, cut in two.
         plan: what is cached, what stays live, and why; print it.
         tell: gets the sentence when samples stay uncached; warns. A loader's worker hands it on instead.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> with cache(TensorDataset(torch.arange(4)), memory="1MiB") as cached:
+        ...     samples = [cached[i] for i in (0, 3, 0)]
+        ...     print(samples[1], cached.stats().hits, cached.check())
+        (tensor(3),) 1 []
     """
 
     def __init__(self, dataset: Dataset[T], source: Source, plan: Plan, store: Store | None) -> None:

@@ -12,7 +12,7 @@ if it varies in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,7 +141,7 @@ def _varying(node: Node, path: Path) -> Iterator[Path]:
         yield path
 
 
-def _collate(samples: list[Any], path: Path, column: Callable[[list[torch.Tensor], Path], Any]) -> Any:
+def _collate(samples: Sequence[Any], path: Path, column: Callable[[list[torch.Tensor], Path], Any]) -> Any:
     """Collate like ``default_collate``, but for columns of arrays, which ``column`` makes."""
     first = samples[0]
     kind = type(first)
@@ -151,12 +151,12 @@ def _collate(samples: list[Any], path: Path, column: Callable[[list[torch.Tensor
         if any(len(sample) != len(first) for sample in samples):
             raise RuntimeError("each element in list of batch should be of equal size")
         parts = [
-            _collate(list(values), (*path, place), column)
+            _collate(values, (*path, place), column)
             for place, values in enumerate(zip(*samples, strict=True))
         ]
         return kind(*parts) if hasattr(first, "_fields") else parts
     if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
         samples = [torch.as_tensor(sample) for sample in samples]
     if all(isinstance(sample, torch.Tensor) for sample in samples) and samples[0].ndim:
-        return column(samples, path)
-    return default_collate(samples)
+        return column(list(samples), path)
+    return default_collate(samples)  # type: ignore[arg-type]

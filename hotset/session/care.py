@@ -70,7 +70,7 @@ def _report(entry: registry.Entry) -> Report:
             "damaged" if problems else "ok",
             samples=segment.geometry.samples,
             cached=int((segment.index >= PRESENT).sum()),
-            bytes=int(live[Live.USED]),
+            bytes=segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])),
             limit=int(live[Live.LIMIT]),
             problems=problems,
         )

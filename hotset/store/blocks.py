@@ -129,7 +129,11 @@ class BlockPool:
         """The memory of a block that is lent already, or lent by this call."""
         reference = self._lent.get(number)
         array = reference() if reference is not None else None
-        return self.lend(number) if array is None else array
+        if array is not None:
+            return array
+        with contextlib.suppress(ValueError):
+            self._free.remove(number)
+        return self.lend(number)
 
     def give_back(self, number: int) -> None:
         """Put a block back that was taken and may not have been lent; nothing happens if it was."""

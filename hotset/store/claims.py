@@ -85,6 +85,9 @@ class Membership:
                 row = self.segment.slots[slot]
                 row[Slot.INCARNATION] += 1
                 row[Slot.PID] = os.getpid()
+                if not self.segment.trusted:
+                    # In a file that may be damaged, an inherited extent might be somebody's record.
+                    row[Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
                 return slot
         return -1
 
@@ -170,7 +173,7 @@ class Claims:
             if not held:
                 return ids[:0]
             words = self._index[ids]
-            free = words == 0
+            free = words < CLAIMED  # absent; or damaged, and of no meaning
             if int(free.sum()) < most:
                 # One look at its lock for each claimant, which has the same word on all its claims.
                 claimed = words[(words >= CLAIMED) & (words < PRESENT)]

@@ -5,7 +5,7 @@ is free, so each region is as large as it could ever need to be, and memory is t
 
 ::
 
-    0                 header        4,096 B   see _HEADER; the metadata's CRC-32 at METADATA_CRC_AT; seven
+    0                 header        4,096 B   see _HEADER; the metadata's CRC-32 at METADATA_CRC_AT; six
                                           live words at LIVE_AT
     metadata_at       metadata      JSON: name, fingerprint, schema
     slots_at          slots         1,024 x 128 B, one for each process that attaches to write
@@ -111,11 +111,10 @@ class Live:
 
     ROWS_NEXT = 0  # rows handed out to slots so far
     LINES_NEXT = 1  # lines handed out so far
-    USED = 2  # bytes reserved by extents
-    LIMIT = 3  # bytes that may be reserved
-    ERA = 4  # how often the cache was cleared: the generation of what is written now
-    CLEAN = 5  # 1 after an orderly end (a segment on disk)
-    TOLD = 6  # 1 once the user was told that samples stay uncached
+    LIMIT = 2  # bytes that extents may take
+    ERA = 3  # counted up when a clear begins and when it ends: odd in between; the generation of records
+    CLEAN = 4  # 1 after an orderly end (a segment on disk)
+    TOLD = 5  # 1 once the user was told that samples stay uncached
 
 
 class Slot:
@@ -176,6 +175,10 @@ class Geometry:
     @cached_property
     def size(self) -> int:
         return _page_up(self.lines_at + self.lines * LINE)
+
+    def taken(self, rows: int, lines: int) -> int:
+        """Bytes that so many rows and lines take."""
+        return rows * self.stride + lines * LINE
 
     @cached_property
     def has_tail(self) -> bool:

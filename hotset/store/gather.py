@@ -25,7 +25,7 @@ import torch
 from hotset.store import format as fmt
 from hotset.store.claims import Ids
 from hotset.store.codecs import codec_named
-from hotset.store.format import PRESENT, ROW_MASK, Live
+from hotset.store.format import PRESENT, ROW_MASK
 from hotset.store.leaves import ArrayLeaf, Leaf, NumberLeaf, TextLeaf
 from hotset.store.ragged import Ragged
 from hotset.store.schema import Group, Node, Schema
@@ -62,6 +62,7 @@ class Copy:
         self.tails: Tails | None = None
         self.lines: torch.Tensor | None = None
         self.line_numbers: Words | None = None
+        self.shapes: list[Words] = []
 
     def run(self) -> None:
         """Copy. The caller keeps torch to one thread."""
@@ -171,6 +172,12 @@ class Gather:
         parts_of: list[Callable[[list[Any], list[Any]], Any]] = [
             self._compile(child, places) for child in group.children
         ]
+        if group.kind in ("list", "tuple", "namedtuple"):
+            # Columns of text in a sequence are what ``zip`` made of it: tuples, and lists everywhere else.
+            parts_of = [
+                _as_tuple(part) if isinstance(child, TextLeaf) else part
+                for child, part in zip(group.children, parts_of, strict=True)
+            ]
         if group.kind in ("dict", "OrderedDict"):
             make = dict if group.kind == "dict" else OrderedDict
             return lambda c, v: make(
@@ -219,9 +226,9 @@ class Gather:
             The copy to be made; None if a sample is not in the store (any more), or there is no memory.
         """
         store = self._store
-        era = int(store.segment.live[Live.ERA])
+        era = store.era()
         words = store.segment.index[ids]
-        if not len(ids) or int(words.min()) < PRESENT or not self._sound(ids):
+        if era is None or not len(ids) or int(words.min()) < PRESENT or not self._sound(ids):
             return None
         rows = words & ROW_MASK
         count = len(ids)
@@ -244,10 +251,13 @@ class Gather:
         if tails is not None:
             copy.tails, copy.lines = tails, block.tensor(size, tails.total * fmt.LINE)
             copy.line_numbers = tails.lines()
+            copy.shapes = self._shapes(rows)
         return copy
 
     def finish(self, copy: Copy, place: Callable[[torch.Tensor, int], Any]) -> Any | None:
         """Return the batch once its bytes are there; None if the store was cleared meanwhile."""
+        if self._store.era() != copy.era:
+            return None
         columns = []
         for number, (column, (out, offset)) in enumerate(zip(self.columns, copy.columns, strict=True)):
             done = out.view(column.dtype).view(copy.count, *column.shape)
@@ -257,27 +267,33 @@ class Gather:
                 done.copy_(lying.permute(0, *back))
             columns.append(place(done, offset))
         variables = self._variables(copy) if copy.tails is not None else []
-        if int(self._store.segment.live[Live.ERA]) != copy.era:
-            return None
         return self._assemble(columns, variables)
 
     def _sound(self, ids: Ids) -> bool:
         return self._store.verified is None or bool(self._store.present(ids).all())
 
+    def _shapes(self, rows: Words) -> list[Words]:
+        """Dimensions of each variable leaf in these rows, of shape (batch, dimensions)."""
+        segment, geometry = self._store.segment, self._store.segment.geometry
+        found = []
+        for place in self._schema.variable:
+            size = (geometry.rows, self._schema.leaves[place].dims)
+            at = geometry.rows_at + self._schema.offsets[place]
+            dims: npt.NDArray[np.uint32] = np.ndarray(
+                size, np.uint32, segment.buffer, at, (geometry.stride, 4)
+            )
+            found.append(dims[rows].astype(np.int64))
+        return found
+
     def _variables(self, copy: Copy) -> list[Any]:
         """The variable leaves of a batch: text as lists, arrays ragged or padded."""
-        schema, geometry = self._schema, self._store.segment.geometry
+        schema = self._schema
         assert copy.tails is not None
         assert copy.lines is not None
         starts = copy.tails.starts * fmt.LINE
         found: list[Any] = []
-        for place in schema.variable:
+        for place, shapes in zip(schema.variable, copy.shapes, strict=True):
             leaf = schema.leaves[place]
-            at = geometry.rows_at + schema.offsets[place]
-            dims: npt.NDArray[np.uint32] = np.ndarray(
-                (geometry.rows, leaf.dims), np.uint32, self._store.segment.buffer, at, (geometry.stride, 4)
-            )
-            shapes = dims[copy.rows].astype(np.int64)
             sizes = shapes.prod(axis=1) * (leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1)
             found.append(self._variable_column(leaf, copy.lines, starts, sizes, shapes))
             starts = starts + -(-sizes // _ALIGN_TAIL) * _ALIGN_TAIL
@@ -333,6 +349,10 @@ Variable = Callable[[Ragged], Any]
 class _Fresh:
     def tensor(self, offset: int, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
+
+
+def _as_tuple(part: Callable[[list[Any], list[Any]], Any]) -> Callable[[list[Any], list[Any]], Any]:
+    return lambda columns, variables: tuple(part(columns, variables))
 
 
 def _count_leaves(node: Node) -> int:

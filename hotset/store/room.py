@@ -19,6 +19,7 @@ as any other to be next, and keeping what one has is optimal.
 
 from __future__ import annotations
 
+import os
 import time
 
 from hotset.store import memory
@@ -43,6 +44,7 @@ class Room:
         self._segment = member.segment
         self._geometry = member.segment.geometry
         self._refused_until = 0.0
+        self._left: dict[tuple[int, int], tuple[int, int]] = {}
         self.why_full: str | None = None
 
     @property
@@ -65,12 +67,18 @@ class Room:
         # process killed in between loses that one row; the other order could hand out a published row.
         with self._member.one_thread():
             row = self._member.row
-            if row[next_word + 1] - row[next_word] < count and not self._extend(
+            begin, end = int(row[next_word]), int(row[next_word + 1])
+            # An extent that this process has not left there itself is believed if it lies in the region
+            # (a predecessor's); one that was changed behind its back (damage, a clear) is not.
+            known = self._left.get((os.getpid(), next_word), (begin, end))
+            sound = 0 <= begin <= end <= capacity and (begin, end) == known
+            if (end - begin < count or not sound) and not self._extend(
                 next_word, live_word, count, size, capacity, start
             ):
                 return -1
-            taken = int(row[next_word])
+            taken, end = int(row[next_word]), int(row[next_word + 1])
             row[next_word] = taken + count
+            self._left[os.getpid(), next_word] = (taken + count, end)
             return taken
 
     def _extend(
@@ -83,8 +91,9 @@ class Room:
         with self._member.short_lock() as held:
             if not held:
                 return False
-            first = int(live[live_word])
-            left = min(capacity - first, (int(live[Live.LIMIT]) - int(live[Live.USED])) // size)
+            first = max(int(live[live_word]), 0)
+            taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+            left = min(capacity - first, (int(live[Live.LIMIT]) - taken) // size)
             units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
             free = memory.headroom()
             # The index is touched word by word, as samples come in: what it may still take is spoken for.
@@ -98,7 +107,6 @@ class Room:
             if not self._segment.reserve(start + first * size, units * size):
                 return self._refuse("the file system that holds it is full; lower `memory=` or free some")
             row = self._member.row
-            live[Live.USED] += units * size
             live[live_word] = first + units
             # What was left of the old extent (too short a run of lines) is given up.
             row[next_word] = first

@@ -7,9 +7,9 @@
     check()           every record's checksum, every index word, every extent
 
 A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and looks at
-the era: only ``clear()`` ever gives rows to other samples, it counts the era up first, and a reader that
-sees it changed forgets its copy. What it returns is always a copy: a user may write to it, and the cache
-never knows.
+the era: only ``clear()`` ever gives rows to other samples, it counts the era up before and after, and a
+reader that sees it odd, or changed, forgets its copy. What it returns is always a copy: a user may write to
+it, and the cache never knows.
 
 Nothing in here fails because there is no room, a claimant died, or a record is damaged: such samples are
 simply not in the store, and come from the source.
@@ -82,10 +82,13 @@ class Store:
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
         # For each claimant that was waited for: what it had published, and since when.
         self._waits: dict[int, tuple[int, float]] = {}
-        self.verified: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+        # The index word under which each sample was found sound; None where that need not be looked at.
+        self.verified: Words | None = None
         if FULL_CHECK or not segment.trusted:
-            self.verified = np.zeros(geometry.samples, bool)
-        self._verified_era = int(segment.live[Live.ERA])
+            self.verified = np.zeros(geometry.samples, np.int64)
+        if not segment.trusted:
+            self._distrust_room()
+        self._damaged = 0
 
     @classmethod
     def create(
@@ -160,6 +163,8 @@ class Store:
             Whatever ``read`` raises, untouched.
         """
         in_hand: dict[int, Any] = {}
+        if self.era() is None:
+            self._finish_clear()
         missing = _unique(ids[self.segment.index[ids] < PRESENT])
         while len(missing):
             taken = missing[:0] if self.room.is_full else self._claims.take(missing, self._chunk)
@@ -269,7 +274,7 @@ class Store:
         claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
         if not claimed.any():
             # Absent, and yet not given: the short lock is stuck. Everything is absent to a lonely reader.
-            yield from missing[words == 0].tolist()
+            yield from missing[words < fmt.CLAIMED].tolist()
             return
         now = time.monotonic()
         patience = max(_PATIENCE_SECONDS, 5 * self._seconds)
@@ -293,17 +298,13 @@ class Store:
     def holds(self, ids: Ids | None = None) -> bool:
         """Whether all of these samples (of all samples, if None) are in the store now."""
         words = self.segment.index if ids is None else self.segment.index[ids]
-        return len(words) > 0 and int(words.min()) >= PRESENT
+        return self.era() is not None and len(words) > 0 and int(words.min()) >= PRESENT
 
     def present(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which of these samples are in the store, and sound."""
         words: Words = self.segment.index[ids]
-        here = words >= PRESENT
+        here = (words >= PRESENT) & (self.era() is not None)
         if self.verified is not None:
-            era = int(self.segment.live[Live.ERA])
-            if era != self._verified_era:
-                self.verified[:] = False
-                self._verified_era = era
             for place in np.flatnonzero(here):
                 here[place] = self._sound(int(ids[place]), int(words[place]))
         return here
@@ -313,9 +314,9 @@ class Store:
 
         The copies lie in one recycled block, which is free again when the last of them is dropped.
         """
-        era = int(self.segment.live[Live.ERA])
+        era = self.era()
         words = self.segment.index[ids]
-        if not (words >= PRESENT).all():
+        if era is None or not (words >= PRESENT).all():
             return None
         stride = self.segment.geometry.stride
         count = len(ids)
@@ -332,9 +333,32 @@ class Store:
             if tails.total:
                 out = _view(block, tails_at, tails.total, fmt.LINE)
                 np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
-        if int(self.segment.live[Live.ERA]) != era:
+        if self.era() != era:
             return None
         return self.schema.read(block, 0, starts.tolist())
+
+    def era(self) -> int | None:
+        """Which clear the store's content comes after; None while one is under way."""
+        era = int(self.segment.live[Live.ERA])
+        return era if era % 2 == 0 else None
+
+    def _distrust_room(self) -> None:
+        """In a file that may be damaged, never hand out room below what is in use, whatever its words say."""
+        geometry, live = self.segment.geometry, self.segment.live
+        words = self.segment.index[self.segment.index >= PRESENT]
+        rows = words & ROW_MASK
+        rows = rows[rows < geometry.rows]
+        if not len(rows):
+            return
+        with self.member.short_lock() as held:
+            if held:
+                live[Live.ROWS_NEXT] = max(int(live[Live.ROWS_NEXT]), int(rows.max()) + 1)
+                if geometry.has_tail:
+                    tails = self.tails(rows)
+                    ends = tails.first + tails.counts
+                    ends = ends[(ends > 0) & (ends <= geometry.lines)]
+                    highest = int(ends.max()) if len(ends) else 0
+                    live[Live.LINES_NEXT] = max(int(live[Live.LINES_NEXT]), highest)
 
     def tails(self, rows: Words) -> Tails:
         """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
@@ -363,13 +387,20 @@ class Store:
     def _sound(self, sample: int, word: int) -> bool:
         """Whether a record is what its writer wrote; looked at once in a process (always off x86-64)."""
         assert self.verified is not None
-        if self.verified[sample]:
+        if self.verified[sample] == word:
             return True
         problem = self.problem(sample, word)
         if problem is not None:
-            warnings.warn(f"{problem}; it is read from the source.", HotsetWarning, stacklevel=2)
+            self._damaged += 1
+            if self._damaged == 1:
+                warnings.warn(
+                    f"{problem}; it is read from the source, like all others that are found damaged.",
+                    HotsetWarning,
+                    stacklevel=2,
+                )
             return False
-        self.verified[sample] = not FULL_CHECK
+        if not FULL_CHECK:
+            self.verified[sample] = word
         return True
 
     def problem(self, sample: int, word: int) -> str | None:
@@ -399,13 +430,26 @@ class Store:
                 return False
             time.sleep(2e-3)
 
+    def _finish_clear(self) -> None:
+        """Bring to an end what a process began to clear and died over."""
+        with self.member.short_lock() as held:
+            if held and self.era() is None:
+                self._forget_everything()
+
     def _forget_everything(self) -> None:
+        """Empty the segment; the caller has the short lock.
+
+        The era is odd meanwhile, so that nobody begins to read, and another one after that, so that who had
+        begun before drops what he read.
+        """
         segment, geometry = self.segment, self.segment.geometry
-        segment.live[Live.ERA] += 1
+        segment.live[Live.ERA] |= 1
         segment.index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
-        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.USED]] = 0
+        segment.slots[:, Slot.STORED_BYTES] = 0
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD]] = 0
         segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        segment.live[Live.ERA] += 1
 
     def close(self) -> None:
         """Detach. What was read stays valid: it is no part of the segment."""
