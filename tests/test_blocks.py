@@ -307,12 +307,14 @@ def _fork_with(
             held[0].fill_(writes)
 
     pid = child(look)
-    os.read(ready, 1)
+    os.close(read)
+    os.close(say)
+    assert os.read(ready, 1) == b"r", "the child has failed"
     meanwhile()
     os.write(tell, b"g")
+    os.close(tell)
+    os.close(ready)
     assert ended(pid) == 0
-    for fd in (read, tell, ready, say):
-        os.close(fd)
 
 
 def test_after_a_fork_private_blocks_are_each_processs_own() -> None:

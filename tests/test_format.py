@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
+from hotset.store.arrays import TORCH_DTYPES
 from hotset.store.format import Geometry, pack_header, unpack_header
-from hotset.store.leaves import TORCH_DTYPES
 from hotset.store.schema import Schema
 
 NAME = "/dev/shm/hotset/imagenet.segment"
@@ -265,7 +265,7 @@ def _stride(sample: Any) -> int:
 
 
 @settings(max_examples=600, deadline=None, database=None)
-@given(st.lists(fixed_leaves, max_size=12))
+@given(st.lists(fixed_leaves, max_size=24))
 def test_a_record_of_fixed_leaves_costs_at_most_64_bytes(sample: list[Any]) -> None:
     assert _stride(sample) - _content(sample) <= 64
 
@@ -274,6 +274,7 @@ def test_usual_records_cost_a_header_and_the_padding_to_eight_bytes() -> None:
     assert _stride((torch.zeros(3, 224, 224, dtype=torch.uint8), 7)) == 150_528 + 8 + 16
     assert _stride(torch.zeros(210, dtype=torch.uint8)) == 16 + 216
     assert _stride(None) == 16
+    assert _stride([True, 1] * 50) == 16 + 8 * 50 + 56
 
 
 @settings(max_examples=300, deadline=None, database=None)

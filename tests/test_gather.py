@@ -24,10 +24,10 @@ from torch.utils.data import default_collate
 
 from hotset.collate import Ragged, pad, ragged
 from hotset.data.collate import bound
+from hotset.store.arrays import TORCH_DTYPES
 from hotset.store.blocks import BlockPool
 from hotset.store.format import PRESENT
 from hotset.store.gather import Copy, Gather, NotGathered
-from hotset.store.leaves import TORCH_DTYPES
 from hotset.store.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -137,6 +137,18 @@ def test_after_the_limit_was_hit_smaller_tails_still_find_room() -> None:
         assert store.check() == []
 
 
+def test_samples_whose_tails_find_no_room_take_none() -> None:
+    def large(i: int) -> str:
+        return "x" * 100_000
+
+    with opened(large, 100, 50_000) as store:
+        for sample in range(100):
+            store.room._refused_until = 0.0  # as after half a second
+            store.fill(ids(sample), large)
+        assert count(store) == 0
+        assert used(store) <= 16 * store.schema.stride
+
+
 # Several processes
 
 

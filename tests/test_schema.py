@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 import samples
@@ -24,8 +25,9 @@ from hypothesis import strategies as st
 
 from hotset.errors import ArgumentError, SegmentError
 from hotset.split.equality import same
+from hotset.store.arrays import TORCH_DTYPES
 from hotset.store.codecs import register_codec
-from hotset.store.leaves import TORCH_DTYPES, ArrayLeaf, Misfit
+from hotset.store.leaves import ArrayLeaf, Misfit
 from hotset.store.schema import Schema
 
 pytestmark = [
@@ -55,14 +57,10 @@ def records(schema: Schema, values: Sequence[object]) -> list[Any]:
     return found
 
 
-def misaligned(value: Any) -> list[str]:
+def misaligned(samples: list[Any]) -> list[str]:
     """Tensors that do not lie where their dtype may: touching one of 16 bytes an item is a SIGSEGV."""
-    if isinstance(value, torch.Tensor):
-        at = value.data_ptr() if value.numel() else 0
-        return [f"{value.dtype} at {at:#x}"] if at % value.itemsize else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [found for part in value for found in misaligned(part)] if isinstance(value, (list, tuple)) else []
+    tensors = [leaf for leaf in helpers.leaves(samples) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    return [f"{t.dtype} at {t.data_ptr():#x}" for t in tensors if t.data_ptr() % t.itemsize]
 
 
 def altered(schema: Schema, *values: object) -> list[str]:

@@ -1,9 +1,11 @@
 """Batches made in this process: gathered from the cache, ahead of use where that pays.
 
 Three batches' worth of blocks are in play: the one the consumer holds, the one it gets next, and the one a
-thread is gathering meanwhile. More would leave the processor's cache. The thread is worth its hand-over
-only for batches that take longer than that (about 100 us, two megabytes); smaller ones are gathered where
-they are asked for.
+thread is gathering meanwhile. More would leave the processor's cache.
+
+A thread gathers ahead where there is something to gain: while the consumer computes. It does not for batches
+that take no longer than the hand-over (about 100 us, two megabytes), nor for a consumer that comes back at
+once, and would only wait for the thread: those batches are gathered where they are asked for.
 
 The thread receives copies that are looked up and laid out already, and does nothing but run them: between
 two of them it needs the interpreter for microseconds, not for as long as the consumer holds it. It draws
@@ -136,6 +138,8 @@ class LocalBatches:
         self._build = build
         self._summary = summary
         self._ahead: _Ahead | None = None
+        self._handed_over = 0.0  # when the last batch was
+        self._cost = float("inf")  # seconds that gathering one took; unknown at first
         self._pid = os.getpid()
 
     def __iter__(self) -> LocalBatches:
@@ -149,19 +153,23 @@ class LocalBatches:
             self._stop()
             self._summary.end()
             raise
-        batch = self._make(indices)
+        batch = self._make(indices, start - self._handed_over)
         self._draws.top_up()
-        self._summary.count(len(indices), time.perf_counter() - start)
+        self._handed_over = time.perf_counter()
+        self._summary.count(len(indices), self._handed_over - start)
         return batch
 
-    def _make(self, indices: Any) -> Any:
+    def _make(self, indices: Any, away: float) -> Any:
+        """The batch of these indices, for a consumer that was away for so many seconds."""
         ids = self._route.resolve(indices)
         if ids is None or self._gather is None:
             return self._build(indices, ids)
-        if self._gather.size(len(ids)) < _WORTH_A_THREAD:
-            batch = self._gather_here(ids)
+        pending = self._ahead.pending if self._ahead is not None else 0
+        worth = self._gather.size(len(ids)) >= _WORTH_A_THREAD and away > self._cost / 2
+        if (pending or worth) and self._pid == os.getpid():  # a forked child has not got the thread
+            batch = self._gather_ahead(ids, _AHEAD if worth else 0)
         else:
-            batch = self._gather_ahead(ids)
+            batch = self._gather_here(ids)
         if batch is None:
             return self._build(indices, ids)
         single = self._route.single
@@ -171,16 +179,18 @@ class LocalBatches:
 
     def _gather_here(self, ids: Ids) -> Any | None:
         assert self._gather is not None
+        start = time.perf_counter()
         copy = self._gather.prepare(self._route.local(ids))
         if copy is None:
             return None
         with one_thread():
             copy.run()
-        return self._gather.finish(copy)
+        batch = self._gather.finish(copy)
+        self._cost = time.perf_counter() - start
+        return batch
 
-    def _gather_ahead(self, ids: Ids) -> Any | None:
-        if self._pid != os.getpid():  # a forked child has the iterator, and not its thread
-            return self._gather_here(ids)
+    def _gather_ahead(self, ids: Ids, distance: int) -> Any | None:
+        """The batch from the thread, which is asked for up to ``distance`` batches, this one counted."""
         assert self._gather is not None
         if self._ahead is None:
             self._ahead = _Ahead()
@@ -188,7 +198,7 @@ class LocalBatches:
         if ahead.pending == 0:
             ahead.ask(self._gather.prepare(self._route.local(ids)))
         # The next batches are asked for before this one is waited for, so that the thread never idles.
-        while ahead.pending < _AHEAD:
+        while ahead.pending < distance:
             later = self._draws.peek(ahead.pending - 1)
             resolved = self._route.resolve(later) if later is not None else None
             if resolved is None:

@@ -11,29 +11,16 @@ tail holds the variable leaves in the tree's order, each on a multiple of 16.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import importlib
 import math
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hotset.errors import SegmentError
-from hotset.store.codecs import codec_named, codec_of
 from hotset.store.format import LINE, RECORD_HEADER, TAIL_COUNT_BITS
-from hotset.store.leaves import (
-    ArrayLeaf,
-    EnumLeaf,
-    Leaf,
-    Misfit,
-    Shape,
-    leaf_from_json,
-    leaf_of,
-    name_of_type,
-)
+from hotset.store.leaves import ArrayLeaf, Leaf, Misfit, Shape
+from hotset.store.tree import Group, Node, build, flatten, from_json, infer, leaves_of, to_json, widen
 
 __all__ = ["Group", "Node", "Prepared", "Schema", "variable_bytes"]
 
@@ -41,30 +28,6 @@ _TAIL = struct.Struct("<Q")
 _TAIL_BYTES = 8
 _ALIGN_TAIL = 16
 _LARGEST_RECORD = 2 << 30
-_DEEPEST = 64
-_KEY_TYPES = (str, int, bool, float, type(None))
-
-
-@dataclass(frozen=True)
-class Group:
-    """An inner node of the tree.
-
-    Attributes:
-        kind: ``dict``, ``OrderedDict``, ``list``, ``tuple``, ``namedtuple``, ``dataclass`` or ``object``.
-        keys: a dict's keys or the fields' names, in order; empty for lists and tuples.
-        children: the nodes below, one for each key or position.
-        type: the class of a namedtuple or dataclass; an object's codec is known by :attr:`codec`.
-        codec: name of the codec (kind ``object``; then there is one child, the flattened tree).
-    """
-
-    kind: str
-    keys: tuple[Any, ...]
-    children: tuple[Node, ...]
-    type: type | None = None
-    codec: str | None = None
-
-
-Node = Group | Leaf
 
 
 @dataclass(frozen=True)
@@ -99,7 +62,7 @@ class Schema:
 
     def __init__(self, tree: Node) -> None:
         self.tree = tree
-        self.leaves: tuple[Leaf, ...] = tuple(_leaves(tree))
+        self.leaves: tuple[Leaf, ...] = tuple(leaves_of(tree))
         self.has_tail = any(leaf.fixed_bytes is None for leaf in self.leaves)
         self.offsets, self.stride = self._lay_out()
         self.variable = [place for place, leaf in enumerate(self.leaves) if leaf.fixed_bytes is None]
@@ -115,12 +78,14 @@ class Schema:
         at = RECORD_HEADER + (_TAIL_BYTES if self.has_tail else 0)
         for place in sorted(range(len(self.leaves)), key=alignment, reverse=True):
             leaf = self.leaves[place]
-            step = min(alignment(place), 8) or 4
+            step = min(alignment(place), 16) or 4
             # Item sizes that are no power of two (numpy's text) need the step up; others never do.
             at = -(-at // step) * step
             offsets[place] = at
             at += 4 * leaf.dims if leaf.fixed_bytes is None else leaf.fixed_bytes
-        return offsets, -(-at // 8) * 8
+        widest = max(map(alignment, range(len(self.leaves))), default=0)
+        step = 16 if widest == 16 else 8  # every row as aligned as the first
+        return offsets, -(-at // step) * step
 
     @classmethod
     def infer(cls, samples: Sequence[object], *, as_lies: bool) -> Schema:
@@ -133,9 +98,9 @@ class Schema:
         Raises:
             Misfit: the first sample holds something that cannot be cached; says where and what.
         """
-        tree = _infer(samples[0], as_lies, "")
+        tree = infer(samples[0], as_lies, "")
         for sample in samples[1:]:
-            tree = _widen(tree, sample)
+            tree = widen(tree, sample)
         return cls(tree)
 
     def prepare(self, sample: object) -> Prepared:
@@ -145,7 +110,7 @@ class Schema:
             Misfit: it does not fit, or is larger than 2 GiB; says where and why.
         """
         found: list[Any] = []
-        _flatten(self.tree, sample, "", found)
+        flatten(self.tree, sample, "", found)
         tail = 0
         dims: list[Shape] = []
         for place in self.variable:
@@ -204,11 +169,11 @@ class Schema:
                 size = variable_bytes(leaf, dims)
                 tails[place] = tail + -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
             found.append(values)
-        return _build(self.tree, iter(found), len(tails))
+        return build(self.tree, iter(found), len(tails))
 
     def to_json(self) -> dict[str, Any]:
         """Return the schema as JSON's types, to be kept in a segment's metadata."""
-        return _node_to_json(self.tree)
+        return to_json(self.tree)
 
     @classmethod
     def from_json(cls, described: Any) -> Schema:
@@ -221,7 +186,7 @@ class Schema:
             SegmentError: it is no schema, or names a type that is none of these.
         """
         try:
-            return cls(_node_from_json(described))
+            return cls(from_json(described))
         except (ArithmeticError, AttributeError, ImportError, LookupError) as error:
             raise SegmentError(f"the segment's schema cannot be read: {error!r}.") from error
         except (RecursionError, TypeError, ValueError) as error:
@@ -231,233 +196,3 @@ class Schema:
 def variable_bytes(leaf: Leaf, dims: Shape) -> int:
     """Bytes that a variable leaf of these dimensions takes in the tail."""
     return math.prod(dims) * (leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1)
-
-
-def _leaves(node: Node) -> Iterator[Leaf]:
-    if isinstance(node, Group):
-        for child in node.children:
-            yield from _leaves(child)
-    else:
-        yield node
-
-
-# How containers of each kind are made, given an iterator over the values of their parts.
-
-_MAKERS: dict[str, Callable[[Group, Iterable[tuple[Any, ...]]], Iterable[Any]]] = {
-    "dict": lambda group, parts: [dict(zip(group.keys, values, strict=True)) for values in parts],
-    "OrderedDict": lambda group, parts: [OrderedDict(zip(group.keys, v, strict=True)) for v in parts],
-    "list": lambda group, parts: map(list, parts),
-    "tuple": lambda group, parts: parts,
-    "namedtuple": lambda group, parts: map(group.type._make, parts),  # type: ignore[union-attr]
-    "dataclass": lambda group, parts: [_make_dataclass(group, values) for values in parts],
-    "object": lambda group, parts: [_codec(group).unflatten(value) for (value,) in parts],
-}
-
-
-def _make_dataclass(group: Group, values: tuple[Any, ...]) -> Any:
-    # Not the constructor: fields with init=False and __post_init__ would change what was stored.
-    assert group.type is not None
-    made: Any = object.__new__(group.type)
-    for key, value in zip(group.keys, values, strict=True):
-        object.__setattr__(made, key, value)
-    return made
-
-
-def _codec(group: Group) -> Any:
-    codec = codec_named(group.codec or "")
-    if codec is None:
-        raise SegmentError(f"no codec is registered for {group.codec}; call hotset.register_codec first.")
-    return codec
-
-
-def _kind_of(value: object) -> tuple[str, tuple[Any, ...], list[Any]] | None:
-    """Kind, keys and parts of a container; None for anything else."""
-    kind = type(value)
-    if kind in (dict, OrderedDict):
-        assert isinstance(value, dict)
-        return kind.__name__, tuple(value), list(value.values())
-    if kind in (list, tuple):
-        return kind.__name__, (), list(value)  # type: ignore[call-overload]
-    if isinstance(value, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make"):
-        if getattr(value, "__dict__", None) or len(kind._fields) != len(value):
-            return None  # a subclass that keeps more than its fields
-        return "namedtuple", kind._fields, list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        if kind.__new__ is object.__new__ and _state(value) == set(names):
-            return "dataclass", names, [getattr(value, name) for name in names]
-    return None
-
-
-def _state(value: object) -> set[str]:
-    """Names of all that an object keeps, in its ``__dict__`` or in slots."""
-    slots = {
-        name
-        for cls in type(value).__mro__
-        for name in _as_tuple(cls.__dict__.get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
-    }
-    return set(getattr(value, "__dict__", ())) | slots
-
-
-def _as_tuple(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _infer(value: object, as_lies: bool, where: str) -> Node:
-    try:
-        leaf = leaf_of(value, as_lies=as_lies)
-        if leaf is not None:
-            leaf.check(value)  # what a kind cannot hold (an int of 100 bits) shows here
-            return leaf
-        codec = codec_of(value)
-        if codec is not None:
-            return Group("object", (), (_infer(codec.flatten(value), as_lies, where),), None, codec.name)
-    except Misfit as misfit:
-        raise Misfit(f"{where or 'the sample'}: {misfit}") from None
-    parts = _kind_of(value)
-    if parts is None:
-        if isinstance(value, enum.Enum):
-            leaf = EnumLeaf(type(value))
-            leaf.check(value)
-            return leaf
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise Misfit(
-            f"{where or 'the sample'}: an object of {name}; hotset.register_codec makes it cacheable"
-        )
-    kind, keys, values = parts
-    if any(type(key) not in _KEY_TYPES and not isinstance(key, enum.Enum) for key in keys):
-        raise Misfit(f"{where or 'the sample'}: a dict with keys that are neither text nor numbers")
-    if where.count("[") > _DEEPEST:
-        raise Misfit("a sample that is nested too deeply, or contains itself")
-    children = tuple(
-        _infer(part, as_lies, f"{where}[{key!r}]")
-        for key, part in zip(keys or range(len(values)), values, strict=True)
-    )
-    return Group(kind, keys, children, type(value) if kind in ("namedtuple", "dataclass") else None)
-
-
-def _parts(group: Group, value: object, where: str) -> list[Any]:
-    """The children's values of a container that fits this group.
-
-    Raises:
-        Misfit: it is of another kind, or has other keys or another length.
-    """
-    if group.kind == "object":
-        codec = codec_of(value)
-        if codec is None or codec.name != group.codec:
-            raise Misfit(f"{where or 'the sample'}: {type(value).__name__} instead of {group.codec}")
-        try:
-            return [codec.flatten(value)]
-        except Misfit as misfit:
-            raise Misfit(f"{where or 'the sample'}: {misfit}") from None
-    parts = _kind_of(value)
-    if parts is None or parts[0] != group.kind or (group.type is not None and type(value) is not group.type):
-        raise Misfit(f"{where or 'the sample'}: {type(value).__name__} instead of {group.kind}")
-    # Keys may be equal and yet not the same: True, 1 and 1.0 are.
-    same_keys = parts[1] == group.keys and list(map(type, parts[1])) == list(map(type, group.keys))
-    if not same_keys or len(parts[2]) != len(group.children):
-        raise Misfit(f"{where or 'the sample'}: other keys or another length than in the first samples")
-    return parts[2]
-
-
-def _flatten(node: Node, value: object, where: str, found: list[Any]) -> None:
-    if isinstance(node, Group):
-        names: Any = node.keys or range(len(node.children))
-        for name, child, part in zip(names, node.children, _parts(node, value, where), strict=True):
-            _flatten(child, part, f"{where}[{name!r}]" if node.kind != "object" else where, found)
-        return
-    try:
-        found.append(node.check(value))
-    except Misfit as misfit:
-        raise Misfit(f"{where or 'the sample'}: {misfit}") from None
-
-
-def _widen(node: Node, value: object) -> Node:
-    """The node, with leaves made variable where this value asks for it; unchanged where it cannot fit."""
-    if not isinstance(node, Group):
-        return node.widen(value)
-    try:
-        parts = _parts(node, value, "")
-    except Misfit:
-        return node
-    children = tuple(_widen(child, part) for child, part in zip(node.children, parts, strict=True))
-    return dataclasses.replace(node, children=children)
-
-
-def _build(node: Node, found: Iterator[list[Any]], count: int) -> list[Any]:
-    """The node's value in each of ``count`` samples, from the values of all leaves in the tree's order."""
-    if not isinstance(node, Group):
-        return next(found)
-    children = [_build(child, found, count) for child in node.children]
-    parts: Iterable[tuple[Any, ...]] = zip(*children, strict=True) if children else [()] * count
-    return list(_MAKERS[node.kind](node, parts))
-
-
-def _node_to_json(node: Node) -> dict[str, Any]:
-    if not isinstance(node, Group):
-        return node.to_json()
-    return {
-        "group": node.kind,
-        "keys": [_key_to_json(key) for key in node.keys],
-        "children": [_node_to_json(child) for child in node.children],
-        "type": name_of_type(node.type) if node.type is not None else None,
-        "codec": node.codec,
-    }
-
-
-def _key_to_json(key: Any) -> Any:
-    return {"enum": name_of_type(type(key)), "member": key.name} if isinstance(key, enum.Enum) else key
-
-
-def _key_from_json(described: Any) -> Any:
-    if isinstance(described, dict):
-        return _import(described["enum"], "enum")[described["member"]]  # type: ignore[index]
-    _require(type(described) in _KEY_TYPES, "a key of another type")
-    return described
-
-
-def _node_from_json(described: Any) -> Node:
-    if "group" not in described:
-        return leaf_from_json(described, _import)
-    kind, name, codec = described["group"], described["type"], described["codec"]
-    _require(kind in _MAKERS, f"no such kind: {kind!r}")
-    children = tuple(_node_from_json(child) for child in described["children"])
-    keys = tuple(_key_from_json(key) for key in described["keys"])
-    cls = None
-    if kind in ("namedtuple", "dataclass"):
-        cls = _import(name, kind)
-        _require(keys == _fields(cls, kind), f"{name} has other fields")
-    if kind in ("dict", "OrderedDict"):
-        _require(len(set(keys)) == len(keys), "a key twice")
-    if kind == "object":
-        _require(isinstance(codec, str) and not keys and len(children) == 1, "an object is one tree")
-    elif kind in ("list", "tuple"):
-        _require(not keys, "a sequence has no keys")
-    else:
-        _require(len(keys) == len(children), "as many keys as children")
-    return Group(kind, keys, children, cls, codec if kind == "object" else None)
-
-
-def _fields(cls: Any, kind: str) -> tuple[str, ...]:
-    return tuple(cls._fields) if kind == "namedtuple" else tuple(f.name for f in dataclasses.fields(cls))
-
-
-def _require(fits: bool, why: str) -> None:
-    if not fits:
-        raise ValueError(why)
-
-
-def _import(name: str, kind: str) -> type:
-    """The class of that name, if it is of that kind: a schema must not be a way to call anything else."""
-    module, _, qualname = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    fits = isinstance(found, type) and (
-        (kind == "namedtuple" and issubclass(found, tuple) and hasattr(found, "_make"))
-        or (kind == "dataclass" and dataclasses.is_dataclass(found))
-        or (kind == "enum" and issubclass(found, enum.Enum))
-    )
-    _require(fits, f"{name} is no {kind}")
-    return found  # type: ignore[no-any-return]
