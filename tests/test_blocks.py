@@ -299,6 +299,7 @@ def _fork_with(
     ready, say = os.pipe()
 
     def look() -> None:
+        os.close(tell)  # whether it is told, or its parent has failed: the read below comes to an end
         assert held[0].eq(value).all()
         os.write(say, b"r")
         os.read(read, 1)
@@ -309,12 +310,14 @@ def _fork_with(
     pid = child(look)
     os.close(read)
     os.close(say)
-    assert os.read(ready, 1) == b"r", "the child has failed"
-    meanwhile()
-    os.write(tell, b"g")
-    os.close(tell)
-    os.close(ready)
-    assert ended(pid) == 0
+    try:
+        assert os.read(ready, 1) == b"r", "the child has failed"
+        meanwhile()
+    finally:
+        os.close(tell)
+        os.close(ready)
+        code = ended(pid)
+    assert code == 0
 
 
 def test_after_a_fork_private_blocks_are_each_processs_own() -> None:

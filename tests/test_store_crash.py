@@ -65,6 +65,7 @@ def survives(store: Store, other: Store) -> None:
     assert count(other) == N
     for view in (store, other):
         assert view.check() == []
+        assert stored(view).keys() == set(range(N))
         assert wrong(stored(view), sample) == {}
 
 
@@ -427,7 +428,8 @@ def test_an_index_word_that_means_nothing_is_a_miss() -> None:
                 store.segment.index[3] = word
                 if word < PRESENT:
                     assert wrong(store.fill(ids(2, 3, 4), sample), sample) == {}
-                    assert wrong(stored(store, ids(1, 2, 4)), sample) == {}
+                    assert stored(store).keys() == {1, 2, 3, 4}
+                    assert wrong(stored(store), sample) == {}
                 else:
                     assert store.problem(3, word) is not None
 
@@ -475,6 +477,15 @@ def test_an_index_word_that_changes_after_its_record_was_verified_is_looked_at_a
         store.segment.index[3] = store.segment.index[4]
         with pytest.warns(HotsetWarning, match="sample 3"):
             assert not store.present(ids(3))[0]
+
+
+def test_an_extent_that_changes_behind_its_holders_back_is_not_used(tmp_path: Path) -> None:
+    with opened(sample, N, path=tmp_path / "segment") as store:
+        store.fill(np.arange(6), sample)
+        store.segment.slots[store.member.slot, [Slot.ROW_NEXT, Slot.LINE_NEXT]] = 0
+        store.fill(np.arange(N), sample)
+        assert store.check() == []
+        assert wrong(stored(store), sample) == {}
 
 
 # The stress run
