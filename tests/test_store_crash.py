@@ -488,6 +488,36 @@ def test_an_extent_that_changes_behind_its_holders_back_is_not_used(tmp_path: Pa
         assert wrong(stored(store), sample) == {}
 
 
+def test_the_check_names_what_is_wrong() -> None:
+    def found(damage: Callable[[Store], object]) -> str:
+        with opened(sample, N) as store:
+            store.fill(np.arange(6), sample)
+            assert store.check() == []
+            damage(store)
+            return " | ".join(store.check())
+
+    def set_word(i: int, word: int | None = None) -> Callable[[Store], None]:
+        def damage(store: Store) -> None:
+            store.segment.index[i] = int(store.segment.index[3]) if word is None else word
+
+        return damage
+
+    def set_live(place: int, value: int) -> Callable[[Store], None]:
+        def damage(store: Store) -> None:
+            store.segment.live[place] = value
+
+        return damage
+
+    assert "sample 2: its index word names row" in found(set_word(2, PRESENT | 1 << 39))
+    assert "sample 9: its index word is damaged" in found(set_word(9, 4))
+    assert "samples 3 and 4 share row" in found(set_word(4))
+    assert "extents add up to" in found(set_live(Live.LIMIT, 100))
+    # Rows and lines in use that would be handed out again.
+    assert found(set_live(Live.ROWS_NEXT, 2)) != ""
+    assert found(set_live(Live.ROWS_NEXT, -1)) != ""
+    assert found(set_live(Live.LINES_NEXT, 2)) != ""
+
+
 # The stress run
 
 
