@@ -49,18 +49,36 @@ def check_segment(segment: Segment) -> list[str]:
     problems: list[str] = []
     geometry = segment.geometry
     owners: dict[int, int] = {}
+    lines = 0
     for sample, word in enumerate(segment.index.tolist()):
         if word >= PRESENT:
             problem = record_problem(segment, sample, word)
             if problem is not None:
                 problems.append(problem)
+            else:
+                lines = max(lines, _lines_end(segment, word & ROW_MASK))
             row = word & ROW_MASK
             if owners.setdefault(row, sample) != sample:
                 problems.append(f"samples {owners[row]} and {sample} share row {row}")
         elif word != 0 and not fmt.CLAIMED <= word < PRESENT:
             problems.append(f"sample {sample}: its index word is damaged")
+    # Looked at after the index: room only ever grows while others write.
     live = segment.live
+    rows = max((row + 1 for row in owners if row < geometry.rows), default=0)
+    if rows > int(live[Live.ROWS_NEXT]) or lines > int(live[Live.LINES_NEXT]):
+        problems.append("rows or lines in use lie beyond what was handed out, and would be handed out again")
     used, limit = geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])), int(live[Live.LIMIT])
     if not 0 <= used <= limit:
         problems.append(f"the extents add up to {used:,} bytes, and {limit:,} are allowed")
     return problems
+
+
+def _lines_end(segment: Segment, row: int) -> int:
+    """The line after the last one of a sound record's tail; 0 if it has none."""
+    geometry = segment.geometry
+    if not geometry.has_tail:
+        return 0
+    (place,) = struct.unpack_from(
+        "<Q", segment.buffer, geometry.rows_at + row * geometry.stride + RECORD_HEADER
+    )
+    return int((place >> fmt.TAIL_COUNT_BITS) + (place & ((1 << fmt.TAIL_COUNT_BITS) - 1)))
