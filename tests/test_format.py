@@ -280,7 +280,7 @@ def test_usual_records_cost_a_header_and_the_padding_to_eight_bytes() -> None:
 @settings(max_examples=300, deadline=None, database=None)
 @given(
     st.lists(fixed_leaves, max_size=3),
-    st.lists(st.one_of(st.text(max_size=600), st.binary(max_size=600)), min_size=1, max_size=3),
+    st.lists(st.one_of(st.text(max_size=600), st.binary(max_size=600)), min_size=1, max_size=2),
     st.integers(0, 400),
 )
 def test_a_record_with_tails_costs_at_most_64_bytes_and_the_padding_of_the_tails(
