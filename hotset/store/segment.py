@@ -157,6 +157,8 @@ class Segment:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise SegmentError(f"{name} is not a usable hotset segment: it is no file.")
+        if isinstance(where, str) and (status.st_nlink != 1 or status.st_uid != os.geteuid()):
+            raise SegmentError(f"{name} is not safely ours: it has another owner, or another name besides.")
         if isinstance(where, Address) and status.st_ino != where.inode:
             raise SegmentError(f"{name} is gone: process {where.pid} has another file there now.")
         geometry, nonce = unpack_header(os.pread(fd, HEADER_BYTES, 0), status.st_size, name)
