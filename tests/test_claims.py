@@ -23,7 +23,7 @@ from stores import attached, child, count, ended, ids, in_child, kill, lingering
 
 from hotset.store import locks
 from hotset.store.claims import Claims, Ids, Membership
-from hotset.store.format import CLAIMED, PRESENT, SLOT_SHIFT, SLOTS, Geometry, Slot
+from hotset.store.format import CLAIMED, PRESENT, SLOT_SHIFT, SLOTS, Geometry, Live, Slot
 from hotset.store.segment import Segment
 
 N = 64
@@ -421,3 +421,12 @@ def test_processes_that_walk_in_one_order_read_each_sample_once_however_long_it_
         with os.fdopen(read, "rb") as file:
             assert len(file.read()) == 256
         assert count(store) == 256
+
+
+def test_nothing_is_claimed_in_the_midst_of_a_clear() -> None:
+    with opened(torch.tensor, 10, 1 << 20) as store:
+        claims = Claims(store.member)
+        store.segment.live[Live.ERA] += 1
+        assert len(claims.take(np.arange(10), 10)) == 0
+        store.segment.live[Live.ERA] += 1
+        assert len(claims.take(np.arange(10), 10)) == 10

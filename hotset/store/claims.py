@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.store import locks
-from hotset.store.format import CLAIMED, INCARNATION_MASK, PRESENT, SLOT_SHIFT, SLOTS, Slot
+from hotset.store.format import CLAIMED, INCARNATION_MASK, PRESENT, SLOT_SHIFT, SLOTS, Live, Slot
 from hotset.store.segment import Segment, Words
 
 __all__ = ["Claims", "Membership"]
@@ -170,7 +170,9 @@ class Claims:
             return ids[:0]
         mine = self._word(slot)
         with self._member.short_lock() as held:
-            if not held:
+            # In the middle of a clear (the era is odd) nothing may be claimed: what is published now could
+            # land in a row that the clear's end hands to somebody else.
+            if not held or int(self._member.segment.live[Live.ERA]) % 2:
                 return ids[:0]
             words = self._index[ids]
             free = words < CLAIMED  # absent; or damaged, and of no meaning
