@@ -49,7 +49,7 @@ class _Leaving(Membership):
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits as they are, but shorter: what follows them is looked at here."""
     monkeypatch.setattr("hotset.store.claims._LOCK_SECONDS", 0.3)
-    monkeypatch.setattr("hotset.store.store._PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("hotset.store.fill._PATIENCE_SECONDS", 0.3)
 
 
 @pytest.fixture

@@ -40,8 +40,10 @@ from stores import (
 import hotset.store
 from hotset import HotsetWarning
 from hotset.store.claims import Claims, Membership
+from hotset.store.fill import Filler
 from hotset.store.format import PRESENT, Live, Slot
 from hotset.store.leaves import ArrayLeaf
+from hotset.store.records import Records
 from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.segment import Segment
@@ -123,16 +125,18 @@ def _before_storing_to_its_slot(word: int) -> Callable[[], None]:
 POINTS: dict[str, Callable[[], None]] = {
     "after the claim": _after(Claims, "take"),
     "after memory was reserved for an extent": _after(Segment, "reserve"),
-    "after the row was taken": _after(Room, "take_row"),
-    "after the lines were taken": _after(Room, "take_lines"),
+    "after the row was taken": _after(Room, "_take_rows"),
+    "after the lines were taken": _after(Room, "_take_lines"),
     "midway through the write": _midway_through_the_write,
     "after the write, before the record's header": _after(Schema, "write"),
-    "after the record's header, before the index word": _after(Store, "_write"),
+    "after the record's header, before it is in the file": _after(Records, "_lay_out"),
+    "after the row, before the tail": _after(Segment, "write"),
+    "after the write, before the index word": _after(Records, "write"),
     "after the index word, before the counters": _before_storing_to_its_slot(Slot.STORED),
     "before its extent's begin is entered": _before_storing_to_its_slot(Slot.ROW_NEXT),
     "before its extent's end is entered": _before_storing_to_its_slot(Slot.ROW_END),
     "before its lines' extent's end is entered": _before_storing_to_its_slot(Slot.LINE_END),
-    "after all, before the claims are released": _after(Store, "_put"),
+    "after all, before the claims are released": _after(Filler, "_store"),
 }
 
 

@@ -243,8 +243,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         if store.room.why_full is not None:
             cached = int((store.segment.index >= PRESENT).sum())
             why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.room.why_full}"
-        elif store.misfits >= max(_MISFITS_WORTH_TELLING, len(self) // 100):
-            why = f"{store.misfits:,} samples and more stay uncached: {store.misfit}"
+        elif store.filler.misfits >= max(_MISFITS_WORTH_TELLING, len(self) // 100):
+            why = f"{store.filler.misfits:,} samples and more stay uncached: {store.filler.misfit}"
         else:
             return
         live[Live.TOLD] = 1

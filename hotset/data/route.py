@@ -52,8 +52,9 @@ class Route:
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             return None
         ids = ids.astype(np.int64, copy=False)
-        low = int(ids.min())
-        if low < -self.length or int(ids.max()) >= self.length:
+        # The ufuncs themselves: the arrays' methods are Python around them, and this is done for every batch.
+        low = int(np.minimum.reduce(ids))
+        if low < -self.length or int(np.maximum.reduce(ids)) >= self.length:
             return None
         return np.where(ids < 0, ids + self.length, ids) if low < 0 else ids
 

@@ -172,13 +172,13 @@ class _InWorker:
         if single is None or single.source.live:
             return self._collate(self.route.samples(ids), desk)
         store, local = single.store, self.route.local(ids)
-        before = store.reads if store is not None else 0
+        before = store.filler.reads if store is not None else 0
         in_hand = single.fill(local, keep=self._not_gathered)
         batch = self._gathered(local, desk)
         if batch is None:
             return self._collate(self.route.samples(ids, in_hand), desk)
         if store is not None:
-            store.count_hits(len(ids) - (store.reads - before))
+            store.count_hits(len(ids) - (store.filler.reads - before))
         return batch
 
     def _gathered(self, local: Ids, desk: _Desk) -> Any | None:

@@ -28,10 +28,15 @@ and ``word & ROW_MASK`` is its row number.
 
     +0   length      u32   bytes of the row and its tail that the checksum covers
     +4   generation  u32
-    +8   checksum    u32   CRC-32 over sample number, length, generation, then row from +16, then tail
+    +8   checksum    u32   over sample number, length, generation, then row from +16, then tail
     +12  zero        u32
     +16  tail        u64   first line:40 | number of lines:24   (only if the schema has variable leaves)
     ...  fixed leaves, then the dimensions of variable leaves; zeros up to the stride
+
+The checksum is a CRC-32 of sums: of each part, the whole pages are added up as 512 columns of u64 (modulo
+2**64), and the CRC runs over the 4,096 bytes of the sums and over what is left of the part. It finds what
+happens to memory and files (flipped bits, lost or stale pages, another record's bytes), not two pages of
+one record that have changed places, and costs a fifth of a CRC over everything (8 and 40 us for 150 KB).
 
 The sample's number is part of the checksum: a damaged index word that points at another sample's record
 is found like a damaged record. The order of stores is record first, index word last; that this order is
@@ -51,6 +56,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from hotset.errors import SegmentError
 
@@ -236,6 +243,14 @@ def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
 
 
 def checksum(sample: int, length: int, generation: int, row: memoryview, tail: memoryview | None) -> int:
-    """CRC-32 of a record: its identity, its row from the record header on, and its tail."""
-    crc = zlib.crc32(row, zlib.crc32(_RECORD_PREFIX.pack(sample, length, generation)))
-    return zlib.crc32(tail, crc) if tail is not None else crc
+    """Checksum of a record: its identity, its row from the record header on, and its tail."""
+    crc = _checksum_of_part(row, zlib.crc32(_RECORD_PREFIX.pack(sample, length, generation)))
+    return _checksum_of_part(tail, crc) if tail is not None else crc
+
+
+def _checksum_of_part(part: memoryview, crc: int) -> int:
+    whole = len(part) // PAGE * PAGE
+    if whole <= PAGE:
+        return zlib.crc32(part, crc)
+    pages = np.frombuffer(part, "<u8", whole // 8).reshape(-1, PAGE // 8)
+    return zlib.crc32(part[whole:], zlib.crc32(np.add.reduce(pages, axis=0), crc))

@@ -228,7 +228,7 @@ class Gather:
         store = self._store
         era = store.era()
         words = store.segment.index[ids]
-        if era is None or not len(ids) or int(words.min()) < PRESENT or not self._sound(ids):
+        if era is None or not len(ids) or int(np.minimum.reduce(words)) < PRESENT or not self._sound(ids):
             return None
         rows = words & ROW_MASK
         count = len(ids)

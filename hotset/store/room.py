@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from hotset.store import memory
 from hotset.store.claims import Membership
@@ -52,42 +53,78 @@ class Room:
         """Whether the last extent was refused, less than half a second ago."""
         return time.monotonic() < self._refused_until
 
-    def take_row(self) -> int:
-        """Return the number of a row for this process to fill, or -1 if there is no room."""
-        geometry = self._geometry
-        return self._take(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows, geometry.rows_at)
+    def take(self, tails: Sequence[int]) -> list[tuple[int, int]]:
+        """Take a row for each of these records, and a run of lines for each tail.
 
-    def take_lines(self, count: int) -> int:
-        """Return the first of ``count`` lines in a run, or -1 if there is no room."""
-        geometry = self._geometry
-        return self._take(Slot.LINE_NEXT, Live.LINES_NEXT, count, LINE, geometry.lines, geometry.lines_at)
+        Args:
+            tails: lines of each record's tail; 0 for none.
 
-    def _take(self, next_word: int, live_word: int, count: int, size: int, capacity: int, start: int) -> int:
-        # The extent's end is the word after its next one. The row is taken before it is written: a
-        # process killed in between loses that one row; the other order could hand out a published row.
+        Returns:
+            Row and first line of each record, in order; fewer than asked for where room ends.
+        """
+        places: list[tuple[int, int]] = []
         with self._member.one_thread():
-            row = self._member.row
-            begin, end = int(row[next_word]), int(row[next_word + 1])
-            # An extent that this process has not left there itself is believed if it lies in the region
-            # (a predecessor's); one that was changed behind its back (damage, a clear) is not.
-            known = self._left.get((os.getpid(), next_word), (begin, end))
-            sound = 0 <= begin <= end <= capacity and (begin, end) == known
-            if (end - begin < count or not sound) and not self._extend(
-                next_word, live_word, count, size, capacity, start
-            ):
-                return -1
-            taken, end = int(row[next_word]), int(row[next_word + 1])
-            row[next_word] = taken + count
-            self._left[os.getpid(), next_word] = (taken + count, end)
-            return taken
+            rows = self._take_rows(len(tails))
+            for row, lines in zip(rows, tails, strict=False):
+                line = self._take_lines(lines) if lines else 0
+                if line < 0:
+                    self._give_back(rows[len(places) :])
+                    break
+                places.append((row, line))
+        return places
 
-    def _extend(
-        self, next_word: int, live_word: int, count: int, size: int, capacity: int, start: int
-    ) -> bool:
+    def _take_rows(self, count: int) -> list[int]:
+        geometry = self._geometry
+        rows: list[int] = []
+        while len(rows) < count:
+            first, taken = self._take(
+                Slot.ROW_NEXT, Live.ROWS_NEXT, 1, count - len(rows), geometry.stride, geometry.rows
+            )
+            if not taken:
+                break
+            rows.extend(range(first, first + taken))
+        return rows
+
+    def _take_lines(self, count: int) -> int:
+        first, taken = self._take(Slot.LINE_NEXT, Live.LINES_NEXT, count, count, LINE, self._geometry.lines)
+        return first if taken else -1
+
+    def _give_back(self, rows: list[int]) -> None:
+        """Put back the rows that were taken last; those of an extent before this one are lost."""
+        row = self._member.row
+        begin, end = int(row[Slot.ROW_NEXT]), int(row[Slot.ROW_END])
+        while rows and rows[-1] == begin - 1:
+            begin = rows.pop()
+        row[Slot.ROW_NEXT] = begin
+        self._left[os.getpid(), Slot.ROW_NEXT] = (begin, end)
+
+    def _take(
+        self, next_word: int, live_word: int, least: int, most: int, size: int, capacity: int
+    ) -> tuple[int, int]:
+        """Take up to ``most`` units; returns the first and how many, 0 if ``least`` cannot be had."""
+        # The extent's end is the word after its next one. What is taken is entered before it is written: a
+        # process killed in between loses that; the other order could hand out a published row.
+        row = self._member.row
+        begin, end = int(row[next_word]), int(row[next_word + 1])
+        # An extent that this process has not left there itself is believed if it lies in the region
+        # (a predecessor's); one that was changed behind its back (damage, a clear) is not.
+        known = self._left.get((os.getpid(), next_word), (begin, end))
+        sound = 0 <= begin <= end <= capacity and (begin, end) == known
+        if end - begin < least or not sound:
+            if not self._extend(next_word, live_word, least, size, capacity):
+                return 0, 0
+            begin, end = int(row[next_word]), int(row[next_word + 1])
+        taken = min(most, end - begin)
+        row[next_word] = begin + taken
+        self._left[os.getpid(), next_word] = (begin + taken, end)
+        return begin, taken
+
+    def _extend(self, next_word: int, live_word: int, count: int, size: int, capacity: int) -> bool:
         """Reserve an extent of at least ``count`` units for this process's slot."""
         if self.is_full or self._member.slot < 0:
             return False
         live = self._segment.live
+        start = self._geometry.rows_at if live_word == Live.ROWS_NEXT else self._geometry.lines_at
         with self._member.short_lock() as held:
             if not held:
                 return False
@@ -101,11 +138,11 @@ class Room:
             if units * size > room:
                 units = count
             if units > left:
-                return self._refuse("its memory limit is reached; raise `memory=`")
+                return self.refuse("its memory limit is reached; raise `memory=`")
             if units * size > room:
-                return self._refuse(f"{free.what} has no more to give; lower `memory=` or free some")
+                return self.refuse(f"{free.what} has no more to give; lower `memory=` or free some")
             if not self._segment.reserve(start + first * size, units * size):
-                return self._refuse("the file system that holds it is full; lower `memory=` or free some")
+                return self.refuse("the file system that holds it is full; lower `memory=` or free some")
             row = self._member.row
             live[live_word] = first + units
             # What was left of the old extent (too short a run of lines) is given up.
@@ -113,7 +150,8 @@ class Room:
             row[next_word + 1] = first + units
         return True
 
-    def _refuse(self, why: str) -> bool:
+    def refuse(self, why: str) -> bool:
+        """Say that there is no room, and why; it is asked for again after half a second. Returns False."""
         self.why_full = why
         self._refused_until = time.monotonic() + _RETRY_SECONDS
         return False

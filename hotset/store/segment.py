@@ -184,6 +184,16 @@ class Segment:
             raise
         return True
 
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write to the file, past the mapping, whose pages it does not fault in.
+
+        Raises:
+            OSError: the file system cannot take it, or this segment is closed.
+        """
+        while len(data):
+            written = os.pwrite(self.fd, data, offset)
+            data, offset = data[written:], offset + written
+
     def populate(self, offset: int, length: int, *, write: bool = False) -> None:
         """Map these pages into this process at once, so that no later touch faults (Linux 5.14)."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,10 @@ from hotset.errors import HotsetWarning, SegmentError
 from hotset.store import format as fmt
 from hotset.store import memory
 from hotset.store.blocks import BlockPool
-from hotset.store.check import RECORD, check_segment, record_problem
-from hotset.store.claims import Claims, Ids, Membership
+from hotset.store.check import check_segment, record_problem
+from hotset.store.claims import Ids, Membership
+from hotset.store.fill import Filler
 from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
-from hotset.store.leaves import Misfit
 from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
@@ -45,9 +44,6 @@ __all__ = ["FULL_CHECK", "Store", "Tails"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_CHUNK_SECONDS = 2e-3
-_LARGEST_CHUNK = 64
-_PATIENCE_SECONDS = 2.0
 FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
 _ALIGN = 64
 
@@ -58,30 +54,20 @@ class Store:
     Attributes:
         segment: the mapped file.
         schema: the tree that its samples share.
-        reads: how many samples this process has read from the source for it.
-        misfits: how many samples that this process read did not fit the schema.
-        misfit: a sentence about the first of them.
+        filler: brings samples in, and counts what it met.
+        room: what is left for them.
     """
 
     def __init__(self, segment: Segment, schema: Schema) -> None:
         self.segment = segment
         self.schema = schema
-        self.misfit = ""
-        self.misfits = 0
-        self.reads = 0
         geometry = segment.geometry
         self.member = Membership(segment)
         self.room = Room(self.member)
         self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
         self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
-        self._claims = Claims(self.member)
+        self.filler = Filler(self.member, self.room, schema)
         self._scratch: BlockPool | None = None
-        # Rows taken and not used, with process and era: a forked child, or who comes after a clear, has
-        # no right to them.
-        self._spare_rows: list[tuple[int, int, int]] = []
-        self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
-        # For each claimant that was waited for: what it had published, and since when.
-        self._waits: dict[int, tuple[int, float]] = {}
         # The index word under which each sample was found sound; None where that need not be looked at.
         self.verified: Words | None = None
         if FULL_CHECK or not segment.trusted:
@@ -162,136 +148,9 @@ class Store:
         Raises:
             Whatever ``read`` raises, untouched.
         """
-        in_hand: dict[int, Any] = {}
         if self.era() is None:
             self._finish_clear()
-        missing = _unique(ids[self.segment.index[ids] < PRESENT])
-        while len(missing):
-            taken = missing[:0] if self.room.is_full else self._claims.take(missing, self._chunk)
-            if len(taken):
-                self._fill_claimed(taken, read, in_hand, keep)
-            else:
-                for sample in self._unclaimable(missing):
-                    in_hand[sample] = self._read_one(sample, read)
-            words = self.segment.index[missing]
-            done = words >= PRESENT
-            for place in np.flatnonzero(~done):
-                done[place] = int(missing[place]) in in_hand
-            missing = missing[~done]
-        return in_hand
-
-    @property
-    def _chunk(self) -> int:
-        """How many samples to claim at once: about two milliseconds' worth, one while that is unknown.
-
-        Few, so that processes that walk the same order share the work instead of waiting for one of them.
-        """
-        if self._seconds <= 0.0:
-            return 1
-        return max(1, min(int(_CHUNK_SECONDS / self._seconds), _LARGEST_CHUNK))
-
-    def _fill_claimed(
-        self, taken: Ids, read: Callable[[int], Any], in_hand: dict[int, Any], keep: bool
-    ) -> None:
-        try:
-            for sample in taken.tolist():
-                value = self._read_one(sample, read)
-                if not self._put(sample, value) or keep:
-                    in_hand[sample] = value
-                del value
-        finally:
-            self._claims.release(taken)
-
-    def _read_one(self, sample: int, read: Callable[[int], Any]) -> Any:
-        start = time.perf_counter_ns()
-        value = read(sample)
-        spent = time.perf_counter_ns() - start
-        self._seconds = spent / 1e9 if self._seconds <= 0.0 else 0.9 * self._seconds + 0.1e-9 * spent
-        self.reads += 1
-        counters = self.member.row
-        counters[Slot.MISSES] += 1
-        counters[Slot.FILL_NS] += spent
-        return value
-
-    def _put(self, sample: int, value: Any) -> bool:
-        """Write a claimed sample's record and publish it, if it fits and there is room."""
-        counters = self.member.row
-        try:
-            prepared = self.schema.prepare(value)
-        except Misfit as misfit:
-            counters[Slot.REJECTED] += 1
-            self.misfits += 1
-            if self.misfits == 1:
-                self.misfit = f"sample {sample} does not fit the first samples' form: {misfit}"
-            return False
-        row = self._take_row()
-        lines = prepared.tail_lines
-        line = self.room.take_lines(lines) if row >= 0 and lines else 0
-        if row < 0 or line < 0:
-            if row >= 0:
-                self._spare_rows.append((os.getpid(), int(self.segment.live[Live.ERA]), row))
-            counters[Slot.REJECTED] += 1
-            return False
-        word = self._write(sample, prepared, row, line)
-        self.segment.index[sample] = word
-        counters[Slot.STORED] += 1
-        counters[Slot.STORED_BYTES] += self.schema.stride + lines * fmt.LINE
-        return True
-
-    def _take_row(self) -> int:
-        while self._spare_rows:
-            pid, era, row = self._spare_rows.pop()
-            if pid == os.getpid() and era == int(self.segment.live[Live.ERA]):
-                return row
-        return self.room.take_row()
-
-    def _write(self, sample: int, prepared: Any, row: int, line: int) -> int:
-        """Write one record; returns the index word that publishes it."""
-        geometry, buffer = self.segment.geometry, self.segment.buffer
-        row_at = geometry.rows_at + row * geometry.stride
-        tail_at = geometry.lines_at + line * fmt.LINE
-        self.schema.write(buffer, row_at, prepared, line, tail_at)
-        generation = int(self.segment.live[Live.ERA]) & fmt.GENERATION_MASK
-        length = geometry.stride - RECORD_HEADER + prepared.tail_bytes
-        view = memoryview(buffer)
-        tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
-        crc = fmt.checksum(
-            sample, length, generation, view[row_at + RECORD_HEADER : row_at + geometry.stride], tail
-        )
-        RECORD.pack_into(buffer, row_at, length, generation, crc)
-        return PRESENT | generation << fmt.GENERATION_SHIFT | row
-
-    def _unclaimable(self, missing: Ids) -> Iterator[int]:
-        """Of samples that cannot be claimed, yield those to be read without a claim; wait for the others.
-
-        Without room nobody claims. Otherwise each is another process's, and waited for while that one gets
-        on: until it has published nothing for two seconds, or for five times what a sample takes.
-        """
-        if self.room.is_full or self.member.slot < 0:
-            yield from missing.tolist()
-            return
-        words = self.segment.index[missing]
-        claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
-        if not claimed.any():
-            # Absent, and yet not given: the short lock is stuck. Everything is absent to a lonely reader.
-            yield from missing[words < fmt.CLAIMED].tolist()
-            return
-        now = time.monotonic()
-        patience = max(_PATIENCE_SECONDS, 5 * self._seconds)
-        stuck = set()
-        for word in set(words[claimed].tolist()):
-            published = self._claims.published(word)
-            before, since = self._waits.get(word, (-1, now))
-            if published != before:
-                since = now
-            self._waits[word] = (published, since)
-            if now - since > patience:
-                stuck.add(word)
-        for sample, word in zip(missing[claimed].tolist(), words[claimed].tolist(), strict=True):
-            if word in stuck:
-                yield sample
-        if not stuck:
-            time.sleep(2e-4)
+        return self.filler.fill(ids, read, keep)
 
     # ---- reading -------------------------------------------------------------------------------------
 
@@ -423,7 +282,7 @@ class Store:
             with self.member.short_lock() as held:
                 words = segment.index
                 claimed = words[(words >= fmt.CLAIMED) & (words < PRESENT)]
-                if held and not any(self._claims.is_open(word) for word in set(claimed.tolist())):
+                if held and not any(self.filler.claims.is_open(word) for word in set(claimed.tolist())):
                     self._forget_everything()
                     return True
             if time.monotonic() > deadline:
@@ -479,11 +338,6 @@ class Tails:
         offsets = np.repeat(self.first - self.starts, self.counts)
         offsets += np.arange(self.total)
         return offsets
-
-
-def _unique(ids: Ids) -> Ids:
-    """The distinct numbers, in the order in which they first come."""
-    return ids[np.sort(np.unique(ids, return_index=True)[1])] if len(ids) > 1 else ids
 
 
 def _bytes_view(segment: Segment, offset: int, rows: int, width: int) -> Bytes:

@@ -1,0 +1,176 @@
+"""Filling: absent samples are claimed, read from the source, written, and published.
+
+::
+
+    absent ── claim a few ── read them ── take room ── write their records ── publish their words
+                                              └── no room, or another form: handed to the caller only
+
+Samples are claimed in chunks of about two milliseconds' worth, so that processes which walk the same order
+share the work instead of waiting for one of them, and so that samples which cost nothing to read share the
+price of claiming and writing. What another living process has claimed is waited for, boundedly, after all
+others; who has waited long enough reads the source himself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from hotset.store import format as fmt
+from hotset.store.claims import Claims, Ids, Membership
+from hotset.store.format import PRESENT, Slot
+from hotset.store.leaves import Misfit
+from hotset.store.records import Record, Records
+from hotset.store.room import Room
+from hotset.store.schema import Schema
+
+__all__ = ["Filler"]
+
+Read = Callable[[int], Any]
+
+_CHUNK_SECONDS = 2e-3
+_LARGEST_CHUNK = 64
+_PATIENCE_SECONDS = 2.0
+
+
+class Filler:
+    """Fills one store on behalf of this process.
+
+    Attributes:
+        reads: how many samples this process has read from the source for it.
+        misfits: how many of them did not fit the schema.
+        misfit: a sentence about the first of those.
+    """
+
+    def __init__(self, member: Membership, room: Room, schema: Schema) -> None:
+        self.misfit = ""
+        self.misfits = 0
+        self.reads = 0
+        self.claims = Claims(member)
+        self._member = member
+        self._segment = member.segment
+        self._room = room
+        self._schema = schema
+        self._records = Records(member.segment, schema)
+        self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
+        # For each claimant that was waited for: what it had published, and since when.
+        self._waits: dict[int, tuple[int, float]] = {}
+
+    def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
+        """See :meth:`hotset.store.store.Store.fill`."""
+        in_hand: dict[int, Any] = {}
+        missing = _unique(ids[self._segment.index[ids] < PRESENT])
+        while len(missing):
+            taken = missing[:0] if self._room.is_full else self.claims.take(missing, self._chunk)
+            if len(taken):
+                self._fill_claimed(taken, read, in_hand, keep)
+            else:
+                for sample in self._unclaimable(missing):
+                    in_hand.update(self._read([sample], read))
+            words = self._segment.index[missing]
+            done = words >= PRESENT
+            for place in np.flatnonzero(~done):
+                done[place] = int(missing[place]) in in_hand
+            missing = missing[~done]
+        return in_hand
+
+    @property
+    def _chunk(self) -> int:
+        """How many samples to claim at once; one while it is unknown what they cost."""
+        if self._seconds <= 0.0:
+            return 1
+        return max(1, min(int(_CHUNK_SECONDS / self._seconds), _LARGEST_CHUNK))
+
+    def _fill_claimed(self, taken: Ids, read: Read, in_hand: dict[int, Any], keep: bool) -> None:
+        values: dict[int, Any] = {}
+        try:
+            try:
+                self._read(taken.tolist(), read, values)
+            finally:  # what was read before an exception is stored all the same
+                stored = self._store(values)
+                in_hand.update(values if keep else {s: v for s, v in values.items() if s not in stored})
+        finally:
+            self.claims.release(taken)
+
+    def _read(self, samples: list[int], read: Read, values: dict[int, Any] | None = None) -> dict[int, Any]:
+        values = {} if values is None else values
+        start = time.perf_counter_ns()
+        try:
+            for sample in samples:
+                values[sample] = read(sample)
+        finally:
+            spent = time.perf_counter_ns() - start
+            count = max(len(values), 1)
+            each = spent / 1e9 / count
+            self._seconds = each if self._seconds <= 0.0 else 0.9 * self._seconds + 0.1 * each
+            self.reads += len(values)
+            counters = self._member.row
+            counters[Slot.MISSES] += len(values)
+            counters[Slot.FILL_NS] += spent
+        return values
+
+    def _store(self, values: dict[int, Any]) -> set[int]:
+        """Write and publish these claimed samples, as far as they fit and there is room; returns which."""
+        fitting = []
+        for sample, value in values.items():
+            try:
+                fitting.append((sample, self._schema.prepare(value)))
+            except Misfit as misfit:
+                self.misfits += 1
+                if self.misfits == 1:
+                    self.misfit = f"sample {sample} does not fit the first samples' form: {misfit}"
+        places = self._room.take([prepared.tail_lines for _, prepared in fitting])
+        records = [Record(*fit, *place) for fit, place in zip(fitting, places, strict=False)]
+        try:
+            words = self._records.write(records)
+        except OSError as error:
+            self._room.refuse(f"its file cannot be written ({error}); give it another place")
+            records, words = [], []
+        stored = [record.sample for record in records]
+        self._segment.index[stored] = words
+        counters = self._member.row
+        counters[Slot.STORED] += len(stored)
+        counters[Slot.REJECTED] += len(values) - len(stored)
+        lines = sum(record.prepared.tail_lines for record in records)
+        counters[Slot.STORED_BYTES] += len(stored) * self._schema.stride + lines * fmt.LINE
+        return set(stored)
+
+    def _unclaimable(self, missing: Ids) -> Iterator[int]:
+        """Of samples that cannot be claimed, yield those to be read without a claim; wait for the others.
+
+        Without room nobody claims. Otherwise each is another process's, and waited for while that one gets
+        on: until it has published nothing for two seconds, or for five times what a sample takes.
+        """
+        if self._room.is_full or self._member.slot < 0:
+            yield from missing.tolist()
+            return
+        words = self._segment.index[missing]
+        claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
+        if not claimed.any():
+            # Absent, and yet not given: the short lock is stuck. Everything is absent to a lonely reader.
+            yield from missing[words < fmt.CLAIMED].tolist()
+            return
+        now = time.monotonic()
+        patience = max(_PATIENCE_SECONDS, 5 * self._seconds)
+        stuck = set()
+        for word in set(words[claimed].tolist()):
+            published = self.claims.published(word)
+            before, since = self._waits.get(word, (-1, now))
+            if published != before:
+                since = now
+            self._waits[word] = (published, since)
+            if now - since > patience:
+                stuck.add(word)
+        for sample, word in zip(missing[claimed].tolist(), words[claimed].tolist(), strict=True):
+            if word in stuck:
+                yield sample
+        if not stuck:
+            time.sleep(2e-4)
+
+
+def _unique(ids: Ids) -> Ids:
+    """The distinct numbers, in the order in which they first come."""
+    return ids[np.sort(np.unique(ids, return_index=True)[1])] if len(ids) > 1 else ids
