@@ -31,7 +31,7 @@ and ``word & ROW_MASK`` is its row number.
     +8   checksum    u32   over sample number, length, generation, then row from +16, then tail
     +12  zero        u32
     +16  tail        u64   first line:40 | number of lines:24   (only if the schema has variable leaves)
-    ...  fixed leaves, then the dimensions of variable leaves; zeros up to the stride
+    ...  the dimensions of variable leaves (u32 each), then the fixed leaves; zeros up to the stride
 
 The checksum is a CRC-32 of sums: of each part, the whole pages are added up as 512 columns of u64 (modulo
 2**64), and the CRC runs over the 4,096 bytes of the sums and over what is left of the part. It finds what

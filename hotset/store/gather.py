@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hotset.store import format as fmt
@@ -62,7 +61,6 @@ class Copy:
         self.tails: Tails | None = None
         self.lines: torch.Tensor | None = None
         self.line_numbers: Words | None = None
-        self.shapes: list[Words] = []
 
     def run(self) -> None:
         """Copy. The caller keeps torch to one thread."""
@@ -71,7 +69,7 @@ class Copy:
         if self.lines is not None and self.line_numbers is not None and len(self.line_numbers):
             # Lines are contiguous and short: numpy takes them twice as fast as torch.
             into = self.lines.numpy().reshape(-1, fmt.LINE)
-            np.take(self.gather.lines, self.line_numbers, axis=0, out=into, mode="clip")
+            self.gather.lines.take(self.line_numbers, axis=0, out=into, mode="clip")
 
 
 class NotGathered(Exception):
@@ -251,7 +249,6 @@ class Gather:
         if tails is not None:
             copy.tails, copy.lines = tails, block.tensor(size, tails.total * fmt.LINE)
             copy.line_numbers = tails.lines()
-            copy.shapes = self._shapes(rows)
         return copy
 
     def finish(self, copy: Copy, place: Callable[[torch.Tensor, int], Any]) -> Any | None:
@@ -272,19 +269,6 @@ class Gather:
     def _sound(self, ids: Ids) -> bool:
         return self._store.verified is None or bool(self._store.present(ids).all())
 
-    def _shapes(self, rows: Words) -> list[Words]:
-        """Dimensions of each variable leaf in these rows, of shape (batch, dimensions)."""
-        segment, geometry = self._store.segment, self._store.segment.geometry
-        found = []
-        for place in self._schema.variable:
-            size = (geometry.rows, self._schema.leaves[place].dims)
-            at = geometry.rows_at + self._schema.offsets[place]
-            dims: npt.NDArray[np.uint32] = np.ndarray(
-                size, np.uint32, segment.buffer, at, (geometry.stride, 4)
-            )
-            found.append(dims[rows].astype(np.int64))
-        return found
-
     def _variables(self, copy: Copy) -> list[Any]:
         """The variable leaves of a batch: text as lists, arrays ragged or padded."""
         schema = self._schema
@@ -292,11 +276,15 @@ class Gather:
         assert copy.lines is not None
         starts = copy.tails.starts * fmt.LINE
         found: list[Any] = []
-        for place, shapes in zip(schema.variable, copy.shapes, strict=True):
+        for place in schema.variable:
             leaf = schema.leaves[place]
-            sizes = shapes.prod(axis=1) * (leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1)
+            shapes = copy.tails.heads[str(place)].astype(np.int64)
+            sizes = np.multiply.reduce(shapes, axis=1)
+            if isinstance(leaf, ArrayLeaf):
+                sizes *= leaf.itemsize
             found.append(self._variable_column(leaf, copy.lines, starts, sizes, shapes))
-            starts = starts + -(-sizes // _ALIGN_TAIL) * _ALIGN_TAIL
+            if place != schema.variable[-1]:
+                starts = starts + -(-sizes // _ALIGN_TAIL) * _ALIGN_TAIL
         return found
 
     def _variable_column(

@@ -4,9 +4,10 @@ The first samples give it. A leaf whose shape is the same in all of them is fixe
 variable; text always is. A later sample that does not fit (another tree, dtype, number of dimensions, or
 another shape where all were alike) is served from the source and stays uncached; nothing fails.
 
-A record's row holds, after its header and (with variable leaves) the tail's place, the fixed leaves in
-order of falling item size, so that none needs padding, then the dimensions of variable leaves as u32. The
-tail holds the variable leaves in the tree's order, each on a multiple of 16.
+A record's row holds, after its header, the *head* if there are variable leaves (the tail's place, then the
+dimensions of each variable leaf as u32: together, so that one look at a row finds all that is needed to copy
+its tail), then the fixed leaves in order of falling item size. The tail holds the variable leaves in the
+tree's order, each on a multiple of 16.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from hotset.errors import SegmentError
 from hotset.store.format import LINE, RECORD_HEADER, TAIL_COUNT_BITS
@@ -57,6 +60,8 @@ class Schema:
         leaves: all leaves, in the tree's order.
         offsets: for each leaf its offset in the row: of its bytes if fixed, of its dimensions if variable.
         stride: bytes of a row.
+        variable: places of the variable leaves among ``leaves``.
+        head: numpy's dtype of what a row begins with, behind its record header, if there are such leaves.
         has_tail: whether there are variable leaves.
     """
 
@@ -64,28 +69,44 @@ class Schema:
         self.tree = tree
         self.leaves: tuple[Leaf, ...] = tuple(leaves_of(tree))
         self.has_tail = any(leaf.fixed_bytes is None for leaf in self.leaves)
-        self.offsets, self.stride = self._lay_out()
         self.variable = [place for place, leaf in enumerate(self.leaves) if leaf.fixed_bytes is None]
+        self.offsets, self.stride = self._lay_out()
+        self.head = self._head()
 
     def _lay_out(self) -> tuple[list[int], int]:
         def alignment(place: int) -> int:
             leaf = self.leaves[place]
-            if leaf.fixed_bytes is None:
-                return 0
-            return leaf.itemsize if isinstance(leaf, ArrayLeaf) else min(leaf.fixed_bytes, 8)
+            return leaf.itemsize if isinstance(leaf, ArrayLeaf) else min(leaf.fixed_bytes or 0, 8)
 
         offsets = [0] * len(self.leaves)
         at = RECORD_HEADER + (_TAIL_BYTES if self.has_tail else 0)
-        for place in sorted(range(len(self.leaves)), key=alignment, reverse=True):
-            leaf = self.leaves[place]
-            step = min(alignment(place), 16) or 4
-            # Item sizes that are no power of two (numpy's text) need the step up; others never do.
+        for place in self.variable:
+            offsets[place] = at
+            at += 4 * self.leaves[place].dims
+        at = -(-at // 8) * 8  # so that heads which are gathered lie on whole words
+        fixed = [place for place, leaf in enumerate(self.leaves) if leaf.fixed_bytes is not None]
+        for place in sorted(fixed, key=alignment, reverse=True):
+            step = min(alignment(place), 16) or 1
             at = -(-at // step) * step
             offsets[place] = at
-            at += 4 * leaf.dims if leaf.fixed_bytes is None else leaf.fixed_bytes
-        widest = max(map(alignment, range(len(self.leaves))), default=0)
+            at += self.leaves[place].fixed_bytes or 0
+        widest = max(map(alignment, fixed), default=0)
         step = 16 if widest == 16 else 8  # every row as aligned as the first
         return offsets, -(-at // step) * step
+
+    def _head(self) -> np.dtype[Any]:
+        """The head of a row: ``tail`` and, under each variable leaf's place in the tree, its dimensions."""
+        places = [str(place) for place in self.variable]
+        shapes = [(self.leaves[place].dims,) for place in self.variable]
+        offsets = [self.offsets[place] - RECORD_HEADER for place in self.variable]
+        return np.dtype(
+            {
+                "names": ["tail", *places],
+                "formats": ["<i8", *(("<u4", shape) for shape in shapes)],
+                "offsets": [0, *offsets],
+                "itemsize": -(-(_TAIL_BYTES + 4 * sum(math.prod(shape) for shape in shapes)) // 8) * 8,
+            }
+        )
 
     @classmethod
     def infer(cls, samples: Sequence[object], *, as_lies: bool) -> Schema:

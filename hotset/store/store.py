@@ -66,6 +66,10 @@ class Store:
         self.room = Room(self.member)
         self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
         self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
+        self._heads: Bytes | None = None
+        if schema.has_tail:
+            width, at = schema.head.itemsize, geometry.rows_at + RECORD_HEADER
+            self._heads = np.ndarray((geometry.rows,), f"V{width}", segment.buffer, at, (geometry.stride,))
         self.filler = Filler(self.member, self.room, schema)
         self._scratch: BlockPool | None = None
         # The index word under which each sample was found sound; None where that need not be looked at.
@@ -221,15 +225,8 @@ class Store:
 
     def tails(self, rows: Words) -> Tails:
         """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
-        geometry = self.segment.geometry
-        words: Words = np.ndarray(
-            (geometry.rows,),
-            np.int64,
-            self.segment.buffer,
-            geometry.rows_at + RECORD_HEADER,
-            (geometry.stride,),
-        )[rows]
-        return Tails(words >> fmt.TAIL_COUNT_BITS, words & ((1 << fmt.TAIL_COUNT_BITS) - 1))
+        assert self._heads is not None
+        return Tails(self._heads[rows].view(self.schema.head))
 
     def count_hits(self, count: int) -> None:
         """Count samples that this process served from the store without reading the source."""
@@ -320,22 +317,25 @@ class Tails:
     """Runs of lines: where they lie in the segment, and where they go when gathered one behind the other.
 
     Attributes:
+        heads: the heads of the rows that they belong to (:attr:`Schema.head`).
         first: first line of each run in the segment.
         counts: lines of each run.
         starts: first line of each run among the gathered ones.
         total: how many lines there are in all.
     """
 
-    def __init__(self, first: Words, counts: Words) -> None:
-        self.first = first
-        self.counts = counts
-        ends = np.cumsum(counts)
-        self.starts: Words = ends - counts
+    def __init__(self, heads: npt.NDArray[np.void]) -> None:
+        self.heads = heads
+        words: Words = heads["tail"]
+        self.first: Words = words >> fmt.TAIL_COUNT_BITS
+        self.counts: Words = words & ((1 << fmt.TAIL_COUNT_BITS) - 1)
+        ends: Words = np.add.accumulate(self.counts)
+        self.starts: Words = ends - self.counts
         self.total = int(ends[-1]) if len(ends) else 0
 
     def lines(self) -> Words:
         """The numbers of all lines, in the order in which they are gathered."""
-        offsets = np.repeat(self.first - self.starts, self.counts)
+        offsets: Words = (self.first - self.starts).repeat(self.counts)
         offsets += np.arange(self.total)
         return offsets
 
