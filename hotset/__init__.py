@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         NotCacheable,
         QuantityError,
         SegmentError,
+        StateError,
         UnsupportedPlatform,
     )
     from hotset.split.declare import deterministic, nondeterministic
@@ -50,6 +51,7 @@ _HOMES = {
             "NotCacheable",
             "QuantityError",
             "SegmentError",
+            "StateError",
             "UnsupportedPlatform",
         ],
         "hotset.errors",
@@ -66,6 +68,7 @@ __all__ = [
     "NotCacheable",
     "QuantityError",
     "SegmentError",
+    "StateError",
     "UnsupportedPlatform",
     "cache",
     "collate",

@@ -9,6 +9,7 @@ file, an owner that died) is a :class:`HotsetWarning`, and samples come from the
     HotsetError
      ├── QuantityError      (ValueError)   "12 parsecs" is not an amount of memory
      ├── ArgumentError      (ValueError)   an argument outside its range, an empty data set
+     ├── StateError         (ValueError)   a loader's state that is damaged, or another loader's
      ├── NotCacheable       (TypeError)    the source draws random numbers, or cannot be read twice alike
      ├── UnsupportedPlatform (OSError)     not Linux
      ├── SegmentError       (OSError)      a segment that is truncated, corrupt, or of another format
@@ -26,6 +27,7 @@ __all__ = [
     "NotCacheable",
     "QuantityError",
     "SegmentError",
+    "StateError",
     "UnsupportedPlatform",
 ]
 
@@ -40,6 +42,10 @@ class QuantityError(HotsetError, ValueError):
 
 class ArgumentError(HotsetError, ValueError):
     """An argument outside what it may be, or a data set with nothing in it."""
+
+
+class StateError(HotsetError, ValueError):
+    """A loader cannot go on from this state: it is damaged, or of another data set, sampler or version."""
 
 
 class NotCacheable(HotsetError, TypeError):

@@ -298,6 +298,14 @@ class CachedDataset(Dataset[T], Generic[T]):
             fill_seconds=sums[Slot.FILL_NS] / 1e9,
         )
 
+    def served(self) -> tuple[int, int]:
+        """Hits and misses of :meth:`stats`, without counting what is cached."""
+        store = self.store
+        if store is None:
+            return 0, self._own_misses
+        hits, misses = store.segment.slots[:, Slot.HITS : Slot.MISSES + 1].sum(axis=0).tolist()
+        return hits, misses
+
     def check(self) -> list[str]:
         """Verify every record; a sentence for each problem, an empty list if there is none."""
         store = self.store

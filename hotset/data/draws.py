@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "whole_epoch"]
 
 
 class Draws:
@@ -50,7 +50,7 @@ class Draws:
 
     @staticmethod
     def _begin(batches: Any) -> Iterator[Any]:
-        whole = _whole_epoch(batches)
+        whole = whole_epoch(batches)
         return whole if whole is not None else iter(batches)
 
     def _draw(self) -> None:
@@ -58,6 +58,12 @@ class Draws:
             self._drawn.append(next(self._batches))
         except StopIteration:
             return
+
+    def begin(self) -> None:
+        """Make now the draws with which a sampler that goes on begins, instead of with the first batch."""
+        begin = getattr(self._batches, "begin", None)
+        if begin is not None:
+            begin()
 
     def take(self) -> Any:
         """Return the next batch's indices.
@@ -88,19 +94,22 @@ class Draws:
 class _WholeEpoch:
     """Batches of torch's own samplers, cut from one array; the array is drawn with the first batch."""
 
-    def __init__(self, draw: Callable[[], Any], batch_size: int, drop_last: bool) -> None:
+    def __init__(self, draw: Callable[[], Any], batch_size: int, drop_last: bool, start: int) -> None:
         self._draw_order = draw
         self._order: Any = None
-        self._at = 0
+        self._at = start
         self._size = batch_size
         self._drop_last = drop_last
 
     def __iter__(self) -> _WholeEpoch:
         return self
 
-    def __next__(self) -> Any:
+    def begin(self) -> None:
         if self._order is None:
             self._order = self._draw_order()
+
+    def __next__(self) -> Any:
+        self.begin()
         batch = self.peek(0)
         if batch is None:
             raise StopIteration
@@ -117,18 +126,21 @@ class _WholeEpoch:
         return batch
 
 
-def _whole_epoch(batches: Any) -> _WholeEpoch | None:
-    """The epoch's batches as one array, if every later draw of the sampler is hidden from everyone else."""
+def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
+    """The epoch's batches from sample ``start`` on, as one array that is drawn with the first of them.
+
+    None where the sampler may draw later on, in everybody's sight.
+    """
     if type(batches) is not BatchSampler:
         return None
     sampler = batches.sampler
     if type(sampler) is SequentialSampler:
         count = len(sampler.data_source)
-        return _WholeEpoch(lambda: np.arange(count), batches.batch_size, batches.drop_last)
+        return _WholeEpoch(lambda: np.arange(count), batches.batch_size, batches.drop_last, start)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
         count = len(sampler.data_source)
         if sampler.num_samples == count:
-            return _WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last)
+            return _WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last, start)
     return None
 
 

@@ -16,6 +16,7 @@ arguments over the same data set without the cache.
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,10 +30,14 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from hotset.data.collate import bound, is_known
 from hotset.data.draws import Draws
 from hotset.data.local import LocalBatches, LocalGather
+from hotset.data.randomness import Beginning
+from hotset.data.rest import Rest, cut_of
+from hotset.data.resume import Pass, Saved, describe, identity_of, read_state
 from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import BatchMaker, Desks, Letter, TaskSampler, WorkerInit, make_gather
-from hotset.errors import HotsetWarning
+from hotset.errors import HotsetWarning, StateError
+from hotset.split.generators import Generators
 from hotset.store.blocks import making_workers
 from hotset.store.claims import Ids
 
@@ -40,6 +45,18 @@ __all__ = ["DataLoader"]
 
 T = TypeVar("T")
 
+# Attributes of a loader that are made at first use, and do not travel with it.
+_MADE = {
+    "_pass",
+    "_saved",
+    "_watched",
+    "_known",
+    "_workers_begun",
+    "_inner",
+    "_desks",
+    "_gathers",
+    "last_epoch",
+}
 # Live parts often turn uint8 into float32; a shared block takes no memory before it is written to.
 _GROWTH = 4
 _SMALLEST_BLOCK = 1 << 20
@@ -69,26 +86,141 @@ class DataLoader(TorchDataLoader[T]):
     last_epoch: EpochSummary | None = None
     # What is made at first use and kept for later epochs. Not attributes of __init__: a loader is often made
     # again from its arguments, or pickled, and none of this may come along.
-    _passes = 0
+    _pass: Pass | None = None
+    _saved: Saved | None = None
+    _watched: Generators | None = None
+    _known: dict[str, Any] | None = None
     _workers_begun = False
     _inner: TorchDataLoader[Any] | None = None
     _desks: Desks | None = None
     _gathers: tuple[Any, LocalGather | None] | None = None
 
     def __iter__(self) -> Any:
+        saved, self._saved = self._saved, None
+        beginning = Beginning(self)
+        if saved is not None and not saved.has_moved_on(beginning):
+            return self._go_on(saved, beginning)
+        last, fresh = self._pass, self._fresh
+        run = Pass(last.number + 1 if last is not None else 0, beginning.take(), fresh)
+        if last is not None and not fresh:
+            run.workers.update(last.workers)  # the same workers go on
+        return self._begin(run, self.batch_sampler)
+
+    @property
+    def _fresh(self) -> bool:
+        """Whether the next pass starts workers, if there are any."""
+        return not (self.persistent_workers and self._workers_begun)
+
+    def _begin(self, run: Pass, batches: Any) -> Any:
+        """Begin a pass, or the rest of one, over these batches."""
+        self._pass = run
         route = self._route()
         if route is None:
-            return super().__iter__()
+            return _Counted(super().__iter__(), run)
         gather = self._local_gather(route) if route.all_present() else None
-        summary = EpochSummary(self._passes, _length(self), route.caches)
-        self._passes += 1
+        summary = EpochSummary(run.number, _length(self), route.caches)
         self.last_epoch = summary
         if self.num_workers == 0 or gather is not None:
             self._warn_of_pinning()
             if self._desks is not None:
                 self._desks.rest()
-            return LocalBatches(self._draws(), route, gather, self._builder(route), summary)
-        return self._from_workers(route, summary)
+            draws = self._draws(run, batches)
+            return LocalBatches(draws, route, gather, self._builder(route), run, summary)
+        return self._from_workers(route, run, batches, summary)
+
+    # ---- going on ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to go on from here, in another process too.
+
+        It can be asked for at any time, after every batch if you like: it costs microseconds, and its size
+        does not depend on the data. It counts the batches that were handed over; those that were made ahead
+        are made again. It is made of plain values and can be saved by ``torch.save``, and loaded with
+        ``weights_only=True``. Save it on each rank.
+
+        Example:
+            >>> import hotset, torch
+            >>> from torch.utils.data import TensorDataset
+            >>> def loader():
+            ...     cached = hotset.cache(TensorDataset(torch.arange(8)), memory="1MiB")
+            ...     return hotset.DataLoader(cached, batch_size=2, shuffle=True)
+            >>> first = loader()
+            >>> batches = iter(first)
+            >>> consumed = [next(batches), next(batches)]
+            >>> second = loader()
+            >>> second.load_state_dict(first.state_dict())
+            >>> [x.tolist() for x, in second] == [x.tolist() for x, in batches]
+            True
+        """
+        if self._saved is not None:
+            return self._saved.state
+        live = self._live_here() if self.num_workers == 0 else None
+        return describe(
+            self._identity(),
+            cut_of(self.batch_sampler, self.sampler),
+            self.num_workers,
+            run=self._pass,
+            live=live,
+            beginning=lambda: Beginning(self),
+            fresh=self._fresh,
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, with the next ``iter()``, where the loader that gave this state had stopped.
+
+        With as many workers and ranks as before, the rest of the pass is bit for bit what it would have
+        been: samples, their order, the draws of live transforms. With another number of workers or ranks,
+        or another batch size, the same samples come, none twice and none dropped.
+
+        Without workers live transforms draw from this process's global generators, which are then put back
+        too, in that ``iter()``.
+
+        Raises:
+            StateError: the state is damaged, of another format, or of another data set or sampler.
+        """
+        cut = cut_of(self.batch_sampler, self.sampler)
+        saved = read_state(state, self._identity(), cut, self.num_workers)
+        if saved.under_way and saved.position.cut != cut and self._route() is None:
+            raise StateError(
+                "the state is of a loader that cut its batches otherwise (batch size or ranks), and only a "
+                "cached data set can go on in the middle; load it with the same batch size and ranks."
+            )
+        saved.put_samplers(Beginning(self))
+        self._saved = saved
+
+    def _go_on(self, saved: Saved, beginning: Beginning) -> Any:
+        """The rest of a saved pass; ``beginning`` holds this process's random states as they are now."""
+        if saved.same_rank:
+            saved.put_generators(beginning, with_globals=saved.under_way or self.num_workers == 0)
+        run = saved.run()
+        before = beginning.take()
+        rewind = None if run.fresh else lambda: beginning.put_generators(before, with_globals=True)
+        cut = cut_of(self.batch_sampler, self.sampler)
+        try:
+            batches = self._begin(run, Rest(self.batch_sampler, saved.position, cut, rewind))
+        finally:
+            if saved.under_way and saved.same_rank:
+                beginning.globals.restore()
+        if saved.alike and (live := self._live_here()) is not None:
+            saved.put_in_process(live)
+        return batches
+
+    def _identity(self) -> dict[str, Any]:
+        if self._known is None:
+            route = self._route()
+            fingerprints = [cached.plan.fingerprint for cached in route.caches] if route is not None else []
+            self._known = identity_of(self.dataset, fingerprints)
+        return self._known
+
+    def _live_here(self) -> Generators | None:
+        """The generators that live transforms draw from in this process; None if there are none."""
+        if self._watched is None:
+            route = self._route()
+            live = [c.source.live for c in route.caches if c.source.live] if route else [self.dataset]
+            if not live:
+                return None
+            self._watched = Generators(live)
+        return self._watched
 
     # ---- which way -----------------------------------------------------------------------------------
 
@@ -111,11 +243,13 @@ class DataLoader(TorchDataLoader[T]):
 
     # ---- in this process -----------------------------------------------------------------------------
 
-    def _draws(self) -> Draws:
+    def _draws(self, run: Pass, batches: Any) -> Draws:
         ahead = self.num_workers * (self.prefetch_factor or 0)
-        again = self.persistent_workers and self._workers_begun
         self._workers_begun = True
-        return Draws(self.batch_sampler, ahead=ahead, generator=self.generator, fresh=not again)
+        draws = Draws(batches, ahead=ahead, generator=self.generator, fresh=run.fresh)
+        if run.batches:
+            draws.begin()
+        return draws
 
     def _builder(self, route: Route) -> Callable[[Any, Ids | None], Any]:
         collate_fn = bound(self.collate_fn, route.schema)[0]
@@ -135,16 +269,18 @@ class DataLoader(TorchDataLoader[T]):
 
     # ---- by workers ----------------------------------------------------------------------------------
 
-    def _from_workers(self, route: Route, summary: EpochSummary) -> Iterator[Any]:
-        inner = self._inner or self._make_inner(route)
+    def _from_workers(self, route: Route, run: Pass, batches: Any, summary: EpochSummary) -> Iterator[Any]:
+        inner = self._inner if self._inner is not None else self._make_inner(route)
         if self.persistent_workers:
             self._inner = inner
         self._workers_begun = True
         assert self._desks is not None
-        return _WorkerBatches(inner, self._desks, summary)
+        return _WorkerBatches(inner, self._desks, run, batches, summary)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
-        desks = self._desks = self._desks or self._make_desks(route)
+        if self._desks is None:
+            self._desks = self._make_desks(route)
+        desks = self._desks
         with warnings.catch_warnings():
             # The outer loader has warned of too many workers already.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -178,21 +314,30 @@ class DataLoader(TorchDataLoader[T]):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_passes", "_workers_begun", "_inner", "_desks", "_gathers", "_iterator", "last_epoch")
-        return {**{k: v for k, v in self.__dict__.items() if k not in made}, "_iterator": None}
+        return {**{k: v for k, v in self.__dict__.items() if k not in _MADE}, "_iterator": None}
 
 
 class _WorkerBatches:
     """Iterator over one epoch's batches, made by the inner loader's workers."""
 
-    def __init__(self, inner: TorchDataLoader[Any], desks: Desks, summary: EpochSummary) -> None:
+    def __init__(
+        self, inner: TorchDataLoader[Any], desks: Desks, run: Pass, batches: Any, summary: EpochSummary
+    ) -> None:
         self._persistent = inner.persistent_workers
         self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
         self._desks = desks
+        self._run = run
         self._summary = summary
         self._letters: Any = None
+        idle, states = 0, {}
+        if run.goes_on and any(states is not None for states in run.workers.values()):
+            # A turn for each worker, to put its generators back; then for each that has had its turn already.
+            idle, states = inner.num_workers + run.batches % inner.num_workers, run.workers
+        self._tasks.begin(batches, idle, states)
         with making_workers():
             self._letters = iter(inner)
+        for _ in range(idle):
+            self._tasks.answered(next(self._letters))
 
     def __iter__(self) -> _WorkerBatches:
         return self
@@ -202,15 +347,19 @@ class _WorkerBatches:
         try:
             letter: Letter = next(self._letters)
         except StopIteration:
+            self._run.over = True
             self._summary.end()
             if not self._persistent:
                 self._desks.rest()  # the workers have ended; a batch still held must not keep all blocks
             raise
         self._tasks.answered(letter)
-        self._desks.needed = max(self._desks.needed, letter.needed)
-        for sentence in letter.told:
+        news = letter.news
+        self._desks.needed = max(self._desks.needed, news.needed)
+        for sentence in news.told:
             warnings.warn(sentence, HotsetWarning, stacklevel=2)
-        self._summary.count(letter.samples, time.perf_counter() - start)
+        self._run.workers[news.worker] = news.states
+        self._run.count(news.samples)
+        self._summary.count(news.samples, time.perf_counter() - start)
         return letter.batch
 
     def __len__(self) -> int:
@@ -222,6 +371,34 @@ class _WorkerBatches:
             self._letters = None  # ends and joins the workers: only then are their blocks free
             self._tasks.recall()
             self._desks.rest()
+
+
+class _Counted:
+    """Iterator over torch's own batches, counted; the rest of a pass is its whole, less what was consumed."""
+
+    def __init__(self, batches: Iterator[Any], run: Pass) -> None:
+        self._batches = batches
+        self._run = run
+        for _ in itertools.islice(batches, run.batches):
+            pass
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._run.over = True
+            raise
+        self._run.count(0)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
 
 def _unchanged(letter: Letter) -> Letter:

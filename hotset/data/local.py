@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from hotset.data.draws import Draws
+from hotset.data.resume import Pass
 from hotset.data.route import Route
 from hotset.data.summary import EpochSummary
 from hotset.store.blocks import BlockPool
@@ -121,6 +122,7 @@ class LocalBatches:
         route: to the caches.
         gather: for wholly cached batches without a live part; None if there is no such thing.
         build: makes a batch of indices the slow way: samples read one by one, then collated.
+        run: counts what was consumed, for who goes on from there.
         summary: counts batches, samples and waiting.
     """
 
@@ -130,12 +132,14 @@ class LocalBatches:
         route: Route,
         gather: LocalGather | None,
         build: Callable[[Any, Ids | None], Any],
+        run: Pass,
         summary: EpochSummary,
     ) -> None:
         self._draws = draws
         self._route = route
         self._gather = gather
         self._build = build
+        self._run = run
         self._summary = summary
         self._ahead: _Ahead | None = None
         self._handed_over = 0.0  # when the last batch was
@@ -151,11 +155,13 @@ class LocalBatches:
             indices = self._draws.take()
         except StopIteration:
             self._stop()
+            self._run.over = True
             self._summary.end()
             raise
         batch = self._make(indices, start - self._handed_over)
         self._draws.top_up()
         self._handed_over = time.perf_counter()
+        self._run.count(len(indices))
         self._summary.count(len(indices), self._handed_over - start)
         return batch
 

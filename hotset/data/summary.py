@@ -37,8 +37,8 @@ class EpochSummary:
         self._hit_rate: float | None = None
 
     def _served(self) -> tuple[int, int]:
-        stats = [cached.stats() for cached in self._caches]
-        return sum(s.hits for s in stats), sum(s.misses for s in stats)
+        served = [cached.served() for cached in self._caches]
+        return sum(hits for hits, _ in served), sum(misses for _, misses in served)
 
     @property
     def seconds(self) -> float:

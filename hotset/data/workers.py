@@ -19,6 +19,7 @@ persistence, is torch's business and done through its public arguments.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 import weakref
@@ -32,7 +33,9 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset.data.collate import bound
+from hotset.data.randomness import pack, unpack
 from hotset.data.route import Route, route_to
+from hotset.split.generators import Generators
 from hotset.store import memory
 from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
@@ -45,12 +48,19 @@ _ALIGN = 64
 
 
 class Task(NamedTuple):
-    """What a worker is asked for: a batch, and where to put it."""
+    """What a worker is asked for: a batch, and where to put it.
+
+    Attributes:
+        indices: of the batch; None for none, when only turns are to be kept.
+        pool, block_bytes, block: where to put it.
+        states: what to put the worker's generators to before; None to leave them.
+    """
 
     indices: Any
     pool: Address
     block_bytes: int
     block: int
+    states: Any = None
 
 
 class Desks:
@@ -90,17 +100,31 @@ class TaskSampler:
         self._batches = batches
         self._desks = desks
         self._out: dict[tuple[int, int], BlockPool] = {}
+        self._idle = 0
+        self._states: dict[int, Any] = {}
+
+    def begin(self, batches: Any, idle: int, states: dict[int, Any]) -> None:
+        """Say what the next pass is over.
+
+        Args:
+            batches: its batch sampler.
+            idle: turns to be passed over before its first batch, so that this goes to the worker whose turn
+                it was when the pass was interrupted.
+            states: what to put workers' generators to, by worker.
+        """
+        self._batches, self._idle, self._states = batches, idle, states
 
     def __iter__(self) -> Iterator[Task]:
         return self._tasks(iter(self._batches))
 
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
-        for indices in batches:
+        # The workers take turns, so the first tasks' numbers are their own.
+        for turn, indices in enumerate(itertools.chain(itertools.repeat(None, self._idle), batches)):
             pool = self._desks.pool()
             number = pool.take()
             address = pool.address
             self._out[address.inode, number] = pool
-            yield Task(indices, address, pool.block_bytes, number)
+            yield Task(indices, address, pool.block_bytes, number, self._states.get(turn))
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -151,18 +175,27 @@ class _InWorker:
         self._not_gathered = False
         self._pools: dict[Address, SharedBlocks] = {}
         self._told: list[str] = []
+        live = [cached.source.live for cached in route.caches if cached.source.live]
+        self._generators = Generators(live) if live else None
+        info = get_worker_info()
+        self._worker = info.id if info is not None else 0
         for cached in route.caches:
             cached.tell = self._told.append
 
     def answer(self, task: Task) -> Letter:
+        if task.states is not None and self._generators is not None:
+            self._generators.put(unpack(task.states))
         blocks = self._pools.get(task.pool)
         if blocks is None:
             blocks = self._pools[task.pool] = SharedBlocks(task.pool, task.block_bytes)
         desk = _Desk(blocks.array(task.block), task.block_bytes)
-        batch = self._batch(task.indices, desk)
+        indices = task.indices if task.indices is not None else ()
+        batch = self._batch(indices, desk) if task.indices is not None else None
         told = tuple(self._told)
         self._told.clear()
-        return Letter(task.pool.inode, task.block, batch, desk.needed, len(task.indices), told)
+        states = pack(self._generators.states()) if self._generators is not None else None
+        news = News(self._worker, desk.needed, len(indices), told, states)
+        return Letter(task.pool.inode, task.block, batch, news)
 
     def _batch(self, indices: Sequence[Any], desk: _Desk) -> Any:
         ids = self.route.resolve(indices)
@@ -353,50 +386,53 @@ def _open(pool: int, block: int) -> Any:
     return None
 
 
+class News(NamedTuple):
+    """What a worker says along with a batch.
+
+    Attributes:
+        worker: its number.
+        needed: bytes that the batch would have liked to have in its block.
+        samples: how many samples the batch has.
+        told: sentences for the user, to be said in the main process.
+        states: of the worker's generators after the batch, if it has a live part.
+    """
+
+    worker: int
+    needed: int
+    samples: int
+    told: tuple[str, ...]
+    states: Any
+
+
 class Letter:
     """A batch on its way from a worker.
 
     Attributes:
         pool, block: where its tensors lie.
         batch: the batch; its tensors are views of the block once the letter has arrived.
-        needed: bytes that it would have liked to have there.
-        samples: how many samples it has.
-        told: sentences for the user, to be said in the main process.
+        news: what else there is to say.
     """
 
-    def __init__(
-        self, pool: int, block: int, batch: Any, needed: int, samples: int, told: tuple[str, ...]
-    ) -> None:
+    def __init__(self, pool: int, block: int, batch: Any, news: News) -> None:
         self.pool = pool
         self.block = block
         self.batch = batch
-        self.needed = needed
-        self.samples = samples
-        self.told = told
+        self.news = news
 
     def __reduce__(self) -> Any:
         # Arguments are unpickled in order: the block is open when its tensors are made.
-        return _received, (
-            _Opener(self.pool, self.block),
-            self.pool,
-            self.block,
-            self.batch,
-            self.needed,
-            self.samples,
-            self.told,
-        )
+        opener = _Opener(self.pool, self.block)
+        return _received, (opener, self.pool, self.block, self.batch, self.news)
 
     def pin_memory(self, device: Any = None) -> Letter:
         """Called by the inner loader's pin-memory thread; the block is free once this letter is dropped."""
         batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
-        return Letter(self.pool, self.block, batch, self.needed, self.samples, self.told)
+        return Letter(self.pool, self.block, batch, self.news)
 
 
-def _received(
-    opened: None, pool: int, block: int, batch: Any, needed: int, samples: int, told: tuple[str, ...]
-) -> Letter:
+def _received(opened: None, pool: int, block: int, batch: Any, news: News) -> Letter:
     _opening.array = None
-    return Letter(pool, block, batch, needed, samples, told)
+    return Letter(pool, block, batch, news)
 
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1

@@ -19,7 +19,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from hotset.split.code import loaded_globals
 from hotset.split.equality import same
 from hotset.split.objects import attributes
 
-__all__ = ["Generators"]
+__all__ = ["Generators", "access"]
 
 _KINDS = (
     random.Random,
@@ -94,15 +94,35 @@ class Generators:
             generator = getattr(found, "bit_generator", found)  # several numpy Generators may share one
             if id(generator) in self._watched or id(found) in self._global:
                 continue
-            access = _access(found)
-            if access is not None:
+            accessors = access(found)
+            if accessors is not None:
                 kind = f"{type(found).__module__.split('.')[0]}.{type(found).__name__}"
-                self._watched[id(generator)] = _Watched.of(f"{path} (a {kind})", *access)
+                self._watched[id(generator)] = _Watched.of(f"{path} (a {kind})", *accessors)
                 self._kept.append(generator)  # an id is only a name while its object lives
 
     def moved(self) -> tuple[str, ...]:
         """Return a sentence for each generator whose state is another than when it was first seen."""
         return tuple(f"{watched.name} moved" for watched in self._watched.values() if watched.moved())
+
+    def states(self) -> dict[str, Any]:
+        """The states of all generators as they are now, by name, for :meth:`put` in another process."""
+        return {name: watched.get() for name, watched in self._named().items()}
+
+    def put(self, states: Mapping[str, Any]) -> None:
+        """Set the generators that have one of these names; objects of the same make have the same names."""
+        for name, watched in self._named().items():
+            if name in states:
+                watched.set(states[name])
+
+    def _named(self) -> dict[str, _Watched]:
+        # Two that are reached by one path (the same name on two classes) are told apart by their order.
+        named: dict[str, _Watched] = {}
+        for watched in self._watched.values():
+            name, twin = watched.name, 2
+            while name in named:
+                name, twin = f"{watched.name} ({twin})", twin + 1
+            named[name] = watched
+        return named
 
     def restore(self) -> None:
         """Put every generator back to the state in which it was first seen."""
@@ -122,10 +142,10 @@ def _behind_the_globals() -> Iterator[object]:
     yield from (np.random.rand.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 
 
-def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """How to read and set its state, or None for what has none."""
-    if isinstance(generator, random.SystemRandom):
-        return None  # the system's entropy: only differing outputs show it
+def access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """How to read and set its state; None for what is no generator, or has no state."""
+    if not issubclass(type(generator), _KINDS) or isinstance(generator, random.SystemRandom):
+        return None  # the system's entropy has none: only differing outputs show it
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, torch.Generator):

@@ -1,0 +1,262 @@
+"""Going on where a loader stopped: what its state says, and how a pass is taken up again.
+
+The state says where a pass *began* (the random states and the samplers' own) and how much of it was
+consumed; nothing in it grows with the data. Batches that were made ahead and not handed over yet are simply
+made again. What a pass that goes on needs besides its samples' order is the draws of the live transforms:
+
+==========================  ===============================================================================
+without workers             they draw from this process's generators: saved when the state is asked for
+with workers                each worker's generators as they were after its last batch that was *consumed*:
+                            every batch with a live part brings them along
+another number of workers   the samples go on, none twice and none dropped; the draws are others
+or of ranks
+==========================  ===============================================================================
+
+A loader that has nothing cached behind it is torch's own and cannot be started in the middle: its pass is
+begun again under the old random states, and the batches that were consumed are made and dropped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotset.data.randomness import Beginning, pack, unpack
+from hotset.data.rest import Cut, Position
+from hotset.errors import HotsetWarning, StateError
+from hotset.split.generators import Generators
+
+__all__ = ["FORMAT", "Pass", "Saved", "describe", "identity_of", "read_state"]
+
+FORMAT = 1
+
+
+@dataclass
+class Pass:
+    """A loader's pass over the data, counted as its batches are handed over.
+
+    Attributes:
+        number: of the pass, from 0.
+        beginning: what it began from, in plain values.
+        fresh: whether its workers, if any, were started for it (and a base seed drawn).
+        batches, samples: consumed by this rank.
+        over: whether its end was reached.
+        workers: for each worker the states after its last consumed batch.
+        goes_on: whether it was begun before, so that its workers' states are to be put back.
+    """
+
+    number: int
+    beginning: dict[str, Any] = field(repr=False)
+    fresh: bool
+    batches: int = 0
+    samples: int = 0
+    over: bool = False
+    workers: dict[int, Any] = field(default_factory=dict, repr=False)
+    goes_on: bool = False
+
+    def count(self, samples: int) -> None:
+        """Count a batch that is handed over."""
+        self.batches += 1
+        self.samples += samples
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state that was read and found fit for this loader.
+
+    Attributes:
+        state: as it was given.
+        position: how far its pass had come.
+        under_way: whether it was saved in the midst of a pass, not between two.
+        same_rank: whether rank and number of ranks are what they were, so that its order is drawn alike.
+        alike: whether workers and batches are, too, so that the draws of live transforms go on alike.
+    """
+
+    state: dict[str, Any]
+    position: Position
+    under_way: bool
+    same_rank: bool
+    alike: bool
+
+    def run(self) -> Pass:
+        """The pass that goes on from here."""
+        state = self.state
+        return Pass(
+            number=state["pass"],
+            beginning=state["beginning"],
+            fresh=state["fresh"],
+            batches=self.position.batches,
+            samples=self.position.samples,
+            workers=dict(state["in_workers"]) if self.alike else {},
+            goes_on=True,
+        )
+
+    def has_moved_on(self, beginning: Beginning) -> bool:
+        """Whether the user has set a sampler to another epoch since, and so wants that one; warns."""
+        now = [own.get("epoch") for own in beginning.sampler_states()]
+        then = [own.get("epoch") for own in self.state["beginning"]["samplers"]]
+        if not self.under_way or now == then:
+            return False
+        warnings.warn(
+            f"the sampler was set to epoch {now} after a state in the midst of epoch {then} was loaded: the "
+            "rest of that epoch is dropped. Begin your loop with the epoch that was interrupted.",
+            HotsetWarning,
+            stacklevel=3,
+        )
+        return True
+
+    def put_samplers(self, beginning: Beginning) -> None:
+        """See :meth:`Beginning.put_samplers`.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        try:
+            beginning.put_samplers(self.state["beginning"])
+        except _DAMAGE as error:
+            raise _damaged(error) from error
+
+    def put_generators(self, beginning: Beginning, *, with_globals: bool) -> None:
+        """See :meth:`Beginning.put_generators`.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        try:
+            beginning.put_generators(self.state["beginning"], with_globals=with_globals)
+        except _DAMAGE as error:
+            raise _damaged(error) from error
+
+    def put_in_process(self, generators: Generators) -> None:
+        """Put the generators that live transforms draw from in this process to where they were.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        try:
+            if self.state["in_process"] is not None:
+                generators.put(unpack(self.state["in_process"]))
+        except _DAMAGE as error:
+            raise _damaged(error) from error
+
+
+_DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+
+
+def describe(
+    identity: dict[str, Any],
+    cut: Cut,
+    workers: int,
+    *,
+    run: Pass | None,
+    live: Generators | None,
+    beginning: Callable[[], Beginning],
+    fresh: bool,
+) -> dict[str, Any]:
+    """The state of a loader.
+
+    Args:
+        identity: of its data set.
+        cut: how it cuts the order.
+        workers: how many it has.
+        run: its pass, if one was begun.
+        live: the generators that live transforms draw from in this process; None if there are none here.
+        beginning: what the next pass would begin from, asked for when none is under way.
+        fresh: whether the next pass starts workers.
+    """
+    under_way = run is not None and not run.over
+    state: dict[str, Any] = {
+        "format": FORMAT,
+        "data": identity,
+        "cut": list(cut),
+        "workers": workers,
+        "under_way": under_way,
+        "batches": run.batches if run is not None and under_way else 0,
+        "samples": run.samples if run is not None and under_way else 0,
+        "in_process": None,
+        "in_workers": dict(run.workers) if run is not None else {},
+    }
+    if run is not None and under_way:
+        state |= {"pass": run.number, "fresh": run.fresh, "beginning": run.beginning}
+        state["in_process"] = pack(live.states()) if live is not None else None
+    else:
+        number = run.number + 1 if run is not None else 0
+        state |= {"pass": number, "fresh": fresh, "beginning": beginning().take()}
+    return state
+
+
+def identity_of(dataset: Any, fingerprints: list[str]) -> dict[str, Any]:
+    """What tells a data set from another: its length, and the fingerprints of the caches behind it."""
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        length = None
+    return {"samples": length, "fingerprints": fingerprints}
+
+
+def read_state(state: Any, identity: dict[str, Any], cut: Cut, workers: int) -> Saved:
+    """Look a state over.
+
+    Raises:
+        StateError: a sentence that says why this loader cannot go on from it.
+    """
+    if not isinstance(state, dict) or "format" not in state:
+        raise StateError("this is no state of a hotset.DataLoader: it has no `format`.")
+    if state["format"] != FORMAT:
+        raise StateError(
+            f"the state has format {state['format']!r}, and this hotset reads format {FORMAT}; load it with "
+            "the version of hotset that saved it."
+        )
+    try:
+        was = Cut(*state["cut"])
+        position = Position(_count(state["batches"]), _count(state["samples"]), was)
+        before, saved_workers = dict(state["data"]), _count(state["workers"])
+        under_way, _, _ = bool(state["under_way"]), _count(state["pass"]), bool(state["fresh"])
+        dict(state["beginning"]), dict(state["in_workers"]), state["in_process"]
+    except _DAMAGE as error:
+        raise _damaged(error) from error
+    _require_same_data(before, identity)
+    _require_same_order(was, cut, under_way)
+    same_rank = (was.rank, was.ranks) == (cut.rank, cut.ranks)
+    return Saved(state, position, under_way, same_rank, alike=was == cut and saved_workers == workers)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _require_same_data(before: dict[str, Any], now: dict[str, Any]) -> None:
+    if before.get("samples") != now["samples"]:
+        raise StateError(
+            f"the state is of a data set of {before.get('samples')} samples, and this one has "
+            f"{now['samples']}; load it into a loader over the same data."
+        )
+    fingerprints = before.get("fingerprints")
+    if fingerprints and now["fingerprints"] and fingerprints != now["fingerprints"]:
+        raise StateError(
+            "the state is of a data set with other content (its fingerprint differs: files, parameters or "
+            "transforms have changed); load it into a loader over the same data, or name the cache with key=."
+        )
+
+
+def _require_same_order(was: Cut, now: Cut, under_way: bool) -> None:
+    if (was.sampler, was.batch_sampler) != (now.sampler, now.batch_sampler):
+        raise StateError(
+            f"the state is of a loader with {was.batch_sampler} over {was.sampler}, and this one has "
+            f"{now.batch_sampler} over {now.sampler}; its order would be another."
+        )
+    if under_way and was.ranks != now.ranks and now.batch_size is None:
+        raise StateError(
+            f"the state was saved by {was.ranks} ranks, this is one of {now.ranks}, and only torch's "
+            "BatchSampler over DistributedSampler can be dealt anew; resume with as many ranks."
+        )
+    if under_way and (was.batch_size is None) != (now.batch_size is None):
+        raise StateError("the state is of a loader that cut its batches otherwise.")
+
+
+def _damaged(error: Exception) -> StateError:
+    return StateError(f"the state is damaged ({type(error).__name__}: {error}); load an earlier one.")
