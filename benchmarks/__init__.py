@@ -19,6 +19,10 @@ with the reason and without a figure.
     outside         peers that need an interpreter of their own, and
     outside_child   what runs in it
     data            data sets
+    throttle        a source at the pace of remote storage, for all processes together
+    training        a small network and its training, for what waits for data
+    curves          the sweep's plot
+    attach_job      the second process of "attach"
     truth           what a batch must hold
     harness         rounds, ratios, targets
     report          tables, JSON, plot

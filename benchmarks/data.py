@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,7 @@ class Generated(Dataset[Sample]):
         return torch.from_numpy(np.random.default_rng(i).integers(0, 256, _IMAGE, dtype=np.uint8)), i
 
 
-def decode(file: str) -> torch.Tensor:
+def decode(file: str | BinaryIO) -> torch.Tensor:
     """Return the picture in ``file``, resized to 224x224: uint8 ``(3, 224, 224)``, contiguous."""
     from PIL import Image
 

@@ -74,7 +74,11 @@ class Row:
 
 @dataclass
 class Comparison:
-    """What :func:`compare` found. ``limits`` are no peers: no loader can be expected to beat them."""
+    """What :func:`compare` found. ``limits`` are no peers: no loader can be expected to beat them.
+
+    ``matched`` names, for a peer that has a counterpart among hotset's entries, that one: a peer with a
+    quarter of the data cached is no match for hotset with all of them. Other peers are against every entry.
+    """
 
     title: str
     unit: str
@@ -83,6 +87,7 @@ class Comparison:
     subjects: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     lower_is_better: bool = False
+    matched: Mapping[str, str] = field(default_factory=dict)
 
     def ratio(self, name: str, to: str) -> Spread | None:
         """Return ``name``'s figures divided by ``to``'s, round by round; None where one was unfit."""
@@ -99,11 +104,15 @@ class Comparison:
         """Return the names of what hotset is measured against, without the limits."""
         return [name for name in self.rows if name not in self.subjects and name not in self.limits]
 
+    def opponents(self, peer: str) -> tuple[str, ...]:
+        """Return hotset's entries that ``peer`` is measured against."""
+        return (self.matched[peer],) if peer in self.matched else self.subjects
+
     def losses(self, peer: str) -> list[tuple[str, Spread]]:
         """Return hotset's entries that are behind ``peer``, each with its lead (below 1)."""
         if peer not in self.peers():
             return []
-        leads = [(subject, self.lead(subject, peer)) for subject in self.subjects]
+        leads = [(subject, self.lead(subject, peer)) for subject in self.opponents(peer)]
         return [(subject, lead) for subject, lead in leads if lead is not None and lead.median < 1]
 
 

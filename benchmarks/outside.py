@@ -6,7 +6,7 @@ everyone else. The interpreter needs numpy and what is to be measured. To make o
 
     apt-get install libopencv-dev libturbojpeg0-dev pkg-config g++
     python3 -m venv peers
-    peers/bin/pip install torch==2.13.0 numba opencv-python-headless pandas pyyaml psutil tqdm fastargs
+    peers/bin/pip install torch==2.13.0 numba opencv-python-headless pandas pyyaml psutil tqdm fastargs pillow
     peers/bin/pip install --no-build-isolation --no-deps ffcv
     peers/bin/pip install tensorflow-cpu
 """

@@ -135,13 +135,14 @@ def _cells(found: Comparison, row: Row) -> list[str]:
 
 
 def _lead(found: Comparison, name: str) -> str:
-    """Return the lead of hotset's first entry over a peer, and, where an entry is behind it, say so."""
+    """Return the lead of hotset's first or matching entry over a peer, and say so where one is behind it."""
     if name not in found.peers():
         return "the limit" if name in found.limits else ""
-    lead = found.lead(found.subjects[0], name) if found.subjects else None
+    subject = next(iter(found.opponents(name)), "")
+    lead = found.lead(subject, name) if subject else None
     behind = dict(found.losses(name))
     cell = f"{lead.median:.3g}x" if lead else ""
-    if lead and behind.pop(found.subjects[0], None):
+    if lead and behind.pop(subject, None):
         cell = f"[bold red]BEHIND {cell}[/]"
     others = ", ".join(f"BEHIND {loss.median:.3g}x: {subject}" for subject, loss in behind.items())
     return f"{cell} [red]({others})[/]" if others else cell

@@ -54,6 +54,11 @@ class Settings:
         return 24 if self.quick else 2_000
 
     @property
+    def swept(self) -> int:
+        """JPEG files that the sweep trains on: few, as each of its rounds is 54 epochs."""
+        return 24 if self.quick else 256
+
+    @property
     def ragged_bytes(self) -> int:
         """Bytes of a ragged data set in all, of whatever mean length."""
         return (1 << 20) if self.quick else (64 << 20)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hotset import collate
     from hotset.data.cache import CachedDataset, cache
     from hotset.data.loader import DataLoader
+    from hotset.data.shared_cache import SharedCache, get_shm_size
     from hotset.errors import (
         ArgumentError,
         FolderError,
@@ -38,8 +39,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "CachedDataset": "hotset.data.cache",
     "DataLoader": "hotset.data.loader",
+    "SharedCache": "hotset.data.shared_cache",
     "cache": "hotset.data.cache",
     "deterministic": "hotset.split.declare",
+    "get_shm_size": "hotset.data.shared_cache",
     "nondeterministic": "hotset.split.declare",
     "register_codec": "hotset.store.codecs",
     **dict.fromkeys(
@@ -68,11 +71,13 @@ __all__ = [
     "NotCacheable",
     "QuantityError",
     "SegmentError",
+    "SharedCache",
     "StateError",
     "UnsupportedPlatform",
     "cache",
     "collate",
     "deterministic",
+    "get_shm_size",
     "nondeterministic",
     "register_codec",
 ]

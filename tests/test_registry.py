@@ -491,7 +491,7 @@ def test_two_collectors_at_once_remove_each_file_once(folder: Path) -> None:
 
 
 GOOD = {
-    "format": 1,
+    "format": 2,
     "kind": "memfd",
     "pid": 1,
     "fd": 3,
@@ -500,6 +500,8 @@ GOOD = {
     "name": "x",
     "created": 1.5,
     "pidns": 7,
+    "key": "k",
+    "groups": ["a", "b"],
 }
 
 
@@ -507,6 +509,7 @@ def test_a_file_as_the_format_says_has_no_problem(folder: Path) -> None:
     make(folder, f"{NONCE}.json", json.dumps(GOOD))
     (entry,) = entries()
     assert (entry.problem, entry.alive, entry.pid, entry.created) == ("", False, 1, 1.5)
+    assert (entry.key, entry.groups) == ("k", ("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -520,7 +523,8 @@ def test_a_file_as_the_format_says_has_no_problem(folder: Path) -> None:
         "[]",
         "{}",
         json.dumps(GOOD)[:-9],
-        json.dumps(GOOD | {"format": 2}),
+        json.dumps(GOOD | {"groups": "ab"}),
+        json.dumps(GOOD | {"format": 1}),
         json.dumps(GOOD | {"kind": "tmpfs"}),
         json.dumps(GOOD | {"pid": "1"}),
         json.dumps(GOOD | {"fd": True}),

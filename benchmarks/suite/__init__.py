@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.harness import Outcome
 from benchmarks.settings import Settings
-from benchmarks.suite import first, fixed, memory, ragged, startup
+from benchmarks.suite import attach, first, fixed, memory, ragged, ranks, startup, sweep
 
 __all__ = ["BENCHMARKS"]
 
@@ -22,4 +22,7 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "jpeg-bytes": ragged.jpeg_bytes,
     "molecules": ragged.molecules,
     "memory": memory.memory,
+    "ranks": ranks.ranks,
+    "sweep": sweep.sweep,
+    "attach": attach.attach,
 }

@@ -23,6 +23,7 @@ Loaders = dict[str, Callable[[ExitStack], Epoch]]
 HOTSET = "hotset, 2 workers"
 HOTSET_0 = "hotset, 0 workers"
 LIMIT = "limit: index_select(out=)"
+SHARED_LIMIT = "the same limit over shared memory"
 RAM_0 = "RAM tensor, 0 workers"
 RAM_2 = "RAM tensor, 2 workers"
 RAM_BATCHED = "RAM tensor, batched, 0 workers"
@@ -35,6 +36,7 @@ def warm(settings: Settings) -> Outcome:
     rows, batch = image_rows(settings.images), 64
     loaders: Loaders = {
         LIMIT: lambda stack: peers.limit(rows, batch),
+        SHARED_LIMIT: lambda stack: peers.limit(peers.in_shared_memory(rows), batch),
         HOTSET: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 2),
         HOTSET_0: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 0),
         RAM_0: lambda stack: peers.ram(stack, rows, batch, 0),
@@ -59,11 +61,13 @@ def warm(settings: Settings) -> Outcome:
             loaders,
             LIMIT,
             subjects=(HOTSET, HOTSET_0),
-            limits=(LIMIT,),
+            limits=(LIMIT, SHARED_LIMIT),
             others={name: partial(open_outside, peer=peer) for name, peer in outside.PEERS.items()},
         )
     targets = [
         lead("warm images: 0.9 of the limit", found, HOTSET, LIMIT, 0.9),
+        lead("warm images: 0.9 of the limit, 0 workers", found, HOTSET_0, LIMIT, 0.9),
+        lead("warm images: 0.9 of the limit over shared memory", found, HOTSET, SHARED_LIMIT, 0.9),
         ahead_of_all("warm images: ahead of every peer", found, HOTSET),
         lead("warm images: 8x stocaching with 2 workers", found, HOTSET, STOCACHING_2, 8.0),
     ]
@@ -145,6 +149,7 @@ def kilobytes(settings: Settings) -> Outcome:
 def _small(settings: Settings, title: str, rows: torch.Tensor, batch: int) -> Comparison:
     loaders: Loaders = {
         LIMIT: lambda stack: peers.limit(rows, batch),
+        SHARED_LIMIT: lambda stack: peers.limit(peers.in_shared_memory(rows), batch),
         HOTSET: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 2),
         HOTSET_0: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 0),
         RAM_BATCHED: lambda stack: peers.ram_batched(stack, rows, batch, 0),
@@ -160,5 +165,5 @@ def _small(settings: Settings, title: str, rows: torch.Tensor, batch: int) -> Co
         loaders,
         LIMIT,
         subjects=(HOTSET, HOTSET_0),
-        limits=(LIMIT,),
+        limits=(LIMIT, SHARED_LIMIT),
     )

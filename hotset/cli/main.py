@@ -49,6 +49,7 @@ def check() -> None:
     """List the caches on this machine and verify every record in them; exit code 1 if one is damaged."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from hotset.session.care import reports
     from hotset.units import format_bytes
@@ -61,22 +62,22 @@ def check() -> None:
         entry = report.entry
         opened = report.state in ("ok", "damaged") and report.samples > 0
         table.add_row(
-            entry.name or entry.file,
+            Text(_printable(entry.name or entry.file)),
             report.state,
-            str(entry.pid) if entry.pid > 0 else "",
+            str(entry.at[0] if entry.at else entry.pid) if entry.pid > 0 else "",
             f"{report.samples:,}" if opened else "",
             f"{report.cached:,}" if opened else "",
             format_bytes(report.bytes) if opened else "",
             format_bytes(report.limit) if opened else "",
         )
-        problems += [f"{entry.name or entry.file}: {problem}" for problem in report.problems]
+        problems += [_printable(f"{entry.name or entry.file}: {problem}") for problem in report.problems]
     console = Console()
     if count == 0:
         console.print("There are no caches on this machine.")
         return
     console.print(table)
     for problem in problems:
-        console.print(problem, style="red", markup=False)
+        console.print(Text(problem, "red"))
     if problems:
         raise typer.Exit(1)
 
@@ -91,6 +92,11 @@ def gc() -> None:
         typer.echo(sentence)
     if not freed:
         typer.echo("There is nothing to free.")
+
+
+def _printable(text: str) -> str:
+    """A label as it can be shown: whoever gave it, it must not move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def main() -> None:

@@ -1,67 +1,45 @@
 """``hotset.cache``: a data set whose deterministic part is read once per machine.
 
-The order of what happens in :func:`cache`: the chain is cut, a few real samples are read twice (the probe:
-does the source draw random numbers, do two readings agree?), the samples give the schema, and an empty
-segment is made. Nothing else is read. From then on every process that has the object, by fork or by pickle,
-shares that segment: who needs an absent sample reads it and leaves it there for all.
+The order of what happens in :func:`cache`: the chain is cut, its cached part gets its fingerprint, a few real
+samples are read twice (the probe: does the source draw random numbers, do two readings agree?), the samples
+give the schema, and an empty segment is made. Nothing else is read. From then on every process that has the
+object, by fork or by pickle, shares that segment: who needs an absent sample reads it and leaves it there for
+all. Ranks of one job each call :func:`cache` themselves; by the fingerprint they find the segment that the
+first of them has made (:mod:`hotset.session.share`), and take it without reading a sample.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from hotset.data.plan import Plan, make_plan
+from hotset.data.plan import Plan, identify, joined_plan, make_plan
 from hotset.data.source import Source
+from hotset.data.stats import Stats
 from hotset.errors import HotsetWarning, SegmentError, UnsupportedPlatform
 from hotset.session import registry
+from hotset.session.share import attach_again, share
+from hotset.split.declare import declared
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live, Slot
+from hotset.store.schema import Schema
 from hotset.store.segment import Address
 from hotset.store.store import Store
+from hotset.units import parse_bytes
 
-__all__ = ["CachedDataset", "Stats", "cache"]
+__all__ = ["CachedDataset", "cache"]
 
 T = TypeVar("T")
 
 _MISFITS_WORTH_TELLING = 16
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What a cache holds and has served so far, over all processes that use it.
-
-    Attributes:
-        cached: samples in the cache.
-        uncached: samples of the data set that are not.
-        spilled: samples of ``cached`` that lie on disk.
-        bytes: bytes of their records.
-        hits: samples served from the cache.
-        misses: samples read from the source.
-        fill_seconds: time spent in the source and the cached transforms, summed over processes.
-    """
-
-    cached: int
-    uncached: int
-    spilled: int
-    bytes: int
-    hits: int
-    misses: int
-    fill_seconds: float
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the samples served that came from the cache, 0 to 1; 0 before the first."""
-        served = self.hits + self.misses
-        return self.hits / served if served else 0.0
 
 
 def cache(
@@ -77,13 +55,18 @@ def cache(
     transforms that are declared with :func:`hotset.deterministic`. What comes before the cut is computed
     once per sample; what comes after runs for each use, on a copy of the cached sample.
 
+    Ranks of one job on one machine (torchrun, Accelerate, Lightning, srun, mpirun) that call this with the
+    same data set share one cache: the first makes it, with its ``memory``, and the others take it. A data set
+    whose samples depend on the rank by something that is no part of its state needs a ``key`` for each.
+
     Args:
         dataset: anything with ``len(dataset)`` and ``dataset[i]``. It is not changed.
         transform: one callable or a list of them, applied to whole samples after the data set's own.
         memory: the most that the cached samples may take: bytes, a string such as ``"64GiB"``, or
             ``"auto"``, half of what is free under the machine's and every enclosing control group's limit.
             Samples for which there is no room come from the source, each time.
-        key: names the cached content, instead of the fingerprint of source and transforms.
+        key: names the cached content, instead of the fingerprint of source and transforms. Ranks share what
+            has one key, one length, and a live part or none.
 
     Returns:
         A data set of the same length and samples.
@@ -101,25 +84,53 @@ def cache(
         >>> cached[2][0], cached.stats().cached
         (tensor([4, 5]), 1)
     """
+    if memory != "auto":
+        parse_bytes(memory)  # an error here, also in a rank that takes another one's cache
     source = Source.of(dataset, transform)
-    plan, schema = make_plan(dataset, source, memory, key)
+    identity = identify(source, key)
+    plan: Plan | None = None
+
+    def create() -> Store | None:
+        nonlocal plan
+        plan, schema = make_plan(dataset, source, memory, identity)
+        return _create(plan, schema, memory) if schema is not None else None
+
+    name = type(dataset).__name__
+    content = json.dumps(["hotset.cache", identity.digest, len(dataset), bool(source.live)])  # type: ignore[arg-type]
+    store, registration, _ = share(content, name, create=create, attach=Store.attach)
+    if plan is None:
+        assert store is not None, "either made here or found"
+        plan = joined_plan(dataset, source, memory, identity, store.segment.metadata)
+    elif hasattr(dataset, "set_epoch") and not _is_steady(dataset):
+        warnings.warn(
+            f"{name} has a set_epoch, so its samples may change from epoch to epoch, and cached ones do not: "
+            f"move what changes to transform=, or if nothing does, declare it: hotset.deterministic({name}).",
+            HotsetWarning,
+            stacklevel=2,
+        )
     for note in plan.warnings:
         warnings.warn(note, HotsetWarning, stacklevel=2)
-    store = None
-    if schema is not None:
-        about = {"name": plan.name, "fingerprint": plan.fingerprint}
-        try:
-            store = Store.create(schema, len(dataset), plan.limit, about=about)  # type: ignore[arg-type]
-        except UnsupportedPlatform:
-            raise
-        except (OSError, MemoryError, ValueError, OverflowError) as error:
-            warnings.warn(
-                f"{plan.name}: no cache can be made, samples come from the source: {error}. Look at the "
-                "limits of this shell (`ulimit -a`), or lower `memory=`.",
-                HotsetWarning,
-                stacklevel=2,
-            )
-    return CachedDataset(dataset, source, plan, store)
+    return CachedDataset(dataset, source, plan, store, registration)
+
+
+def _is_steady(dataset: object) -> bool:
+    """Whether nothing that is cached of a data set with a ``set_epoch`` depends on the epoch."""
+    return isinstance(dataset, CachedDataset) or declared(dataset) == "deterministic"
+
+
+def _create(plan: Plan, schema: Schema, memory: int | str) -> Store | None:
+    try:
+        return Store.create(schema, plan.samples, plan.limit, about=plan.about(memory))
+    except UnsupportedPlatform:
+        raise
+    except (OSError, MemoryError, ValueError, OverflowError) as error:
+        warnings.warn(
+            f"{plan.name}: no cache can be made, samples come from the source: {error}. Look at the "
+            "limits of this shell (`ulimit -a`), or lower `memory=`.",
+            HotsetWarning,
+            stacklevel=5,
+        )
+    return None
 
 
 class CachedDataset(Dataset[T], Generic[T]):
@@ -134,6 +145,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         source: the data set and its chain, cut in two.
         plan: what is cached, what stays live, and why; print it.
         tell: gets the sentence when samples stay uncached; warns. A loader's worker hands it on instead.
+        epoch: what :meth:`set_epoch` was told last; 0 before.
 
     Example:
         >>> import torch
@@ -144,7 +156,14 @@ class CachedDataset(Dataset[T], Generic[T]):
         (tensor(3),) 1 []
     """
 
-    def __init__(self, dataset: Dataset[T], source: Source, plan: Plan, store: Store | None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[T],
+        source: Source,
+        plan: Plan,
+        store: Store | None,
+        registration: registry.Registration | None,
+    ) -> None:
         self.dataset = dataset
         self.source = source
         self.plan = plan
@@ -152,7 +171,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         self._length = len(dataset)  # type: ignore[arg-type]
         self._own_misses = 0
         self.tell: Callable[[str], None] = _warn
-        self._registration = _register(store, plan.name) if store is not None else None
+        self.epoch = 0
+        self._registration = registration
         self._joined = os.getpid()
 
     # ---- the data set --------------------------------------------------------------------------------
@@ -257,6 +277,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         """The store as this process sees it; None when nothing can be cached, or after :meth:`close`."""
         if isinstance(self._store, Address):
             self._store = self._attach(self._store)
+            self._joined = 0
         if self._store is not None and self._joined != os.getpid():
             self._join()
         return self._store
@@ -265,11 +286,12 @@ class CachedDataset(Dataset[T], Generic[T]):
         """List this process as one more that keeps the cache alive; a loader's worker does not outlive it."""
         self._joined = os.getpid()
         if self._registration is not None and get_worker_info() is None:
-            self._registration.join()
+            assert isinstance(self._store, Store)
+            self._registration.join(self._store.segment.fd)
 
     def _attach(self, address: Address) -> Store | None:
         try:
-            store = Store.attach(address)
+            store = attach_again(address, Store.attach)
         except (SegmentError, OSError) as error:
             warnings.warn(
                 f"the cache of {self.plan.name} is out of reach, so samples come from the source: {error} "
@@ -278,7 +300,6 @@ class CachedDataset(Dataset[T], Generic[T]):
                 stacklevel=4,
             )
             return None
-        self._join()
         return store
 
     def stats(self) -> Stats:
@@ -323,6 +344,18 @@ class CachedDataset(Dataset[T], Generic[T]):
                 f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
             )
 
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins; the data set is told as well, if it has a ``set_epoch``.
+
+        The order of samples is the sampler's: call ``loader.sampler.set_epoch(epoch)`` as ever. A cached
+        sample does not change with the epoch.
+        """
+        self.epoch = epoch
+        # Two, where the chain was cut: what is read is a copy then.
+        for dataset in {id(known): known for known in (self.dataset, self.source.dataset)}.values():
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+
     def close(self) -> None:
         """Detach from the cache; samples come from the source from then on. Batches in hand stay valid."""
         store = self._store
@@ -363,12 +396,3 @@ class CachedDataset(Dataset[T], Generic[T]):
 
 def _warn(sentence: str) -> None:
     warnings.warn(sentence, HotsetWarning, stacklevel=6)
-
-
-def _register(store: Store, name: str) -> registry.Registration:
-    with contextlib.suppress(OSError):
-        registry.gc()  # what dead processes left; whether the folder is usable, register says
-    address = store.segment.address
-    return registry.register(
-        pid=address.pid, fd=address.fd, inode=address.inode, nonce=address.nonce.hex(), name=name
-    )

@@ -29,13 +29,14 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset.data.collate import bound, is_known
 from hotset.data.draws import Draws
+from hotset.data.letters import Letter
 from hotset.data.local import LocalBatches, LocalGather
 from hotset.data.randomness import Beginning
 from hotset.data.rest import Rest, cut_of
 from hotset.data.resume import Pass, Saved, describe, identity_of, read_state
 from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
-from hotset.data.workers import BatchMaker, Desks, Letter, TaskSampler, WorkerInit, make_gather
+from hotset.data.workers import BatchMaker, Desks, TaskSampler, WorkerInit, make_gather
 from hotset.errors import HotsetWarning, StateError
 from hotset.split.generators import Generators
 from hotset.store.blocks import making_workers

@@ -3,10 +3,15 @@
 The samples are read twice. A source that moves a random number generator, or gives another sample the
 second time, would have that one draw frozen for all epochs: it is refused, with a sentence that says where
 to put the random part. What the user has declared deterministic is believed.
+
+What the plan is *for*, the fingerprint, is taken before any of that: some sources are changed by being read,
+and ranks of one job would not recognise their common cache. The rank that makes the cache puts what it found
+out beside it (:meth:`Plan.about`); the others take that (:func:`joined_plan`) and read nothing.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +20,7 @@ from typing import Any
 from hotset.data.source import Source, name_of
 from hotset.errors import NotCacheable
 from hotset.split.declare import declared
-from hotset.split.fingerprint import fingerprint
+from hotset.split.fingerprint import Fingerprint, fingerprint
 from hotset.split.probe import Probe, probe
 from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
@@ -23,7 +28,7 @@ from hotset.store.schema import Schema
 from hotset.store.store import FULL_CHECK
 from hotset.units import format_bytes, parse_bytes
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "identify", "joined_plan", "make_plan"]
 
 _PROBED = 8
 _PROBE_SECONDS = 2.0
@@ -62,6 +67,15 @@ class Plan:
         """What all samples would take."""
         return self.samples * self.sample_bytes
 
+    def about(self, memory: int | str) -> dict[str, Any]:
+        """What the cache's metadata say of it, as JSON's types, for :func:`joined_plan`.
+
+        Args:
+            memory: what the user asked for.
+        """
+        found = ("name", "fingerprint", "sample_bytes", "sample_seconds", "limit")
+        return {"pid": os.getpid(), "memory": memory, **{field: getattr(self, field) for field in found}}
+
     def __str__(self) -> str:
         fits = self.limit / self.total_bytes if self.total_bytes else 0.0
         share = "all of them fit" if fits >= 1 else f"{fits:.0%} of them fit"
@@ -77,7 +91,45 @@ class Plan:
         return "\n".join(f"{label:<12} {text}" for label, text in rows)
 
 
-def make_plan(dataset: Any, source: Source, memory: int | str, key: str | None) -> tuple[Plan, Schema | None]:
+def identify(source: Source, key: str | None) -> Fingerprint:
+    """What the cached samples are, without reading one: the fingerprint of source and prefix, or the key.
+
+    Raises:
+        OSError: see :func:`hotset.split.fingerprint.fingerprint`.
+    """
+    return fingerprint(source.dataset, source.prefix) if key is None else Fingerprint(key, ())
+
+
+def joined_plan(
+    dataset: Any, source: Source, memory: int | str, identity: Fingerprint, about: dict[str, Any]
+) -> Plan:
+    """The plan of a rank that takes a cache which another rank has made; nothing is read.
+
+    Args:
+        dataset: what the user gave.
+        source: its chain, cut.
+        memory: what the user asked for; it is the first rank's that holds.
+        identity: what is cached.
+        about: the metadata of that cache: see :meth:`Plan.about`.
+    """
+    notes = [f"process {about['pid']} of this job made the cache, and read the samples that decided about it"]
+    if memory not in ("auto", about["memory"]):
+        notes.append(f"memory={memory!r} is not looked at: it was made with memory={about['memory']!r}")
+    return _plan(
+        dataset,
+        source,
+        identity,
+        sample_bytes=about["sample_bytes"],
+        sample_seconds=about["sample_seconds"],
+        limit=about["limit"],
+        notes=(*source.notes, *notes, *identity.notes),
+        warnings=(),
+    )
+
+
+def make_plan(
+    dataset: Any, source: Source, memory: int | str, identity: Fingerprint
+) -> tuple[Plan, Schema | None]:
     """Read a few samples and decide; the schema is None when nothing can be cached.
 
     Raises:
@@ -108,23 +160,30 @@ def make_plan(dataset: Any, source: Source, memory: int | str, key: str | None) 
             f"{format_bytes(room.bytes)} at most. Lower `memory=` or free some."
         )
         limit = room.bytes
-    if key is None:
-        printed = fingerprint(source.dataset, source.prefix)
-        key = printed.digest
-        notes += printed.notes
-    plan = Plan(
-        name=type(dataset).__name__,
-        fingerprint=key,
-        cached=(type(dataset).__name__, *(name_of(step) for step in (*source.inner, *source.prefix))),
-        live=tuple(name_of(step) for step in source.live),
-        samples=len(dataset),
+    plan = _plan(
+        dataset,
+        source,
+        identity,
         sample_bytes=sample_bytes,
         sample_seconds=probed.seconds,
         limit=limit,
-        notes=tuple(notes),
+        notes=(*notes, *identity.notes),
         warnings=tuple(warned),
     )
     return plan, schema
+
+
+def _plan(dataset: Any, source: Source, identity: Fingerprint, **found: Any) -> Plan:
+    """A plan, of what is known without reading a sample and what was found by reading some."""
+    name = type(dataset).__name__
+    return Plan(
+        name=name,
+        fingerprint=identity.digest,
+        cached=(name, *(name_of(step) for step in (*source.inner, *source.prefix))),
+        live=tuple(name_of(step) for step in source.live),
+        samples=len(dataset),
+        **found,
+    )
 
 
 def _probe(source: Source, length: int) -> Probe:

@@ -3,8 +3,7 @@
 The workers are torch's: an inner DataLoader runs them over a private data set (:class:`BatchMaker`) whose
 "samples" are whole batches. The inner loader's sampler hands out tasks, a batch's indices and the number of
 a free block; a worker fills, gathers, applies what is live, collates into the block, and sends a letter: the
-batch's tree, with a place in the block where a tensor would be. Unpickling it in the main process puts
-tensors there, views of the block, which is recycled when the last of them dies.
+batch's tree, with a place in the block where a tensor would be (:mod:`hotset.data.letters`).
 
 ::
 
@@ -20,9 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,9 +26,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset.data.collate import bound
+from hotset.data.letters import Letter, News, Place, pool_of_letters
 from hotset.data.randomness import pack, unpack
 from hotset.data.route import Route, route_to
 from hotset.split.generators import Generators
@@ -81,7 +77,7 @@ class Desks:
         """The pool with blocks that are large enough."""
         pool = self._pool
         if pool is None or not pool.is_ours or pool.block_bytes < self.needed:
-            pool = self._pool = _pool_of_letters(self.needed)
+            pool = self._pool = pool_of_letters(self.needed)
         return pool
 
     def rest(self) -> None:
@@ -298,7 +294,7 @@ class _Desk:
 
     def placed(self, done: torch.Tensor, offset: int) -> Any:
         """What stands in the letter for a finished column."""
-        return _Place(offset, done.dtype, tuple(done.shape)) if done.numel() else done
+        return Place(offset, done.dtype, tuple(done.shape)) if done.numel() else done
 
     def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         """Stack tensors in the block, as ``default_collate`` stacks them in memory of its own."""
@@ -321,7 +317,7 @@ class _Desk:
             return default_collate_fn_map[torch.Tensor](batch, collate_fn_map=collate_fn_map)
         out = self._view(at, first.dtype, (len(batch), *first.shape), count)
         torch.stack(batch, 0, out=out)
-        return _Place(at, out.dtype, tuple(out.shape))
+        return Place(at, out.dtype, tuple(out.shape))
 
     def put(self, made: Any) -> Any:
         """Copy a collated tensor to the block."""
@@ -331,108 +327,7 @@ class _Desk:
         if at is None:
             return made
         self._view(at, made.dtype, made.shape, made.numel()).copy_(made)
-        return _Place(at, made.dtype, tuple(made.shape))
-
-
-# ---- letters -----------------------------------------------------------------------------------------
-
-_pools: weakref.WeakValueDictionary[int, BlockPool] = weakref.WeakValueDictionary()
-# The memory of the block whose letter this thread is unpickling; letters are not nested.
-_opening = threading.local()
-
-
-def _pool_of_letters(block_bytes: int) -> BlockPool:
-    """A shared pool whose blocks letters can refer to."""
-    pool = BlockPool(block_bytes, shared=True)
-    _pools[pool.address.inode] = pool
-    return pool
-
-
-class _Place:
-    """Where in the block a tensor lies; unpickled, it is that tensor."""
-
-    __slots__ = ("dtype", "offset", "shape")
-
-    def __init__(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.offset = offset
-        self.dtype = dtype
-        self.shape = shape
-
-    def __reduce__(self) -> Any:
-        return _tensor_at, (self.offset, self.dtype, self.shape)
-
-
-def _tensor_at(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    count = math.prod(shape)
-    return torch.frombuffer(_opening.array, dtype=dtype, count=count, offset=offset).view(shape)
-
-
-class _Opener:
-    """First thing in a letter: unpickling it takes the block over, so that it is recycled in any case."""
-
-    def __init__(self, pool: int, block: int) -> None:
-        self.pool = pool
-        self.block = block
-
-    def __reduce__(self) -> Any:
-        return _open, (self.pool, self.block)
-
-
-def _open(pool: int, block: int) -> Any:
-    owner = _pools.get(pool)
-    if owner is None:
-        raise RuntimeError("a batch arrived for a pool of blocks that is gone")
-    _opening.array = owner.adopt(block)
-    return None
-
-
-class News(NamedTuple):
-    """What a worker says along with a batch.
-
-    Attributes:
-        worker: its number.
-        needed: bytes that the batch would have liked to have in its block.
-        samples: how many samples the batch has.
-        told: sentences for the user, to be said in the main process.
-        states: of the worker's generators after the batch, if it has a live part.
-    """
-
-    worker: int
-    needed: int
-    samples: int
-    told: tuple[str, ...]
-    states: Any
-
-
-class Letter:
-    """A batch on its way from a worker.
-
-    Attributes:
-        pool, block: where its tensors lie.
-        batch: the batch; its tensors are views of the block once the letter has arrived.
-        news: what else there is to say.
-    """
-
-    def __init__(self, pool: int, block: int, batch: Any, news: News) -> None:
-        self.pool = pool
-        self.block = block
-        self.batch = batch
-        self.news = news
-
-    def __reduce__(self) -> Any:
-        # Arguments are unpickled in order: the block is open when its tensors are made.
-        opener = _Opener(self.pool, self.block)
-        return _received, (opener, self.pool, self.block, self.batch, self.news)
-
-    def pin_memory(self, device: Any = None) -> Letter:
-        """Called by the inner loader's pin-memory thread; the block is free once this letter is dropped."""
-        batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
-        return Letter(self.pool, self.block, batch, self.news)
-
-
-def _received(opened: None, pool: int, block: int, batch: Any, news: News) -> Letter:
-    _opening.array = None
-    return Letter(pool, block, batch, news)
+        return Place(at, made.dtype, tuple(made.shape))
 
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1

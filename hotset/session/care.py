@@ -1,7 +1,8 @@
 """Looking after the caches on this machine: which there are, what they hold, and whether they are sound.
 
-A cache that another container made is listed, because its file's lock shows that it lives, and cannot be
-opened from here, because its memory has no name: it is reported as out of reach, and left alone.
+A cache that only another container's processes hold is listed, because its file's lock shows that it
+lives, and cannot be opened from here, because its memory has no name: it is reported as out of reach, and
+left alone.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 
 from hotset.errors import SegmentError
 from hotset.session import registry
+from hotset.session.share import address_of
 from hotset.store.check import check_segment
 from hotset.store.format import PRESENT, Live
-from hotset.store.segment import Address, Segment
+from hotset.store.segment import Segment
 
 __all__ = ["Report", "reports"]
 
@@ -56,10 +58,10 @@ def _report(entry: registry.Entry) -> Report:
         return Report(entry, "damaged", problems=(entry.problem,))
     if not entry.alive:
         return Report(entry, "dead")
-    if entry.path is None:
+    if entry.at is None:
         return Report(entry, "out of reach")
     try:
-        segment = Segment.attach(Address(entry.pid, entry.fd, entry.inode, bytes.fromhex(entry.nonce)))
+        segment = Segment.attach(address_of(entry))
     except SegmentError as error:
         return Report(entry, "damaged", problems=(str(error),))
     try:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from hotset.errors import ArgumentError, FolderError
 
-__all__ = ["KNOB", "open_at", "open_file", "open_folder", "runtime_folder"]
+__all__ = ["KNOB", "is_named", "open_at", "open_file", "open_folder", "runtime_folder"]
 
 KNOB = "HOTSET_RUNTIME_DIR"
 
@@ -118,6 +118,15 @@ def open_at(folder: int, name: str, *, create: bool = False) -> int:
         os.close(fd)
         raise _refusal(_place(folder, name), why)
     return fd
+
+
+def is_named(fd: int, folder: int, name: str) -> bool:
+    """Whether ``name`` still means the file behind ``fd``: to be asked when a lock on it was waited for."""
+    try:
+        named = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(fd))
 
 
 def _find() -> tuple[Path, int]:

@@ -1,9 +1,10 @@
-"""The list of the caches on this machine: one small JSON file for each, in the runtime folder.
+"""The list of the caches on this machine: one small file for each, in the runtime folder.
 
-A private cache is a memfd, which has no name: who knows process, descriptor, inode and nonce reaches it
-through ``/proc``, and the file is where they are told. It says nothing about life. A cache is alive while
-somebody holds a *shared lock* on its file, which the kernel drops with the holder. A pid would not do: it
-may be reused, and the same number means another process in each container that shares ``/dev/shm``.
+A cache is a memfd, which has no name: who knows process, descriptor, inode and nonce reaches it through
+``/proc``, and the file (:mod:`hotset.session.entry`) is where they are told. It says nothing about life. A
+cache is alive while somebody holds a *shared lock* on its file, which the kernel drops with the holder. A pid
+would not do: it may be reused, and the same number means another process in each container that shares
+``/dev/shm``.
 
 ::
 
@@ -30,73 +31,30 @@ Nothing here may fail a training run: a cache that cannot be listed works, unlis
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from hotset.errors import ArgumentError, FolderError, HotsetWarning
-from hotset.session.folder import KNOB, open_at, open_folder
+from hotset.session.entry import NONCE, Entry, look, pack_head, write_holder
+from hotset.session.folder import KNOB, is_named, open_at, open_folder
+from hotset.session.job import pid_namespace
+from hotset.session.turn import TURN
 from hotset.store import locks
 
-__all__ = ["Entry", "Registration", "entries", "gc", "register"]
+__all__ = ["Entry", "Registration", "entries", "find", "gc", "register"]
 
-_FORMAT = 1
 _LIFE = 0  # the byte of the file whose lock means that the cache is alive
-_LONGEST_FILE = 1 << 16
 _LONGEST_LABEL = 200
 _YOUNG_SECONDS = 60.0
 _CREATE_TRIES = 5
 
-_NONCE = r"[0-9a-f]{16,64}"
-_LISTED = re.compile(rf"({_NONCE})\.json")
-_TEMPORARY = re.compile(rf"{_NONCE}\.[0-9a-f]{{8}}\.new")
-
-_FIELDS: dict[str, type] = {
-    "pid": int,
-    "fd": int,
-    "inode": int,
-    "nonce": str,
-    "name": str,
-    "created": float,
-    "pidns": int,
-}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One listed cache, as it was at the moment of looking.
-
-    Attributes:
-        file: name of its file in the runtime folder.
-        alive: whether a process holds it, in whatever container.
-        path: where its memory can be opened from here; None when its first process has gone, or is in
-            another container's process namespace.
-        problem: why the file cannot be understood; empty if it can. The fields below are then void.
-        pid, fd, inode: process that made the cache, its descriptor of the memory, the memory's inode.
-        nonce: the cache's random bytes, in hexadecimal.
-        name: its label, for people.
-        created: when it was made, in seconds of Unix time.
-        pidns: inode of the process namespace in which ``pid`` counts.
-    """
-
-    file: str
-    alive: bool
-    path: str | None = None
-    problem: str = ""
-    pid: int = -1
-    fd: int = -1
-    inode: int = -1
-    nonce: str = ""
-    name: str = ""
-    created: float = 0.0
-    pidns: int = -1
+_LISTED = re.compile(rf"({NONCE})\.json")
+_TEMPORARY = re.compile(rf"{NONCE}\.[0-9a-f]{{8}}\.new")
 
 
 class Registration:
@@ -123,9 +81,17 @@ class Registration:
         """Whether this process holds a share."""
         return self._share.fd >= 0
 
-    def join(self) -> bool:
-        """Take a share of this process's own; False if the cache is no longer listed, or never was."""
-        return self.joined or self._share.take()
+    def join(self, memory: int = -1) -> bool:
+        """Take a share of this process's own; False if the cache is no longer listed, or never was.
+
+        Args:
+            memory: descriptor of the cache's memory in this process, if it has one: others may reach the
+                memory by it from now on, also after the death of the process that made it.
+        """
+        joined = self.joined or self._share.take()
+        if joined and memory >= 0:
+            self._share.tell(memory)
+        return joined
 
     def after_fork(self) -> None:
         """In a forked child: drop what was inherited, and leave the parent's share alone.
@@ -150,6 +116,7 @@ class _Share:
         self.fd = -1
         self._folder = ""
         self._pid = 0
+        self._told = False
         _shares.add(self)
 
     def hold(self, fd: int, folder: int) -> None:
@@ -163,7 +130,7 @@ class _Share:
             with _folder() as folder, contextlib.ExitStack() as stack:
                 fd = open_at(folder, self.file)
                 stack.callback(os.close, fd)
-                if not locks.try_lock(fd, _LIFE, shared=True) or not _is_named(fd, folder, self.file):
+                if not locks.try_lock(fd, _LIFE, shared=True) or not is_named(fd, folder, self.file):
                     return False
                 self.hold(fd, folder)
                 stack.pop_all()
@@ -171,10 +138,18 @@ class _Share:
             return False
         return True
 
+    def tell(self, memory: int) -> None:
+        """Be listed as one that has the memory open; a full disk leaves that to others."""
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):
+                write_holder(self.fd, memory)
+
     def drop_inherited(self) -> None:
         # Closing only: unlocking would drop the lock of the description, which is the parent's too.
         if self.fd >= 0 and self._pid != os.getpid():
             fd, self.fd = self.fd, -1
+            self._told = False
             os.close(fd)
 
     def end(self) -> None:
@@ -182,6 +157,7 @@ class _Share:
         if self.fd < 0:
             return
         fd, self.fd = self.fd, -1
+        self._told = False
         try:
             locks.unlock(fd, _LIFE)
             with contextlib.suppress(OSError):
@@ -205,13 +181,17 @@ def _drop_inherited() -> None:
 os.register_at_fork(after_in_child=_drop_inherited)
 
 
-def register(*, pid: int, fd: int, inode: int, nonce: str, name: str) -> Registration:
+def register(
+    *, pid: int, fd: int, inode: int, nonce: str, name: str, key: str = "", groups: Sequence[str] = ()
+) -> Registration:
     """List a cache, and take this process's share in it.
 
     Args:
         pid, fd, inode: process that holds the memfd, its descriptor there, and the memfd's inode.
         nonce: 8 to 32 random bytes in hexadecimal, the cache's alone.
         name: a label for people; what is beyond 200 characters is cut.
+        key: up to 100 characters that say what is in it, for those who may share it.
+        groups: up to 4 groups of ranks that may: see :mod:`hotset.session.job`.
 
     Raises:
         ArgumentError: ``nonce`` is not of that form.
@@ -219,31 +199,34 @@ def register(*, pid: int, fd: int, inode: int, nonce: str, name: str) -> Registr
     Warns:
         HotsetWarning: the cache could not be listed. The registration that is returned is then inert.
     """
-    if not re.fullmatch(_NONCE, nonce):
+    if not re.fullmatch(NONCE, nonce):
         raise ArgumentError(
             f"nonce={nonce!r} is not 8 to 32 bytes in hexadecimal digits, a to f in lower case."
         )
     registration = Registration(nonce, name)
     try:
-        fields = {
-            "format": _FORMAT,
-            "kind": "memfd",
-            "pid": pid,
-            "fd": fd,
-            "inode": inode,
-            "nonce": nonce,
-            "name": name[:_LONGEST_LABEL],
-            "created": time.time(),
-            "pidns": _pid_namespace(),
-        }
+        head = pack_head(
+            {
+                "pid": pid,
+                "fd": fd,
+                "inode": inode,
+                "nonce": nonce,
+                "name": name[:_LONGEST_LABEL],
+                "created": time.time(),
+                "pidns": pid_namespace(),
+                "key": key,
+                "groups": list(groups),
+            }
+        )
         with _folder() as folder:
-            held = _create(folder, nonce, json.dumps(fields).encode())
+            held = _create(folder, nonce, head)
             registration._share.hold(held, folder)
     except OSError as error:
         reason = error if isinstance(error, FolderError) else f"{error.strerror or error}."
         warnings.warn(
-            f"The cache {name!r} works but is not listed, so `hotset check` and `hotset gc` do not see it. "
-            f"To list it, set {KNOB} to a folder of your own on this machine. The reason: {reason}",
+            f"The cache {name!r} works but is not listed, so `hotset check` does not see it, and other ranks "
+            f"of this job cannot share it. To list it, set {KNOB} to a folder of your own on this machine. "
+            f"The reason: {reason}",
             HotsetWarning,
             stacklevel=2,
         )
@@ -267,14 +250,23 @@ def entries() -> list[Entry]:
                 found.append(Entry(file, alive=False, problem=str(error)))
                 continue
             try:
-                found.append(_look(fd, file))
+                found.append(look(fd, file, alive=locks.is_locked(fd, _LIFE)))
             finally:
                 os.close(fd)
     return sorted(found, key=lambda entry: (entry.created, entry.file))
 
 
+def find(nonce: str) -> Entry | None:
+    """Return the cache of that nonce if it can be reached from here; None otherwise.
+
+    Raises:
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    return next((entry for entry in entries() if entry.nonce == nonce and entry.at), None)
+
+
 def gc() -> list[str]:
-    """Remove the files of caches that no living process holds; returns a sentence for each.
+    """Remove the files of caches, and of turns, that no living process holds; returns a sentence for each.
 
     What is held in another container is left alone, like every file that is not of this list.
 
@@ -283,7 +275,7 @@ def gc() -> list[str]:
     """
     removed = []
     with _folder() as folder:
-        for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY)]:
+        for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY), *_files(folder, TURN)]:
             # Not safely ours, not readable or just removed by somebody else: not ours to remove.
             with contextlib.suppress(OSError):
                 fd = open_at(folder, file)
@@ -307,10 +299,6 @@ def _folder() -> Iterator[int]:
 
 def _files(folder: int, pattern: re.Pattern[str]) -> list[str]:
     return sorted(file for file in os.listdir(folder) if pattern.fullmatch(file))
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _create(folder: int, nonce: str, content: bytes) -> int:
@@ -339,18 +327,9 @@ def _write(fd: int, content: bytes) -> None:
         content = content[os.write(fd, content) :]
 
 
-def _is_named(fd: int, folder: int, file: str) -> bool:
-    """Whether ``file`` still means the file behind ``fd``."""
-    try:
-        named = os.stat(file, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(named, os.fstat(fd))
-
-
 def _remove_unheld(fd: int, folder: int, file: str) -> bool:
     """Remove the file unless somebody holds it or the name means another one by now."""
-    if not locks.try_lock(fd, _LIFE) or not _is_named(fd, folder, file):
+    if not locks.try_lock(fd, _LIFE) or not is_named(fd, folder, file):
         return False
     os.unlink(file, dir_fd=folder)
     return True
@@ -358,44 +337,12 @@ def _remove_unheld(fd: int, folder: int, file: str) -> bool:
 
 def _obituary(fd: int, file: str) -> str:
     """Return the sentence to say when this file is removed; empty if it is too young for that."""
+    if TURN.fullmatch(file):
+        return f"Removed {file}: no process is making the cache for which it stands."
     if _TEMPORARY.fullmatch(file):
         young = abs(time.time() - os.fstat(fd).st_mtime) < _YOUNG_SECONDS
         return "" if young else f"Removed {file}: the process that was listing a cache there has died."
-    entry = _look(fd, file)
+    entry = look(fd, file, alive=locks.is_locked(fd, _LIFE))
     if entry.problem:
         return f"Removed {file}: no process holds it, and it cannot be read ({entry.problem})"
     return f"Removed {file}: no process holds the cache {entry.name!r} of process {entry.pid} any more."
-
-
-def _look(fd: int, file: str) -> Entry:
-    alive = locks.is_locked(fd, _LIFE)
-    try:
-        values = _parse(os.pread(fd, _LONGEST_FILE, 0), file)
-    except ValueError as error:
-        return Entry(file, alive, problem=str(error))
-    path = f"/proc/{values['pid']}/fd/{values['fd']}"
-    try:
-        reachable = values["pidns"] == _pid_namespace() and os.stat(path).st_ino == values["inode"]
-    except OSError:
-        reachable = False
-    return Entry(file, alive, path if reachable else None, **values)
-
-
-def _parse(content: bytes, file: str) -> dict[str, Any]:
-    """Return the fields of a file.
-
-    Raises:
-        ValueError: a sentence that says what is wrong with it.
-    """
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("It is not JSON.") from error
-    if not isinstance(values, dict) or (values.get("format"), values.get("kind")) != (_FORMAT, "memfd"):
-        raise ValueError("It is not a listing of this version of hotset.")
-    for field, kind in _FIELDS.items():
-        if type(values.get(field)) is not kind:
-            raise ValueError(f"Its field {field!r} is missing or of another type.")
-    if file != f"{values['nonce']}.json":
-        raise ValueError("It has another cache's name.")
-    return {field: values[field] for field in _FIELDS}

@@ -11,6 +11,9 @@ to be renewed, and nothing to clean up: a claim whose slot is free, or has had a
        ^                   │
        └── release, or its holder died and another process claims it
 
+Where a sample's record has a place of its own (:mod:`hotset.store.slots`), a present one can be claimed as
+well, to be written again; nothing else goes from present to claimed.
+
 Claims are handed out under one short lock, taken by bounded tries and never waited for without end: its
 holder may have been stopped. Who cannot have it reads the source without a claim, which costs a second
 reading and nothing else. Publishing needs no lock, since only a living claimant stores over its own claim.
@@ -185,6 +188,26 @@ class Claims:
             taken: Ids = ids[free][:most]
             self._index[taken] = mine
         return taken
+
+    def take_one(self, sample: int, *, overwrite: bool) -> int | None:
+        """Claim one sample that is absent, claimed by the dead, or, with ``overwrite``, present.
+
+        Returns:
+            The index word that it had, or None if no claim can be had.
+        """
+        if self._member.slot < 0:
+            return None
+        with self._member.short_lock() as held:
+            if not held or int(self._member.segment.live[Live.ERA]) % 2:
+                return None
+            word = int(self._index[sample])
+            if word >= PRESENT:
+                free = overwrite
+            else:
+                free = word < CLAIMED or not self.is_open(word)
+            if free:
+                self._index[sample] = self._word(self._member.slot)
+        return word if free else None
 
     def is_open(self, word: int) -> bool:
         """Whether this claim's claimant is alive, so that its sample is being read."""

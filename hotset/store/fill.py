@@ -7,8 +7,9 @@
 
 Samples are claimed in chunks of about two milliseconds' worth, so that processes which walk the same order
 share the work instead of waiting for one of them, and so that samples which cost nothing to read share the
-price of claiming and writing. What another living process has claimed is waited for, boundedly, after all
-others; who has waited long enough reads the source himself.
+price of claiming and writing. A chunk holds no more than a megabyte, as what is read is kept until it is
+written. What another living process has claimed is waited for, boundedly, after all others; who has waited
+long enough reads the source himself.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ Read = Callable[[int], Any]
 
 _CHUNK_SECONDS = 2e-3
 _LARGEST_CHUNK = 64
+_CHUNK_BYTES = 1 << 20
 _PATIENCE_SECONDS = 2.0
 
 
@@ -56,6 +58,7 @@ class Filler:
         self._schema = schema
         self._records = Records(member.segment, schema)
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
+        self._bytes = schema.stride  # of the largest record of the last chunk
         # For each claimant that was waited for: what it had published, and since when.
         self._waits: dict[int, tuple[int, float]] = {}
 
@@ -82,7 +85,8 @@ class Filler:
         """How many samples to claim at once; one while it is unknown what they cost."""
         if self._seconds <= 0.0:
             return 1
-        return max(1, min(int(_CHUNK_SECONDS / self._seconds), _LARGEST_CHUNK))
+        by_size = _CHUNK_BYTES // max(self._bytes, 1)
+        return max(1, min(int(_CHUNK_SECONDS / self._seconds), by_size, _LARGEST_CHUNK))
 
     def _fill_claimed(self, taken: Ids, read: Read, in_hand: dict[int, Any], keep: bool) -> None:
         values: dict[int, Any] = {}
@@ -123,6 +127,9 @@ class Filler:
                 if self.misfits == 1:
                     self.misfit = f"sample {sample} does not fit the first samples' form: {misfit}"
         places = self._room.take([prepared.tail_lines for _, prepared in fitting])
+        if fitting:
+            longest = max(prepared.tail_lines for _, prepared in fitting)
+            self._bytes = self._schema.stride + longest * fmt.LINE
         records = [Record(*fit, *place) for fit, place in zip(fitting, places, strict=False)]
         try:
             words = self._records.write(records)

@@ -29,7 +29,7 @@ and ``word & ROW_MASK`` is its row number.
     +0   length      u32   bytes of the row and its tail that the checksum covers
     +4   generation  u32
     +8   checksum    u32   over sample number, length, generation, then row from +16, then tail
-    +12  zero        u32
+    +12  run         u32   lines of the run that the row owns, where records are written again; else zero
     +16  tail        u64   first line:40 | number of lines:24   (only if the schema has variable leaves)
     ...  the dimensions of variable leaves (u32 each), then the fixed leaves; zeros up to the stride
 

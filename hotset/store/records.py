@@ -11,6 +11,7 @@ A record is whole before its index word names it; publishing is the caller's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -36,13 +37,20 @@ class Record(NamedTuple):
     line: int
 
 
+class _Scratch(threading.local):
+    """Each thread has a buffer of its own: writing lets other threads run."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(_SCRATCH, np.uint8)
+
+
 class Records:
     """Writes the records of one segment."""
 
     def __init__(self, segment: Segment, schema: Schema) -> None:
         self._segment = segment
         self._schema = schema
-        self._scratch = np.zeros(0, np.uint8)
+        self._scratch = _Scratch()
 
     def write(self, records: Iterable[Record]) -> list[int]:
         """Write records to their places; returns the index words that publish them.
@@ -77,14 +85,13 @@ class Records:
         size = rows + sum(record.prepared.tail_lines for record in run) * fmt.LINE
         if size > _SCRATCH:
             return self._lay_out(run, segment.buffer, rows_at, tails_at)
-        if not len(self._scratch):
-            self._scratch = np.zeros(_SCRATCH, np.uint8)
+        scratch = self._scratch.bytes
         if self._schema.has_tail:
-            self._scratch[:rows] = 0  # gaps between leaves: another run's tails lay there
-        words = self._lay_out(run, self._scratch.data, 0, rows)
-        segment.write(self._scratch.data[:rows], rows_at)
+            scratch[:rows] = 0  # gaps between leaves: another run's tails lay there
+        words = self._lay_out(run, scratch.data, 0, rows)
+        segment.write(scratch.data[:rows], rows_at)
         if size > rows:
-            segment.write(self._scratch.data[rows:size], tails_at)
+            segment.write(scratch.data[rows:size], tails_at)
         return words
 
     def _lay_out(self, run: list[Record], buffer: Any, row_at: int, tail_at: int) -> list[int]:

@@ -37,6 +37,7 @@ class Room:
     """Hands out rows and lines of a segment to this process.
 
     Attributes:
+        knob: the argument that the user gave the limit by.
         why_full: a sentence that says what stands in the way, once something did; else None.
     """
 
@@ -46,6 +47,8 @@ class Room:
         self._geometry = member.segment.geometry
         self._refused_until = 0.0
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
+        self._affordable = 0
+        self.knob = "memory"
         self.why_full: str | None = None
 
     @property
@@ -72,6 +75,36 @@ class Room:
                     break
                 places.append((row, line))
         return places
+
+    def take_lines(self, count: int) -> int:
+        """Take a run of lines, for a record whose row has its own place; its first, or -1 without room."""
+        with self._member.one_thread():
+            return self._take_lines(count)
+
+    def place(self, row: int) -> bool:
+        """Whether this row, which no extent hands out, may be touched; False where room ends.
+
+        For segments in which each sample has its row; the caller has claimed the sample.
+        """
+        if self.is_full:
+            return False
+        stride, live = self._geometry.stride, self._segment.live
+        with self._member.one_thread():
+            if self._affordable < stride:
+                free = memory.headroom()
+                room = free.bytes - self._geometry.rows_at
+                if stride > room:
+                    return self.refuse(self._no_memory(free))
+                self._affordable = max(stride, min(room // 16, _LARGEST_EXTENT))
+            self._affordable -= stride
+        if row < int(live[Live.ROWS_NEXT]):
+            return True
+        with self._member.short_lock() as held:
+            if held:
+                # A little beyond the row, so that rows written one after the other seldom come here.
+                after = int(live[Live.ROWS_NEXT])
+                live[Live.ROWS_NEXT] = min(max(row + 1, after, after * 17 // 16), self._geometry.rows)
+            return held
 
     def _take_rows(self, count: int) -> list[int]:
         geometry = self._geometry
@@ -138,17 +171,22 @@ class Room:
             if units * size > room:
                 units = count
             if units > left:
-                return self.refuse("its memory limit is reached; raise `memory=`")
+                return self.refuse(f"its memory limit is reached; raise `{self.knob}=`")
             if units * size > room:
-                return self.refuse(f"{free.what} has no more to give; lower `memory=` or free some")
+                return self.refuse(self._no_memory(free))
             if not self._segment.reserve(start + first * size, units * size):
-                return self.refuse("the file system that holds it is full; lower `memory=` or free some")
+                return self.refuse(
+                    f"the file system that holds it is full; lower `{self.knob}=` or free some"
+                )
             row = self._member.row
             live[live_word] = first + units
             # What was left of the old extent (too short a run of lines) is given up.
             row[next_word] = first
             row[next_word + 1] = first + units
         return True
+
+    def _no_memory(self, free: memory.Headroom) -> str:
+        return f"{free.what} has no more to give; lower `{self.knob}=` or free some"
 
     def refuse(self, why: str) -> bool:
         """Say that there is no room, and why; it is asked for again after half a second. Returns False."""

@@ -1,0 +1,36 @@
+"""What a cache holds and has served, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a cache holds and has served so far, over all processes that use it.
+
+    Attributes:
+        cached: samples in the cache.
+        uncached: samples of the data set that are not.
+        spilled: samples of ``cached`` that lie on disk.
+        bytes: bytes of their records.
+        hits: samples served from the cache.
+        misses: samples read from the source.
+        fill_seconds: time spent in the source and the cached transforms, summed over processes.
+    """
+
+    cached: int
+    uncached: int
+    spilled: int
+    bytes: int
+    hits: int
+    misses: int
+    fill_seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the samples served that came from the cache, 0 to 1; 0 before the first."""
+        served = self.hits + self.misses
+        return self.hits / served if served else 0.0

@@ -1,0 +1,125 @@
+"""Which processes are ranks of one job on one machine, without asking any of them.
+
+torchrun, Accelerate, DeepSpeed, Lightning, srun and mpirun all start the ranks of a machine as children of
+one process, and tell them in the environment that they are ranks. So a job is known here by its *launcher*:
+the process's number, the moment at which it began (a number alone may be another's by now) and the process
+namespace in which the number counts. The run id that torchrun hands out would not do: it is ``none`` whenever
+there is a ``--master_port``. Run id, address and port only tell apart jobs that one shell has launched.
+
+Lightning's own launcher is rank 0 itself, whose data set is often made before it launches anybody, and
+before its environment says anything. So whoever makes a cache offers it to two kinds of rank: those that were
+launched together with it, and those that it may launch itself.
+
+::
+
+    torchrun ──┬── rank 0      each offers to, and takes from, ranks of launcher "torchrun"
+               └── rank 1
+    rank 0 ────┬── rank 1      rank 0 offers to ranks of launcher "rank 0"; 1 and 2 offer to, and take from,
+               └── rank 2      the same; rank 0, once the environment says that it is one, does too
+
+Processes that are no ranks (a notebook, a script) take from nobody. A loader's worker inherits its rank's
+environment, but has the cache by fork or pickle and does not ask for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Job", "is_rank", "pid_namespace", "this_job"]
+
+_RENDEZVOUS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where a cache of this process is offered, and whose this process takes.
+
+    Attributes:
+        offers: names of the groups of ranks to which a cache made here is offered.
+        takes: names of the groups from which this process takes a cache; empty if it is no rank.
+        launchers: names of the processes under which ranks may be making the same cache at the same time,
+            a parent before its child.
+    """
+
+    offers: tuple[str, ...]
+    takes: tuple[str, ...]
+    launchers: tuple[str, ...]
+
+
+def this_job(environment: Mapping[str, str] = os.environ) -> Job:
+    """Return the groups of the calling process, as of now: the environment may change, and so may its parent.
+
+    Example:
+        >>> alone = this_job({})
+        >>> len(alone.offers), alone.takes
+        (1, ())
+        >>> rank = this_job({"LOCAL_RANK": "0", "MASTER_PORT": "29500"})
+        >>> set(alone.offers) < set(rank.offers)
+        True
+        >>> rank.takes == this_job({"LOCAL_RANK": "1", "MASTER_PORT": "29500"}).takes
+        True
+        >>> set(rank.takes) & set(this_job({"LOCAL_RANK": "0", "MASTER_PORT": "29501"}).offers)
+        set()
+    """
+    own = _process(os.getpid())
+    if not is_rank(environment):
+        return Job(offers=(_name(own),), takes=(), launchers=())
+    parent = _process(os.getppid())
+    meeting = tuple(environment.get(variable, "") for variable in _RENDEZVOUS)
+    together = _name(parent, *meeting)
+    return Job(
+        offers=(together, _name(own)),
+        # Also what the parent made before it launched anybody, and what ranks made that this one launched.
+        takes=(together, _name(parent), _name(own, *meeting)),
+        launchers=(_name(parent), _name(own)),
+    )
+
+
+def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment is that of one rank among others.
+
+    A step of one task is an interactive shell rather than a job, and its variables are inherited by
+    everything that is typed there.
+
+    Example:
+        >>> is_rank({"LOCAL_RANK": "3"}), is_rank({"RANK": "0", "WORLD_SIZE": "1"}), is_rank({"RANK": "0"})
+        (True, True, False)
+        >>> is_rank({"SLURM_LOCALID": "0", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "8"})
+        True
+        >>> is_rank({"SLURM_LOCALID": "0", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1"})
+        False
+    """
+    if "LOCAL_RANK" in environment or {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return True
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in environment:
+        return True
+    in_step = {"SLURM_LOCALID", "SLURM_STEP_ID"} <= environment.keys()
+    return in_step and environment.get("SLURM_STEP_NUM_TASKS") != "1"
+
+
+def pid_namespace() -> int:
+    """Return the inode of the process namespace in which this process's numbers count."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _process(pid: int) -> tuple[str, ...]:
+    """Return what tells a process from any other, also from a later one of the same number."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in parentheses, may hold anything; the state follows the last one.
+            begun = file.read().rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        begun = ""  # hidden from this user (hidepid): the number alone has to do
+    return (str(pid_namespace()), str(pid), begun)
+
+
+def _name(process: tuple[str, ...], *meeting: str) -> str:
+    """Return 32 hexadecimal digits for a launcher, and for a rendezvous under it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (*process, *meeting):
+        encoded = os.fsencode(part)
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()

@@ -1,0 +1,291 @@
+"""Slots: each sample's record has a place of its own, and may be written again.
+
+Elsewhere in the store a record goes into the next free row and is immutable. Here row ``i`` is that of sample
+``i``: the rows are one strided array, and a sample that is set again is written over the old one. Format,
+claims and room are the store's; what differs is that a reader may now meet a writer in the row it reads.
+
+::
+
+                      put                        publish
+    absent ─────────────────────────> claimed ─────────────> present, generation g + 1
+       ^                                 │ ^                    │
+       └── the writer failed, or died ───┘ └── put, overwrite ──┘
+
+Every record has a generation above the one before in its row, and the index word holds it. So a reader loads
+the word, copies the record, and loads the word again (a seqlock whose counter is the word): the same word
+means that what it copied is whole. Another one means that the sample was written meanwhile, and the reader
+begins anew. It waits, boundedly, for a living writer that is replacing a record, because there the sample
+was present before and will be after; a first record that is still being written is simply not there yet.
+
+A writer that is killed leaves a claim whose holder is dead: the slot is empty, and the next writer takes it.
+The old record is gone then too; keeping it would cost every slot a second row.
+
+A tail (of samples whose shape varies) is written over the old one if it fits into the run of lines that the
+row owns, and to a new run otherwise; the fourth word of the record's header says how many lines the run has.
+A run that became too short is free again after a clear, as is that of a writer that was killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.store import format as fmt
+from hotset.store import memory
+from hotset.store.check import RECORD
+from hotset.store.claims import Claims
+from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, Geometry, Live, Slot
+from hotset.store.schema import Prepared, Schema
+from hotset.store.segment import Address, Segment
+from hotset.store.store import FULL_CHECK, Store
+
+__all__ = ["Slots"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_PATIENCE_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS = 20e-6
+_LONGEST_PAUSE_SECONDS = 2e-3
+_SCRATCH = 1 << 20
+_ALIGN = 64
+_TAIL = struct.Struct("<Q")
+_LINES = struct.Struct("<I")
+_OWNED = struct.Struct("<IQ")  # lines of the run, and the tail's place in it
+
+
+class _Run(NamedTuple):
+    """Lines that a row owns for its tail."""
+
+    first: int
+    lines: int
+
+
+class Slots:
+    """Samples at places of their own in one segment, as this process sees them.
+
+    Attributes:
+        store: the segment's room, and the care for it (``check``, ``clear``).
+        segment: the mapped file.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.segment = store.segment
+        self._claims = Claims(store.member)
+        self._index = store.segment.index
+        self._tail_at = -(-store.schema.stride // _ALIGN) * _ALIGN
+        self._scratch: Bytes | None = None
+
+    @classmethod
+    def create(cls, schema: Schema, samples: int, lines: int, *, about: dict[str, Any]) -> Slots:
+        """Make empty slots in a memfd; nothing but its header is touched.
+
+        Args:
+            schema: of the samples.
+            samples: number of slots, at least 1.
+            lines: number of 256-byte lines for tails, at least 1 if the schema has them, else 0.
+            about: what the metadata says besides the schema; JSON's types only.
+
+        Raises:
+            OSError: the file cannot be made, or its index alone takes more memory than there is.
+        """
+        metadata = json.dumps({**about, "schema": schema.to_json()}).encode()
+        geometry = Geometry(samples, schema.stride, samples, lines, len(metadata))
+        free = memory.headroom()
+        if geometry.rows_at > free.bytes:
+            raise OSError(
+                errno.ENOMEM,
+                f"the index of {samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
+                f"and {free.what} has {free.bytes:,} to give",
+            )
+        limit = geometry.taken(samples, lines)
+        return cls(Store(Segment.create(geometry, metadata, limit=limit), schema))
+
+    @classmethod
+    def attach(cls, where: Address) -> Slots:
+        """Attach to slots that another process has.
+
+        Raises:
+            SegmentError: see :meth:`Segment.attach`.
+        """
+        return cls(Store.attach(where))
+
+    def word(self, sample: int) -> int:
+        """The sample's index word: what tells one record of it from the next."""
+        return int(self._index[sample])
+
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Which samples are set, by number."""
+        here: npt.NDArray[np.bool_] = (self._index >= PRESENT) & (self.store.era() is not None)
+        return here
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def get(self, sample: int) -> tuple[Any, int] | None:
+        """Return a copy of a sample and the index word of its record; None if it is not set."""
+        deadline, pause = time.monotonic() + _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS
+        while True:
+            era, word = self.store.era(), int(self._index[sample])
+            if era is None or word < CLAIMED:
+                return None
+            if word >= PRESENT:
+                copy = self._copy(sample, word, era)
+                if copy is not None:
+                    if FULL_CHECK and not self._sound(sample, word, copy):
+                        return None
+                    return self.store.schema.read(copy, 0, [self._tail_at])[0], word
+                pause = _FIRST_PAUSE_SECONDS
+            elif not self._is_being_replaced(sample, word):
+                return None
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if time.monotonic() > deadline:
+                return None
+
+    def _copy(self, sample: int, word: int, era: int) -> Bytes | None:
+        """A copy of the sample's row and, at ``_tail_at``, its tail; None if it changed meanwhile."""
+        store, stride, tail_at = self.store, self.store.schema.stride, self._tail_at
+        row = store.rows[sample]
+        first = count = 0
+        if store.schema.has_tail:
+            (place,) = _TAIL.unpack_from(row, RECORD_HEADER)
+            if self._index[sample] != word:
+                return None  # the place may be half of one and half of another
+            first, count = place >> fmt.TAIL_COUNT_BITS, place & ((1 << fmt.TAIL_COUNT_BITS) - 1)
+        # Fresh memory: a reader asks for one sample at a time, and recycled blocks were not faster for that.
+        copy = np.empty(tail_at + count * fmt.LINE, np.uint8)
+        copy[:stride] = row
+        if count:
+            copy[tail_at : tail_at + count * fmt.LINE] = store.lines[first : first + count].reshape(-1)
+        return copy if self._index[sample] == word and store.era() == era else None
+
+    def _sound(self, sample: int, word: int, copy: Bytes) -> bool:
+        """Whether a copied record is what its writer wrote (where the order of stores is not promised)."""
+        stride, tail_at, view = self.store.schema.stride, self._tail_at, copy.data
+        length, generation, crc = RECORD.unpack_from(view)
+        tail_bytes = length - (stride - RECORD_HEADER)
+        if generation != word >> fmt.GENERATION_SHIFT & fmt.GENERATION_MASK or tail_bytes < 0:
+            return False
+        tail = view[tail_at : tail_at + tail_bytes] if tail_bytes else None
+        found = fmt.checksum(sample, length, generation, view[RECORD_HEADER:stride], tail)
+        return found == int(crc)
+
+    def _is_being_replaced(self, sample: int, word: int) -> bool:
+        """Whether the claimed sample had a record before, and its claimant is alive."""
+        return self.store.member.slot >= 0 and self._generation(sample) > 0 and self._claims.is_open(word)
+
+    def _generation(self, sample: int) -> int:
+        """Generation in a row's record header, 0 if nothing was ever written there.
+
+        Read past the mapping: through it, looking at a row that is not there yet would take its memory.
+        """
+        at = self.store.segment.geometry.rows_at + sample * self.store.schema.stride
+        return int(RECORD.unpack(os.pread(self.store.segment.fd, RECORD_HEADER, at))[1])
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def put(self, sample: int, prepared: Prepared, *, overwrite: bool) -> int:
+        """Set a sample; returns the index word of its record, or 0 if it was not set.
+
+        It is not set if it is set already (without ``overwrite``), if another living process is setting it
+        (with ``overwrite`` that one is waited for, boundedly), or if there is no room. A record that was to
+        be overwritten by one for which there is no room is forgotten, as its owner wants it no longer.
+
+        Args:
+            sample: its number.
+            prepared: by this store's schema.
+            overwrite: whether a record that is there may be replaced.
+        """
+        if self.store.era() is None:
+            self.store.clear()  # what a process began to clear and died over
+        if self.store.room.is_full and int(self._index[sample]) < PRESENT:
+            return 0
+        before = self._claim(sample, overwrite)
+        if before is None:
+            return 0
+        published = 0
+        try:
+            run = self._room_for(sample, prepared, before)
+            if run is not None:
+                word = self._write(sample, prepared, run)
+                self._index[sample] = word
+                published = word
+                self._count(prepared, before)
+        except OSError as error:
+            self.store.room.refuse(f"its memory cannot be written ({error.strerror or error}); free some")
+        finally:
+            # Only then: another thread of this process may have claimed it anew, by the same word.
+            if not published:
+                self._claims.release(np.array([sample]))
+        return published
+
+    def _claim(self, sample: int, overwrite: bool) -> int | None:
+        """Claim the sample; returns the word that it had, or None if it is another's for too long."""
+        deadline, pause = time.monotonic() + _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS
+        while True:
+            before = self._claims.take_one(sample, overwrite=overwrite)
+            if before is not None or not overwrite or time.monotonic() > deadline:
+                return before
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _room_for(self, sample: int, prepared: Prepared, before: int) -> _Run | None:
+        """The run of lines for the record's tail; None if there is no room."""
+        room, needed = self.store.room, prepared.tail_lines
+        if before < PRESENT and not room.place(sample):
+            return None
+        if before >= PRESENT and self.store.schema.has_tail:  # a whole record, so what it says is true
+            lines, place = _OWNED.unpack_from(self.store.rows[sample], RECORD.size - 4)
+            if needed <= lines:
+                return _Run(place >> fmt.TAIL_COUNT_BITS, lines)
+        line = room.take_lines(needed) if needed else 0
+        return _Run(line, needed) if line >= 0 else None
+
+    def _write(self, sample: int, prepared: Prepared, run: _Run) -> int:
+        """Write the record; returns the index word that publishes it."""
+        segment, schema = self.store.segment, self.store.schema
+        geometry, stride = segment.geometry, schema.stride
+        # After a clear rows begin at zero again: the era keeps their words from being those of before.
+        generation = max(self._generation(sample), int(segment.live[Live.ERA])) + 1
+        generation = generation & fmt.GENERATION_MASK or 1
+        size = stride + prepared.tail_lines * fmt.LINE
+        with self.store.member.one_thread():
+            buffer = self._scratch_of(size)
+            schema.write(buffer, 0, prepared, run.first, stride)
+            length = stride - RECORD_HEADER + prepared.tail_bytes
+            tail = buffer[stride : stride + prepared.tail_bytes] if prepared.tail_bytes else None
+            crc = fmt.checksum(sample, length, generation, buffer[RECORD_HEADER:stride], tail)
+            RECORD.pack_into(buffer, 0, length, generation, crc)
+            _LINES.pack_into(buffer, RECORD.size - 4, run.lines)
+            segment.write(buffer[:stride], geometry.rows_at + sample * stride)
+            if size > stride:
+                segment.write(buffer[stride:size], geometry.lines_at + run.first * fmt.LINE)
+        return PRESENT | generation << fmt.GENERATION_SHIFT | sample
+
+    def _scratch_of(self, size: int) -> memoryview:
+        """Memory to lay a record out in, zeros between its leaves; the caller excludes other threads."""
+        if size > _SCRATCH:
+            return np.zeros(size, np.uint8).data
+        if self._scratch is None:
+            self._scratch = np.zeros(_SCRATCH, np.uint8)
+        if self.store.schema.has_tail:
+            self._scratch[: self.store.schema.stride] = 0
+        return self._scratch.data
+
+    def _count(self, prepared: Prepared, before: int) -> None:
+        counters = self.store.member.row
+        counters[Slot.STORED] += 1
+        if before < PRESENT:
+            counters[Slot.STORED_BYTES] += self.store.schema.stride + prepared.tail_lines * fmt.LINE
+
+    def close(self) -> None:
+        """Detach. What was read stays valid: it is no part of the segment."""
+        self.store.close()
