@@ -1,0 +1,398 @@
+"""A running window over a data set larger than memory: how large, which samples, how fast.
+
+D samples are all there are, N of them are resident, and R more are prepared while an epoch uses the N.
+The samples enter in an endless sequence, cycle after cycle, each cycle a permutation of all D. The *cursor*
+counts the samples that have left::
+
+    entry     0                cursor          cursor+N   cursor+N+R
+    sequence  ──── left ────────┤── resident ───┤─ incoming ─┤──── to come ────
+
+At an epoch's boundary the cursor moves by as many of the R as are ready. It is the only state: everything
+else is a pure function of it, of the sizes and of the seed, so that processes agree without talking.
+
+**What is promised.** Every sample enters once in a cycle, and stays for N/R epochs (rounded down or up, if R
+does not divide N). Where filling keeps up, ceil((D-N)/R) + 1 epochs from the beginning use every sample.
+No sample is resident twice, and none that is resident is also incoming: any N+R consecutive entries differ.
+
+**The order.** Within one cycle entries differ anyway; the last of one cycle and the first of the next may
+not. Let S = D - (N+R) be the samples that are neither resident nor incoming. One permutation, drawn from the
+seed, lines the samples up for good. The line is cut into segments of nearly equal length, at most S+1, and
+each cycle permutes every segment anew. A sample's places in two cycles are in one segment, hence at most S
+apart, and its entries at least D - S = N+R apart, as they must be, and at most D + S.
+
+Nothing that draws cycles independently of one another could mix more: two places that a sample can have must
+not be more than S apart, or it could come back too early. (At S = 0 every cycle is the same, by necessity.)
+Repairing free permutations where they collide was rejected: a cycle would depend on all that came before.
+
+**Permutations without a table.** Entry k must be found in any process without drawing the whole cycle.
+Write the numbers below n into a rectangle of about sqrt(n) columns. A round slides each row (round and round)
+by an amount drawn for that row, then each column by one drawn for that column. Each slide can be undone, so
+together they permute the rectangle. A number that lands on one of the few cells numbered n or more goes on
+from there until it lands below n, which leaves a permutation of the numbers below n. This is an alternating
+Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
+amounts are SplitMix64's (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), read
+at a counter: 64-bit integer arithmetic, the same on every machine and in every version of numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Real
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.errors import ArgumentError
+from hotset.units import format_bytes, parse_bytes
+
+__all__ = [
+    "RunningWindow",
+    "epoch_order",
+    "epochs_until_all_seen",
+    "replaced_count",
+    "resident_count",
+    "steady_rate",
+]
+
+_Words: TypeAlias = npt.NDArray[np.uint64]
+
+
+# How large
+
+
+def resident_count(resident: float | str, replace: float, samples: int, *, sample_bytes: float = 0) -> int:
+    """Return N, how many samples are resident: from 1 to ``samples``, which means that all fit.
+
+    An amount of memory also holds the samples being prepared: N is the largest with N + R samples in it.
+
+    Args:
+        resident: a count (int), a fraction of the samples (float in (0, 1]) or an amount of memory (string).
+        replace: r in [0, 1], the share of the residents that is replaced after an epoch.
+        samples: D, the size of the data set.
+        sample_bytes: what one sample takes, in bytes; needed for an amount of memory only.
+
+    Raises:
+        ArgumentError: a value outside its range, or memory for less than one sample and its replacement.
+        QuantityError: a string that is no amount of memory.
+
+    Example:
+        >>> resident_count(50, 0.1, samples=100), resident_count(0.29, 0.1, samples=100)
+        (50, 29)
+        >>> resident_count("1GiB", 0.1, samples=5000, sample_bytes=2**20)  # 930 + 93 fit in 1,024
+        930
+    """
+    _check_samples(samples)
+    rate = _share(replace, "replace")
+    if isinstance(resident, str):
+        return _count_in_memory(resident, rate, samples, sample_bytes)
+    if isinstance(resident, (int, np.integer)) and not isinstance(resident, bool):
+        _check_resident(int(resident))
+        return min(int(resident), samples)
+    share = _share(resident, "resident", 'a count (int), a fraction in (0, 1], or memory such as "20GiB"')
+    if not share:
+        raise ArgumentError(f"resident={resident} keeps no sample in memory; give a fraction above 0.")
+    return max(1, math.floor(samples * share))
+
+
+def _count_in_memory(resident: str, rate: Fraction, samples: int, sample_bytes: float) -> int:
+    if not (sample_bytes > 0 and math.isfinite(sample_bytes)):
+        raise ArgumentError(f"sample_bytes={sample_bytes!r} is no size of a sample; give bytes, above 0.")
+    fit = math.floor(parse_bytes(resident, name="resident") / Fraction(sample_bytes))
+    if fit >= samples:
+        return samples
+    # As fit is whole, N + ceil(N * r) <= fit just where N * (1 + r) <= fit.
+    count = math.floor(fit / (1 + rate))
+    if not count:
+        least = math.ceil(Fraction(sample_bytes) * min(samples, 2 if rate else 1))
+        raise ArgumentError(
+            f"resident={resident!r} has no room for one resident sample of {format_bytes(sample_bytes)} and "
+            f"those being prepared; give at least {least} bytes."
+        )
+    return count
+
+
+def replaced_count(resident: int, replace: float, samples: int) -> int:
+    """Return R, how many samples are prepared during an epoch: ceil(N * r), and at most D - N.
+
+    The product is that of the numbers as people write them: 7 % of 100 is 7, not the 8 that
+    ``ceil(100 * 0.07)`` gives. So r > 0 replaces at least one sample, if any is left to come in.
+
+    Args:
+        resident: N, a count of samples.
+        replace: r in [0, 1]; 0 never replaces.
+        samples: D, the size of the data set.
+
+    Raises:
+        ArgumentError: a value outside its range.
+
+    Example:
+        >>> replaced_count(50, 0.1, samples=100), replaced_count(90, 0.5, samples=100)
+        (5, 10)
+    """
+    _check_sizes(samples, resident, ahead=0)
+    return min(math.ceil(resident * _share(replace, "replace")), samples - resident)
+
+
+# How fast
+
+
+def steady_rate(fill_per_second: float, epoch_seconds: float, resident: int) -> float:
+    """Return the largest replace rate r that filling sustains: min(N, max(1, floor(f * T))) / N.
+
+    In the T seconds of an epoch f * T samples are filled; more would be late at the boundary. It is never
+    below one sample, even where filling takes longer than an epoch: at r = 0 nothing more would be filled,
+    hence no faster filling ever seen, and the window would stand still for good.
+
+    Args:
+        fill_per_second: f, samples that the filler prepares in a second.
+        epoch_seconds: T, how long an epoch of N samples takes.
+        resident: N, a count of samples.
+
+    Raises:
+        ArgumentError: f or T is negative or not finite, or N is below 1.
+
+    Example:
+        >>> steady_rate(2.0, 6.5, resident=50)  # 13 samples an epoch
+        0.26
+    """
+    for name, value in (("fill_per_second", fill_per_second), ("epoch_seconds", epoch_seconds)):
+        if not (value >= 0 and math.isfinite(value)):
+            raise ArgumentError(f"{name}={value!r} is no measurement; give a finite number, 0 or more.")
+    _check_resident(resident)
+    # Fractions, as the product of two floats can be infinite.
+    filled = math.floor(Fraction(fill_per_second) * Fraction(epoch_seconds))
+    return min(resident, max(1, filled)) / resident
+
+
+def epochs_until_all_seen(samples: int, resident: int, replaced: int) -> int | None:
+    """Return how many epochs use every sample, where filling keeps up: ceil((D-N)/R) + 1; None for never.
+
+    Args:
+        samples: D, the size of the data set.
+        resident: N, a count of samples.
+        replaced: R, how many are replaced at each boundary.
+
+    Raises:
+        ArgumentError: sizes that no window has.
+
+    Example:
+        >>> epochs_until_all_seen(100, 50, 5)
+        11
+    """
+    _check_sizes(samples, resident, replaced)
+    if resident == samples:
+        return 1
+    return -(-(samples - resident) // replaced) + 1 if replaced else None
+
+
+# Which samples
+
+
+@dataclass(frozen=True)
+class RunningWindow:
+    """Which samples are resident, and which come next, at any cursor.
+
+    Another ``samples``, ``resident``, ``ahead`` or ``seed`` is another sequence, another replace rate is not:
+    for one that changes (``"auto"``) give the most that are ever prepared as ``ahead``, and ask for fewer.
+
+    Attributes:
+        samples: D, the size of the data set.
+        resident: N, from 1 to D.
+        ahead: R, the most that are ever prepared at once, from 0 to N, and to D - N.
+        seed: any int, of which 64 bits count.
+        shuffle: whether each cycle is permuted; if not, samples enter in the data set's order.
+
+    Raises:
+        ArgumentError: sizes that no window has.
+
+    Example:
+        >>> window = RunningWindow(samples=10, resident=4, ahead=2, shuffle=False)
+        >>> window.members(7), window.incoming(7)
+        (array([7, 8, 9, 0]), array([1, 2]))
+    """
+
+    samples: int
+    resident: int
+    ahead: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.samples, self.resident, self.ahead)
+
+    @property
+    def segments(self) -> int:
+        """Into how many segments the line of samples is cut: ceil(D / (S+1)) with S = D - (N+R)."""
+        longest = self.samples - self.resident - self.ahead + 1
+        return -(-self.samples // longest)
+
+    def members(self, cursor: int) -> npt.NDArray[np.int64]:
+        """Return the residents, longest-resident first: shape ``[N]``, indices into the data set.
+
+        Raises:
+            ArgumentError: ``cursor`` is negative.
+        """
+        return self.entries(cursor, self.resident)
+
+    def incoming(self, cursor: int, count: int | None = None) -> npt.NDArray[np.int64]:
+        """Return the samples to prepare, next first: shape ``[count]``, by default all ``ahead``.
+
+        Raises:
+            ArgumentError: ``cursor`` is negative, or ``count`` outside 0 to ``ahead``.
+        """
+        count = self.ahead if count is None else count
+        if not 0 <= count <= self.ahead:
+            raise ArgumentError(
+                f"count={count} samples cannot be prepared in a window made for {self.ahead}; "
+                f"give 0 to {self.ahead}, or make it with a larger ahead."
+            )
+        _check_cursor(cursor)
+        return self.entries(cursor + self.resident, count)
+
+    def entries(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return entries ``start`` to ``start + count - 1`` of the sequence: shape ``[count]``, indices.
+
+        Raises:
+            ArgumentError: ``start`` is negative.
+        """
+        _check_cursor(start)
+        cycle, place = np.divmod(np.arange(start, start + count, dtype=np.int64), self.samples)
+        if not self.shuffle:
+            return place
+        shorter, longer_ones = divmod(self.samples, self.segments)
+        # The first segments have one sample more than the others, if they cannot all be equal.
+        segment = np.maximum(place // (shorter + 1), (place - longer_ones) // shorter)
+        first = segment * shorter + np.minimum(segment, longer_ones)
+        length = shorter + (segment < longer_ones)
+        place = first + _permute(place - first, length, _key(self.seed, _CYCLE, cycle, segment))
+        return _permute(place, np.full_like(place, self.samples), _key(self.seed, _LINE))
+
+
+def epoch_order(seed: int, epoch: int, cursor: int, resident: int) -> npt.NDArray[np.int64]:
+    """Return the order in which an epoch uses the window's members: shape ``[N]``, a permutation of 0 to N-1.
+
+    The k-th of n ranks that share the window takes ``order[k::n]``.
+
+    Args:
+        seed, epoch, cursor: the window's seed, the epoch's number, and the window's cursor in that epoch.
+        resident: N, a count of samples.
+
+    Raises:
+        ArgumentError: N is below 1.
+
+    Example:
+        >>> window = RunningWindow(samples=100, resident=50, ahead=5)
+        >>> used = window.members(20)[epoch_order(window.seed, 4, 20, window.resident)]
+        >>> sorted(used) == sorted(window.members(20))
+        True
+    """
+    _check_resident(resident)
+    place = np.arange(resident, dtype=np.int64)
+    return _permute(place, np.full_like(place, resident), _key(seed, _EPOCH, epoch, cursor))
+
+
+# Permutations without a table
+
+# What a key is for, so that no two uses draw the same numbers.
+_LINE, _CYCLE, _EPOCH = range(3)
+
+# The smallest rectangles draw least and need most rounds: all permutations of 5 or 6 samples come equally
+# often to within 30 % after 4 rounds, 8 % after 6, 3 % after 8 (root mean square, 4 million keys).
+_ROUNDS = 8
+
+_GOLDEN, _MIX1, _MIX2 = (
+    np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_27, _30, _31, _32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
+
+
+def _mix(words: _Words) -> _Words:
+    """SplitMix64's output function: each bit of a word changes about half the bits of the result."""
+    words = (words ^ (words >> _30)) * _MIX1
+    words = (words ^ (words >> _27)) * _MIX2
+    return words ^ (words >> _31)
+
+
+def _key(*words: int | npt.NDArray[np.int64]) -> _Words:
+    """Fold words, each one int or one for each number to permute, into a key: shape ``[1]`` or theirs."""
+    # Arrays throughout, even of one element: unlike numpy's scalars, they wrap around without a warning.
+    key = np.zeros(1, np.uint64)
+    for word in words:
+        unsigned = np.array([word % 2**64], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
+        key = _mix((key ^ unsigned) + _GOLDEN)
+    return key
+
+
+def _permute(
+    numbers: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], keys: _Words
+) -> npt.NDArray[np.int64]:
+    """Send each number below its size (at most 2**62) by the permutation that the size and the key name."""
+    x, size = numbers.astype(np.uint64), sizes.astype(np.uint64)
+    key = np.broadcast_to(keys, x.shape)
+    # Evenly many, as a row's slide by one is then an odd permutation; by even ones half could not be reached.
+    columns = np.uint64(2) * np.ceil(np.sqrt(size) / 2).astype(np.uint64)
+    rows = (size + columns - np.uint64(1)) // columns
+    walking = np.arange(len(x))
+    while len(walking):
+        at = x[walking], columns[walking], rows[walking], key[walking]
+        x[walking] = _slide(*at)
+        walking = walking[x[walking] >= size[walking]]
+    return x.astype(np.int64)
+
+
+def _slide(x: _Words, columns: _Words, rows: _Words, key: _Words) -> _Words:
+    row, column = np.divmod(x, columns)
+    for turn in range(_ROUNDS):
+        column = (column + _draw(key, 2 * turn, row, columns)) % columns
+        row = (row + _draw(key, 2 * turn + 1, column, rows)) % rows
+    cell: _Words = row * columns + column
+    return cell
+
+
+def _draw(key: _Words, turn: int, line: _Words, below: _Words) -> _Words:
+    """Draw an amount for a row or column: output ``turn * 2**32 + line`` of a SplitMix64 seeded ``key``."""
+    counter = line + np.uint64((turn << 32) + 1)
+    amount: _Words = ((_mix(key + counter * _GOLDEN) >> _32) * below) >> _32
+    return amount
+
+
+# Bad values
+
+
+def _check_samples(samples: int) -> None:
+    if samples < 1:
+        raise ArgumentError(f"samples={samples} is an empty data set; a window needs at least one sample.")
+
+
+def _check_resident(resident: int) -> None:
+    if resident < 1:
+        raise ArgumentError(f"resident={resident} keeps no sample in memory; give at least 1.")
+
+
+def _check_sizes(samples: int, resident: int, ahead: int) -> None:
+    _check_samples(samples)
+    _check_resident(resident)
+    if resident > samples:
+        raise ArgumentError(f"resident={resident} is more than all {samples} samples; give 1 to {samples}.")
+    most = min(resident, samples - resident)  # more than N would leave again without having been used
+    if not 0 <= ahead <= most:
+        raise ArgumentError(
+            f"{ahead} samples cannot be prepared beside {resident} resident of {samples}; give 0 to {most}."
+        )
+
+
+def _check_cursor(cursor: int) -> None:
+    if cursor < 0:
+        raise ArgumentError(f"cursor={cursor} lies before the first entry; give 0 or more.")
+
+
+def _share(value: object, name: str, wanted: str = "a share of the residents, in [0, 1]") -> Fraction:
+    """Return a share in [0, 1] as the fraction that was meant: 0.07 is 7/100, 0.8333333333333334 is 5/6."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) <= 1.0:
+        raise ArgumentError(f"{name}={value!r} is not {wanted}.")
+    # Fractions this simple are further apart than a float's rounding; only a tiny one has none but 0 near it.
+    exact = Fraction(float(value))
+    return exact.limit_denominator(10**9) or exact
