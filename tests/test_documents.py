@@ -16,7 +16,9 @@ import pytest
 import hotset
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# Where warnings are errors, importing these libraries fails; their own test files run those two examples.
+ELSEWHERE = {"accelerate_loop", "lightning_trainer"}
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in ELSEWHERE)
 MODULES = sorted(m.name for m in pkgutil.walk_packages(hotset.__path__, "hotset.") if "demo" not in m.name)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.harness import Outcome
 from benchmarks.settings import Settings
-from benchmarks.suite import attach, first, fixed, memory, ragged, ranks, startup, sweep
+from benchmarks.suite import attach, first, fixed, memory, ragged, ranks, resume, startup, sweep
 
 __all__ = ["BENCHMARKS"]
 
@@ -25,4 +25,5 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "ranks": ranks.ranks,
     "sweep": sweep.sweep,
     "attach": attach.attach,
+    "resume": resume.resume,
 }

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-__all__ = ["Draws", "whole_epoch"]
+__all__ = ["Draws", "draw_base_seed", "whole_epoch"]
 
 
 class Draws:
@@ -42,7 +42,7 @@ class Draws:
         self._drawn: deque[Any] = deque()
         self._batches = self._begin(batches)
         if fresh:
-            torch.empty((), dtype=torch.int64).random_(generator=generator).item()
+            draw_base_seed(generator)
             if ahead:
                 self._batches = self._begin(batches)
         for _ in range(ahead):
@@ -89,6 +89,11 @@ class Draws:
         if isinstance(self._batches, _WholeEpoch):
             return self._batches.peek(distance - len(self._drawn))
         return None
+
+
+def draw_base_seed(generator: torch.Generator | None) -> None:
+    """Draw what torch's loader draws to seed its workers, and also without any."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator).item()
 
 
 class _WholeEpoch:

@@ -16,7 +16,6 @@ arguments over the same data set without the cache.
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,19 +24,20 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset.data.collate import bound, is_known
-from hotset.data.draws import Draws
+from hotset.data.draws import Draws, draw_base_seed
 from hotset.data.letters import Letter
 from hotset.data.local import LocalBatches, LocalGather
 from hotset.data.randomness import Beginning
 from hotset.data.rest import Rest, cut_of
-from hotset.data.resume import Pass, Saved, describe, identity_of, read_state
+from hotset.data.resume import Counted, Pass, Saved, describe, identity_of, read_state
 from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import BatchMaker, Desks, TaskSampler, WorkerInit, make_gather
-from hotset.errors import HotsetWarning, StateError
+from hotset.errors import HotsetWarning
 from hotset.split.generators import Generators
 from hotset.store.blocks import making_workers
 from hotset.store.claims import Ids
@@ -89,7 +89,7 @@ class DataLoader(TorchDataLoader[T]):
     # again from its arguments, or pickled, and none of this may come along.
     _pass: Pass | None = None
     _saved: Saved | None = None
-    _watched: Generators | None = None
+    _watched: tuple[Generators | None] | None = None
     _known: dict[str, Any] | None = None
     _workers_begun = False
     _inner: TorchDataLoader[Any] | None = None
@@ -98,13 +98,15 @@ class DataLoader(TorchDataLoader[T]):
 
     def __iter__(self) -> Any:
         saved, self._saved = self._saved, None
-        beginning = Beginning(self)
-        if saved is not None and not saved.has_moved_on(beginning):
-            return self._go_on(saved, beginning)
+        if saved is not None and not saved.has_moved_on(Beginning(self)):
+            return self._go_on(saved)
         last, fresh = self._pass, self._fresh
+        streams = self.num_workers == 0 and isinstance(self.dataset, IterableDataset)
+        beginning = Beginning(self, self._live_here() if streams else None)
         run = Pass(last.number + 1 if last is not None else 0, beginning.take(), fresh)
-        if last is not None and not fresh:
-            run.workers.update(last.workers)  # the same workers go on
+        if last is not None and not fresh:  # the same workers go on
+            run.workers.update(last.workers)
+            run.asks = not last.over or len(last.workers) < self.num_workers
         return self._begin(run, self.batch_sampler)
 
     @property
@@ -115,9 +117,10 @@ class DataLoader(TorchDataLoader[T]):
     def _begin(self, run: Pass, batches: Any) -> Any:
         """Begin a pass, or the rest of one, over these batches."""
         self._pass = run
+        self._workers_begun = True
         route = self._route()
         if route is None:
-            return _Counted(super().__iter__(), run)
+            return Counted(super().__iter__(), run, self.batch_size or 1)
         gather = self._local_gather(route) if route.all_present() else None
         summary = EpochSummary(run.number, _length(self), route.caches)
         self.last_epoch = summary
@@ -155,6 +158,13 @@ class DataLoader(TorchDataLoader[T]):
         """
         if self._saved is not None:
             return self._saved.state
+        if not self.in_order and self.num_workers:
+            warnings.warn(
+                "with in_order=False batches come as they are done, and who goes on from this state may get "
+                "some of the last ones twice, and miss others; leave in_order=True.",
+                HotsetWarning,
+                stacklevel=2,
+            )
         live = self._live_here() if self.num_workers == 0 else None
         return describe(
             self._identity(),
@@ -162,7 +172,7 @@ class DataLoader(TorchDataLoader[T]):
             self.num_workers,
             run=self._pass,
             live=live,
-            beginning=lambda: Beginning(self),
+            beginning=lambda: Beginning(self, live),
             fresh=self._fresh,
         )
 
@@ -171,7 +181,8 @@ class DataLoader(TorchDataLoader[T]):
 
         With as many workers and ranks as before, the rest of the pass is bit for bit what it would have
         been: samples, their order, the draws of live transforms. With another number of workers or ranks,
-        or another batch size, the same samples come, none twice and none dropped.
+        or another batch size, the same samples come, none twice and none dropped. Workers that persist are
+        started anew.
 
         Without workers live transforms draw from this process's global generators, which are then put back
         too, in that ``iter()``.
@@ -181,28 +192,46 @@ class DataLoader(TorchDataLoader[T]):
         """
         cut = cut_of(self.batch_sampler, self.sampler)
         saved = read_state(state, self._identity(), cut, self.num_workers)
-        if saved.under_way and saved.position.cut != cut and self._route() is None:
-            raise StateError(
-                "the state is of a loader that cut its batches otherwise (batch size or ranks), and only a "
-                "cached data set can go on in the middle; load it with the same batch size and ranks."
-            )
+        if self._route() is None:
+            saved.require_replay(self, cut)
         saved.put_samplers(Beginning(self))
         self._saved = saved
 
-    def _go_on(self, saved: Saved, beginning: Beginning) -> Any:
-        """The rest of a saved pass; ``beginning`` holds this process's random states as they are now."""
+    def _go_on(self, saved: Saved) -> Any:
+        """The rest of a saved pass."""
+        # Workers that are at work have drawn what nobody knows of, and may still write to their blocks.
+        self._inner = self._iterator = self._desks = None
+        self._workers_begun = False
+        beginning = Beginning(self, self._live_here() if self.num_workers == 0 else None)
         if saved.same_rank:
             saved.put_generators(beginning, with_globals=saved.under_way or self.num_workers == 0)
         run = saved.run()
-        before = beginning.take()
-        rewind = None if run.fresh else lambda: beginning.put_generators(before, with_globals=True)
-        cut = cut_of(self.batch_sampler, self.sampler)
+        before, generator = beginning.take(), self.generator
+
+        def rewind() -> None:
+            beginning.put_samplers(before)
+            beginning.put_generators(before, with_globals=True)
+
+        def begin(sampler: Any) -> Any:
+            """Begin a sampler as the interrupted pass began it, whatever was begun here before."""
+            rewind()
+            begun = iter(sampler)
+            if run.fresh:
+                draw_base_seed(generator)
+                begun = iter(sampler) if saved.state["workers"] else begun
+            return begun
+
+        redraws = saved.redraws(self.num_workers)
         try:
-            batches = self._begin(run, Rest(self.batch_sampler, saved.position, cut, rewind))
+            if not run.fresh and self._route() is None:
+                super().__iter__()  # starts the workers that the pass found at work
+                rewind()
+            batches = self._begin(run, Rest(self.batch_sampler, saved.position, begin if redraws else None))
         finally:
             if saved.under_way and saved.same_rank:
                 beginning.globals.restore()
-        if saved.alike and (live := self._live_here()) is not None:
+        live = self._live_here() if self.num_workers == 0 else None
+        if saved.alike and live is not None:
             saved.put_in_process(live)
         return batches
 
@@ -217,11 +246,11 @@ class DataLoader(TorchDataLoader[T]):
         """The generators that live transforms draw from in this process; None if there are none."""
         if self._watched is None:
             route = self._route()
-            live = [c.source.live for c in route.caches if c.source.live] if route else [self.dataset]
-            if not live:
-                return None
-            self._watched = Generators(live)
-        return self._watched
+            live: list[Any] = [self.dataset, self.collate_fn]
+            if route is not None:
+                live = [cached.source.live for cached in route.caches if cached.source.live]
+            self._watched = (Generators(live) if live else None,)
+        return self._watched[0]
 
     # ---- which way -----------------------------------------------------------------------------------
 
@@ -246,8 +275,8 @@ class DataLoader(TorchDataLoader[T]):
 
     def _draws(self, run: Pass, batches: Any) -> Draws:
         ahead = self.num_workers * (self.prefetch_factor or 0)
-        self._workers_begun = True
-        draws = Draws(batches, ahead=ahead, generator=self.generator, fresh=run.fresh)
+        fresh = run.fresh and not (isinstance(batches, Rest) and batches.redraws)
+        draws = Draws(batches, ahead=ahead, generator=self.generator, fresh=fresh)
         if run.batches:
             draws.begin()
         return draws
@@ -274,7 +303,6 @@ class DataLoader(TorchDataLoader[T]):
         inner = self._inner if self._inner is not None else self._make_inner(route)
         if self.persistent_workers:
             self._inner = inner
-        self._workers_begun = True
         assert self._desks is not None
         return _WorkerBatches(inner, self._desks, run, batches, summary)
 
@@ -325,20 +353,26 @@ class _WorkerBatches:
         self, inner: TorchDataLoader[Any], desks: Desks, run: Pass, batches: Any, summary: EpochSummary
     ) -> None:
         self._persistent = inner.persistent_workers
+        self._workers = inner.num_workers
         self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
         self._desks = desks
         self._run = run
         self._summary = summary
         self._letters: Any = None
-        idle, states = 0, {}
-        if run.goes_on and any(states is not None for states in run.workers.values()):
+        idle: int = 0
+        states: dict[int, Any] = {}
+        if run.asks and inner.in_order:
+            idle = inner.num_workers
+        elif run.goes_on and inner.in_order and any(states is not None for states in run.workers.values()):
             # A turn for each worker, to put its generators back; then for each that has had its turn already.
-            idle, states = inner.num_workers + run.batches % inner.num_workers, run.workers
+            idle, states = inner.num_workers + run.turn, dict(run.workers)
         self._tasks.begin(batches, idle, states)
         with making_workers():
             self._letters = iter(inner)
         for _ in range(idle):
-            self._tasks.answered(next(self._letters))
+            letter: Letter = next(self._letters)
+            self._tasks.answered(letter)
+            run.workers[letter.news.worker] = letter.news.states
 
     def __iter__(self) -> _WorkerBatches:
         return self
@@ -346,7 +380,7 @@ class _WorkerBatches:
     def __next__(self) -> Any:
         start = time.perf_counter()
         try:
-            letter: Letter = next(self._letters)
+            letter = next(self._letters)
         except StopIteration:
             self._run.over = True
             self._summary.end()
@@ -359,6 +393,7 @@ class _WorkerBatches:
         for sentence in news.told:
             warnings.warn(sentence, HotsetWarning, stacklevel=2)
         self._run.workers[news.worker] = news.states
+        self._run.turn = (news.worker + 1) % self._workers
         self._run.count(news.samples)
         self._summary.count(news.samples, time.perf_counter() - start)
         return letter.batch
@@ -372,34 +407,6 @@ class _WorkerBatches:
             self._letters = None  # ends and joins the workers: only then are their blocks free
             self._tasks.recall()
             self._desks.rest()
-
-
-class _Counted:
-    """Iterator over torch's own batches, counted; the rest of a pass is its whole, less what was consumed."""
-
-    def __init__(self, batches: Iterator[Any], run: Pass) -> None:
-        self._batches = batches
-        self._run = run
-        for _ in itertools.islice(batches, run.batches):
-            pass
-
-    def __iter__(self) -> _Counted:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._run.over = True
-            raise
-        self._run.count(0)
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
 
 
 def _unchanged(letter: Letter) -> Letter:

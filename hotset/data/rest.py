@@ -1,14 +1,15 @@
 """The rest of a pass that was interrupted: the batches that its sampler would still have given.
 
-A sampler's order is drawn, not stored, so a saved position is two numbers: how many batches and how many
+A sampler's order is drawn, not stored, so a saved position is a few numbers: how many batches and how many
 samples were consumed. Going on means to let the sampler draw the same order again and to pass over its
-beginning. Which beginning depends on what has changed since:
+beginning. Which beginning depends on who cuts the order into batches:
 
 ==============================  ===========================================================================
-nothing that cuts batches       the sampler's batches, from number ``batches`` on
-the batch size                  the sampler's samples, from number ``samples`` on, in batches of the new size
-the number of ranks             the order of all ranks' samples, from number ``samples x ranks`` on, dealt
-                                anew to the ranks there are now (``DistributedSampler`` only)
+torch's BatchSampler            the sampler's samples, from number ``samples`` on, in batches of today's size
+another                         the batches, from number ``batches`` on
+torch's, and the number of      the order of all ranks' samples, from number ``dealt`` on, dealt anew to the
+ranks has changed               ranks there are now (``DistributedSampler`` only); of this rank's share, from
+                                number ``samples`` on
 ==============================  ===========================================================================
 """
 
@@ -32,7 +33,7 @@ class Cut(NamedTuple):
     Attributes:
         sampler, batch_sampler: the kinds of both, by name.
         batch_size: None with a batch sampler of the user's.
-        ranks: how many processes share the order; 1 if the sampler does not say.
+        ranks: how many processes a DistributedSampler deals the order to; 0 with any other.
         rank: which of them this is.
     """
 
@@ -44,11 +45,23 @@ class Cut(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How much of a pass this rank has consumed, and under which cut."""
+    """How much of a pass was consumed.
+
+    Attributes:
+        batches: by this rank.
+        samples: by this rank, since the order was dealt to the ranks.
+        dealt: by all ranks before that; 0 if it is dealt as the sampler dealt it.
+    """
 
     batches: int
     samples: int
-    cut: Cut
+    dealt: int = 0
+
+    def under(self, was: Cut, now: Cut) -> Position:
+        """The same position for another number of ranks."""
+        if was.ranks == now.ranks:
+            return self
+        return Position(self.batches, 0, self.dealt + self.samples * was.ranks)
 
 
 def cut_of(batches: Any, sampler: Any) -> Cut:
@@ -59,7 +72,7 @@ def cut_of(batches: Any, sampler: Any) -> Cut:
         sampler=type(inner).__name__,
         batch_sampler=type(batches).__name__,
         batch_size=batches.batch_size if type(batches) is BatchSampler else None,
-        ranks=shared.num_replicas if shared is not None else 1,
+        ranks=shared.num_replicas if shared is not None else 0,
         rank=shared.rank if shared is not None else 0,
     )
 
@@ -69,39 +82,52 @@ class Rest:
 
     Args:
         batches: the loader's batch sampler.
-        position: how far the pass had come.
-        cut: how the loader cuts the order now.
-        rewind: called in each ``iter()``, to put the random states back to the pass's beginning.
+        position: how far the pass had come, under today's number of ranks.
+        begin: begins a sampler as the interrupted pass began it, where today's loader would make other draws
+            in between; None where it makes the same.
     """
 
     def __init__(
-        self, batches: Any, position: Position, cut: Cut, rewind: Callable[[], None] | None = None
+        self, batches: Any, position: Position, begin: Callable[[Any], Iterator[Any]] | None = None
     ) -> None:
         self._batches = batches
         self._position = position
-        self._cut = cut
-        self._rewind = rewind
+        self._begin = begin
 
-    def __iter__(self) -> Iterator[Any]:
-        if self._rewind is not None:
-            self._rewind()
-        batches, was, now = self._batches, self._position.cut, self._cut
-        if was.ranks != now.ranks:
-            return iter(BatchSampler(self._dealt_anew(), batches.batch_size, batches.drop_last))
-        if was.batch_size != now.batch_size:
-            indices = _Skipping(iter(batches.sampler), self._position.samples)
-            return iter(BatchSampler(indices, batches.batch_size, batches.drop_last))
-        whole = whole_epoch(batches, self._position.samples)
-        return whole if whole is not None else _Skipping(iter(batches), self._position.batches)
+    @property
+    def redraws(self) -> bool:
+        """Whether a base seed has been drawn when ``iter()`` returns, if one is drawn at all."""
+        return self._begin is not None
+
+    def __iter__(self) -> Any:
+        if self._begin is None:
+            return self._begun_by(iter)
+        rest = self._begun_by(self._begin)
+        rest.begin()  # now, with the random states that this sampler would have found
+        return rest
+
+    def _begun_by(self, begin: Callable[[Any], Iterator[Any]]) -> Any:
+        batches, position = self._batches, self._position
+        if type(batches) is not BatchSampler:
+            return _Skipping(begin(batches), position.batches)
+        begin(batches)  # torch's waits for its first next() with everything
+        whole = whole_epoch(batches, position.samples) if not position.dealt else None
+        if whole is not None:
+            return whole
+        indices = _lazily(self._dealt_anew() if position.dealt else batches.sampler)
+        return _Skipping(indices, position.samples, self._cut)
 
     def __len__(self) -> int:
-        batches, was, now = self._batches, self._position.cut, self._cut
-        if was.ranks == now.ranks and was.batch_size == now.batch_size:
-            return max(len(batches) - self._position.batches, 0)
-        left = len(self._dealt_anew() if was.ranks != now.ranks else batches.sampler)
-        left -= self._position.samples if was.ranks == now.ranks else 0
+        batches, position = self._batches, self._position
+        if type(batches) is not BatchSampler:
+            return max(len(batches) - position.batches, 0)
+        order: Any = self._dealt_anew() if position.dealt else batches.sampler
+        left = len(order) - position.samples
         cut = math.floor if batches.drop_last else math.ceil
-        return max(int(cut(left / batches.batch_size)), 0)
+        return max(cut(left / batches.batch_size), 0)
+
+    def _cut(self, indices: Iterator[Any]) -> Iterator[Any]:
+        return iter(BatchSampler(indices, self._batches.batch_size, self._batches.drop_last))
 
     def _dealt_anew(self) -> list[int]:
         """This rank's share of what all ranks together had left, the shares of equal length."""
@@ -110,7 +136,7 @@ class Rest:
             sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
         )
         alone.set_epoch(sampler.epoch)
-        left = list(alone)[self._position.samples * self._position.cut.ranks :]
+        left = list(alone)[self._position.dealt :]
         if sampler.drop_last:
             left = left[: len(left) // sampler.num_replicas * sampler.num_replicas]
         elif left:  # as DistributedSampler evens the shares out: with samples from the beginning
@@ -118,21 +144,38 @@ class Rest:
         return left[sampler.rank :: sampler.num_replicas]
 
 
+def _lazily(sampler: Any) -> Iterator[Any]:
+    """Its indices; ``iter()`` of it, which may draw, waits for the first of them, as in a BatchSampler."""
+    yield from sampler
+
+
 class _Skipping:
     """An iterator without its first ``count`` elements, which are passed over with the first ``next()``.
 
     Not in ``iter()``: a sampler draws with its first ``next()``, and torch's loader draws before that.
+
+    Args:
+        then: what to make of the elements that are left.
     """
 
-    def __init__(self, elements: Iterator[Any], count: int) -> None:
+    def __init__(
+        self,
+        elements: Iterator[Any],
+        count: int,
+        then: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+    ) -> None:
         self._elements = elements
         self._count = count
+        self._then = then
+        self._begun = False
 
     def begin(self) -> None:
         """Pass over them now."""
-        for _ in islice(self._elements, self._count):
-            pass
-        self._count = 0
+        if not self._begun:
+            self._begun = True
+            for _ in islice(self._elements, self._count):
+                pass
+            self._elements = self._then(self._elements)
 
     def __iter__(self) -> _Skipping:
         return self

@@ -19,16 +19,19 @@ begun again under the old random states, and the batches that were consumed are 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from hotset.data.randomness import Beginning, pack, unpack
+from torch.utils.data import IterableDataset
+
+from hotset.data.randomness import DAMAGE, Beginning, damaged, pack, put, unpack
 from hotset.data.rest import Cut, Position
 from hotset.errors import HotsetWarning, StateError
 from hotset.split.generators import Generators
 
-__all__ = ["FORMAT", "Pass", "Saved", "describe", "identity_of", "read_state"]
+__all__ = ["FORMAT", "Counted", "Pass", "Saved", "describe", "identity_of", "read_state"]
 
 FORMAT = 1
 
@@ -41,10 +44,13 @@ class Pass:
         number: of the pass, from 0.
         beginning: what it began from, in plain values.
         fresh: whether its workers, if any, were started for it (and a base seed drawn).
-        batches, samples: consumed by this rank.
+        batches, samples, dealt: how much was consumed: see :class:`~hotset.data.rest.Position`.
+        turn: the worker whose turn it is to make the next batch.
         over: whether its end was reached.
         workers: for each worker the states after its last consumed batch.
         goes_on: whether it was begun before, so that its workers' states are to be put back.
+        asks: whether the workers, which have worked before, are to be asked for their states first: they
+            have made batches that nobody consumed.
     """
 
     number: int
@@ -52,9 +58,12 @@ class Pass:
     fresh: bool
     batches: int = 0
     samples: int = 0
+    dealt: int = 0
+    turn: int = 0
     over: bool = False
     workers: dict[int, Any] = field(default_factory=dict, repr=False)
     goes_on: bool = False
+    asks: bool = False
 
     def count(self, samples: int) -> None:
         """Count a batch that is handed over."""
@@ -68,13 +77,15 @@ class Saved:
 
     Attributes:
         state: as it was given.
-        position: how far its pass had come.
+        cut: how its loader cut the order.
+        position: how far its pass had come, under the number of ranks there are now.
         under_way: whether it was saved in the midst of a pass, not between two.
         same_rank: whether rank and number of ranks are what they were, so that its order is drawn alike.
         alike: whether workers and batches are, too, so that the draws of live transforms go on alike.
     """
 
     state: dict[str, Any]
+    cut: Cut
     position: Position
     under_way: bool
     same_rank: bool
@@ -89,9 +100,41 @@ class Saved:
             fresh=state["fresh"],
             batches=self.position.batches,
             samples=self.position.samples,
+            dealt=self.position.dealt,
+            turn=state["turn"] if self.alike else 0,
             workers=dict(state["in_workers"]) if self.alike else {},
             goes_on=True,
         )
+
+    def redraws(self, workers: int) -> bool:
+        """Whether a loader with so many new workers makes other draws than those the pass began with."""
+        return not self.state["fresh"] or bool(workers) != bool(self.state["workers"])
+
+    def require_replay(self, loader: Any, cut: Cut) -> None:
+        """Make sure that torch's own loader can begin the pass again.
+
+        Raises:
+            StateError: a sentence that says what must be as it was.
+        """
+        was, then, now = self.cut, self.state["workers"], loader.num_workers
+        if not self.under_way:
+            return
+        batches, samples, dealt = self.position
+        if was != cut or dealt or (was.batch_size and batches != -(-samples // was.batch_size)):
+            raise StateError(
+                "the state is of a loader that cut its batches otherwise (batch size or ranks), and only a "
+                "cached data set can go on in the middle; load it with the same batch size and ranks."
+            )
+        if then != now and isinstance(loader.dataset, IterableDataset):
+            raise StateError(
+                f"the state is of {then} workers, and this loader has {now}; an iterable data set deals its "
+                "samples to them itself. Load it with num_workers as it was."
+            )
+        if not self.state["fresh"] and not (now and loader.persistent_workers):
+            raise StateError(
+                "the state is of a later pass of persistent workers, which begins with other draws; load it "
+                "with persistent_workers=True."
+            )
 
     def has_moved_on(self, beginning: Beginning) -> bool:
         """Whether the user has set a sampler to another epoch since, and so wants that one; warns."""
@@ -115,8 +158,8 @@ class Saved:
         """
         try:
             beginning.put_samplers(self.state["beginning"])
-        except _DAMAGE as error:
-            raise _damaged(error) from error
+        except Exception as error:  # whatever a sampler of the user's raises
+            raise damaged(error) from error
 
     def put_generators(self, beginning: Beginning, *, with_globals: bool) -> None:
         """See :meth:`Beginning.put_generators`.
@@ -126,8 +169,8 @@ class Saved:
         """
         try:
             beginning.put_generators(self.state["beginning"], with_globals=with_globals)
-        except _DAMAGE as error:
-            raise _damaged(error) from error
+        except DAMAGE as error:
+            raise damaged(error) from error
 
     def put_in_process(self, generators: Generators) -> None:
         """Put the generators that live transforms draw from in this process to where they were.
@@ -135,14 +178,8 @@ class Saved:
         Raises:
             StateError: the state is damaged.
         """
-        try:
-            if self.state["in_process"] is not None:
-                generators.put(unpack(self.state["in_process"]))
-        except _DAMAGE as error:
-            raise _damaged(error) from error
-
-
-_DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+        if self.state["in_process"] is not None:
+            put(generators, self.state["in_process"])
 
 
 def describe(
@@ -175,8 +212,10 @@ def describe(
         "under_way": under_way,
         "batches": run.batches if run is not None and under_way else 0,
         "samples": run.samples if run is not None and under_way else 0,
+        "dealt": run.dealt if run is not None and under_way else 0,
+        "turn": run.turn if run is not None and under_way else 0,
         "in_process": None,
-        "in_workers": dict(run.workers) if run is not None else {},
+        "in_workers": {},
     }
     if run is not None and under_way:
         state |= {"pass": run.number, "fresh": run.fresh, "beginning": run.beginning}
@@ -184,6 +223,8 @@ def describe(
     else:
         number = run.number + 1 if run is not None else 0
         state |= {"pass": number, "fresh": fresh, "beginning": beginning().take()}
+    if run is not None and (under_way or not fresh):  # new workers have drawn nothing yet
+        state["in_workers"] = dict(run.workers)
     return state
 
 
@@ -210,23 +251,39 @@ def read_state(state: Any, identity: dict[str, Any], cut: Cut, workers: int) -> 
             "the version of hotset that saved it."
         )
     try:
-        was = Cut(*state["cut"])
-        position = Position(_count(state["batches"]), _count(state["samples"]), was)
+        was = _cut(state["cut"])
+        position = Position(*(_count(state[name]) for name in ("batches", "samples", "dealt")))
         before, saved_workers = dict(state["data"]), _count(state["workers"])
         under_way, _, _ = bool(state["under_way"]), _count(state["pass"]), bool(state["fresh"])
-        dict(state["beginning"]), dict(state["in_workers"]), state["in_process"]
-    except _DAMAGE as error:
-        raise _damaged(error) from error
+        _count(state["turn"]), unpack(state["in_process"])
+        for worker, states in state["in_workers"].items():
+            _count(worker), unpack(states)
+        for own in state["beginning"]["samplers"]:
+            _count(abs(own.get("epoch", 0)))
+    except DAMAGE as error:
+        raise damaged(error) from error
     _require_same_data(before, identity)
     _require_same_order(was, cut, under_way)
+    if 0 in (was.ranks, cut.ranks) and (position.dealt or was.ranks != cut.ranks):
+        raise damaged(ValueError("its sampler deals to no ranks"))
     same_rank = (was.rank, was.ranks) == (cut.rank, cut.ranks)
-    return Saved(state, position, under_way, same_rank, alike=was == cut and saved_workers == workers)
+    position = position.under(was, cut)
+    return Saved(state, was, position, under_way, same_rank, alike=was == cut and saved_workers == workers)
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 53:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def _cut(value: Any) -> Cut:
+    cut = Cut(*value)
+    if cut.batch_size is not None and not _count(cut.batch_size):
+        raise ValueError("batches of no samples")
+    if not _count(cut.rank) < max(_count(cut.ranks), 1):
+        raise ValueError(f"there is no rank {cut.rank} of {cut.ranks}")
+    return cut
 
 
 def _require_same_data(before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -258,5 +315,36 @@ def _require_same_order(was: Cut, now: Cut, under_way: bool) -> None:
         raise StateError("the state is of a loader that cut its batches otherwise.")
 
 
-def _damaged(error: Exception) -> StateError:
-    return StateError(f"the state is damaged ({type(error).__name__}: {error}); load an earlier one.")
+class Counted:
+    """Iterator over torch's own batches, counted; the rest of a pass is its whole, less what was consumed.
+
+    Args:
+        batches: of the whole pass.
+        run: the pass.
+        size: samples in a batch, the last one aside.
+    """
+
+    def __init__(self, batches: Iterator[Any], run: Pass, size: int) -> None:
+        self._batches = batches
+        self._run = run
+        self._size = size
+        for _ in islice(batches, run.batches):
+            pass
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._run.over = True
+            raise
+        self._run.count(self._size)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)

@@ -57,6 +57,8 @@ class EpochSummary:
         self.batches += 1
         self.samples += samples
         self.waited += waited
+        if self.batches == self.batches_expected:
+            self.end()  # who knows the length need not ask for a batch after the last
 
     def end(self) -> None:
         """The pass is over: the figures stay as they are."""

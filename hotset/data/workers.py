@@ -29,7 +29,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from hotset.data.collate import bound
 from hotset.data.letters import Letter, News, Place, pool_of_letters
-from hotset.data.randomness import pack, unpack
+from hotset.data.randomness import pack, put
 from hotset.data.route import Route, route_to
 from hotset.split.generators import Generators
 from hotset.store import memory
@@ -180,7 +180,7 @@ class _InWorker:
 
     def answer(self, task: Task) -> Letter:
         if task.states is not None and self._generators is not None:
-            self._generators.put(unpack(task.states))
+            put(self._generators, task.states)
         blocks = self._pools.get(task.pool)
         if blocks is None:
             blocks = self._pools[task.pool] = SharedBlocks(task.pool, task.block_bytes)
@@ -202,8 +202,9 @@ class _InWorker:
             return self._collate(self.route.samples(ids), desk)
         store, local = single.store, self.route.local(ids)
         before = store.filler.reads if store is not None else 0
-        in_hand = single.fill(local, keep=self._not_gathered)
-        batch = self._gathered(local, desk)
+        in_hand = single.fill(local)
+        # What was just read is collated as it is: its record's pages were written, and are not mapped yet.
+        batch = self._gathered(local, desk) if 2 * len(in_hand) < len(ids) else None
         if batch is None:
             return self._collate(self.route.samples(ids, in_hand), desk)
         if store is not None:

@@ -5,7 +5,7 @@
     absent ── claim a few ── read them ── take room ── write their records ── publish their words
                                               └── no room, or another form: handed to the caller only
 
-Samples are claimed in chunks of about two milliseconds' worth, so that processes which walk the same order
+Samples are claimed in chunks of about eight milliseconds' worth, so that processes which walk the same order
 share the work instead of waiting for one of them, and so that samples which cost nothing to read share the
 price of claiming and writing. A chunk holds no more than a megabyte, as what is read is kept until it is
 written. What another living process has claimed is waited for, boundedly, after all others; who has waited
@@ -32,7 +32,7 @@ __all__ = ["Filler"]
 
 Read = Callable[[int], Any]
 
-_CHUNK_SECONDS = 2e-3
+_CHUNK_SECONDS = 8e-3
 _LARGEST_CHUNK = 64
 _CHUNK_BYTES = 1 << 20
 _PATIENCE_SECONDS = 2.0
@@ -68,16 +68,15 @@ class Filler:
         missing = _unique(ids[self._segment.index[ids] < PRESENT])
         while len(missing):
             taken = missing[:0] if self._room.is_full else self.claims.take(missing, self._chunk)
-            if len(taken):
-                self._fill_claimed(taken, read, in_hand, keep)
+            if not len(taken):
+                # Whatever has come meanwhile, by others, is no longer missing.
+                missing = missing[self._segment.index[missing] < PRESENT]
+                taken = np.fromiter(self._unclaimable(missing), np.int64)
+                if len(taken):
+                    in_hand.update(self._read(taken.tolist(), read))
             else:
-                for sample in self._unclaimable(missing):
-                    in_hand.update(self._read([sample], read))
-            words = self._segment.index[missing]
-            done = words >= PRESENT
-            for place in np.flatnonzero(~done):
-                done[place] = int(missing[place]) in in_hand
-            missing = missing[~done]
+                self._fill_claimed(taken, read, in_hand, keep)
+            missing = _without(missing, taken)
         return in_hand
 
     @property
@@ -176,6 +175,10 @@ class Filler:
                 yield sample
         if not stuck:
             time.sleep(2e-4)
+
+
+def _without(ids: Ids, some: Ids) -> Ids:
+    return ids[ids != some[0]] if len(some) == 1 else ids[np.isin(ids, some, invert=True)]
 
 
 def _unique(ids: Ids) -> Ids:

@@ -29,7 +29,7 @@ from hotset.store.format import LINE, Live, Slot
 
 __all__ = ["Room"]
 
-_LARGEST_EXTENT = 8 << 20
+_LARGEST_EXTENT = 4 << 20
 _RETRY_SECONDS = 0.5
 
 

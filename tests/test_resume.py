@@ -1,0 +1,204 @@
+"""Going on where a loader stopped: the rest is bit for bit what it would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import rng_states, seed_everything
+from live import draw_all
+from resuming import (
+    BATCHES,
+    ORDERS,
+    Caches,
+    N,
+    check,
+    same,
+    template_of,
+    through_a_checkpoint,
+    training,
+)
+from samples import image_and_label
+from sources import Samples
+from torch.utils.data import (
+    ConcatDataset,
+    Subset,
+)
+
+import hotset
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[bytes]:
+    yield from template_of()
+
+
+@pytest.fixture
+def caches(template: bytes) -> Iterator[Caches]:
+    made = Caches(template)
+    yield made
+    for cached in made.made:
+        cached.close()
+
+
+# ---- without workers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_rest_without_workers(order: str, caches: Caches) -> None:
+    for stop, earlier in ((0, []), (1, [None]), (3, []), (3, [2]), (None, []), (None, [None])):
+        check(lambda: hotset.DataLoader(caches.again(), **ORDERS[order]()), stop, earlier)
+
+
+def test_interrupted_after_each_batch(caches: Caches) -> None:
+    for stop in range(BATCHES + 1):
+        check(lambda: hotset.DataLoader(caches.again(), batch_size=4, shuffle=True), stop, [None], passes=2)
+
+
+@pytest.mark.parametrize("order", ["shuffle", "weighted", "with a state", "listed batches"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_that_is_gathered_here(order: str, workers: int, caches: Caches) -> None:
+    """Everything cached, nothing live: no workers are asked, but the draws are as with them."""
+
+    def run(resume: bool) -> Any:
+        seed_everything(3)
+        cached = caches(live=False, warm=True)
+        make = lambda: hotset.DataLoader(cached, num_workers=workers, **ORDERS[order]())  # noqa: E731
+        loader = make()
+        training(loader)
+        batches = iter(loader)
+        training(batches, 3)
+        if resume:
+            state, step = through_a_checkpoint(loader.state_dict()), torch.get_rng_state()
+            seed_everything(4)
+            loader = make()
+            loader.load_state_dict(state)
+            torch.set_rng_state(step)
+            batches = iter(loader)
+        return training(batches), training(loader), rng_states()[2]
+
+    same(run(resume=True), run(resume=False))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_began_cold_goes_on_warm_and_the_other_way_round(workers: int, caches: Caches) -> None:
+    for first in (False, True):
+        warmth = iter((first, not first))
+        options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": workers}
+
+        def make(warmth: Any = warmth, options: Any = options) -> Any:
+            cached = caches(live=workers > 0, warm=next(warmth))
+            return hotset.DataLoader(cached, **options)
+
+        seed_everything(5)
+        loader = make()
+        batches = iter(loader)
+        training(batches, 2)
+        state, step = loader.state_dict(), torch.get_rng_state()
+        expected = training(batches)
+        batches = None
+        other = make()
+        other.load_state_dict(state)
+        torch.set_rng_state(step)
+        same(training(other), expected)
+
+
+def test_subset_and_concatenation(caches: Caches) -> None:
+    def make() -> Any:
+        both = ConcatDataset([Subset(caches(), [5, 3, 3, 21, 0, 8, 13]), caches(n=9)])
+        return hotset.DataLoader(both, batch_size=3, shuffle=True)
+
+    check(make, 2, [None])
+
+
+# ---- with workers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "persistent", "prefetch", "stop", "earlier"),
+    [
+        (1, False, 2, 2, []),
+        (1, True, 4, None, [None]),
+        (2, False, 1, 3, [None]),
+        (2, False, 4, 1, []),
+        (2, False, 2, None, [None]),
+        (2, True, 1, 3, [None]),
+        (2, True, 2, 0, [None]),
+        (2, True, 2, BATCHES, [None]),
+        (2, True, 2, None, [None]),
+        (3, True, 1, 4, []),
+    ],
+)
+def test_the_rest_with_workers(
+    workers: int, persistent: bool, prefetch: int, stop: int | None, earlier: list[int | None], caches: Caches
+) -> None:
+    options: dict[str, Any] = {
+        "num_workers": workers,
+        "persistent_workers": persistent,
+        "prefetch_factor": prefetch,
+    }
+    check(lambda: hotset.DataLoader(caches.again(), batch_size=4, shuffle=True, **options), stop, earlier)
+
+
+@pytest.mark.parametrize("order", ["weighted", "shuffle, generator=", "with a state", "eager batches"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_orders_with_workers(order: str, persistent: bool, caches: Caches) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
+    check(lambda: hotset.DataLoader(caches.again(), **options, **ORDERS[order]()), 2, [None])
+
+
+@pytest.mark.parametrize(("left", "stop"), [(3, 0), (1, 1), (0, 1)])
+def test_persistent_workers_had_drawn_for_batches_that_nobody_consumed(
+    left: int, stop: int, caches: Caches
+) -> None:
+    """A pass that was left early: the workers' generators are beyond its last consumed batches."""
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "batch_size": 4, "shuffle": True}
+    check(lambda: hotset.DataLoader(caches(), **options), stop, [left])
+
+
+def test_spawned_workers(caches: Caches) -> None:
+    """Of a transform that holds no torch.Generator: torch cannot send one to them."""
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
+
+    def make() -> Any:
+        caches.made.append(hotset.cache(Samples(image_and_label, N), transform=[draw_all], memory="1MiB"))
+        return hotset.DataLoader(caches.made[-1], batch_size=4, shuffle=True, **options)
+
+    check(make, 3, passes=0)
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_a_loader_whose_workers_are_at_work_takes_a_state(stop: int, caches: Caches) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "batch_size": 4, "shuffle": True}
+    seed_everything(6)
+    loader = hotset.DataLoader(caches(), **options)
+    batches = iter(loader)
+    training(batches, stop)
+    state, step = loader.state_dict(), torch.get_rng_state()
+    expected = training(batches), training(loader)
+    loader.load_state_dict(state)
+    torch.set_rng_state(step)
+    same((training(loader), training(loader)), expected)
+
+
+def test_a_loader_that_went_on_goes_on_again(caches: Caches) -> None:
+    """Saved in the midst of a pass that was itself taken up: by others, and after a change of workers."""
+    make = lambda workers: hotset.DataLoader(caches(), batch_size=4, shuffle=True, num_workers=workers)  # noqa: E731
+    seed_everything(7)
+    loader = make(0)
+    batches = iter(loader)
+    training(batches, 1)
+    state = loader.state_dict()
+    loader = make(2)
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    training(batches, 2)
+    state = loader.state_dict()
+    expected = training(batches)
+    loader = make(2)
+    loader.load_state_dict(state)
+    same(training(loader), expected)
