@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hotset.data.cache import CachedDataset, cache
     from hotset.data.loader import DataLoader
     from hotset.data.shared_cache import SharedCache, get_shm_size
+    from hotset.determinism.declare import deterministic, nondeterministic
+    from hotset.determinism.split import split
     from hotset.errors import (
         ArgumentError,
         FolderError,
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedPlatform,
     )
-    from hotset.split.declare import deterministic, nondeterministic
     from hotset.store.codecs import register_codec
 
 __version__ = "0.1.0"
@@ -41,10 +42,11 @@ _HOMES = {
     "DataLoader": "hotset.data.loader",
     "SharedCache": "hotset.data.shared_cache",
     "cache": "hotset.data.cache",
-    "deterministic": "hotset.split.declare",
+    "deterministic": "hotset.determinism.declare",
     "get_shm_size": "hotset.data.shared_cache",
-    "nondeterministic": "hotset.split.declare",
+    "nondeterministic": "hotset.determinism.declare",
     "register_codec": "hotset.store.codecs",
+    "split": "hotset.determinism.split",
     **dict.fromkeys(
         [
             "ArgumentError",
@@ -80,6 +82,7 @@ __all__ = [
     "get_shm_size",
     "nondeterministic",
     "register_codec",
+    "split",
 ]
 
 

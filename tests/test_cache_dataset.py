@@ -1,7 +1,7 @@
 """A hit is indistinguishable from a miss: every kind of leaf in every kind of container.
 
-Two comparisons that know nothing of each other have to agree: the library's own ``hotset.split.probe.same``
-and the tests' ``difference``, which looks at strides and byte order too.
+Two comparisons that know nothing of each other have to agree: the library's own
+``hotset.determinism.probe.same`` and the tests' ``difference``, which looks at strides and byte order too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from sources import Batched, Counting, ReadLog, Samples, SeedsItself
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import hotset
-from hotset.split.probe import same
+from hotset.determinism.probe import same
 
 N = 24
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import hotset.split.declare as declare
+import hotset.determinism.declare as declare
+from hotset.determinism.declare import declared, deterministic, nondeterministic
 from hotset.errors import ArgumentError
-from hotset.split.declare import declared, deterministic, nondeterministic
 
 
 @deterministic

@@ -36,11 +36,12 @@ def test_examples_run_and_print(example: Path, tmp_path: Path) -> None:
     assert run([str(example)], tmp_path).strip()
 
 
-def test_readme_programs_run(tmp_path: Path) -> None:
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/determinism.md"])
+def test_programs_in_documents_run(page: str, tmp_path: Path) -> None:
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert programs
     for number, program in enumerate(programs):
-        file = tmp_path / f"readme_{number}.py"
+        file = tmp_path / f"program_{number}.py"
         file.write_text(program)
         run([str(file)], tmp_path)
 

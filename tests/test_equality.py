@@ -20,8 +20,8 @@ import torch
 from helpers import difference
 from PIL import Image
 
-from hotset.split.equality import changeable
-from hotset.split.probe import same
+from hotset.determinism.equality import changeable
+from hotset.determinism.probe import same
 
 PURE = [
     make

@@ -39,10 +39,10 @@ from helpers import rng_states
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
-from hotset.split import code as codes
-from hotset.split.declare import deterministic
-from hotset.split.files import Files
-from hotset.split.fingerprint import Fingerprint, fingerprint
+from hotset.determinism import code as codes
+from hotset.determinism.declare import deterministic
+from hotset.determinism.files import Files
+from hotset.determinism.fingerprint import Fingerprint, fingerprint
 
 
 def of(source: object, *prefix: Callable[..., Any]) -> str:
@@ -792,7 +792,7 @@ def test_of_a_huge_array_places_all_over_are_compared(library: Any, transposed: 
 
 
 def test_many_arrays_are_sampled_once_they_are_too_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotset.split.fingerprint._WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr("hotset.determinism.fingerprint._WHOLE_BYTES", 1 << 20)
     arrays = [np.zeros(1 << 19, np.uint8) for _ in range(4)]
     before = fingerprint(arrays)
     assert before.notes == ("1 MiB of arrays were compared at evenly spread places only",)
@@ -978,7 +978,7 @@ def test_the_order_in_which_a_folder_lists_its_files_does_not_count(
 
 
 def test_a_folder_of_too_many_files_is_cut_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotset.split.files._FILES_OF_FOLDERS", 4)
+    monkeypatch.setattr("hotset.determinism.files._FILES_OF_FOLDERS", 4)
     assert fingerprint(folder).notes == (f"of the files in {folder} only the first 4 were compared",)
 
 

@@ -4,7 +4,7 @@
 
     cli  server  train  integrations  demo        faces
     device  |  data, collate                      neither imports the other
-    split
+    determinism
     session  |  cluster
     store
     policy
@@ -38,7 +38,7 @@ LAYERS = [
     {"policy"},
     {"store"},
     {"session", "cluster"},
-    {"split"},
+    {"determinism"},
     {"device", "data", "collate"},
     {"cli", "server", "train", "integrations", "demo"},
 ]

@@ -17,8 +17,8 @@ import torch
 from helpers import rng_states
 from samples import image_and_label
 
-from hotset.split.generators import Generators
-from hotset.split.probe import Probe, probe
+from hotset.determinism.generators import Generators
+from hotset.determinism.probe import Probe, probe
 
 SHARED = np.random.default_rng(3)
 SHARED_BY_DEFAULT = random.Random(9)

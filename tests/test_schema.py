@@ -1,7 +1,7 @@
 """The schema: what is taken in comes out indistinguishable, and what could not is refused with a sentence.
 
-``same`` (see ``hotset.split.equality``) says what indistinguishable means; the random trees at the end hold
-the schema to it. Before them stands what each kind of leaf and group promises, and who misfits where.
+``same`` (see ``hotset.determinism.equality``) says what indistinguishable means; the random trees at the end
+hold the schema to it. Before them stands what each kind of leaf and group promises, and who misfits where.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotset.determinism.equality import same
 from hotset.errors import ArgumentError, SegmentError
-from hotset.split.equality import same
 from hotset.store.arrays import TORCH_DTYPES
 from hotset.store.codecs import register_codec
 from hotset.store.leaves import ArrayLeaf, Misfit

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stores import child, ended, ids
 
-from hotset.split.equality import same
+from hotset.determinism.equality import same
 from hotset.store.claims import Claims, Membership
 from hotset.store.format import PRESENT, Live
 from hotset.store.schema import Schema

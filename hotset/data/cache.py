@@ -24,10 +24,10 @@ from torch.utils.data import Dataset, get_worker_info
 from hotset.data.plan import Plan, identify, joined_plan, make_plan
 from hotset.data.source import Source
 from hotset.data.stats import Stats
+from hotset.determinism.declare import declared
 from hotset.errors import HotsetWarning, SegmentError, UnsupportedPlatform
 from hotset.session import registry
 from hotset.session.share import attach_again, share
-from hotset.split.declare import declared
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live, Slot
 from hotset.store.schema import Schema
@@ -52,8 +52,10 @@ def cache(
     """Cache the deterministic part of a data set in memory that all processes of this job share.
 
     The chain of transforms (the data set's own ``transform``, then ``transform=``) is cut after its leading
-    transforms that are declared with :func:`hotset.deterministic`. What comes before the cut is computed
-    once per sample; what comes after runs for each use, on a copy of the cached sample.
+    transforms that are deterministic: declared with :func:`hotset.deterministic`, or known by the structure
+    of torchvision, MONAI, albumentations, kornia and torch.nn, whose containers are cut in their middle. What
+    comes before the cut is computed once per sample; what comes after runs for each use, on a copy of the
+    cached sample.
 
     Ranks of one job on one machine (torchrun, Accelerate, Lightning, srun, mpirun) that call this with the
     same data set share one cache: the first makes it, with its ``memory``, and the others take it. A data set

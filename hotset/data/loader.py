@@ -16,7 +16,6 @@ arguments over the same data set without the cache.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -29,17 +28,17 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset.data.collate import bound, is_known
 from hotset.data.draws import Draws, draw_base_seed
+from hotset.data.from_workers import WorkerBatches
 from hotset.data.letters import Letter
 from hotset.data.local import LocalBatches, LocalGather
 from hotset.data.randomness import Beginning
 from hotset.data.rest import Rest, cut_of
-from hotset.data.resume import Counted, Pass, Saved, describe, identity_of, read_state
+from hotset.data.resume import Counted, Pass, Saved, between_passes, header, identity_of, read_state
 from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import BatchMaker, Desks, TaskSampler, WorkerInit, make_gather
+from hotset.determinism.generators import Generators
 from hotset.errors import HotsetWarning
-from hotset.split.generators import Generators
-from hotset.store.blocks import making_workers
 from hotset.store.claims import Ids
 
 __all__ = ["DataLoader"]
@@ -117,6 +116,7 @@ class DataLoader(TorchDataLoader[T]):
     def _begin(self, run: Pass, batches: Any) -> Any:
         """Begin a pass, or the rest of one, over these batches."""
         self._pass = run
+        run.begin(self._header())
         self._workers_begun = True
         route = self._route()
         if route is None:
@@ -165,16 +165,11 @@ class DataLoader(TorchDataLoader[T]):
                 HotsetWarning,
                 stacklevel=2,
             )
+        run = self._pass
         live = self._live_here() if self.num_workers == 0 else None
-        return describe(
-            self._identity(),
-            cut_of(self.batch_sampler, self.sampler),
-            self.num_workers,
-            run=self._pass,
-            live=live,
-            beginning=lambda: Beginning(self, live),
-            fresh=self._fresh,
-        )
+        if run is not None and not run.over:
+            return run.state(live)
+        return between_passes(self._header(), run, self._fresh, Beginning(self, live).take())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on, with the next ``iter()``, where the loader that gave this state had stopped.
@@ -234,6 +229,9 @@ class DataLoader(TorchDataLoader[T]):
         if saved.alike and live is not None:
             saved.put_in_process(live)
         return batches
+
+    def _header(self) -> dict[str, Any]:
+        return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers)
 
     def _identity(self) -> dict[str, Any]:
         if self._known is None:
@@ -304,7 +302,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._desks is not None
-        return _WorkerBatches(inner, self._desks, run, batches, summary)
+        return WorkerBatches(inner, self._desks, run, batches, summary)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._desks is None:
@@ -344,69 +342,6 @@ class DataLoader(TorchDataLoader[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**{k: v for k, v in self.__dict__.items() if k not in _MADE}, "_iterator": None}
-
-
-class _WorkerBatches:
-    """Iterator over one epoch's batches, made by the inner loader's workers."""
-
-    def __init__(
-        self, inner: TorchDataLoader[Any], desks: Desks, run: Pass, batches: Any, summary: EpochSummary
-    ) -> None:
-        self._persistent = inner.persistent_workers
-        self._workers = inner.num_workers
-        self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
-        self._desks = desks
-        self._run = run
-        self._summary = summary
-        self._letters: Any = None
-        idle: int = 0
-        states: dict[int, Any] = {}
-        if run.asks and inner.in_order:
-            idle = inner.num_workers
-        elif run.goes_on and inner.in_order and any(states is not None for states in run.workers.values()):
-            # A turn for each worker, to put its generators back; then for each that has had its turn already.
-            idle, states = inner.num_workers + run.turn, dict(run.workers)
-        self._tasks.begin(batches, idle, states)
-        with making_workers():
-            self._letters = iter(inner)
-        for _ in range(idle):
-            letter: Letter = next(self._letters)
-            self._tasks.answered(letter)
-            run.workers[letter.news.worker] = letter.news.states
-
-    def __iter__(self) -> _WorkerBatches:
-        return self
-
-    def __next__(self) -> Any:
-        start = time.perf_counter()
-        try:
-            letter = next(self._letters)
-        except StopIteration:
-            self._run.over = True
-            self._summary.end()
-            if not self._persistent:
-                self._desks.rest()  # the workers have ended; a batch still held must not keep all blocks
-            raise
-        self._tasks.answered(letter)
-        news = letter.news
-        self._desks.needed = max(self._desks.needed, news.needed)
-        for sentence in news.told:
-            warnings.warn(sentence, HotsetWarning, stacklevel=2)
-        self._run.workers[news.worker] = news.states
-        self._run.turn = (news.worker + 1) % self._workers
-        self._run.count(news.samples)
-        self._summary.count(news.samples, time.perf_counter() - start)
-        return letter.batch
-
-    def __len__(self) -> int:
-        return len(self._letters)
-
-    def __del__(self) -> None:
-        # Persistent workers go on with their tasks, and the next epoch begins by taking in their letters.
-        if not self._persistent:
-            self._letters = None  # ends and joins the workers: only then are their blocks free
-            self._tasks.recall()
-            self._desks.rest()
 
 
 def _unchanged(letter: Letter) -> Letter:

@@ -16,6 +16,7 @@ the consumer's next batch.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -142,7 +143,7 @@ class LocalBatches:
         self._run = run
         self._summary = summary
         self._ahead: _Ahead | None = None
-        self._handed_over = 0.0  # when the last batch was
+        self._handed_over = math.inf  # when the last batch was: before the first, nobody has been away
         self._cost = float("inf")  # seconds that gathering one took; unknown at first
         self._pid = os.getpid()
 

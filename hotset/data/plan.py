@@ -17,11 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hotset.data.source import Source, name_of
+from hotset.data.source import Source
+from hotset.determinism.chain import leaves
+from hotset.determinism.declare import declared
+from hotset.determinism.fingerprint import Fingerprint, fingerprint
+from hotset.determinism.probe import Probe, probe
+from hotset.determinism.verdict import name_of
 from hotset.errors import NotCacheable
-from hotset.split.declare import declared
-from hotset.split.fingerprint import Fingerprint, fingerprint
-from hotset.split.probe import Probe, probe
 from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
@@ -95,7 +97,7 @@ def identify(source: Source, key: str | None) -> Fingerprint:
     """What the cached samples are, without reading one: the fingerprint of source and prefix, or the key.
 
     Raises:
-        OSError: see :func:`hotset.split.fingerprint.fingerprint`.
+        OSError: see :func:`hotset.determinism.fingerprint.fingerprint`.
     """
     return fingerprint(source.dataset, source.prefix) if key is None else Fingerprint(key, ())
 
@@ -179,8 +181,8 @@ def _plan(dataset: Any, source: Source, identity: Fingerprint, **found: Any) -> 
     return Plan(
         name=name,
         fingerprint=identity.digest,
-        cached=(name, *(name_of(step) for step in (*source.inner, *source.prefix))),
-        live=tuple(name_of(step) for step in source.live),
+        cached=(name, *(name_of(step) for step in leaves((*source.inner, *source.prefix)))),
+        live=tuple(name_of(step) for step in leaves(source.live)),
         samples=len(dataset),
         **found,
     )

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
+from hotset.determinism.generators import Generators, access
 from hotset.errors import StateError
-from hotset.split.generators import Generators, access
 
 __all__ = ["DAMAGE", "Beginning", "damaged", "pack", "put", "unpack"]
 

@@ -19,7 +19,7 @@ begun again under the old random states, and the batches that were consumed are 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -28,10 +28,10 @@ from torch.utils.data import IterableDataset
 
 from hotset.data.randomness import DAMAGE, Beginning, damaged, pack, put, unpack
 from hotset.data.rest import Cut, Position
+from hotset.determinism.generators import Generators
 from hotset.errors import HotsetWarning, StateError
-from hotset.split.generators import Generators
 
-__all__ = ["FORMAT", "Counted", "Pass", "Saved", "describe", "identity_of", "read_state"]
+__all__ = ["FORMAT", "Counted", "Pass", "Saved", "between_passes", "header", "identity_of", "read_state"]
 
 FORMAT = 1
 
@@ -51,6 +51,7 @@ class Pass:
         goes_on: whether it was begun before, so that its workers' states are to be put back.
         asks: whether the workers, which have worked before, are to be asked for their states first: they
             have made batches that nobody consumed.
+        said: what all states of the pass have in common.
     """
 
     number: int
@@ -64,6 +65,28 @@ class Pass:
     workers: dict[int, Any] = field(default_factory=dict, repr=False)
     goes_on: bool = False
     asks: bool = False
+    said: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def begin(self, header: dict[str, Any]) -> None:
+        """Put down what all states of this pass have in common: they are asked for after every batch."""
+        own = {"under_way": True, "pass": self.number, "fresh": self.fresh, "beginning": self.beginning}
+        self.said = {**header, **own}
+
+    def state(self, live: Generators | None) -> dict[str, Any]:
+        """The state of a loader in the midst of this pass.
+
+        Args:
+            live: the generators that live transforms draw from in this process; None if there are none here.
+        """
+        return {
+            **self.said,
+            "batches": self.batches,
+            "samples": self.samples,
+            "dealt": self.dealt,
+            "turn": self.turn,
+            "in_process": pack(live.states()) if live is not None else None,
+            "in_workers": dict(self.workers),
+        }
 
     def count(self, samples: int) -> None:
         """Count a batch that is handed over."""
@@ -182,50 +205,39 @@ class Saved:
             put(generators, self.state["in_process"])
 
 
-def describe(
-    identity: dict[str, Any],
-    cut: Cut,
-    workers: int,
-    *,
-    run: Pass | None,
-    live: Generators | None,
-    beginning: Callable[[], Beginning],
-    fresh: bool,
-) -> dict[str, Any]:
-    """The state of a loader.
+def header(data: dict[str, Any], cut: Cut, workers: int) -> dict[str, Any]:
+    """The part of a state that says whose it is.
 
     Args:
-        identity: of its data set.
-        cut: how it cuts the order.
+        data: identity of the data set.
+        cut: how the loader cuts the order.
         workers: how many it has.
-        run: its pass, if one was begun.
-        live: the generators that live transforms draw from in this process; None if there are none here.
-        beginning: what the next pass would begin from, asked for when none is under way.
-        fresh: whether the next pass starts workers.
     """
-    under_way = run is not None and not run.over
-    state: dict[str, Any] = {
-        "format": FORMAT,
-        "data": identity,
-        "cut": list(cut),
-        "workers": workers,
-        "under_way": under_way,
-        "batches": run.batches if run is not None and under_way else 0,
-        "samples": run.samples if run is not None and under_way else 0,
-        "dealt": run.dealt if run is not None and under_way else 0,
-        "turn": run.turn if run is not None and under_way else 0,
+    return {"format": FORMAT, "data": data, "cut": list(cut), "workers": workers}
+
+
+def between_passes(
+    header: dict[str, Any], last: Pass | None, fresh: bool, beginning: dict[str, Any]
+) -> dict[str, Any]:
+    """The state of a loader between two passes, or before the first.
+
+    Args:
+        header: whose it is.
+        last: the pass that is over, if there was one.
+        fresh: whether the next pass starts workers.
+        beginning: what it would begin from.
+    """
+    return {
+        **header,
+        "under_way": False,
+        "pass": last.number + 1 if last is not None else 0,
+        "fresh": fresh,
+        "beginning": beginning,
+        **dict.fromkeys(("batches", "samples", "dealt", "turn"), 0),
         "in_process": None,
-        "in_workers": {},
+        # New workers have drawn nothing yet.
+        "in_workers": dict(last.workers) if last is not None and not fresh else {},
     }
-    if run is not None and under_way:
-        state |= {"pass": run.number, "fresh": run.fresh, "beginning": run.beginning}
-        state["in_process"] = pack(live.states()) if live is not None else None
-    else:
-        number = run.number + 1 if run is not None else 0
-        state |= {"pass": number, "fresh": fresh, "beginning": beginning().take()}
-    if run is not None and (under_way or not fresh):  # new workers have drawn nothing yet
-        state["in_workers"] = dict(run.workers)
-    return state
 
 
 def identity_of(dataset: Any, fingerprints: list[str]) -> dict[str, Any]:

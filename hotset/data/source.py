@@ -5,12 +5,14 @@
     dataset[i] ── its own transform, first part ── `transform=`, first part ──│── the rest, for each use
     ╰───────────────────────── read(i), cached ──────────────────────────────╯  ╰──────── live ────────╯
 
-A chain is cut after its leading transforms that are declared deterministic. A chain given as ``transform=``
-takes whole samples, so cutting it is easy. A data set's own ``transform`` takes a *part* of the sample
-(the picture, not the label), and is called inside ``__getitem__``. So the data set is copied shallowly, the
-copy is given only the chain's first part, and one sample is read to see where in it the result turns up: the
-rest of the chain then works on that place of the cached sample. Where it turns up nowhere, or more than
-once, because the data set goes on working on it, the chain cannot be cut and stays whole.
+A chain is cut after its leading transforms that are deterministic, declared so or by the structure of their
+library (:mod:`hotset.determinism.verdict`), and that draw nothing. Containers are opened, and cut in their
+middle. A chain given as ``transform=`` takes whole samples, so cutting it is easy. A data set's own
+``transform`` takes a *part* of the sample (the picture, not the label), and is called inside ``__getitem__``.
+So the data set is copied shallowly, the copy is given only the chain's first part, and one sample is read to
+see where in it the result turns up: the rest of the chain then works on that place of the cached sample.
+Where it turns up nowhere, or more than once, because the data set goes on working on it, the chain cannot be
+cut and stays whole.
 """
 
 from __future__ import annotations
@@ -22,24 +24,31 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from hotset.determinism.chain import cut, leaves
+from hotset.determinism.verdict import verdict_of
 from hotset.errors import ArgumentError
-from hotset.split.declare import declared
 
-__all__ = ["Source", "chain_of", "name_of"]
+__all__ = ["Source", "chain_of"]
 
 Transform = Callable[[Any], Any]
 
 
 class _Chain:
-    """Transforms applied one after the other; stands in for a data set's own transform."""
+    """Transforms applied one after the other; stands in for a data set's own transform.
+
+    Some are called with keywords, and give a dict of them (albumentations).
+    """
 
     def __init__(self, parts: Sequence[Transform]) -> None:
         self.parts = tuple(parts)
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, *values: Any, **named: Any) -> Any:
         for part in self.parts:
-            value = part(value)
-        return value
+            if named:
+                named = part(*values, **named)
+            else:
+                values = (part(*values),)
+        return named if named else values[0]
 
 
 class _Trace(_Chain):
@@ -49,8 +58,8 @@ class _Trace(_Chain):
         super().__init__(parts)
         self.returned: list[Any] = []
 
-    def __call__(self, value: Any) -> Any:
-        value = super().__call__(value)
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        value = super().__call__(*values, **named)
         self.returned.append(value)
         return value
 
@@ -85,15 +94,15 @@ class Source:
         _require_map_style(dataset)
         given = chain_of(transform)
         own = _own_chain(dataset)
-        source = _cut_own(dataset, own) if own else cls(dataset, (), (), (), None)
+        source = _cut_own(dataset, own) if own is not None else cls(dataset, (), (), (), None)
         if source.live:
             if source.place is not None and given:
                 # Whole-sample transforms follow part-of-sample ones: they go live behind them as one.
                 steps: tuple[Transform, ...] = (_At(source.place, source.live), *given)
                 return replace(source, live=steps, place=None)
             return replace(source, live=(*source.live, *given))
-        cut = _leading(given)
-        return replace(source, prefix=given[:cut], live=given[cut:])
+        prefix, live = cut(given, _leading(given))
+        return replace(source, prefix=tuple(prefix), live=tuple(live))
 
     def read(self, index: int) -> Any:
         """Read one sample and take it as far as it is cached."""
@@ -138,39 +147,28 @@ class _At:
 
 
 def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transform, ...]:
-    """The parts of a chain: of a list or tuple, of torchvision's Compose, of torch's Sequential.
+    """A chain as a tuple: of one transform or container, or of a list or tuple of them.
 
     Raises:
         ArgumentError: a part cannot be called.
     """
     if transform is None:
         return ()
-    parts: tuple[Any, ...] = (transform,)
-    module, name = type(transform).__module__, type(transform).__name__
-    if isinstance(transform, (list, tuple)):
-        parts = tuple(transform)
-    elif module.startswith("torchvision.transforms.") and name == "Compose":
-        parts = tuple(transform.transforms)  # type: ignore[union-attr]
-    elif module.startswith("torch.nn.") and name == "Sequential":
-        parts = tuple(transform)  # type: ignore[arg-type]
-    for part in parts:
+    parts = tuple(transform) if isinstance(transform, (list, tuple)) else (transform,)
+    for part in leaves(parts):
         if not callable(part):
             raise ArgumentError(f"transform= takes callables, and {part!r} is none.")
     return parts
 
 
-def name_of(step: object) -> str:
-    """A transform's name for people."""
-    name = getattr(step, "__qualname__", None) or getattr(step, "__name__", None)
-    return str(name) if name else type(step).__name__
-
-
-def _leading(chain: tuple[Transform, ...]) -> int:
-    """How many transforms at the beginning are declared deterministic."""
-    for count, part in enumerate(chain):
-        if declared(part) != "deterministic":
+def _leading(chain: Any) -> int:
+    """How many leaf transforms at the beginning are known to be deterministic, and draw nothing."""
+    steps = leaves(chain)
+    for count, step in enumerate(steps):
+        verdict = verdict_of(step)
+        if verdict.kind != "deterministic" or verdict.draws:
             return count
-    return len(chain)
+    return len(steps)
 
 
 def _require_map_style(dataset: Any) -> None:
@@ -186,18 +184,18 @@ def _require_map_style(dataset: Any) -> None:
         raise ArgumentError(f"the data set ({kind}) is empty: there is nothing to cache.")
 
 
-def _own_chain(dataset: Any) -> tuple[Transform, ...]:
+def _own_chain(dataset: Any) -> Any | None:
     transform = getattr(dataset, "transform", None)
-    return chain_of(transform) if callable(transform) or isinstance(transform, (list, tuple)) else ()
+    return transform if callable(transform) or isinstance(transform, (list, tuple)) else None
 
 
-def _cut_own(dataset: Any, chain: tuple[Transform, ...]) -> Source:
+def _cut_own(dataset: Any, chain: Any) -> Source:
     """Cut a data set's own transform, if its result can be found in the sample."""
-    whole = Source(dataset, chain, (), (), None)
-    cut = _leading(chain)
-    if cut == len(chain):
+    whole = Source(dataset, chain_of(chain), (), (), None)
+    prefix, live = cut(chain, _leading(chain))
+    if not live:
         return whole
-    trace = _Trace(chain[:cut])
+    trace = _Trace(prefix)
     sample = _with_transform(dataset, trace)[0]
     places = _find(sample, trace.returned[0]) if len(trace.returned) == 1 else []
     if len(places) != 1:
@@ -206,8 +204,8 @@ def _cut_own(dataset: Any, chain: tuple[Transform, ...]) -> Source:
             "cut there; give it as transform= to have it cut"
         )
         return replace(whole, notes=(note,))
-    shortened = _with_transform(dataset, _Chain(chain[:cut]))
-    return Source(shortened, chain[:cut], (), chain[cut:], places[0])
+    shortened = _with_transform(dataset, _Chain(prefix))
+    return Source(shortened, tuple(prefix), (), tuple(live), places[0])
 
 
 def _with_transform(dataset: Any, transform: Transform) -> Any:

@@ -31,7 +31,7 @@ from hotset.data.collate import bound
 from hotset.data.letters import Letter, News, Place, pool_of_letters
 from hotset.data.randomness import pack, put
 from hotset.data.route import Route, route_to
-from hotset.split.generators import Generators
+from hotset.determinism.generators import Generators
 from hotset.store import memory
 from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids

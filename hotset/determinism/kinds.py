@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotset.split import code as codes
-from hotset.split.describe import Describer, Handler
-from hotset.split.equality import array_bytes, tensor_bytes
+from hotset.determinism import code as codes
+from hotset.determinism.describe import Describer, Handler
+from hotset.determinism.equality import array_bytes, tensor_bytes
 
 __all__ = ["HANDLERS"]
 

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotset.split.code import loaded_globals
-from hotset.split.equality import same
-from hotset.split.objects import attributes
+from hotset.determinism.code import loaded_globals
+from hotset.determinism.equality import same
+from hotset.determinism.objects import attributes
 
 __all__ = ["Generators", "access"]
 

@@ -3,7 +3,7 @@
 A probe can only *demote*. That two readings agree proves nothing (a crop of exactly the image's size agrees),
 that they differ proves everything. So it looks for every sign at once:
 
-1. *A generator's state moved*, global or held by the source: see :mod:`hotset.split.generators`.
+1. *A generator's state moved*, global or held by the source: see :mod:`hotset.determinism.generators`.
 2. *Two readings of one sample differ.* Each index is read several times in a row, which catches what changes
    with every call, and the first index once more at the very end, which catches what changes with the calls
    in between (a counter modulo two, a memory of the last sample).
@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotset.split.equality import changeable, same
-from hotset.split.generators import Generators
+from hotset.determinism.equality import changeable, same
+from hotset.determinism.generators import Generators
 
 __all__ = ["Probe", "probe", "same"]
 

@@ -16,7 +16,7 @@ object                  its class and attributes; from C, what it says of itself
 class of the user       bases and everything in its body, methods by their code
 class, installed        its name, and the distribution's version
 function                code, constants, defaults, closure; the user's, the globals it reads too
-text that is a path     also the file's size and date: :mod:`hotset.split.files`
+text that is a path     also the file's size and date: :mod:`hotset.determinism.files`
 ======================  ===========================================================================
 
 What is *not* identity counts by type alone: states of generators, locks, threads, loggers, weak references,
@@ -39,8 +39,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotset.split.describe import Describer
-from hotset.split.kinds import HANDLERS
+from hotset.determinism.describe import Describer
+from hotset.determinism.kinds import HANDLERS
 
 __all__ = ["Fingerprint", "fingerprint"]
 

@@ -1,0 +1,86 @@
+"""Batches as they come in from workers: letters are opened, counted, and their blocks accounted for.
+
+A pass that goes on begins with idle turns: one for each worker, in which its generators are put back to where
+they were, and then one for each whose turn is over, so that every batch is made by the worker that would have
+made it. Where persistent workers go on after a pass that nobody saw the end of, an idle turn asks each for
+its states.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from hotset.data.letters import Letter
+from hotset.data.resume import Pass
+from hotset.data.summary import EpochSummary
+from hotset.data.workers import Desks, TaskSampler
+from hotset.errors import HotsetWarning
+from hotset.store.blocks import making_workers
+
+__all__ = ["WorkerBatches"]
+
+
+class WorkerBatches:
+    """Iterator over one epoch's batches, made by the inner loader's workers."""
+
+    def __init__(
+        self, inner: TorchDataLoader[Any], desks: Desks, run: Pass, batches: Any, summary: EpochSummary
+    ) -> None:
+        self._persistent = inner.persistent_workers
+        self._workers = inner.num_workers
+        self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
+        self._desks = desks
+        self._run = run
+        self._summary = summary
+        self._letters: Any = None
+        idle: int = 0
+        states: dict[int, Any] = {}
+        if run.asks and inner.in_order:
+            idle = inner.num_workers
+        elif run.goes_on and inner.in_order and any(states is not None for states in run.workers.values()):
+            idle, states = inner.num_workers + run.turn, dict(run.workers)
+        self._tasks.begin(batches, idle, states)
+        with making_workers():
+            self._letters = iter(inner)
+        for _ in range(idle):
+            letter: Letter = next(self._letters)
+            self._tasks.answered(letter)
+            run.workers[letter.news.worker] = letter.news.states
+
+    def __iter__(self) -> WorkerBatches:
+        return self
+
+    def __next__(self) -> Any:
+        start = time.perf_counter()
+        try:
+            letter = next(self._letters)
+        except StopIteration:
+            self._run.over = True
+            self._summary.end()
+            if not self._persistent:
+                self._desks.rest()  # the workers have ended; a batch still held must not keep all blocks
+            raise
+        self._tasks.answered(letter)
+        news = letter.news
+        self._desks.needed = max(self._desks.needed, news.needed)
+        for sentence in news.told:
+            warnings.warn(sentence, HotsetWarning, stacklevel=2)
+        self._run.workers[news.worker] = news.states
+        self._run.turn = (news.worker + 1) % self._workers
+        self._run.count(news.samples)
+        self._summary.count(news.samples, time.perf_counter() - start)
+        return letter.batch
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def __del__(self) -> None:
+        # Persistent workers go on with their tasks, and the next epoch begins by taking in their letters.
+        if not self._persistent:
+            self._letters = None  # ends and joins the workers: only then are their blocks free
+            self._tasks.recall()
+            self._desks.rest()

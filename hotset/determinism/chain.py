@@ -1,0 +1,124 @@
+"""A chain of transforms: its leaves, in the order in which they are applied, and how to cut it between two.
+
+::
+
+    [load, Compose([resize, Compose([crop, flip])]), norm]        leaves: load resize crop flip norm
+                                         ^ cut here, n = 3
+    prefix: load, resize, crop           suffix: flip, norm
+
+A container is opened if it does no more than apply its children in order; one that chooses among them, or
+puts boxes in order before and after, is a leaf itself; and so is one that was declared, as a whole. Only the
+containers on the way to the cut are taken apart, all others stay what they are. Some do work around each
+child: MONAI's Compose maps it over the items of a list. Of those, the two halves are containers of the same
+kind with the same settings, so that applying the prefix and then the suffix is applying the chain.
+
+A container inside such a one is opened only if it is of the same library: MONAI's Compose would take the
+tuple that comes out of the middle of torchvision's for a list of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hotset.determinism.verdict import library_of, spoken
+from hotset.errors import ArgumentError
+
+__all__ = ["cut", "leaves"]
+
+
+def leaves(chain: Any) -> list[Any]:
+    """The leaf transforms of a chain, in order.
+
+    Args:
+        chain: a transform, a container of a known library, or a list or tuple of these, to any depth.
+
+    Returns:
+        The leaves, not copies. (MONAI transforms that are lazily resampled together are one leaf,
+        a Compose of them.)
+
+    Example:
+        >>> import torch.nn as nn
+        >>> [type(leaf).__name__ for leaf in leaves([nn.Sequential(nn.ReLU(), nn.Dropout()), nn.Tanh()])]
+        ['ReLU', 'Dropout', 'Tanh']
+    """
+    children = _children(chain, None)
+    return [chain] if children is None else _leaves(chain, children)
+
+
+def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Cut a chain after its first ``n`` leaves.
+
+    Args:
+        chain: as for :func:`leaves`.
+        n: how many leaves go to the prefix, 0 to all.
+
+    Returns:
+        (prefix, suffix), each a list of callables, empty for no leaves. Applying one after the other is
+        applying the chain. They take what its containers take: albumentations' take keywords and give a dict.
+
+    Raises:
+        ArgumentError: there are fewer than ``n`` leaves, or ``n`` is negative.
+
+    Example:
+        >>> import torch.nn as nn
+        >>> cut(nn.Sequential(nn.ReLU(), nn.Tanh()), 1)
+        ([ReLU()], [Tanh()])
+    """
+    count = len(leaves(chain))
+    if not 0 <= n <= count:
+        raise ArgumentError(f"a chain of {count} transforms cannot be cut after {n} of them.")
+    if n in (0, count):
+        whole = list(chain) if isinstance(chain, (list, tuple)) else [chain]
+        return ([], whole) if n == 0 else (whole, [])
+    return _cut(chain, n, None)
+
+
+def _cut(node: Any, n: int, outer: Any) -> tuple[list[Any], list[Any]]:
+    """Cut a container somewhere inside."""
+    children = _children(node, outer)
+    assert children is not None, "a leaf has no inside"
+    before: list[Any] = []
+    after: list[Any] = []
+    for child in children:
+        inner = _children(child, node)
+        size = 1 if inner is None else len(_leaves(child, inner))
+        if n >= size:
+            before.append(child)
+        elif n <= 0:
+            after.append(child)
+        else:
+            left, right = _cut(child, n, node)
+            before += left
+            after += right
+        n -= size
+    return _part(node, before, True), _part(node, after, False)
+
+
+def _leaves(node: Any, children: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for child in children:
+        inner = _children(child, node)
+        found += [child] if inner is None else _leaves(child, inner)
+    return found
+
+
+def _children(node: Any, outer: Any) -> Sequence[Any] | None:
+    """The children of a container that may be opened where it stands; None for a leaf."""
+    if isinstance(node, (list, tuple)):
+        return node
+    library = library_of(node)
+    around = None if isinstance(outer, (list, tuple)) else library_of(outer)
+    if library is None or (around is not None and not around.PLAIN and around is not library):
+        return None
+    if spoken(node) is not None:
+        return None
+    children: Sequence[Any] | None = library.opened(node)
+    return children
+
+
+def _part(node: Any, children: list[Any], first: bool) -> list[Any]:
+    if isinstance(node, (list, tuple)) or not children:
+        return children
+    part: list[Any] = library_of(node).part(node, children, first)  # type: ignore[union-attr]
+    return part

@@ -1,0 +1,175 @@
+"""albumentations: each transform has a probability and generators of its own, and its class says what it
+draws.
+
+``p`` is 0.5 for most, so that the class alone says nothing: with p=0 none is applied and nothing is drawn,
+with p=1 the number is not drawn either, and what the class does decides. The classes that draw are told by
+their methods, which read ``self.py_random`` or ``self.random_generator``; those that do so only with some
+parameters have rules, and only the classes listed as calm are believed deterministic.
+
+A Compose puts bounding boxes and keypoints into its own form before its children and back after them: it is
+opened only without those, and only if it is always applied. Its two halves are copies of it; the second does
+not check again what the first has let through, as pictures may be tensors by then.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together
+
+__all__ = ["PLAIN", "judge", "opened", "part"]
+
+PLAIN = False
+
+_CALM_NAMES = """
+    AutoContrast CenterCrop CenterCrop3D Crop CropAndPad Equalize FromFloat HorizontalFlip InvertImg Lambda
+    LongestMaxSize Morphological NoOp Normalize Pad Pad3D PadIfNeeded PadIfNeeded3D Resize SmallestMaxSize
+    TimeReverse ToFloat ToGray ToRGB ToSepia ToTensor3D ToTensorV2 Transpose VerticalFlip
+"""
+_CALMS = frozenset(_CALM_NAMES.split())
+_IN_ORDER = ("Compose", "Sequential")
+_GENERATORS = {"py_random", "random_generator"}
+
+
+def opened(container: Any) -> tuple[Any, ...] | None:
+    """The children of a Compose or Sequential that is always applied and has nothing to do around them."""
+    return tuple(container.transforms) if _in_order(container) and _around(container) is None else None
+
+
+def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
+    """A copy with these children. It draws the number that the container draws, from the same generator."""
+    half = copy.copy(container)
+    half.transforms = list(children)
+    if not first:
+        half.is_check_shapes = False
+        half._strict = False
+    return [half]
+
+
+def judge(step: Any) -> Verdict | None:
+    """Judge a transform or a composition of albumentations, or one that the user derived from one."""
+    base = ancestor(step, "albumentations")
+    names = {cls.__name__ for cls in type(step).__mro__ if cls.__module__.startswith("albumentations.")}
+    if base is None or not names & {"BasicTransform", "BaseCompose"}:
+        return None
+    replaced = changed(step, base)
+    if "BaseCompose" in names:
+        return _composition(step, base, replaced)
+    known = replaced is None and not step.replay_mode
+    if known and step.p <= 0:
+        return _told(step, "deterministic", "with p=0 is never applied")
+    if step.p < 1 and not (known and base.__name__ == "NoOp"):
+        return _told(step, "random", f"draws whether it is applied, p={step.p:g}")
+    if not known:
+        why = f"has its own {replaced}" if replaced else "replays what was drawn before"
+        return _told(step, "random" if _drawing(base) else "unknown", why)
+    if base.__name__ in _CALMS:
+        return _calm(step, base.__name__)
+    ranges = _RANGES.get(base.__name__)
+    if ranges and all(_one(getattr(step, name)) for name in ranges):
+        draws = ranges != ("blur_limit",)  # where a kernel's size is given by itself, it is not drawn
+        return _told(step, "deterministic", f"has a single {' and '.join(ranges)} to draw", draws)
+    method = _drawing(base)
+    if method:
+        return _told(step, "random", f"draws from its own generators in {method}")
+    return _told(step, "unknown", "is a class of which nothing is known")
+
+
+def _calm(step: Any, name: str) -> Verdict:
+    if name in ("LongestMaxSize", "SmallestMaxSize") and isinstance(step.max_size, (list, tuple)):
+        return _told(step, "random" if len(step.max_size) > 1 else "deterministic", "chooses from its sizes")
+    if name == "CropAndPad":
+        sizes = (step.px, step.percent, step.fill, step.fill_mask)
+        if not all(each is None or isinstance(each, (int, float)) for each in sizes):
+            return _told(step, "random", "draws its sizes or what it fills them with")
+    if "random" in (getattr(step, "position", None), getattr(step, "pad_position", None)):
+        return _told(step, "random", "draws the position")
+    why = handed(step, "albumentations")
+    if why:
+        return _told(step, "unknown", why)
+    return _told(step, "deterministic", "draws nothing where it is applied", draws=step.p < 1)
+
+
+def _composition(step: Any, base: type, replaced: str | None) -> Verdict:
+    if replaced or base.__name__ == "ReplayCompose" or step.replay_mode:
+        return _told(step, "unknown", f"has its own {replaced}" if replaced else "replays what was drawn")
+    if step.p <= 0:
+        return _told(step, "deterministic", "with p=0 is never applied", draws=True)
+    if base.__name__ not in _IN_ORDER:
+        return _told(step, "random", "draws which of its transforms it applies, or where")
+    if step.p < 1:
+        return _told(step, "random", f"draws whether it is applied, p={step.p:g}")
+    around = _around(step)
+    whole = f", and is kept whole, as it {around}" if around else ""
+    verdict = together(
+        step, step.transforms, f"albumentations: {base.__name__} applies its transforms{whole}"
+    )
+    return Verdict.of(step, verdict.kind, verdict.evidence, draws=verdict.kind == "deterministic")
+
+
+def _told(step: Any, kind: Any, what: str, draws: bool = False) -> Verdict:
+    return Verdict.of(step, kind, f"albumentations: {name_of(step)} {what}", draws)
+
+
+def _in_order(container: Any) -> bool:
+    base = ancestor(container, "albumentations")
+    if base is None or base.__name__ not in _IN_ORDER or not base.__module__.endswith(".composition"):
+        return False
+    return changed(container, base) is None and container.p >= 1 and not container.replay_mode
+
+
+def _around(container: Any) -> str | None:
+    """What a composition does around its children that two halves of it would do differently."""
+    if container.processors:
+        return "converts boxes or keypoints before and after them"
+    if getattr(container, "save_applied_params", False):
+        return "records what they drew"
+    return None
+
+
+def _drawing(base: type) -> str | None:
+    """The first method, of a class that is not the root of all, that reads a generator of the transform."""
+    for cls in base.__mro__:
+        if cls.__name__ == "BasicTransform":
+            return None
+        for name, value in list(vars(cls).items()):
+            if isinstance(value, types.FunctionType) and _reads_generator(value.__code__):
+                return name
+    return None
+
+
+def _reads_generator(code: types.CodeType) -> bool:
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return bool(_GENERATORS & set(code.co_names)) or any(map(_reads_generator, inner))
+
+
+def _one(value: Any) -> bool:
+    """Whether a range, or a list of ranges, holds one value."""
+    if not isinstance(value, (list, tuple)):
+        return True
+    return all(map(_one, value)) and len({*map(str, value)}) <= 1
+
+
+# What each of these draws is drawn from these ranges, and nothing else is.
+_RANGES = {
+    "Blur": ("blur_limit",),
+    "CLAHE": ("clip_limit",),
+    "Defocus": ("radius", "alias_blur"),
+    "Downscale": ("scale_range",),
+    "Emboss": ("alpha", "strength"),
+    "GaussianBlur": ("blur_limit", "sigma_limit"),
+    "HueSaturationValue": ("hue_shift_limit", "sat_shift_limit", "val_shift_limit"),
+    "ImageCompression": ("quality_range",),
+    "MedianBlur": ("blur_limit",),
+    "Posterize": ("num_bits",),
+    "RandomBrightnessContrast": ("brightness_limit", "contrast_limit"),
+    "RandomGamma": ("gamma_limit",),
+    "RandomScale": ("scale_limit",),
+    "Rotate": ("limit",),
+    "SafeRotate": ("limit",),
+    "Sharpen": ("alpha", "lightness"),
+    "Solarize": ("threshold_range",),
+}

@@ -1,0 +1,158 @@
+"""kornia: augmentations draw their parameters before they apply them; its other modules and functions do not
+draw.
+
+An augmentation has two probabilities, ``p`` for a sample and ``p_batch`` for a batch, and a parameter
+generator. With one of the probabilities 0 its output is its input; the parameters are drawn all the same.
+With both 1 it is deterministic if it has no parameters to draw, or if they are drawn from ranges of one
+value.
+
+A sequence draws the parameters of all its children before it applies the first one. As those of a cut prefix
+draw nothing, the order of all draws is kept by a copy of the sequence with the rest of the children; but
+only if each child is an augmentation, which tells the next one about the size of its output. A plain module
+between them does not, and one that resizes would make the next draw for a size that is gone: such a sequence
+stays whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together
+
+__all__ = ["PLAIN", "judge", "opened", "part"]
+
+PLAIN = False
+
+# No parameters to draw; where applied at all, always the same.
+_CALM_NAMES = """
+    CenterCrop CenterCrop3D Denormalize LongestMaxSize Normalize PadTo RandomAutoContrast RandomBoxBlur
+    RandomDepthicalFlip3D RandomEqualize RandomEqualize3D RandomGrayscale RandomHorizontalFlip
+    RandomHorizontalFlip3D RandomInvert RandomMedianBlur RandomVerticalFlip RandomVerticalFlip3D Resize
+    SmallestMaxSize
+"""
+_CALMS = frozenset(_CALM_NAMES.split())
+# Generators that draw from uniform distributions and from nothing else.
+_UNIFORM = ("PlainUniformGenerator", "RandomGaussianBlurGenerator")
+_SEQUENCES = ("ImageSequential", "AugmentationSequential")
+_PURE = (
+    "kornia.color.",
+    "kornia.enhance.",
+    "kornia.filters.",
+    "kornia.geometry.transform.",
+    "kornia.morphology.",
+)
+_NETWORKS = ("kornia.filters.dissolving", "kornia.filters.dexined")
+
+
+def opened(container: Any) -> tuple[Any, ...] | None:
+    """The augmentations of a sequence that applies all of them, in order, to pictures alone."""
+    return tuple(container.children()) if _is_sequence(container) and _around(container) is None else None
+
+
+def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
+    """A copy of the sequence with these children, which keep their names."""
+    half = copy.copy(container)
+    kept = {id(child) for child in children}
+    half._modules = {name: child for name, child in container._modules.items() if id(child) in kept}
+    return [half]
+
+
+def judge(step: Any) -> Verdict | None:
+    """Judge an augmentation, sequence, module or function of kornia, or what the user derived from one."""
+    if isinstance(step, (types.FunctionType, types.BuiltinFunctionType)):
+        if not str(step.__module__).startswith(_PURE):
+            return None
+        return Verdict.of(step, "deterministic", "kornia: a function of its arguments alone")
+    base = ancestor(step, "kornia")
+    names = {cls.__name__ for cls in type(step).__mro__ if cls.__module__.startswith("kornia.")}
+    if base is None or "Module" not in {cls.__name__ for cls in type(step).__mro__}:
+        return None
+    replaced = changed(step, base)
+    if "_BasicAugmentationBase" in names:
+        return _augmentation(step, base, replaced)
+    if "PolicyAugmentBase" in names:
+        return _told(step, "random", "draws from its policy")
+    if "ImageSequentialBase" in names:
+        return _sequence(step, replaced)
+    if replaced or not base.__module__.startswith(_PURE) or base.__module__.startswith(_NETWORKS):
+        why = f"has its own {replaced}" if replaced else "is a class of which nothing is known"
+        return _told(step, "unknown", why)
+    unsure = handed(step, "kornia")
+    if unsure:
+        return _told(step, "unknown", unsure)
+    children = list(step.children())
+    if children:
+        return together(step, children, f"kornia: {base.__name__} draws nothing beside its modules")
+    return _told(step, "deterministic", "is no augmentation")
+
+
+def _augmentation(step: Any, base: type, replaced: str | None) -> Verdict:
+    calm = base.__name__ in _CALMS
+    known = base.__module__.startswith("kornia.augmentation._")
+    if replaced or not known:
+        if known and not calm:
+            return _told(step, "random", f"is derived from {base.__name__}, which draws")
+        return _told(step, "unknown", f"has its own {replaced}" if replaced else "is of an unknown class")
+    if 0 in (step.p, step.p_batch):
+        return _told(step, "deterministic", "with p=0 is never applied", draws=not calm or _gated(step))
+    if _gated(step):
+        return _told(step, "random", f"draws whether it is applied, p={step.p:g}, p_batch={step.p_batch:g}")
+    unsure = handed(step, "kornia")
+    if unsure:
+        return _told(step, "unknown", unsure)
+    if calm:
+        return _told(step, "deterministic", "has no parameters to draw and is always applied")
+    if _single(step, base):
+        return _told(step, "deterministic", "draws each parameter from a range of one value", draws=True)
+    return _told(step, "random", "draws its parameters from torch's generator")
+
+
+def _gated(step: Any) -> bool:
+    return bool(0 < step.p < 1 or 0 < step.p_batch < 1)
+
+
+def _single(step: Any, base: type) -> bool:
+    """Whether all that is drawn comes from uniform distributions over one value."""
+    generator = step._param_generator
+    own = next(cls for cls in base.__mro__ if "generate_parameters" in vars(cls))
+    if own.__name__ != "_BasicAugmentationBase" or type(generator).__name__ not in _UNIFORM:
+        return False
+    samplers = getattr(generator, "sampler_dict", None) or {"sigma": generator.sigma_sampler}
+    return all(bool((each.low == each.high).all()) for each in samplers.values())
+
+
+def _sequence(step: Any, replaced: str | None) -> Verdict:
+    children = list(step.children())
+    if getattr(step, "random_apply", False):
+        return _told(step, "random", "draws which of its children it applies")
+    if replaced or type(step).__name__ not in (*_SEQUENCES, "VideoSequential"):
+        verdict = together(step, children, f"kornia: {name_of(step)}")
+        why = "does more than apply its children in order"
+        return verdict if verdict.kind == "random" else _told(step, "unknown", why)
+    around = _around(step)
+    whole = f", and is kept whole, as it {around}" if around else ""
+    return together(step, children, f"kornia: {name_of(step)} applies its children{whole}")
+
+
+def _told(step: Any, kind: Any, what: str, draws: bool = False) -> Verdict:
+    return Verdict.of(step, kind, f"kornia: {name_of(step)} {what}", draws)
+
+
+def _is_sequence(container: Any) -> bool:
+    base = ancestor(container, "kornia")
+    return base is not None and base.__name__ in _SEQUENCES and changed(container, base) is None
+
+
+def _around(container: Any) -> str | None:
+    """What keeps a sequence from being two."""
+    if container.random_apply:
+        return "draws which of them to apply"
+    if len(getattr(container, "data_keys", None) or [None]) > 1:
+        return "takes several arguments"
+    bases = [{cls.__name__ for cls in type(child).__mro__} for child in container.children()]
+    if not all("_AugmentationBase" in each for each in bases):
+        return "draws for sizes that its modules change"
+    return "has hooks" if handed(container, "kornia") else None

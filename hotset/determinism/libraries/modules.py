@@ -1,0 +1,96 @@
+"""torch.nn: modules as transforms. Whether one draws depends on its mode as much as on its class.
+
+What the classes of ``torch.nn`` do is known: dropout and its kin draw in training mode, fractional pooling
+always, recurrent layers and attention where they were given a dropout. A batch normalisation in training
+mode returns the same each time, and moves its running statistics: caching its output would stop them, so
+that it is neither. A module that the user wrote is unknown; but if one of torch's modules inside it draws,
+it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together
+
+__all__ = ["PLAIN", "judge", "opened", "part"]
+
+PLAIN = True
+
+
+def opened(container: Any) -> tuple[Any, ...] | None:
+    """The modules of a Sequential that has no hooks, and whose methods are torch's own."""
+    if (
+        not isinstance(container, torch.nn.Sequential)
+        or ancestor(container, "torch") is not torch.nn.Sequential
+    ):
+        return None
+    if changed(container, torch.nn.Sequential) or handed(container, "torch"):
+        return None
+    return tuple(container)
+
+
+def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
+    """The children themselves: a Sequential does nothing around them."""
+    return children
+
+
+def judge(step: Any) -> Verdict | None:
+    """Judge an instance of a class of ``torch.nn``, or of a class that the user derived from one."""
+    base = ancestor(step, "torch")
+    if base is None or not isinstance(step, torch.nn.Module):
+        return None
+    for module in step.modules():
+        why = _draws(module)
+        if why:
+            inside = "" if module is step else f"{name_of(step)} holds a module that draws: "
+            return Verdict.of(step, "random", f"torch.nn: {inside}{why}")
+    if not base.__module__.startswith("torch.nn.modules.") or base is torch.nn.Module:
+        return Verdict.of(step, "unknown", f"torch: nothing is known of what {name_of(step)} computes")
+    replaced = changed(step, base)
+    if replaced:
+        return Verdict.of(step, "unknown", f"torch.nn: {name_of(step)} has its own {replaced}")
+    for module in step.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._NormBase) and _adapts(module):
+            name = name_of(module)
+            return Verdict.of(
+                step, "unknown", f"torch.nn: {name} in training mode moves its running statistics"
+            )
+    why = handed(step, "torch")
+    if why:
+        return Verdict.of(step, "unknown", f"torch.nn: {why}")
+    children = list(step.children())
+    if children:
+        return together(step, children, f"torch.nn: {base.__name__} draws nothing beside its modules")
+    if isinstance(step, torch.nn.RReLU) and step.training:
+        return Verdict.of(
+            step, "deterministic", "torch.nn: RReLU draws from a range of one slope", draws=True
+        )
+    return Verdict.of(step, "deterministic", f"torch.nn: {base.__name__} draws nothing in this mode")
+
+
+def _draws(module: torch.nn.Module) -> str | None:
+    """A sentence if this module, without those in it, draws."""
+    name = name_of(module)
+    if isinstance(module, (torch.nn.FractionalMaxPool2d, torch.nn.FractionalMaxPool3d)):
+        return None if module._random_samples is not None else f"{name} draws its regions"
+    if not module.training:
+        return None
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+        return f"{name} draws in training mode"
+    if isinstance(module, torch.nn.RReLU) and module.lower != module.upper:
+        return f"{name} draws its slopes in training mode"
+    if isinstance(module, torch.nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
+        return f"{name} has a dropout between its layers"
+    if isinstance(module, torch.nn.MultiheadAttention) and module.dropout > 0:
+        return f"{name} has a dropout on its weights"
+    return None
+
+
+def _adapts(module: torch.nn.modules.batchnorm._NormBase) -> bool:
+    running = itertools.chain((module.running_mean, module.running_var))
+    return module.training and module.track_running_stats and any(each is not None for each in running)

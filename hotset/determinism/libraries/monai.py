@@ -1,0 +1,156 @@
+"""MONAI: what draws says so by its class, a ``Randomizable``; and its Compose does work around each child.
+
+MONAI keeps to its trait throughout ``monai.transforms``; the transforms of ``monai.apps`` do not (one calls
+``np.random`` and has no trait), so that those without it are unknown. ``Compose`` has the trait itself,
+whatever is in it, and is judged by its children; the containers that choose among theirs are random.
+
+A Compose is cut into shallow copies of itself with fewer children. So ``map_items``, ``unpack_items``,
+``overrides`` and ``log_stats`` hold on both sides, and it is still a Compose to one around it. Making new
+ones instead would seed the children's generators anew. For the same reason a copy's ``set_random_state`` is
+that of the whole: a child's seed depends on how many children come before it.
+
+With lazy resampling, neighbours that are lazy are resampled together, once: they are kept together, as one
+leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together, verdict_of
+
+__all__ = ["PLAIN", "judge", "opened", "part"]
+
+PLAIN = False
+
+_HOLDERS = {"Lambda": "func", "Lambdad": "func", "TorchVision": "trans", "TorchVisiond": "trans"}
+_HOLDERS |= {"RandLambda": "func", "RandLambdad": "func"}
+_HOLDERS |= {"TorchIO": "trans", "TorchIOd": "trans", "CuCIM": "transform", "CuCIMd": "trans"}
+_WRITERS = ("SaveImage", "SaveImaged", "WriteFileMapping", "WriteFileMappingd")
+_CHOOSERS = ("OneOf", "SomeOf", "RandomOrder")
+# Always applied with prob=1, and nothing else is drawn.
+_ONLY_GATED = ("RandFlip", "RandFlipd")
+
+
+def opened(container: Any) -> tuple[Any, ...] | None:
+    """The children of a Compose; those that are resampled together are a Compose of their own among them."""
+    if not _is_compose(container):
+        return None
+    groups: list[tuple[Any, ...]] = []
+    for lazy, children in itertools.groupby(
+        container.transforms, lambda child: _is_lazy(child, container.lazy)
+    ):
+        run = tuple(children)
+        groups += [run] if lazy else [(child,) for child in run]
+    if len(groups) == 1 and len(groups[0]) > 1:
+        return None
+    return tuple(group[0] if len(group) == 1 else _with(container, group) for group in groups)
+
+
+def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
+    """A copy of the Compose with these children."""
+    return [_with(container, children)]
+
+
+def judge(step: Any) -> Verdict | None:
+    """Judge a transform of MONAI, or one that the user derived from one."""
+    base = ancestor(step, "monai")
+    if base is None or not _has(step, "Transform", "Randomizable", "RandomizableTrait"):
+        return None
+    name = base.__name__
+    if name == "Compose" and base.__module__ == "monai.transforms.compose":
+        if not _is_compose(step):
+            return Verdict.of(step, "unknown", f"MONAI: {name_of(step)} has its own {changed(step, base)}")
+        lazy = (
+            ", and is kept whole, as they are resampled together"
+            if len(step.transforms) > 1 and step.lazy
+            else ""
+        )
+        return together(step, step.transforms, f"MONAI: Compose applies its transforms in order{lazy}")
+    if _has(step, "RandomizableTrait"):
+        return _random(step, base)
+    if not base.__module__.startswith("monai.transforms.") or base.__name__.endswith("Transform"):
+        return Verdict.of(step, "unknown", f"MONAI: nothing is known of what {name_of(step)} computes")
+    replaced = changed(step, base)
+    if replaced:
+        return Verdict.of(step, "unknown", f"MONAI: {name_of(step)} has its own {replaced}")
+    if name in _WRITERS:
+        return Verdict.of(step, "unknown", f"MONAI: {name} writes files, which a cached result would not")
+    if name in _HOLDERS:
+        return _holder(step, name)
+    why = handed(step, "monai")
+    if why:
+        return Verdict.of(step, "unknown", f"MONAI: {name}: {why}")
+    return Verdict.of(step, "deterministic", f"MONAI: {name} is not a Randomizable")
+
+
+def _random(step: Any, base: type) -> Verdict:
+    name = base.__name__
+    prob = getattr(step, "prob", None)
+    if base.__module__.startswith("monai.transforms.") and not changed(step, base):
+        if prob == 1 and name in _HOLDERS:
+            return replace(_holder(step, name), draws=True)
+        if name in _CHOOSERS:
+            return Verdict.of(step, "random", f"MONAI: {name} draws which of its transforms to apply")
+        if prob == 0 and _has(step, "RandomizableTransform") and name not in _DRAW_REGARDLESS:
+            return Verdict.of(
+                step, "deterministic", f"MONAI: {name} with prob=0 is never applied", draws=True
+            )
+        if prob == 1 and name in _ONLY_GATED:
+            return Verdict.of(
+                step, "deterministic", f"MONAI: {name} with prob=1 is always applied", draws=True
+            )
+    return Verdict.of(step, "random", f"MONAI: {name_of(step)} is a Randomizable")
+
+
+# Randomizable transforms to whose result prob=0 does not put an end.
+_DRAW_REGARDLESS = ("RandGridPatch", "RandGridPatchd")
+
+
+def _holder(step: Any, name: str) -> Verdict:
+    """A transform that applies another, or a function."""
+    held = getattr(step, _HOLDERS[name], None)
+    inner: Iterable[Any] = held if isinstance(held, (list, tuple)) else [held]
+    verdicts = [verdict_of(_unwrapped(each)) for each in inner]
+    worst = min(verdicts, key=lambda verdict: ("random", "unknown", "deterministic").index(verdict.kind))
+    draws = any(verdict.draws for verdict in verdicts)
+    return Verdict.of(step, worst.kind, f"MONAI: {name} of {worst.name}: {worst.evidence}", draws)
+
+
+def _unwrapped(held: Any) -> Any:
+    """The array transform's own function or transform, where a dictionary transform holds one of those."""
+    attribute = _HOLDERS.get(type(held).__name__)
+    return getattr(held, attribute) if attribute and ancestor(held, "monai") is type(held) else held
+
+
+def _is_compose(container: Any) -> bool:
+    """Exactly MONAI's, or one that changes nothing of it; our own copies have another set_random_state."""
+    base = ancestor(container, "monai")
+    if base is None or base.__name__ != "Compose" or base.__module__ != "monai.transforms.compose":
+        return False
+    replaced = changed(container, base)
+    return replaced is None or (replaced == "set_random_state" and replaced in vars(container))
+
+
+def _with(container: Any, children: Iterable[Any]) -> Any:
+    half = copy.copy(container)
+    half.transforms = tuple(children)
+    half.set_random_state = container.set_random_state
+    return half
+
+
+def _is_lazy(child: Any, lazy: bool | None) -> bool:
+    """Whether a child leaves its resampling to a later moment, or decides on which of it is done."""
+    if lazy is False:
+        return False
+    if _has(child, "ApplyPending", "ApplyPendingd"):
+        return True
+    return _has(child, "LazyTrait") and bool(lazy or child.lazy)
+
+
+def _has(step: Any, *names: str) -> bool:
+    return any(cls.__name__ in names and cls.__module__.startswith("monai.") for cls in type(step).__mro__)

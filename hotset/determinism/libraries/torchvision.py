@@ -1,0 +1,248 @@
+"""torchvision, transforms v1 and v2: known by class, as its names tell too little.
+
+``ColorJitter`` draws and ``RandomHorizontalFlip(p=0)`` never flips. So each class that draws has a rule,
+read from its source, which says when its parameters leave nothing to draw: a probability of 0, a range of
+one value. What it then draws all the same goes unused, and the verdict says that it draws. A class in
+neither list is unknown: a later torchvision may do anything. The two versions share names and, but for the
+containers, the attributes that the rules read.
+
+Some rules cannot hold for every input and are left out: a ``RandomCrop`` of exactly the picture's size
+returns the picture each time, and draws as soon as a larger one comes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together, verdict_of
+
+__all__ = ["PLAIN", "judge", "opened", "part"]
+
+PLAIN = True
+
+_CALM_NAMES = """
+    ToTensor PILToTensor ConvertImageDtype ToPILImage Normalize Resize CenterCrop Pad FiveCrop TenCrop
+    LinearTransformation Grayscale RGB Identity ToDtype ToImage ToPureTensor SanitizeBoundingBoxes
+    SanitizeKeyPoints ConvertBoundingBoxFormat ClampBoundingBoxes ClampKeyPoints SetClampingMode
+    UniformTemporalSubsample ObjectDetection ImageClassification VideoClassification SemanticSegmentation
+    OpticalFlow CenterCropVideo NormalizeVideo ToTensorVideo
+"""
+_CALMS = frozenset(_CALM_NAMES.split())
+_PLACES = ("torchvision.transforms.", "torchvision.prototype.transforms.")
+_FUNCTIONAL = ("functional", "_functional_pil", "_functional_tensor", "_functional_video")
+_READERS = (
+    "read_file",
+    "read_image",
+    "decode_image",
+    "decode_jpeg",
+    "decode_png",
+    "decode_gif",
+    "decode_webp",
+)
+
+
+def opened(container: Any) -> tuple[Any, ...] | None:
+    """The transforms of a Compose, v1 or v2, whose methods are torchvision's own and that has no hooks."""
+    base = ancestor(container, "torchvision")
+    if base is None or base.__name__ != "Compose" or not base.__module__.startswith(_PLACES):
+        return None
+    return None if changed(container, base) or _hooked(container) else tuple(container.transforms)
+
+
+def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
+    """The children themselves: a Compose does nothing around them."""
+    return children
+
+
+def judge(step: Any) -> Verdict | None:
+    """Judge a transform of torchvision, one derived from it, or one of its functions."""
+    if isinstance(step, (types.FunctionType, types.BuiltinFunctionType)):
+        return _function(step)
+    base = ancestor(step, "torchvision")
+    if base is None or not base.__module__.startswith(_PLACES):
+        return None
+    name = base.__name__
+    if name in _STILL or _gated(base):
+        return _random(step, base)
+    if name in _CONTAINERS or name in ("Compose", "Lambda") or name in _CALMS:
+        replaced = changed(step, base) or ("hooks" if _hooked(step) else None)
+        if replaced:
+            return Verdict.of(step, "unknown", f"torchvision: {name_of(step)} has its own {replaced}")
+    if name in _CONTAINERS:
+        return _CONTAINERS[name](step)
+    if name == "Compose":
+        return together(step, step.transforms, "torchvision: Compose applies its transforms in order")
+    if name == "Lambda":
+        inner = verdict_of(step.lambd)
+        return Verdict.of(
+            step, inner.kind, f"torchvision: Lambda of {inner.name}: {inner.evidence}", inner.draws
+        )
+    if name in _CALMS:
+        why = handed(step, "torchvision")
+        if why:
+            return Verdict.of(step, "unknown", f"torchvision: {name}: {why}")
+        return Verdict.of(step, "deterministic", f"torchvision: {name} draws nothing")
+    return Verdict.of(step, "unknown", f"torchvision: nothing is known of what {name_of(step)} computes")
+
+
+def _hooked(container: Any) -> bool:
+    return any("_hooks" in name and bool(value) for name, value in vars(container).items())
+
+
+def _function(function: Any) -> Verdict | None:
+    *place, file = str(function.__module__).split(".")
+    if place[:1] == ["torchvision"] and "io" in [*place, file] and function.__name__ in _READERS:
+        return Verdict.of(
+            function, "deterministic", f"torchvision: {function.__name__} only reads or decodes"
+        )
+    if place[:2] != ["torchvision", "transforms"] or not {file, *place} & {*_FUNCTIONAL}:
+        return None
+    if function.__name__.startswith("gaussian_noise"):
+        return Verdict.of(
+            function, "random", "torchvision: gaussian_noise draws noise from torch's generator"
+        )
+    return Verdict.of(function, "deterministic", "torchvision: a function of its arguments alone")
+
+
+def _random(step: Any, base: type) -> Verdict:
+    name = base.__name__
+    believed = not changed(step, base) and not _hooked(step)
+    still = _STILL.get(name, _never)(step) if believed else None
+    if still is None:
+        return Verdict.of(step, "random", f"torchvision: {name} draws from torch's generator")
+    evidence = f"torchvision: {name} with {still}: what it draws changes nothing"
+    return Verdict.of(step, "deterministic", evidence, draws=name != "RandAugment")
+
+
+def _gated(base: type) -> bool:
+    return any(cls.__name__ == "_RandomApplyTransform" for cls in base.__mro__)
+
+
+# Rules: what in the parameters of a class that draws leaves nothing to the draw, in words, or None.
+
+
+def _never(step: Any) -> str | None:
+    return "p=0, never applied" if getattr(step, "p", None) == 0 else None
+
+
+def _always_or_never(step: Any) -> str | None:
+    return "p=1, always applied" if step.p >= 1 else _never(step)
+
+
+def _draws_always(step: Any) -> str | None:
+    return None
+
+
+def _single(*names: str) -> Callable[[Any], str | None]:
+    """Ranges that hold one value."""
+
+    def rule(step: Any) -> str | None:
+        values = [getattr(step, name) for name in names]
+        return f"a single {' and '.join(names)}" if all(map(_one, values)) else None
+
+    return rule
+
+
+def _one(value: Any) -> bool:
+    """Whether a range, None or a list of ranges (low, high, low, high) holds one value each."""
+    return value is None or not isinstance(value, (list, tuple)) or (
+        len(value) % 2 == 0 and all(low == high for low, high in zip(value[::2], value[1::2], strict=True))
+    )  # fmt: skip
+
+
+def _zero(value: Any) -> bool:
+    return value is None or all(
+        each == 0 for each in (value if isinstance(value, (list, tuple)) else [value])
+    )
+
+
+def _jitter(step: Any) -> str | None:
+    """The factors are applied in a drawn order, so that only one may do anything."""
+    factors = [
+        each for each in (step.brightness, step.contrast, step.saturation, step.hue) if each is not None
+    ]
+    return "at most one factor, of one value" if len(factors) <= 1 and all(map(_one, factors)) else None
+
+
+def _affine(step: Any) -> str | None:
+    single = all(map(_one, (step.degrees, step.scale, step.shear))) and _zero(step.translate)
+    return "one value for each parameter" if single else None
+
+
+def _perspective(step: Any) -> str | None:
+    return "distortion_scale=0" if step.distortion_scale == 0 else _never(step)
+
+
+def _still_where(tell: Callable[[Any], bool], words: str) -> Callable[[Any], str | None]:
+    return lambda step: words if tell(step) else None
+
+
+_GATED_NAMES = """
+    RandomHorizontalFlip RandomHorizontalFlipVideo RandomVerticalFlip RandomGrayscale RandomInvert
+    RandomPosterize RandomSolarize RandomAdjustSharpness RandomAutocontrast RandomEqualize
+"""
+_FREE_NAMES = """
+    RandomCrop RandomResizedCrop RandomIoUCrop RandomChannelPermutation AutoAugment TrivialAugmentWide
+    AugMix CutMix MixUp RandomCropVideo RandomResizedCropVideo
+"""
+_STILL: dict[str, Callable[[Any], str | None]] = {
+    **dict.fromkeys(_GATED_NAMES.split(), _always_or_never),
+    **dict.fromkeys(("RandomErasing", "RandomPhotometricDistort"), _never),
+    "RandomZoomOut": lambda step: "side_range=1" if set(step.side_range) == {1} else _never(step),
+    **dict.fromkeys(_FREE_NAMES.split(), _draws_always),
+    "RandomPerspective": _perspective,
+    "ColorJitter": _jitter,
+    "GaussianBlur": _single("sigma"),
+    "GaussianNoise": _still_where(lambda step: _zero(step.sigma), "sigma=0"),
+    "ElasticTransform": _still_where(lambda step: _zero(step.alpha), "alpha=0"),
+    "JPEG": _single("quality"),
+    "ScaleJitter": _single("scale_range"),
+    "RandomRotation": _single("degrees"),
+    "RandomAffine": _affine,
+    "RandomShortestSize": _still_where(lambda step: len(step.min_size) == 1, "a single min_size"),
+    "RandomResize": _still_where(lambda step: step.max_size - step.min_size == 1, "a range of one size"),
+    "RandAugment": _still_where(lambda step: step.num_ops == 0, "num_ops=0"),
+}
+
+
+# Containers that choose; they are leaves, and open to judgement where they have no choice.
+
+
+def _apply(step: Any) -> Verdict:
+    p = float(step.p)
+    # v1 compares the other way round: a draw of exactly 0 applies its transforms with p=0 as well.
+    if p <= 0 and ".v2." in type(step).__module__:
+        return Verdict.of(
+            step, "deterministic", "torchvision: RandomApply with p=0 is never applied", draws=True
+        )
+    if p < 1:
+        return Verdict.of(step, "random", f"torchvision: RandomApply draws whether to apply, p={p:g}")
+    return _without_choice(step, step.transforms, "RandomApply with p=1 always applies its transforms")
+
+
+def _choose(step: Any) -> Verdict:
+    if len(step.transforms) > 1:
+        return Verdict.of(
+            step, "random", f"torchvision: {name_of(step)} draws which of its transforms comes next"
+        )
+    return _without_choice(step, step.transforms, f"{name_of(step)} has one transform to choose from")
+
+
+def _without_choice(step: Any, children: Iterable[Any], words: str) -> Verdict:
+    verdict = together(step, children, f"torchvision: {words}")
+    return replace(verdict, draws=verdict.kind == "deterministic" and not _shuffles(step))
+
+
+def _shuffles(step: Any) -> bool:
+    """v1's RandomOrder shuffles a list, for which Python draws nothing where it holds one element."""
+    return name_of(step) == "RandomOrder" and ".v2." not in type(step).__module__
+
+
+_CONTAINERS: dict[str, Callable[[Any], Verdict]] = {
+    "RandomApply": _apply,
+    "RandomChoice": _choose,
+    "RandomOrder": _choose,
+}

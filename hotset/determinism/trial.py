@@ -1,0 +1,135 @@
+"""A trial of one transform on real samples: looking for what structure cannot tell, and leaving no trace.
+
+A trial can only *demote* (see :mod:`hotset.determinism.probe`, which does the looking): a generator that
+moves, two outputs that differ, and here also state that the transform goes on changing on itself. A counter
+that no output shows yet, a running mean: whatever it is, the transform is another one after each call, and
+what it gives on the thousandth is anybody's guess. What is built with the first call and stays is no such
+state.
+
+The transform itself is never copied, because a copy's generator is not the one that moves. Its *inputs* are,
+for each call anew: a transform may work in place. Its state is put back after the trial: attributes get their
+old values, and lists, dicts, sets, arrays and tensors among them, one level deep, their old contents.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.determinism.equality import changeable
+from hotset.determinism.objects import attributes
+from hotset.determinism.probe import probe
+
+__all__ = ["Trial", "attempt"]
+
+_REPEATS = 16
+_COPIED = (list, dict, set, np.ndarray, torch.Tensor)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a transform did with some samples.
+
+    Attributes:
+        outputs: its first output for each input.
+        seconds: the mean time of a first call.
+        doubts: a sentence for each sign that it is not the same each time; empty is good.
+    """
+
+    outputs: list[Any]
+    seconds: float
+    doubts: tuple[str, ...]
+
+
+def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -> Trial:
+    """Apply a transform to each input, several times over, under watch.
+
+    Args:
+        step: the transform.
+        inputs: real samples, as they arrive at it; they are copied for each call.
+        seconds: about how long this may take. Each input is tried three times in any case, and up to 16.
+
+    Raises:
+        Exception: whatever the transform raises, untouched; all state is put back then too.
+
+    Example:
+        >>> import random
+        >>> attempt(lambda x: x + random.random(), [1.0], seconds=0.1).doubts[0]
+        "random's global state moved"
+    """
+
+    def call(i: int) -> Any:
+        return step(_copied(inputs[i]))
+
+    before = _State(step)
+    try:
+        first = probe(call, range(len(inputs)), (step,), repeats=2)
+        settled = _State(step)
+        calls = int(seconds / max(first.seconds * len(inputs), 1e-6)) - 3
+        again = probe(call, range(len(inputs)), (step,), repeats=max(1, min(calls, _REPEATS - 2)))
+        changed = settled.changed()
+    finally:
+        before.put_back()
+    differs = [*first.differs, *again.differs][:1]
+    moved = dict.fromkeys((*first.moved, *again.moved))
+    outputs = tuple(f"its output differs from call to call ({text})" for text in differs)
+    return Trial(first.samples, first.seconds, (*moved, *outputs, *changed))
+
+
+def _copied(sample: Any) -> Any:
+    try:
+        return copy.deepcopy(sample)
+    except Exception:  # an open file, say: the transform gets the thing itself, as it would in training
+        return sample
+
+
+class _State:
+    """What a transform holds in its attributes, to be compared and put back."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        self._values = attributes(step)
+        self._contents = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            for name, value in self._values.items()
+            if isinstance(value, _COPIED)
+        }
+        self._digests = self._look()
+
+    def _look(self) -> dict[str, bytes]:
+        return {} if not self._values and not hasattr(self._step, "__dict__") else changeable(self._step)
+
+    def changed(self) -> tuple[str, ...]:
+        """A sentence that names what has another value than when this was made; empty if nothing has."""
+        now = self._look()
+        for place in self._digests | now:
+            if self._digests.get(place) != now.get(place):
+                return (f"it changes itself with each call (at {place or 'its own value'})",)
+        return ()
+
+    def put_back(self) -> None:
+        for name in set(attributes(self._step)) - set(self._values):
+            object.__delattr__(self._step, name)
+        for name, value in self._values.items():
+            if attributes(self._step).get(name) is not value:
+                object.__setattr__(self._step, name, value)
+            if name in self._contents:
+                _refill(value, self._contents[name])
+
+
+def _refill(value: Any, content: Any) -> None:
+    if isinstance(value, list):
+        value[:] = content
+    elif isinstance(value, (dict, set)):
+        value.clear()
+        value.update(content)
+    elif isinstance(value, np.ndarray):
+        np.copyto(value, content, casting="unsafe")
+    elif not value.requires_grad:
+        with torch.no_grad():
+            value.copy_(content)

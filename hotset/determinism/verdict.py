@@ -1,0 +1,299 @@
+"""A verdict on one transform: does it give the same output for the same input, and how do we know?
+
+Evidence is asked for in this order, and the first that answers wins:
+
+1. *Declared*: ``@hotset.deterministic`` or ``@hotset.nondeterministic``.
+2. *Asked*: the transform has Clara's method ``is_deterministic()``.
+3. *Structure*: the transform is of a library whose classes were read
+   (:mod:`hotset.determinism.libraries`).
+
+What is left is unknown. Outputs are not looked at here: two equal outputs prove nothing.
+
+A user's subclass is believed to be what its library's class is only if it changes none of that class's
+methods; and a library's transform that was handed a function (a filter, a getter of labels, a hook) is
+believed only as far as that function is. Of what draws, all subclasses draw: that side needs no proof.
+
+``deterministic`` speaks of outputs. ``RandomHorizontalFlip(p=0)`` returns its input each time, and still
+draws a number that it does not use: its verdict says so (``draws``), because whoever caches it shifts what
+all others draw from that generator.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from hotset.determinism.declare import declared
+from hotset.determinism.objects import attributes
+
+__all__ = [
+    "Kind",
+    "Verdict",
+    "ancestor",
+    "changed",
+    "handed",
+    "library_of",
+    "name_of",
+    "spoken",
+    "together",
+    "verdict_of",
+]
+
+Kind = Literal["deterministic", "random", "unknown"]
+
+_FILES = {
+    "torchvision": "torchvision",
+    "monai": "monai",
+    "albumentations": "albumentations",
+    "kornia": "kornia",
+    "torch": "modules",
+}
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_NO_FUNCTION = (type, weakref.ref)
+_PLAIN = (
+    *(int, float, complex, str, bytes, type(None), enum.Enum, torch.Tensor, np.ndarray, np.generic),
+    *(torch.dtype, torch.device, np.dtype),
+)
+# A subclass may have these of its own: they decide what an instance holds or looks like, not its output.
+_HARMLESS_NAMES = """
+    __init__ __repr__ __str__ extra_repr __init_subclass__ __class_getitem__ __eq__ __hash__ __len__
+    __reduce__ __getstate__ __setstate__ __copy__ __deepcopy__ __doc__ __module__ __annotate__
+    __annotate_func__
+"""
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of one transform.
+
+    Attributes:
+        step: the transform.
+        name: what to call it.
+        kind: ``"deterministic"``: the same output for the same input, always; ``"random"``; ``"unknown"``.
+        evidence: a sentence that says how that is known.
+        draws: deterministic, but moves the state of a generator with each call all the same.
+    """
+
+    step: Any
+    name: str
+    kind: Kind
+    evidence: str
+    draws: bool = False
+
+    @classmethod
+    def of(cls, step: object, kind: Kind, evidence: str, draws: bool = False) -> Verdict:
+        """A verdict on ``step`` under its own name."""
+        return cls(step, name_of(step), kind, evidence, draws)
+
+
+def verdict_of(step: object) -> Verdict:
+    """Judge one transform by what is declared, by what it says itself, and by its library's structure.
+
+    Args:
+        step: a leaf of a chain, see :func:`hotset.determinism.chain.leaves`.
+
+    Returns:
+        The verdict; never None.
+
+    Raises:
+        Exception: what the transform's own ``is_deterministic()`` raises.
+
+    Example:
+        >>> verdict_of(torch.nn.Dropout()).evidence
+        'torch.nn: Dropout draws in training mode'
+        >>> verdict_of(torch.nn.Dropout().eval()).kind
+        'deterministic'
+    """
+    return (
+        spoken(step)
+        or _by_structure(step)
+        or Verdict.of(step, "unknown", "not declared, and of no library whose structure is known")
+    )
+
+
+def spoken(step: object) -> Verdict | None:
+    """What is declared of a transform or container, or what it says of itself; None if neither.
+
+    Example:
+        >>> spoken(torch.nn.ReLU()) is None
+        True
+    """
+    told = declared(step)
+    if told is None:
+        return _asked(step)
+    return Verdict.of(
+        step, "deterministic" if told == "deterministic" else "random", f"declared @hotset.{told}"
+    )
+
+
+def together(step: object, children: Iterable[object], evidence: str) -> Verdict:
+    """Judge what applies several transforms: random if one is, unknown if one is, else deterministic.
+
+    Example:
+        >>> together(len, [torch.nn.ReLU(), torch.nn.Dropout()], "both").evidence
+        'both; Dropout: torch.nn: Dropout draws in training mode'
+    """
+    verdicts = [verdict_of(child) for child in children]
+    for kind in ("random", "unknown"):
+        for verdict in verdicts:
+            if verdict.kind == kind:
+                return Verdict.of(step, verdict.kind, f"{evidence}; {verdict.name}: {verdict.evidence}")
+    draws = any(verdict.draws for verdict in verdicts)
+    return Verdict.of(step, "deterministic", f"{evidence}, each of them deterministic", draws)
+
+
+def library_of(obj: object) -> Any | None:
+    """The file in :mod:`hotset.determinism.libraries` that knows this transform or container, if one does.
+
+    Example:
+        >>> library_of(torch.nn.ReLU()).__name__, library_of(print)
+        ('hotset.determinism.libraries.modules', None)
+    """
+    makers: Iterable[Any] = (obj,) if isinstance(obj, _FUNCTIONS) else type(obj).__mro__
+    for maker in makers:
+        file = _FILES.get(_root(maker))
+        if file is not None:
+            return importlib.import_module(f"hotset.determinism.libraries.{file}")
+    return None
+
+
+def ancestor(step: object, library: str) -> type | None:
+    """The nearest class of ``step`` that is the library's own; itself, unless the user derived from it.
+
+    Example:
+        >>> class Mine(torch.nn.ReLU): ...
+        >>> ancestor(Mine(), "torch").__name__
+        'ReLU'
+    """
+    return next((cls for cls in type(step).__mro__ if _root(cls) == library), None)
+
+
+def changed(step: object, base: type) -> str | None:
+    """Name a method of the library's class that the user's subclass, or this instance, has replaced.
+
+    Example:
+        >>> class Mine(torch.nn.ReLU):
+        ...     def forward(self, x): return x
+        >>> changed(Mine(), torch.nn.ReLU), changed(torch.nn.ReLU(), torch.nn.ReLU)
+        ('forward', None)
+    """
+    for cls in type(step).__mro__:
+        if cls not in base.__mro__:
+            for name, value in list(vars(cls).items()):
+                if name not in _HARMLESS and _replaces(value, inspect.getattr_static(base, name, None)):
+                    return name
+    for name, value in attributes(step).items():
+        if callable(value) and _code(inspect.getattr_static(base, name, None)) is not None:
+            return name
+    return None
+
+
+def handed(step: object, library: str) -> str | None:
+    """A sentence about a function that a library's transform holds and that is not known as deterministic.
+
+    Functions of the library itself are its defaults, and are believed.
+    """
+    for name, value in _held(attributes(step)):
+        if not callable(value) or isinstance(value, _NO_FUNCTION) or _root(_maker(value)) == library:
+            continue
+        verdict = verdict_of(value)
+        if verdict.kind != "deterministic":
+            return f"its {name} is {verdict.name}: {verdict.evidence}"
+    return None
+
+
+def name_of(step: object) -> str:
+    """A transform's name for people.
+
+    Example:
+        >>> name_of(torch.nn.ReLU()), name_of(functools.partial(max, 3))
+        ('ReLU', 'partial(max)')
+    """
+    if isinstance(step, functools.partial):
+        return f"partial({name_of(step.func)})"
+    named = step if isinstance(step, (*_FUNCTIONS, type)) else type(step)
+    return named.__qualname__.rpartition("<locals>.")[2]
+
+
+def _asked(step: object) -> Verdict | None:
+    """Clara's interface: the transform says it of itself."""
+    if isinstance(step, type) or not callable(inspect.getattr_static(type(step), "is_deterministic", None)):
+        return None
+    answer = step.is_deterministic()  # type: ignore[attr-defined]
+    if not isinstance(answer, (bool, np.bool_)):
+        return Verdict.of(step, "unknown", f"its is_deterministic() returned {answer!r}, not a bool")
+    return Verdict.of(
+        step, "deterministic" if answer else "random", f"its is_deterministic() returned {bool(answer)}"
+    )
+
+
+def _by_structure(step: object) -> Verdict | None:
+    if isinstance(step, functools.partial):
+        return _of_partial(step)
+    library = library_of(step)
+    verdict: Verdict | None = library.judge(step) if library is not None else None
+    return verdict
+
+
+def _of_partial(step: functools.partial[Any]) -> Verdict | None:
+    """A known function with plain values bound; whatever else is bound may be anything."""
+    inner = _by_structure(step.func)
+    if inner is None or (inner.kind == "deterministic" and not _is_plain([step.args, step.keywords])):
+        return None
+    return Verdict.of(step, inner.kind, inner.evidence, inner.draws)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
+
+
+def _root(maker: Any) -> str:
+    module = getattr(maker, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def _maker(value: object) -> object:
+    """What says where a callable comes from: a function does itself, an object's class does."""
+    if isinstance(value, functools.partial):
+        return _maker(value.func)
+    return value if isinstance(value, _FUNCTIONS) else type(value)
+
+
+def _code(value: object) -> object | None:
+    """The code behind a method, property or the like, by where it was written; None for mere data."""
+    value = getattr(value, "__func__", getattr(value, "fget", value))
+    if isinstance(value, types.FunctionType):
+        return value.__code__.co_filename, value.__code__.co_firstlineno
+    return value if isinstance(value, Callable) and not isinstance(value, type) else None  # type: ignore[arg-type]
+
+
+def _replaces(value: object, original: object) -> bool:
+    """Whether a class attribute stands in for a method; the library's copy of it for a subclass does not."""
+    return _code(original) is not None and _code(value) != _code(original)
+
+
+def _held(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What an object holds, and what is in its lists and dicts: hooks, readers, a list of filters."""
+    for name, value in values.items():
+        inner: Sequence[Any] = ()
+        if isinstance(value, dict):
+            inner = list(value.values())
+        elif isinstance(value, (list, tuple)):
+            inner = value
+        yield name, value
+        yield from ((name, each) for each in inner)
