@@ -63,7 +63,10 @@ class _Watched:
         return cls(name, get, set, get())
 
     def moved(self) -> bool:
-        return same(self.state, self.get()) is not None
+        now = self.get()
+        if isinstance(now, tuple):  # random's: 625 plain numbers, which need not be looked at one by one
+            return bool(now != self.state)
+        return same(self.state, now) is not None
 
 
 class Generators:
