@@ -261,6 +261,28 @@ def test_the_datasets_own_transform_and_another_after_it() -> None:
         equal_batches(epochs(cached), expected)
 
 
+class CallsItsOwnWay:
+    """A data set that does not call its transform with one value."""
+
+    def __init__(self, transform: Any, by_name: bool) -> None:
+        self.transform = transform
+        self.by_name = by_name
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return self.transform(a=i, b=1) if self.by_name else self.transform(i, 1)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_transform_that_is_called_otherwise_stays_whole(by_name: bool) -> None:
+    with hotset.cache(CallsItsOwnWay(lambda a, b: a + b, by_name), memory="1MiB") as cached:  # type: ignore[arg-type]
+        assert [cached[i] for i in range(4)] == [1, 2, 3, 4]
+        assert cached.plan.live == ()
+        assert any("several values" in note for note in cached.plan.notes)
+
+
 def test_torchvisions_folders_and_fake_data(tmp_path: Path) -> None:
     """FakeData seeds torch by the index and puts the state back: no RNG moves."""
     from torchvision.datasets import FakeData, ImageFolder

@@ -34,21 +34,15 @@ Transform = Callable[[Any], Any]
 
 
 class _Chain:
-    """Transforms applied one after the other; stands in for a data set's own transform.
-
-    Some are called with keywords, and give a dict of them (albumentations).
-    """
+    """Transforms applied one after the other; stands in for a data set's own transform."""
 
     def __init__(self, parts: Sequence[Transform]) -> None:
         self.parts = tuple(parts)
 
-    def __call__(self, *values: Any, **named: Any) -> Any:
+    def __call__(self, value: Any) -> Any:
         for part in self.parts:
-            if named:
-                named = part(*values, **named)
-            else:
-                values = (part(*values),)
-        return named if named else values[0]
+            value = part(value)
+        return value
 
 
 class _Trace(_Chain):
@@ -59,9 +53,15 @@ class _Trace(_Chain):
         self.returned: list[Any] = []
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        value = super().__call__(*values, **named)
+        if named or len(values) != 1:
+            raise _CalledOtherwise
+        value = super().__call__(*values)
         self.returned.append(value)
         return value
+
+
+class _CalledOtherwise(Exception):
+    """The data set calls its transform with keywords (albumentations'), or with several values."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,14 @@ def _cut_own(dataset: Any, chain: Any) -> Source:
     if not live:
         return whole
     trace = _Trace(prefix)
-    sample = _with_transform(dataset, trace)[0]
+    try:
+        sample = _with_transform(dataset, trace)[0]
+    except _CalledOtherwise:
+        note = (
+            f"{type(dataset).__name__} calls its transform with keywords or several values, so the chain "
+            "cannot be cut; give it as transform= to have it cut"
+        )
+        return replace(whole, notes=(note,))
     places = _find(sample, trace.returned[0]) if len(trace.returned) == 1 else []
     if len(places) != 1:
         note = (
