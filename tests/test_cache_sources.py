@@ -261,6 +261,43 @@ def test_the_datasets_own_transform_and_another_after_it() -> None:
         equal_batches(epochs(cached), expected)
 
 
+def test_what_draws_in_vain_stays_live_so_that_all_draws_are_those_without_the_cache() -> None:
+    """A dropout of nothing is deterministic, and moves a generator all the same."""
+    from torchvision.transforms import RandomHorizontalFlip
+
+    never = RandomHorizontalFlip(p=0.0)
+
+    def both(i: int) -> Any:
+        return image_and_label(i)[0]
+
+    pictures = [both(i) for i in range(8)]
+
+    def epoch(dataset: Any) -> Any:
+        seed_everything(5)
+        batches = list(hotset.DataLoader(dataset, batch_size=4))
+        return batches, rng_states()
+
+    with hotset.cache(pictures, transform=[never], memory="1MiB") as cached:  # type: ignore[arg-type]
+        assert cached.plan.live == ("RandomHorizontalFlip",)
+        epoch(cached)
+        batches, states = epoch(cached)
+    plain, plain_states = epoch(_Applied(pictures, never))
+    equal_batches(batches, plain)
+    assert difference(states, plain_states) is None
+
+
+class _Applied(Dataset[Any]):
+    def __init__(self, samples: Any, transform: Any) -> None:
+        self._samples = samples
+        self.apply = transform
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.apply(self._samples[i])
+
+
 class CallsItsOwnWay:
     """A data set that does not call its transform with one value."""
 

@@ -225,6 +225,39 @@ def test_a_records_checksum_depends_on_its_identity_its_row_and_its_tail() -> No
     assert len({_crc(), *others}) == 1 + len(others)
 
 
+@given(pages=st.integers(0, 5), rest=st.integers(0, fmt.PAGE - 1), data=st.data(), in_tail=st.booleans())
+def test_no_flipped_bit_of_a_long_record_is_missed(
+    pages: int, rest: int, data: st.DataObject, in_tail: bool
+) -> None:
+    size = max(pages * fmt.PAGE + rest, 1)
+    content = np.random.default_rng(size).bytes(size)
+    at, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
+    flipped = bytearray(content)
+    flipped[at] ^= 1 << bit
+
+    def found(part: bytes) -> int:
+        return _crc(tail=part) if in_tail else _crc(row=part)
+
+    assert found(bytes(flipped)) != found(content)
+
+
+def test_a_page_that_was_lost_or_is_another_records_is_found() -> None:
+    white = b"\xff" * (4 * fmt.PAGE)
+    two_lost = bytes(fmt.PAGE) + white[: fmt.PAGE] + bytes(fmt.PAGE) + white[: fmt.PAGE]
+    foreign = white[: 3 * fmt.PAGE] + b"\x01" * fmt.PAGE
+    assert len({_crc(row=white), _crc(row=two_lost), _crc(row=foreign)}) == 3
+
+
+def test_a_long_parts_checksum_is_what_the_format_says() -> None:
+    """Computed once more in plain Python: sums of 512 columns of whole pages, then what is left."""
+    part = np.random.default_rng(1).bytes(3 * fmt.PAGE + 100)
+    words = struct.unpack(f"<{3 * 512}Q", part[: 3 * fmt.PAGE])
+    sums = [sum(words[column::512]) % (1 << 64) for column in range(512)]
+    crc = zlib.crc32(struct.pack("<QII", 5, 80, 2))
+    crc = zlib.crc32(part[3 * fmt.PAGE :], zlib.crc32(struct.pack("<512Q", *sums), crc))
+    assert _crc(row=part, tail=b"") == crc
+
+
 def test_a_tail_is_not_told_apart_by_where_row_and_tail_meet_but_by_the_length() -> None:
     """Row and tail are one stream to the checksum; the length, which is in it, says where the row ends."""
     assert _crc(row=b"a" * 8, tail=b"b" * 8, length=16) != _crc(row=b"a" * 16, tail=b"", length=8)
