@@ -27,7 +27,6 @@ A run that became too short is free again after a clear, as is that of a writer 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
@@ -38,13 +37,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.store import format as fmt
-from hotset.store import memory
 from hotset.store.check import RECORD
 from hotset.store.claims import Claims
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, Geometry, Live, Slot
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment
-from hotset.store.store import FULL_CHECK, Store
+from hotset.store.store import FULL_CHECK, Store, require_index_room
 
 __all__ = ["Slots"]
 
@@ -98,13 +96,7 @@ class Slots:
         """
         metadata = json.dumps({**about, "schema": schema.to_json()}).encode()
         geometry = Geometry(samples, schema.stride, samples, lines, len(metadata))
-        free = memory.headroom()
-        if geometry.rows_at > free.bytes:
-            raise OSError(
-                errno.ENOMEM,
-                f"the index of {samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
-                f"and {free.what} has {free.bytes:,} to give",
-            )
+        require_index_room(geometry)
         limit = geometry.taken(samples, lines)
         return cls(Store(Segment.create(geometry, metadata, limit=limit), schema))
 

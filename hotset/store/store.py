@@ -40,7 +40,7 @@ from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
 
-__all__ = ["FULL_CHECK", "Store", "Tails"]
+__all__ = ["FULL_CHECK", "Store", "Tails", "require_index_room"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -101,14 +101,7 @@ class Store:
         rows = min(samples, limit // schema.stride) + fmt.SLOTS
         lines = max(limit // fmt.LINE, 1) if schema.has_tail else 0
         geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
-        free = memory.headroom()
-        if geometry.rows_at > free.bytes:
-            # The index is touched wherever samples are asked for, which nothing below checks again.
-            raise OSError(
-                errno.ENOMEM,
-                f"the index of {samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
-                f"and {free.what} has {free.bytes:,} to give",
-            )
+        require_index_room(geometry)
         return cls(Segment.create(geometry, metadata, path=path, limit=limit), schema)
 
     @classmethod
@@ -311,6 +304,21 @@ class Store:
         """Detach. What was read stays valid: it is no part of the segment."""
         self.member.leave()
         self.segment.close()
+
+
+def require_index_room(geometry: Geometry) -> None:
+    """Refuse a segment whose index alone is too much: it is touched wherever samples are asked for.
+
+    Raises:
+        OSError: there is not so much memory; nothing checks that again.
+    """
+    free = memory.headroom()
+    if geometry.rows_at > free.bytes:
+        raise OSError(
+            errno.ENOMEM,
+            f"the index of {geometry.samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
+            f"and {free.what} has {free.bytes:,} to give",
+        )
 
 
 class Tails:
