@@ -269,7 +269,10 @@ class CachedDataset(Dataset[T], Generic[T]):
             why = f"{store.filler.misfits:,} samples and more stay uncached: {store.filler.misfit}"
         else:
             return
-        live[Live.TOLD] = 1
+        with store.member.short_lock():  # workers run out of room at the same moment, and one is to say so
+            told, live[Live.TOLD] = int(live[Live.TOLD]), 1
+        if told:
+            return
         self.tell(f"{self.plan.name}: {why}.")
 
     # ---- the store -----------------------------------------------------------------------------------
