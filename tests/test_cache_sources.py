@@ -102,7 +102,7 @@ def test_held_generators_are_left_as_they_were() -> None:
 
 def test_a_lambda_that_hides_numpys_rng_is_never_frozen_unlike_monais() -> None:
     hiding = lambda sample: (sample, np.random.rand())  # noqa: E731
-    frozen = failure(lambda: hotset.cache(Transformed(Samples(number, N), [hiding])))
+    frozen = failure(lambda: hotset.cache(Samples(lambda i: hiding(number(i)), N)))
     assert frozen.kind is hotset.NotCacheable
     with hotset.cache(Samples(number, N), transform=hiding) as cached:
         equal_batches(epochs(cached), epochs(Transformed(Samples(number, N), [hiding])))
@@ -157,12 +157,13 @@ def test_a_declared_prefix_runs_once_a_sample(tmp_path: Path) -> None:
         assert log.total() == 0
 
 
-def test_an_undeclared_transform_stays_live(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_behaves_in_its_trial_is_cached_and_strict_leaves_it_live(tmp_path: Path, strict: bool) -> None:
     log = ReadLog(tmp_path / "calls")
-    with hotset.cache(Samples(image_and_label, N), transform=[LoggedCalls(log)]) as cached:
+    with hotset.cache(Samples(image_and_label, N), transform=[LoggedCalls(log)], strict=strict) as cached:
         log.reset()
         epochs(cached, 3)
-        assert log.total() == 3 * N
+        assert log.total() == (3 * N if strict else N)
 
 
 def test_a_declared_transform_after_a_live_one_is_live_unlike_mindspores_map_below(tmp_path: Path) -> None:
@@ -317,7 +318,15 @@ def test_a_transform_that_is_called_otherwise_stays_whole(by_name: bool) -> None
     with hotset.cache(CallsItsOwnWay(lambda a, b: a + b, by_name), memory="1MiB") as cached:  # type: ignore[arg-type]
         assert [cached[i] for i in range(4)] == [1, 2, 3, 4]
         assert cached.plan.live == ()
-        assert any("several values" in note for note in cached.plan.notes)
+        assert any("cannot be cut" in note for note in cached.plan.notes) == by_name
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_random_transform_that_makes_one_value_of_two_cannot_be_cut_off(by_name: bool) -> None:
+    source = CallsItsOwnWay(lambda a, b: a + b + random.random(), by_name)
+    found = failure(lambda: hotset.cache(source, memory="1MiB"))  # type: ignore[arg-type]
+    assert found.kind is hotset.NotCacheable
+    assert is_a_sentence(found.text), found.text
 
 
 def test_torchvisions_folders_and_fake_data(tmp_path: Path) -> None:

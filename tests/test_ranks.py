@@ -746,7 +746,7 @@ class Told(Samples):
 
 def test_both_halves_of_a_data_set_that_was_cut_are_told_the_epoch() -> None:
     source = Cut()
-    with hotset.cache(hotset.deterministic(source)) as cached:
+    with hotset.cache(hotset.deterministic(source), cut=1) as cached:
         assert cached.source.dataset is not source
         cached.set_epoch(5)
         assert (source.epoch, cached.source.dataset.epoch) == (5, 5)

@@ -1,17 +1,17 @@
 """``hotset.cache``: a data set whose deterministic part is read once per machine.
 
-The order of what happens in :func:`cache`: the chain is cut, its cached part gets its fingerprint, a few real
-samples are read twice (the probe: does the source draw random numbers, do two readings agree?), the samples
-give the schema, and an empty segment is made. Nothing else is read. From then on every process that has the
-object, by fork or by pickle, shares that segment: who needs an absent sample reads it and leaves it there for
-all. Ranks of one job each call :func:`cache` themselves; by the fingerprint they find the segment that the
-first of them has made (:mod:`hotset.session.share`), and take it without reading a sample.
+The order of what happens in :func:`cache`: the data set gets its identity, a few real samples decide where
+its chains are cut, and are read twice up to there (the probe: does the source draw random numbers, do two
+readings agree?), the samples give the schema, and an empty segment is made. Nothing else is read. From then
+on every process that has the object, by fork or by pickle, shares that segment: who needs an absent sample
+reads it and leaves it there for all. Ranks of one job each call :func:`cache` themselves; by the identity
+they find the segment that the first of them has made (:mod:`hotset.session.share`), and take it without
+reading a sample.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import operator
 import os
 import warnings
@@ -21,8 +21,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from hotset.data.plan import Plan, identify, joined_plan, make_plan
-from hotset.data.source import Source
+from hotset.data.identity import Identity
+from hotset.data.plan import Made, Plan, Wanted, joined_plan, make_plan
+from hotset.data.source import Source, Uncut
 from hotset.data.stats import Stats
 from hotset.determinism.declare import declared
 from hotset.errors import HotsetWarning, SegmentError, UnsupportedPlatform
@@ -30,7 +31,6 @@ from hotset.session import registry
 from hotset.session.share import attach_again, share
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live, Slot
-from hotset.store.schema import Schema
 from hotset.store.segment import Address
 from hotset.store.store import Store
 from hotset.units import parse_bytes
@@ -48,14 +48,18 @@ def cache(
     transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     memory: int | str = "auto",
     key: str | None = None,
+    strict: bool = False,
+    cut: int | None = None,
 ) -> CachedDataset[T]:
     """Cache the deterministic part of a data set in memory that all processes of this job share.
 
-    The chain of transforms (the data set's own ``transform``, then ``transform=``) is cut after its leading
-    transforms that are deterministic: declared with :func:`hotset.deterministic`, or known by the structure
-    of torchvision, MONAI, albumentations, kornia and torch.nn, whose containers are cut in their middle. What
+    The chain of transforms (the data set's own ``transform``, ``target_transform`` or ``transforms``, then
+    ``transform=``) is cut after its leading transforms that are deterministic: declared with
+    :func:`hotset.deterministic`, known by the structure of torchvision, MONAI, albumentations, kornia and
+    torch.nn, whose containers are cut in their middle, or of unknown structure and well-behaved in a trial.
+    It is cut earlier where that is clearly cheaper, as smaller samples are stored and more of them fit. What
     comes before the cut is computed once per sample; what comes after runs for each use, on a copy of the
-    cached sample.
+    cached sample. ``print(cached.plan)`` tells what was decided, and why.
 
     Ranks of one job on one machine (torchrun, Accelerate, Lightning, srun, mpirun) that call this with the
     same data set share one cache: the first makes it, with its ``memory``, and the others take it. A data set
@@ -69,15 +73,20 @@ def cache(
             Samples for which there is no room come from the source, each time.
         key: names the cached content, instead of the fingerprint of source and transforms. Ranks share what
             has one key, one length, and a live part or none.
+        strict: leave live what is known to be deterministic by its trial only.
+        cut: how many transforms are cached, the data set's own ``transform`` first; instead of what hotset
+            would choose.
 
     Returns:
         A data set of the same length and samples.
 
     Raises:
-        ArgumentError: the data set is empty, iterable only, or a transform cannot be called.
+        ArgumentError: the data set is empty, iterable only, a transform cannot be called, or ``cut`` is not
+            between 0 and the number of transforms.
         QuantityError: ``memory`` is no amount of memory.
         NotCacheable: the source gives other samples each time, and the part that does cannot be cut off.
         UnsupportedPlatform: this is not Linux.
+        Exception: what the data set or a transform raises on the samples that are read to decide.
 
     Example:
         >>> import torch
@@ -88,31 +97,39 @@ def cache(
     """
     if memory != "auto":
         parse_bytes(memory)  # an error here, also in a rank that takes another one's cache
-    source = Source.of(dataset, transform)
-    identity = identify(source, key)
-    plan: Plan | None = None
+    wanted = Wanted(memory, strict, cut)
+    uncut = Uncut.of(dataset, transform)
+    identity = Identity.of(uncut, key, strict, cut)
+    made: Made | None = None
 
     def create() -> Store | None:
-        nonlocal plan
-        plan, schema = make_plan(dataset, source, memory, identity)
-        return _create(plan, schema, memory) if schema is not None else None
+        nonlocal made
+        made = make_plan(uncut, wanted, identity)
+        return _create(made, wanted)
+
+    def attach(address: Address) -> Store:
+        nonlocal made
+        store = Store.attach(address)
+        try:
+            made = joined_plan(uncut, wanted, identity, store.segment.metadata)
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     name = type(dataset).__name__
-    content = json.dumps(["hotset.cache", identity.digest, len(dataset), bool(source.live)])  # type: ignore[arg-type]
-    store, registration, _ = share(content, name, create=create, attach=Store.attach)
-    if plan is None:
-        assert store is not None, "either made here or found"
-        plan = joined_plan(dataset, source, memory, identity, store.segment.metadata)
-    elif hasattr(dataset, "set_epoch") and not _is_steady(dataset):
+    store, registration, joined = share(identity.meeting, name, create=create, attach=attach)
+    assert made is not None, "either made here or found"
+    if not joined and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
         warnings.warn(
             f"{name} has a set_epoch, so its samples may change from epoch to epoch, and cached ones do not: "
             f"move what changes to transform=, or if nothing does, declare it: hotset.deterministic({name}).",
             HotsetWarning,
             stacklevel=2,
         )
-    for note in plan.warnings:
+    for note in made.plan.warnings:
         warnings.warn(note, HotsetWarning, stacklevel=2)
-    return CachedDataset(dataset, source, plan, store, registration)
+    return CachedDataset(dataset, made.source, made.plan, store, registration)
 
 
 def _is_steady(dataset: object) -> bool:
@@ -120,9 +137,12 @@ def _is_steady(dataset: object) -> bool:
     return isinstance(dataset, CachedDataset) or declared(dataset) == "deterministic"
 
 
-def _create(plan: Plan, schema: Schema, memory: int | str) -> Store | None:
+def _create(made: Made, wanted: Wanted) -> Store | None:
+    plan, schema = made.plan, made.schema
+    if schema is None:
+        return None
     try:
-        return Store.create(schema, plan.samples, plan.limit, about=plan.about(memory))
+        return Store.create(schema, plan.samples, plan.limit, about=plan.about(wanted, made.cuts))
     except UnsupportedPlatform:
         raise
     except (OSError, MemoryError, ValueError, OverflowError) as error:

@@ -1,8 +1,10 @@
 """The plan: what is cached, what stays live, and why, decided once from a few real samples.
 
-The samples are read twice. A source that moves a random number generator, or gives another sample the
-second time, would have that one draw frozen for all epochs: it is refused, with a sentence that says where
-to put the random part. What the user has declared deterministic is believed.
+Where the chains are cut is :mod:`hotset.data.choice`'s. What is before the cut is then read twice: a source
+that moves a random number generator, or gives another sample the second time, would have that one draw
+frozen for all epochs. If transforms are cached of which nothing was known, these are left live after all;
+else it is refused, with a sentence that says where to put the random part. What the user has declared
+deterministic is believed.
 
 What the plan is *for*, the fingerprint, is taken before any of that: some sources are changed by being read,
 and ranks of one job would not recognise their common cache. The rank that makes the cache puts what it found
@@ -11,29 +13,39 @@ out beside it (:meth:`Plan.about`); the others take that (:func:`joined_plan`) a
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from hotset.data.source import Source
-from hotset.determinism.chain import leaves
+from hotset.data.choice import Choice, Row, choose
+from hotset.data.identity import Identity
+from hotset.data.source import Cuts, Source, Uncut
 from hotset.determinism.declare import declared
-from hotset.determinism.fingerprint import Fingerprint, fingerprint
 from hotset.determinism.probe import Probe, probe
-from hotset.determinism.verdict import name_of
-from hotset.errors import NotCacheable
+from hotset.determinism.verdict import name_of, verdict_of
+from hotset.errors import NotCacheable, SegmentError
 from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
 from hotset.store.store import FULL_CHECK
 from hotset.units import format_bytes, parse_bytes
 
-__all__ = ["Plan", "identify", "joined_plan", "make_plan"]
+__all__ = ["Made", "Plan", "Wanted", "joined_plan", "make_plan"]
 
 _PROBED = 8
 _PROBE_SECONDS = 2.0
+
+
+class Wanted(NamedTuple):
+    """What the user asked :func:`hotset.cache` for."""
+
+    memory: int | str = "auto"
+    strict: bool = False
+    cut: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,11 +55,11 @@ class Plan:
     Attributes:
         name: the data set's class, for people.
         fingerprint: 32 hexadecimal digits that tell source and cached transforms from any other, or the key.
-        cached: names of what runs once per sample, in order.
-        live: names of what runs for each use, in order.
+        rows: the data set and its transforms, in the order in which they are applied: see
+            :class:`~hotset.data.choice.Row`.
         samples: length of the data set.
-        sample_bytes: mean bytes of a record, measured on the samples that were read.
-        sample_seconds: mean seconds that reading one took.
+        sample_bytes: mean bytes of a record, measured on the samples that were read; 0 if none can be cached.
+        sample_seconds: mean seconds that reading one took, cached transforms included.
         limit: bytes that the cache may take.
         notes: sentences about how this was decided.
         warnings: sentences about what the user should know at once.
@@ -55,8 +67,7 @@ class Plan:
 
     name: str
     fingerprint: str
-    cached: tuple[str, ...]
-    live: tuple[str, ...]
+    rows: tuple[Row, ...]
     samples: int
     sample_bytes: int
     sample_seconds: float
@@ -65,82 +76,176 @@ class Plan:
     warnings: tuple[str, ...]
 
     @property
+    def cached(self) -> tuple[str, ...]:
+        """Names of what runs once per sample, in order."""
+        return tuple(row.name for row in self.rows if row.cached)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Names of what runs for each use, in order."""
+        return tuple(row.name for row in self.rows if not row.cached)
+
+    @property
+    def live_seconds(self) -> float:
+        """Mean seconds that the live transforms took for a sample, as far as they were run."""
+        return sum(row.seconds or 0.0 for row in self.rows if not row.cached)
+
+    @property
     def total_bytes(self) -> int:
         """What all samples would take."""
         return self.samples * self.sample_bytes
 
-    def about(self, memory: int | str) -> dict[str, Any]:
-        """What the cache's metadata say of it, as JSON's types, for :func:`joined_plan`.
+    @property
+    def fits(self) -> float:
+        """Share of the samples for which there is room, 0 to 1."""
+        if not self.sample_bytes:
+            return 0.0
+        return min(1.0, self.limit / self.total_bytes)
+
+    def epoch_seconds(self, *, cached: bool = True) -> float:
+        """What the source and the transforms take in one epoch, in one process.
 
         Args:
-            memory: what the user asked for.
+            cached: from the second epoch on, with as much cached as fits; else without any cache.
         """
-        found = ("name", "fingerprint", "sample_bytes", "sample_seconds", "limit")
-        return {"pid": os.getpid(), "memory": memory, **{field: getattr(self, field) for field in found}}
+        misses = 1.0 - self.fits if cached else 1.0
+        return self.samples * (misses * self.sample_seconds + self.live_seconds)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """How many batches an epoch has, the last one counted if it is smaller."""
+        return math.ceil(self.samples / batch_size)
+
+    def epochs_for(self, steps: int, batch_size: int) -> float:
+        """How many epochs that many steps take."""
+        return steps / self.steps_per_epoch(batch_size)
+
+    def about(self, wanted: Wanted, cuts: Cuts) -> dict[str, Any]:
+        """What the cache's metadata say of it, as JSON's types, for :func:`joined_plan`."""
+        found = ("name", "fingerprint", "rows", "sample_bytes", "sample_seconds", "limit")
+        said = {"pid": os.getpid(), "memory": wanted.memory, "cuts": cuts.to_json()}
+        return {**said, **{field: getattr(self, field) for field in found}}
 
     def __str__(self) -> str:
-        fits = self.limit / self.total_bytes if self.total_bytes else 0.0
-        share = "all of them fit" if fits >= 1 else f"{fits:.0%} of them fit"
+        share = "all of them fit" if self.fits >= 1 else f"{self.fits:.0%} of them fit"
+        reads = f"{self.sample_seconds * 1e3:.3g} ms to read"
+        without = self.epoch_seconds(cached=False)
+        epochs = f"{self.epoch_seconds():.3g} s of one process, and {without:.3g} s without the cache"
         rows = [
             ("data set", f"{self.name}, {self.samples:,} samples"),
-            ("cached", " -> ".join(self.cached) if self.sample_bytes else "nothing"),
-            ("live", " -> ".join(self.live) or "nothing"),
-            ("a sample", f"{format_bytes(self.sample_bytes)}, {self.sample_seconds * 1e3:.3g} ms to read"),
+            ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
             ("memory", f"{format_bytes(self.limit)} for {format_bytes(self.total_bytes)}: {share}"),
+            ("an epoch", epochs),
             ("fingerprint", self.fingerprint),
             *(("note", note) for note in (*self.notes, *self.warnings)),
         ]
-        return "\n".join(f"{label:<12} {text}" for label, text in rows)
+        return "\n".join([_table(self.rows), *(f"{label:<12} {text}" for label, text in rows)])
 
 
-def identify(source: Source, key: str | None) -> Fingerprint:
-    """What the cached samples are, without reading one: the fingerprint of source and prefix, or the key.
-
-    Raises:
-        OSError: see :func:`hotset.determinism.fingerprint.fingerprint`.
-    """
-    return fingerprint(source.dataset, source.prefix) if key is None else Fingerprint(key, ())
-
-
-def joined_plan(
-    dataset: Any, source: Source, memory: int | str, identity: Fingerprint, about: dict[str, Any]
-) -> Plan:
-    """The plan of a rank that takes a cache which another rank has made; nothing is read.
-
-    Args:
-        dataset: what the user gave.
-        source: its chain, cut.
-        memory: what the user asked for; it is the first rank's that holds.
-        identity: what is cached.
-        about: the metadata of that cache: see :meth:`Plan.about`.
-    """
-    notes = [f"process {about['pid']} of this job made the cache, and read the samples that decided about it"]
-    if memory not in ("auto", about["memory"]):
-        notes.append(f"memory={memory!r} is not looked at: it was made with memory={about['memory']!r}")
-    return _plan(
-        dataset,
-        source,
-        identity,
-        sample_bytes=about["sample_bytes"],
-        sample_seconds=about["sample_seconds"],
-        limit=about["limit"],
-        notes=(*source.notes, *notes, *identity.notes),
-        warnings=(),
+def _table(rows: tuple[Row, ...]) -> str:
+    """The transforms, a line each, with the cut between two of them."""
+    lines = [("", "", "ms", "bytes", "")]
+    for row in rows:
+        seconds = "" if row.seconds is None else f"{row.seconds * 1e3:.3g}"
+        size = "" if row.bytes is None else format_bytes(row.bytes)
+        where = "cached" if row.cached else "live"
+        lines.append((where, row.name, seconds, size, f"{row.kind}: {row.evidence}"))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return "\n".join(
+        f"{where:<{widths[0]}}  {name:<{widths[1]}}  {ms:>{widths[2]}}  {size:>{widths[3]}}  {why}".rstrip()
+        for where, name, ms, size, why in lines
     )
 
 
-def make_plan(
-    dataset: Any, source: Source, memory: int | str, identity: Fingerprint
-) -> tuple[Plan, Schema | None]:
-    """Read a few samples and decide; the schema is None when nothing can be cached.
+class Made(NamedTuple):
+    """What :func:`make_plan` found out.
+
+    Attributes:
+        plan: for people.
+        source: the data set and its chains, cut.
+        cuts: where.
+        schema: of the samples at the cut; None when nothing can be cached.
+    """
+
+    plan: Plan
+    source: Source
+    cuts: Cuts
+    schema: Schema | None
+
+
+def joined_plan(uncut: Uncut, wanted: Wanted, identity: Identity, about: dict[str, Any]) -> Made:
+    """The plan of a rank that takes a cache which another rank has made; nothing is read.
+
+    Args:
+        uncut: the data set and its chains.
+        wanted: what the user asked for; of the memory it is the first rank's word that holds.
+        identity: of the data set.
+        about: the metadata of that cache: see :meth:`Plan.about`.
 
     Raises:
-        NotCacheable, QuantityError: see :func:`hotset.cache`.
+        SegmentError: what is cached there is something else.
     """
-    limit = None if memory == "auto" else parse_bytes(memory)
-    notes, warned = list(source.notes), []
-    probed = _probe(source, len(dataset))
-    notes += _judge(dataset, source, probed)
+    cuts = Cuts.from_json(about["cuts"])
+    try:
+        source = uncut.cut(cuts)
+    except ValueError as error:  # another number of transforms
+        raise SegmentError("another chain of transforms is cached there.") from error
+    rows = _joined_rows(uncut, [Row(*row) for row in about["rows"]])
+    plan = Plan(
+        name=type(uncut.dataset).__name__,
+        fingerprint=identity.fingerprint(uncut, cuts, source),
+        rows=rows,
+        samples=len(uncut.dataset),
+        sample_bytes=about["sample_bytes"],
+        sample_seconds=about["sample_seconds"],
+        limit=about["limit"],
+        notes=(),
+        warnings=(),
+    )
+    if plan.fingerprint != about["fingerprint"]:
+        raise SegmentError("other samples are cached there.")
+    notes = [f"process {about['pid']} of this job made the cache, and read the samples that decided about it"]
+    if wanted.memory not in ("auto", about["memory"]):
+        notes.append(
+            f"memory={wanted.memory!r} is not looked at: it was made with memory={about['memory']!r}"
+        )
+    return Made(replace(plan, notes=(*notes, *identity.notes)), source, cuts, None)
+
+
+def _joined_rows(uncut: Uncut, rows: list[Row]) -> tuple[Row, ...]:
+    """The rows of a cache that another rank has made, with this rank's own live transforms.
+
+    Raises:
+        SegmentError: other transforms are cached there.
+    """
+    live = [
+        step for step, row in itertools.zip_longest(uncut.steps, rows[1:]) if row is None or not row.cached
+    ]
+    kept = [row for row in rows[1:] if row.cached]
+    names = [name_of(step) for step in uncut.steps]
+    if names == [row.name for row in rows[1:]]:
+        return tuple(rows)
+    if [row.name for row in kept] != names[: len(kept)]:
+        raise SegmentError("other transforms are cached there.")
+    found = map(verdict_of, live)
+    return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
+
+
+def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
+    """Read a few samples and decide.
+
+    Raises:
+        NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
+    """
+    dataset = uncut.dataset
+    name = type(dataset).__name__
+    limit, warned = _limit(wanted.memory)
+    if declared(dataset) == "nondeterministic":
+        raise NotCacheable(
+            f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; "
+            "move its random part to transform=, after the part that may."
+        )
+    choice, source, probed = _decide(uncut, wanted, limit)
+    notes = [*choice.notes, *_judge(dataset, source, probed)]
     if FULL_CHECK:
         notes.append("this processor may reorder stores, so every read of the cache is verified, which costs")
     schema = None
@@ -150,42 +255,50 @@ def make_plan(
         schema = Schema.infer(probed.samples, as_lies=bool(source.live))
         sample_bytes = _mean_bytes(schema, probed.samples)
     except Misfit as misfit:
-        warned.append(
-            f"nothing of {type(dataset).__name__} can be cached, samples come from the source: {misfit}."
-        )
-    room = machine.headroom()
-    if limit is None:
-        limit = room.bytes // 2
-    elif limit > room.bytes:
-        warned.append(
-            f"memory={memory!r} is more than {room.what} has to give; the cache takes "
-            f"{format_bytes(room.bytes)} at most. Lower `memory=` or free some."
-        )
-        limit = room.bytes
-    plan = _plan(
-        dataset,
-        source,
-        identity,
+        warned.append(f"nothing of {name} can be cached, samples come from the source: {misfit}.")
+    rows = choice.rows
+    if len(rows) == 1:  # no transforms, so nothing was measured yet
+        rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
+    plan = Plan(
+        name=name,
+        fingerprint=identity.fingerprint(uncut, choice.cuts, source),
+        rows=rows,
+        samples=len(dataset),
         sample_bytes=sample_bytes,
         sample_seconds=probed.seconds,
         limit=limit,
         notes=(*notes, *identity.notes),
         warnings=tuple(warned),
     )
-    return plan, schema
+    return Made(plan, source, choice.cuts, schema)
 
 
-def _plan(dataset: Any, source: Source, identity: Fingerprint, **found: Any) -> Plan:
-    """A plan, of what is known without reading a sample and what was found by reading some."""
-    name = type(dataset).__name__
-    return Plan(
-        name=name,
-        fingerprint=identity.digest,
-        cached=(name, *(name_of(step) for step in leaves((*source.inner, *source.prefix)))),
-        live=tuple(name_of(step) for step in leaves(source.live)),
-        samples=len(dataset),
-        **found,
-    )
+def _limit(memory: int | str) -> tuple[int, list[str]]:
+    """Bytes that the cache may take, and what the user should know about it."""
+    room = machine.headroom()
+    if memory == "auto":
+        return room.bytes // 2, []
+    limit = parse_bytes(memory)
+    if limit <= room.bytes:
+        return limit, []
+    return room.bytes, [
+        f"memory={memory!r} is more than {room.what} has to give, and the machine would swap or kill; the "
+        f"cache takes {format_bytes(room.bytes)} at most. Lower `memory=` or free some."
+    ]
+
+
+def _decide(uncut: Uncut, wanted: Wanted, limit: int) -> tuple[Choice, Source, Probe]:
+    """Cut, and read what is before the cut; anew without what was only probed, if that shows to be random."""
+    choice = choose(uncut, limit, wanted.strict, wanted.cut)
+    source = uncut.cut(choice.cuts)
+    probed = _probe(source, len(uncut.dataset))
+    if (probed.moved or probed.differs) and choice.probed and wanted.cut is None:
+        choice = choose(uncut, limit, True, None)
+        note = f"what is only known by its trial stays live, as {(*probed.moved, *probed.differs)[0]}"
+        choice = replace(choice, notes=(*choice.notes, note))
+        source = uncut.cut(choice.cuts)
+        probed = _probe(source, len(uncut.dataset))
+    return choice, source, probed
 
 
 def _probe(source: Source, length: int) -> Probe:
@@ -227,11 +340,6 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> list[str]:
         NotCacheable: with what was seen, and what to do.
     """
     kind = type(dataset).__name__
-    if declared(dataset) == "nondeterministic":
-        raise NotCacheable(
-            f"{kind} is declared @hotset.nondeterministic, so nothing of it may be cached; "
-            "move its random part to transform=, after the part that may."
-        )
     seen = (*probed.moved, *probed.differs[:2])  # one sample that differs tells as much as eight
     if not seen:
         return ["the samples that were read twice were alike, and no random number generator moved"]

@@ -2,107 +2,122 @@
 
 ::
 
-    dataset[i] ── its own transform, first part ── `transform=`, first part ──│── the rest, for each use
-    ╰───────────────────────── read(i), cached ──────────────────────────────╯  ╰──────── live ────────╯
+    dataset[i] ── its own transforms, first part ── `transform=`, first part ──│── the rest, for each use
+    ╰────────────────────────── read(i), cached ──────────────────────────────╯  ╰──────── live ────────╯
 
-A chain is cut after its leading transforms that are deterministic, declared so or by the structure of their
-library (:mod:`hotset.determinism.verdict`), and that draw nothing. Containers are opened, and cut in their
-middle. A chain given as ``transform=`` takes whole samples, so cutting it is easy. A data set's own
-``transform`` takes a *part* of the sample (the picture, not the label), and is called inside ``__getitem__``.
-So the data set is copied shallowly, the copy is given only the chain's first part, and one sample is read to
-see where in it the result turns up: the rest of the chain then works on that place of the cached sample.
-Where it turns up nowhere, or more than once, because the data set goes on working on it, the chain cannot be
-cut and stays whole.
+A chain given as ``transform=`` takes whole samples, so cutting it is easy. A data set's own transforms
+(:mod:`hotset.data.sites`) take *parts* of the sample, the picture, say, and not the label, and are called
+inside ``__getitem__``. So the data set is copied shallowly, the copy is given only a chain's first part, and
+a sample is read to see where in it the results turn up: the rest of the chain then works on these places of
+the cached sample. Where a result turns up nowhere, or more than once, because the data set goes on working
+on it, the chain cannot be cut there: it stays whole, and its results are cached or none.
 """
 
 from __future__ import annotations
 
-import copy
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from hotset.determinism.chain import cut, leaves
-from hotset.determinism.verdict import verdict_of
+from hotset.data.sites import Site, sites_of, with_chains
+from hotset.determinism.chain import Values, applied, cut, leaves
 from hotset.errors import ArgumentError
 
-__all__ = ["Source", "chain_of"]
+__all__ = ["Cuts", "Place", "Recorder", "Source", "Uncut", "chain_of", "find_places", "recorded"]
 
-Transform = Callable[[Any], Any]
-
-
-class _Chain:
-    """Transforms applied one after the other; stands in for a data set's own transform."""
-
-    def __init__(self, parts: Sequence[Transform]) -> None:
-        self.parts = tuple(parts)
-
-    def __call__(self, value: Any) -> Any:
-        for part in self.parts:
-            value = part(value)
-        return value
+Transform = Callable[..., Any]
+# Where something is in a sample: keys from the root.
+Place = tuple[Any, ...]
 
 
-class _Trace(_Chain):
-    """A chain that keeps what it returned, to be found again in the sample."""
+@dataclass(frozen=True)
+class Uncut:
+    """A data set and its chains, before it is known where to cut.
 
-    def __init__(self, parts: Sequence[Transform]) -> None:
-        super().__init__(parts)
-        self.returned: list[Any] = []
+    Attributes:
+        dataset: the user's.
+        sites: its own chains.
+        given: the chain given as ``transform=``.
+    """
 
-    def __call__(self, *values: Any, **named: Any) -> Any:
-        if named or len(values) != 1:
-            raise _CalledOtherwise
-        value = super().__call__(*values)
-        self.returned.append(value)
-        return value
+    dataset: Any
+    sites: tuple[Site, ...]
+    given: tuple[Transform, ...]
+
+    @property
+    def steps(self) -> list[Any]:
+        """The leaf transforms of all chains, in the order of the plan's rows."""
+        return [*(step for site in self.sites for step in leaves(site.chain)), *leaves(self.given)]
+
+    @classmethod
+    def of(cls, dataset: Any, transform: Transform | Sequence[Transform] | None) -> Uncut:
+        """Find the chains.
+
+        Raises:
+            ArgumentError: the data set is iterable, has no length, or is empty; a transform cannot be called.
+        """
+        _require_map_style(dataset)
+        return cls(dataset, sites_of(dataset), chain_of(transform))
+
+    def cut(self, cuts: Cuts) -> Source:
+        """Cut each chain where it is said."""
+        prefixes: dict[str, _Chain] = {}
+        cached: list[Any] = []
+        live: list[Transform] = []
+        for site, count, places in zip(self.sites, cuts.own, cuts.places, strict=True):
+            before, after = cut(site.chain, count)
+            cached += before
+            if after:
+                prefixes[site.name] = _Chain(before)
+                live.append(At(places, after))
+        before, after = cut(self.given, cuts.given)
+        dataset = with_chains(self.dataset, prefixes)
+        return Source(dataset, tuple(cached), tuple(before), (*live, *after))
 
 
-class _CalledOtherwise(Exception):
-    """The data set calls its transform with keywords (albumentations'), or with several values."""
+@dataclass(frozen=True)
+class Cuts:
+    """Where chains are cut.
+
+    Attributes:
+        own: for each of the data set's own chains how many leaf transforms are cached.
+        places: for each of them where in the sample its results are; empty for one that is not cut.
+        given: how many leaf transforms of ``transform=`` are cached; 0 where one of the own ones is live.
+    """
+
+    own: tuple[int, ...]
+    places: tuple[tuple[Place, ...], ...]
+    given: int
+
+    def to_json(self) -> list[Any]:
+        """As JSON's types."""
+        return [list(self.own), [[list(place) for place in places] for places in self.places], self.given]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Cuts:
+        """Read what :meth:`to_json` gave."""
+        own, places, given = value
+        return cls(tuple(own), tuple(tuple(tuple(place) for place in each) for each in places), given)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set and its chain, cut in two.
+    """A data set and its chains, cut in two.
 
     Attributes:
-        dataset: gives samples by number; its own transform is its first part only, if it was cut.
+        dataset: gives samples by number; its own transforms are their first parts only, where they were cut.
         inner: transforms that the data set itself still applies.
         prefix: transforms of whole samples that are cached with it.
         live: transforms applied to each use of a sample.
-        place: where in the sample the live ones work: keys from the root; None for the whole sample.
-        notes: sentences for the plan.
     """
 
     dataset: Any
     inner: tuple[Transform, ...]
     prefix: tuple[Transform, ...]
     live: tuple[Transform, ...]
-    place: tuple[Any, ...] | None
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, dataset: Any, transform: Transform | Sequence[Transform] | None) -> Source:
-        """Cut a data set's chain, or the chain given for it.
-
-        Raises:
-            ArgumentError: the data set is iterable, has no length, or is empty.
-        """
-        _require_map_style(dataset)
-        given = chain_of(transform)
-        own = _own_chain(dataset)
-        source = _cut_own(dataset, own) if own is not None else cls(dataset, (), (), (), None)
-        if source.live:
-            if source.place is not None and given:
-                # Whole-sample transforms follow part-of-sample ones: they go live behind them as one.
-                steps: tuple[Transform, ...] = (_At(source.place, source.live), *given)
-                return replace(source, live=steps, place=None)
-            return replace(source, live=(*source.live, *given))
-        prefix, live = cut(given, _leading(given))
-        return replace(source, prefix=tuple(prefix), live=tuple(live))
 
     def read(self, index: int) -> Any:
         """Read one sample and take it as far as it is cached."""
@@ -113,37 +128,136 @@ class Source:
 
     def finish(self, sample: Any) -> Any:
         """Apply the live transforms to a sample that is the caller's own."""
-        if not self.live:
-            return sample
-        if self.place is not None:
-            return _At(self.place, self.live)(sample)
         for step in self.live:
             sample = step(sample)
         return sample
 
 
-class _At:
-    """Applies transforms to one place of a sample."""
+class _Chain:
+    """Transforms applied one after the other; stands in for a data set's own."""
 
-    def __init__(self, place: tuple[Any, ...], steps: Sequence[Transform]) -> None:
-        self.place = place
+    def __init__(self, parts: Sequence[Transform]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, *values: Any) -> Any:
+        value = values[0] if len(values) == 1 else Values(values)
+        for part in self.parts:
+            value = applied(part, value)
+        return tuple(value) if isinstance(value, Values) else value
+
+
+class At:
+    """Applies transforms to one place of a sample, or to several at once."""
+
+    def __init__(self, places: Sequence[Place], steps: Sequence[Transform]) -> None:
+        self.places = tuple(places)
         self.steps = tuple(steps)
 
     def __call__(self, sample: Any) -> Any:
-        return self._apply(sample, self.place)
+        values = [_get(sample, place) for place in self.places]
+        made = _Chain(self.steps)(*values)
+        for place, value in zip(self.places, made if len(values) > 1 else [made], strict=True):
+            sample = _put(sample, place, value)
+        return sample
 
-    def _apply(self, value: Any, place: tuple[Any, ...]) -> Any:
-        if not place:
-            for step in self.steps:
-                value = step(value)
-            return value
-        key, rest = place[0], place[1:]
-        if isinstance(value, tuple):
-            parts = list(value)
-            parts[key] = self._apply(parts[key], rest)
-            return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)
-        value[key] = self._apply(value[key], rest)
+
+def _get(sample: Any, place: Place) -> Any:
+    for key in place:
+        sample = sample[key]
+    return sample
+
+
+def _put(sample: Any, place: Place, value: Any) -> Any:
+    """The sample with another value there; dicts and lists, which are the caller's own, are changed."""
+    if not place:
         return value
+    key, rest = place[0], place[1:]
+    if isinstance(sample, tuple):
+        parts = list(sample)
+        parts[key] = _put(parts[key], rest, value)
+        return type(sample)._make(parts) if hasattr(sample, "_make") else tuple(parts)
+    sample[key] = _put(sample[key], rest, value)
+    return sample
+
+
+# Looking into a data set
+
+
+class Recorder(_Chain):
+    """Stands in for a data set's own chain while a sample is read, and keeps what came in and went out.
+
+    Attributes:
+        came: for each call the value, or :class:`Values`.
+        begun: when it was called last, to tell which of two chains comes first.
+        went: for each call what was returned.
+        otherwise: whether it was called with keywords, as albumentations' chains are.
+    """
+
+    def __init__(self, parts: Sequence[Transform] = ()) -> None:
+        super().__init__(parts)
+        self.came: list[Any] = []
+        self.went: list[Any] = []
+        self.otherwise = False
+        self.begun = 0
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        if named or not values:
+            self.otherwise = True
+            raise TypeError("called with keywords")
+        self.begun = time.perf_counter_ns()
+        self.came.append(values[0] if len(values) == 1 else Values(values))
+        made = super().__call__(*values)
+        self.went.append(made)
+        return made
+
+
+def recorded(uncut: Uncut, index: int, prefixes: Sequence[Sequence[Transform]]) -> tuple[Any, list[Recorder]]:
+    """Read a sample with these first parts in place of the data set's own chains.
+
+    Returns:
+        The sample, and for each chain its recorder. The sample is the exception, where there was one after
+        all recorders were called, or one was called otherwise: the data set may not like what it gets back.
+
+    Raises:
+        Exception: what the data set raises before that.
+    """
+    recorders = [Recorder(parts) for parts in prefixes]
+    named = {site.name: recorder for site, recorder in zip(uncut.sites, recorders, strict=True)}
+    try:
+        return with_chains(uncut.dataset, named)[index], recorders
+    except Exception as error:
+        if any(recorder.otherwise for recorder in recorders) or all(r.went for r in recorders):
+            return error, recorders
+        raise
+
+
+def find_places(sample: Any, recorder: Recorder) -> tuple[Place, ...] | None:
+    """Where in a sample the results of its chain are, each in one place; None if that is not so."""
+    if recorder.otherwise or len(recorder.went) != 1:
+        return None
+    came, made = recorder.came[0], recorder.went[0]
+    results = [made]
+    if isinstance(came, Values):
+        if not isinstance(made, tuple) or len(made) != len(came):
+            return None
+        results = list(made)
+    found = [_find(sample, result) for result in results]
+    places = tuple(each[0] for each in found if len(each) == 1)
+    return places if len(places) == len(results) == len(set(places)) else None
+
+
+def _find(sample: Any, wanted: Any, depth: int = 0) -> list[Place]:
+    """Every place in a sample where this very object is."""
+    if sample is wanted:
+        return [()]
+    if depth > 4:
+        return []
+    items: Any = ()
+    if type(sample) is dict:
+        items = sample.items()
+    elif isinstance(sample, (list, tuple)):
+        items = enumerate(sample)
+    return [(key, *rest) for key, part in items for rest in _find(part, wanted, depth + 1)]
 
 
 def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transform, ...]:
@@ -161,16 +275,6 @@ def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transfo
     return parts
 
 
-def _leading(chain: Any) -> int:
-    """How many leaf transforms at the beginning are known to be deterministic, and draw nothing."""
-    steps = leaves(chain)
-    for count, step in enumerate(steps):
-        verdict = verdict_of(step)
-        if verdict.kind != "deterministic" or verdict.draws:
-            return count
-    return len(steps)
-
-
 def _require_map_style(dataset: Any) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -182,60 +286,3 @@ def _require_map_style(dataset: Any) -> None:
         raise ArgumentError(f"hotset.cache needs a data set with a length, and {kind} has none.")
     if len(dataset) == 0:
         raise ArgumentError(f"the data set ({kind}) is empty: there is nothing to cache.")
-
-
-def _own_chain(dataset: Any) -> Any | None:
-    transform = getattr(dataset, "transform", None)
-    return transform if callable(transform) or isinstance(transform, (list, tuple)) else None
-
-
-def _cut_own(dataset: Any, chain: Any) -> Source:
-    """Cut a data set's own transform, if its result can be found in the sample."""
-    whole = Source(dataset, chain_of(chain), (), (), None)
-    prefix, live = cut(chain, _leading(chain))
-    if not live:
-        return whole
-    trace = _Trace(prefix)
-    try:
-        sample = _with_transform(dataset, trace)[0]
-    except _CalledOtherwise:
-        note = (
-            f"{type(dataset).__name__} calls its transform with keywords or several values, so the chain "
-            "cannot be cut; give it as transform= to have it cut"
-        )
-        return replace(whole, notes=(note,))
-    places = _find(sample, trace.returned[0]) if len(trace.returned) == 1 else []
-    if len(places) != 1:
-        note = (
-            f"{type(dataset).__name__} goes on working on what its transform returns, so the chain cannot be "
-            "cut there; give it as transform= to have it cut"
-        )
-        return replace(whole, notes=(note,))
-    shortened = _with_transform(dataset, _Chain(prefix))
-    return Source(shortened, tuple(prefix), (), tuple(live), places[0])
-
-
-def _with_transform(dataset: Any, transform: Transform) -> Any:
-    """A shallow copy of a data set with another transform, also where torchvision keeps it twice."""
-    twin = copy.copy(dataset)
-    original = dataset.transform
-    twin.transform = transform
-    pair = getattr(dataset, "transforms", None)
-    if pair is not None and getattr(pair, "transform", None) is original:
-        twin.transforms = copy.copy(pair)
-        twin.transforms.transform = transform
-    return twin
-
-
-def _find(sample: Any, wanted: Any, depth: int = 0) -> list[tuple[Any, ...]]:
-    """Every place in a sample where this very object is."""
-    if sample is wanted:
-        return [()]
-    if depth > 4:
-        return []
-    items: Any = ()
-    if type(sample) is dict:
-        items = sample.items()
-    elif isinstance(sample, (list, tuple)):
-        items = enumerate(sample)
-    return [(key, *rest) for key, part in items for rest in _find(part, wanted, depth + 1)]

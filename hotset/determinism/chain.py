@@ -24,7 +24,24 @@ from typing import Any
 from hotset.determinism.verdict import library_of, spoken
 from hotset.errors import ArgumentError
 
-__all__ = ["cut", "leaves"]
+__all__ = ["Values", "applied", "cut", "leaves"]
+
+
+class Values(tuple[Any, ...]):
+    """Several values that a chain is applied to at once: picture and boxes. Each step takes all of them."""
+
+
+def applied(step: Callable[..., Any], value: Any) -> Any:
+    """What a step makes of a value, or of several.
+
+    Example:
+        >>> applied(lambda a, b: (b, a), Values((1, 2)))
+        (2, 1)
+    """
+    if not isinstance(value, Values):
+        return step(value)
+    made = step(*value)
+    return Values(made) if isinstance(made, tuple) and len(made) == len(value) else made
 
 
 def leaves(chain: Any) -> list[Any]:

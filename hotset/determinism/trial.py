@@ -14,6 +14,7 @@ old values, and lists, dicts, sets, arrays and tensors among them, one level dee
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotset.determinism.chain import applied
 from hotset.determinism.equality import changeable
+from hotset.determinism.generators import Generators
 from hotset.determinism.objects import attributes
 from hotset.determinism.probe import probe
 
-__all__ = ["Trial", "attempt"]
+__all__ = ["Trial", "attempt", "once"]
 
 _REPEATS = 16
 _COPIED = (list, dict, set, np.ndarray, torch.Tensor)
@@ -64,7 +67,7 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
     """
 
     def call(i: int) -> Any:
-        return step(_copied(inputs[i]))
+        return applied(step, _copied(inputs[i]))
 
     before = _State(step)
     try:
@@ -79,6 +82,22 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
     moved = dict.fromkeys((*first.moved, *again.moved))
     outputs = tuple(f"its output differs from call to call ({text})" for text in differs)
     return Trial(first.samples, first.seconds, (*moved, *outputs, *changed))
+
+
+def once(step: Callable[..., Any], value: Any) -> tuple[Any, float]:
+    """What a transform, a random one too, makes of a value, and the seconds that takes; no trace is left.
+
+    Raises:
+        Exception: whatever the transform raises, untouched; all state is put back then too.
+    """
+    before, generators = _State(step), Generators([step])
+    try:
+        begun = time.perf_counter()
+        made = applied(step, _copied(value))
+        return made, time.perf_counter() - begun
+    finally:
+        generators.restore()
+        before.put_back()
 
 
 def _copied(sample: Any) -> Any:

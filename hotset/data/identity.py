@@ -1,0 +1,93 @@
+"""Identity: which data set, through which cached transforms; how ranks of a job find each other's cache.
+
+The fingerprint of what is cached is known only once the chains are cut, and cutting reads samples. Ranks
+that join a cache are to read none. So they meet by what is known before: the data set without its chains, the
+leading transforms that are deterministic by declaration or structure, and the names of the others. (Names
+only: a rank may seed its random transforms its own way.) Who finds a cache by that takes over where it is
+cut, computes the fingerprint with its own transforms, and joins if that is the cache's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotset.data.sites import with_chains
+from hotset.data.source import Cuts, Source, Uncut
+from hotset.determinism.chain import leaves
+from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.verdict import name_of, verdict_of
+
+__all__ = ["Identity"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is known of a data set before it is read.
+
+    Attributes:
+        base: digest of the data set without its chains; the user's ``key=`` if there is one.
+        by_key: whether the user has named it.
+        meeting: what ranks of one job find each other's cache by.
+        notes: sentences about what was sampled only, or could not be looked into.
+    """
+
+    base: str
+    by_key: bool
+    meeting: str
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, uncut: Uncut, key: str | None, *settings: Any) -> Identity:
+        """Look at a data set, without reading a sample.
+
+        Args:
+            uncut: the data set and its chains.
+            key: the user's name for what is cached.
+            settings: what else must be the same for two ranks to share; JSON's types.
+
+        Raises:
+            OSError: see :func:`hotset.determinism.fingerprint.fingerprint`.
+        """
+        chains = [*((site.name, site.chain) for site in uncut.sites), ("given", uncut.given)]
+        length = len(uncut.dataset)
+        if key is not None:
+            live = any(_leading(leaves(chain)) < len(leaves(chain)) for _, chain in chains)
+            return cls(key, True, json.dumps(["hotset.cache", key, length, live, *settings]), ())
+        bare = with_chains(uncut.dataset, {site.name: None for site in uncut.sites})
+        found = fingerprint(bare)
+        known = [[name, *_known_of(leaves(chain))] for name, chain in chains]
+        meeting = json.dumps(["hotset.cache", found.digest, length, known, *settings])
+        return cls(found.digest, False, meeting, found.notes)
+
+    def fingerprint(self, uncut: Uncut, cuts: Cuts, source: Source) -> str:
+        """The digest of what is cached: the data set, and its transforms up to the cut; or the user's key."""
+        if self.by_key:
+            return self.base
+        if not uncut.sites and not source.prefix:
+            return self.base
+        digest = hashlib.blake2b(digest_size=16)
+        names = [site.name for site in uncut.sites]
+        steps = fingerprint((source.inner, source.prefix)).digest
+        parts = [self.base, json.dumps([names, cuts.to_json()]), steps]
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part.encode())
+        return digest.hexdigest()
+
+
+def _known_of(steps: Sequence[Any]) -> tuple[str, list[str]]:
+    """A digest of the transforms that are known to be cached, and the names of the others."""
+    count = _leading(steps)
+    return fingerprint((), list(steps[:count])).digest, [name_of(step) for step in steps[count:]]
+
+
+def _leading(steps: Sequence[Any]) -> int:
+    """How many transforms at the beginning are known to be deterministic, and draw nothing."""
+    for count, step in enumerate(steps):
+        verdict = verdict_of(step)
+        if verdict.kind != "deterministic" or verdict.draws:
+            return count
+    return len(steps)

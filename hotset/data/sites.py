@@ -1,0 +1,115 @@
+"""Where data sets keep their transforms, and how to give a data set others without changing it.
+
+===================  ====================================================================================
+``transform``        of the picture, or of the whole item: torchvision's data sets, MONAI's ``Dataset``
+``target_transform``  of the label
+``transforms``       of both at once, called with two values (torchvision's detection data sets); where it
+                     only holds the two others, as torchvision makes it from them, those are meant
+===================  ====================================================================================
+
+A list of transforms, which the data set applies itself, is exchanged for a list of one.
+
+``Subset`` is looked through, and so is ``ConcatDataset`` where all parts have equal chains. What has a chain
+of its own is not looked through: what it wraps stays whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import ConcatDataset, Subset
+
+from hotset.determinism.fingerprint import fingerprint
+
+__all__ = ["Site", "sites_of", "with_chains"]
+
+
+class Site(NamedTuple):
+    """An attribute of a data set that holds a chain."""
+
+    name: str
+    chain: Any
+
+
+def sites_of(dataset: Any) -> tuple[Site, ...]:
+    """Where a data set, or what a Subset or ConcatDataset wraps, keeps its transforms; empty for nowhere.
+
+    Example:
+        >>> import types
+        >>> sites_of(types.SimpleNamespace(transform=len, other=min))
+        (Site(name='transform', chain=<built-in function len>),)
+    """
+    own = _own(dataset)
+    if own:
+        return own
+    if isinstance(dataset, Subset):
+        return sites_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        parts = [sites_of(part) for part in dataset.datasets]
+        return parts[0] if all(_equal(parts[0], part) for part in parts[1:]) else ()
+    return ()
+
+
+def with_chains(dataset: Any, chains: Mapping[str, Any]) -> Any:
+    """A shallow copy of a data set, and of what it wraps, with other transforms.
+
+    Args:
+        dataset: has the sites that are named.
+        chains: for each site's name what it is to hold; others keep what they hold.
+    """
+    if not chains:
+        return dataset
+    twin = copy.copy(dataset)
+    if not _own(dataset):
+        if isinstance(dataset, Subset):
+            twin.dataset = with_chains(dataset.dataset, chains)
+        else:
+            twin.datasets = [with_chains(part, chains) for part in dataset.datasets]
+        return twin
+    pair = _pair(dataset)
+    if pair is not None:
+        twin.transforms = copy.copy(pair)
+        for name in chains:
+            setattr(twin.transforms, name, chains[name])
+    for name, chain in chains.items():
+        held = getattr(dataset, name)
+        setattr(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
+    return twin
+
+
+def _own(dataset: Any) -> tuple[Site, ...]:
+    names = ["transform", "target_transform"]
+    if _held(dataset, "transforms") is not None and _pair(dataset) is None:
+        names.append("transforms")
+    return tuple(Site(name, chain) for name in names if (chain := _held(dataset, name)) is not None)
+
+
+def _held(dataset: Any, name: str) -> Any | None:
+    """A chain in this attribute of the object itself; not what a wrapper's ``__getattr__`` reaches."""
+    value = inspect.getattr_static(dataset, name, None)
+    of_class = isinstance(value, (staticmethod, classmethod, property)) or inspect.isfunction(value)
+    if of_class and name not in getattr(dataset, "__dict__", {}):
+        return None  # a method called `transform` is no attribute to be exchanged
+    return value if callable(value) or (isinstance(value, (list, tuple)) and value) else None
+
+
+def _pair(dataset: Any) -> Any | None:
+    """torchvision's ``transforms``, where it holds just the data set's two others."""
+    pair = inspect.getattr_static(dataset, "transforms", None)
+    if pair is None or not hasattr(pair, "transform") or not hasattr(pair, "target_transform"):
+        return None
+    same = all(
+        getattr(pair, name) is inspect.getattr_static(dataset, name, None)
+        for name in ("transform", "target_transform")
+    )
+    return pair if same else None
+
+
+def _equal(one: tuple[Site, ...], other: tuple[Site, ...]) -> bool:
+    if [site.name for site in one] != [site.name for site in other]:
+        return False
+    chains = [(a.chain, b.chain) for a, b in zip(one, other, strict=True)]
+    return all(a is b or fingerprint((), [a]).digest == fingerprint((), [b]).digest for a, b in chains)
