@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hotset import collate
-    from hotset.data.cache import CachedDataset, cache
+    from hotset.data.cache import cache
+    from hotset.data.cached import CachedDataset
     from hotset.data.loader import DataLoader
     from hotset.data.shared_cache import SharedCache, get_shm_size
+    from hotset.data.window import Window
     from hotset.determinism.declare import deterministic, nondeterministic
     from hotset.determinism.split import split
     from hotset.errors import (
@@ -38,9 +40,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CachedDataset": "hotset.data.cache",
+    "CachedDataset": "hotset.data.cached",
     "DataLoader": "hotset.data.loader",
     "SharedCache": "hotset.data.shared_cache",
+    "Window": "hotset.data.window",
     "cache": "hotset.data.cache",
     "deterministic": "hotset.determinism.declare",
     "get_shm_size": "hotset.data.shared_cache",
@@ -76,6 +79,7 @@ __all__ = [
     "SharedCache",
     "StateError",
     "UnsupportedPlatform",
+    "Window",
     "cache",
     "collate",
     "deterministic",

@@ -283,6 +283,65 @@ def halve_first(sample: Any) -> Any:
     return sample
 
 
+# MONAI's own
+
+
+def _items() -> list[dict[str, Any]]:
+    return [{"image": np.full((1, 6, 6), float(i)), "label": i} for i in range(N)]
+
+
+def _monai(steps: list[Any]) -> Any:
+    from monai.data import Dataset as MonaiDataset
+    from monai.transforms import Compose as MonaiCompose
+
+    return MonaiDataset(_items(), MonaiCompose(steps))
+
+
+def _values(found: Any) -> Any:
+    """Samples without the memory addresses that MetaTensors hold of the transforms that made them."""
+    return [
+        ([(torch.as_tensor(s["image"]).numpy(), s["label"]) for s in samples], rng) for samples, rng in found
+    ]
+
+
+def add_one(item: dict[str, Any]) -> dict[str, Any]:
+    return {**item, "image": item["image"] + 1}
+
+
+def test_a_nested_deterministic_compose_is_cached_unlike_monais() -> None:
+    """CacheDataset caches nothing of it, nor of what follows a callable that is no MONAI transform."""
+    from monai.transforms import Compose as MonaiCompose
+    from monai.transforms import RandFlipd, ScaleIntensityd, SpatialPadd
+
+    def chain() -> Any:
+        inner = MonaiCompose([ScaleIntensityd("image"), add_one, SpatialPadd("image", (8, 8))])
+        return _monai([inner, RandFlipd("image", prob=0.5).set_random_state(5), ScaleIntensityd("image")])
+
+    with hotset.cache(chain()) as cached:
+        assert cached.plan.cached[1:] == ("ScaleIntensityd", "add_one", "SpatialPadd")
+        assert cached.plan.live == ("RandFlipd", "ScaleIntensityd")
+        equal_batches(_values(epochs(cached)), _values(epochs(chain())))
+
+
+def test_a_lambda_in_monais_compose_that_hides_numpys_rng_is_live_unlike_monais() -> None:
+    from monai.transforms import Lambdad, ScaleIntensityd
+
+    def chain() -> Any:
+        return _monai([ScaleIntensityd("image"), Lambdad("image", lambda x: x + np.random.rand())])
+
+    with hotset.cache(chain()) as cached:
+        assert cached.plan.live == ("Lambdad",)
+        equal_batches(_values(epochs(cached)), _values(epochs(chain())))
+
+
+@pytest.mark.parametrize("steps", [[], [None]])
+def test_an_empty_chain_is_no_chain(steps: list[Any]) -> None:
+    transform = None if steps else []
+    with hotset.cache(Samples(image_and_label, N), transform=transform) as cached:
+        assert len(cached.plan.rows) == 1
+        equal_batches(epochs(cached), epochs(Samples(image_and_label, N)))
+
+
 # ---- where to cut ----------------------------------------------------------------------------------------
 
 

@@ -220,7 +220,10 @@ def test_equal_with_persistent_workers_and_another_prefetch(suffix: str, prefetc
 @pytest.mark.parametrize("workers", [1, 3])
 def test_suffix_runs_in_the_worker_that_torch_would_choose(workers: int) -> None:
     check_equal(
-        lambda: Samples(image_and_label, N), lambda: [hotset.nondeterministic(tag_worker)], SAMPLERS["shuffle"], num_workers=workers
+        lambda: Samples(image_and_label, N),
+        lambda: [hotset.nondeterministic(tag_worker)],
+        SAMPLERS["shuffle"],
+        num_workers=workers,
     )
 
 

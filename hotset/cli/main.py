@@ -45,6 +45,48 @@ def demo(
 
 
 @app.command()
+def explain(
+    place: Annotated[
+        str, typer.Argument(metavar="MODULE:OBJECT", help="A data set, or a function that makes one.")
+    ],
+    memory: Annotated[str, typer.Option(help="What the cache may take.")] = "auto",
+    resident: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Of a window: how many samples, which fraction, or how much memory."),
+    ] = None,
+    replace: Annotated[
+        str, typer.Option(help='Of a window: the share replaced after an epoch, or "auto".')
+    ] = "0.1",
+    strict: Annotated[bool, typer.Option(help="Leave live what is only known by its trial.")] = False,
+    cut: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="How many transforms are cached."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
+    steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="How many steps you want to train."),
+    ] = None,
+) -> None:
+    """Tell what would be cached of a data set, what stays live, and why; a few samples are read."""
+    from hotset.cli.explain import explained, load
+
+    dataset = load(place)
+    typer.echo(
+        explained(
+            dataset,
+            memory=memory,
+            resident=resident,
+            replace=replace,
+            strict=strict,
+            cut=cut,
+            batch_size=batch_size,
+            steps=steps,
+        )
+    )
+
+
+@app.command()
 def check() -> None:
     """List the caches on this machine and verify every record in them; exit code 1 if one is damaged."""
     from rich.console import Console

@@ -343,7 +343,7 @@ class _Finder:
             made: Any = None
             if looked.split is not None and number < known:
                 seconds, made = looked.split.seconds[number], looked.split.outputs[number][0]
-            elif value is not None and time.perf_counter() < deadline:
+            elif value is not None and (number == known or time.perf_counter() < deadline):
                 made, seconds = _tried(verdict.step, value)
             size = None if made is None else int(looked.around + _size(made))
             rows.append(Row(verdict.name, verdict.kind, verdict.evidence, seconds, size, number < count))

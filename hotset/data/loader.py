@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from hotset.data.cached import CachedDataset
 from hotset.data.collate import bound, is_known
 from hotset.data.draws import Draws, draw_base_seed
 from hotset.data.from_workers import WorkerBatches
@@ -33,7 +34,15 @@ from hotset.data.letters import Letter
 from hotset.data.local import LocalBatches, LocalGather
 from hotset.data.randomness import Beginning
 from hotset.data.rest import Rest, cut_of
-from hotset.data.resume import Counted, Pass, Saved, between_passes, header, identity_of, read_state
+from hotset.data.resume import (
+    Counted,
+    Pass,
+    Saved,
+    between_passes,
+    header,
+    identity_of,
+    read_state,
+)
 from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import BatchMaker, Desks, TaskSampler, WorkerInit, make_gather
@@ -97,7 +106,13 @@ class DataLoader(TorchDataLoader[T]):
 
     def __iter__(self) -> Any:
         saved, self._saved = self._saved, None
-        if saved is not None and not saved.has_moved_on(Beginning(self)):
+        windows = self._windows()
+        residents = [cached.residents for cached in windows if cached.residents is not None]
+        moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
+        if saved is None or moved_on or not saved.under_way:
+            for cached in windows:
+                cached.begin_next(max(self.num_workers, 1), self.multiprocessing_context)
+        if saved is not None and not moved_on:
             return self._go_on(saved)
         last, fresh = self._pass, self._fresh
         streams = self.num_workers == 0 and isinstance(self.dataset, IterableDataset)
@@ -117,6 +132,7 @@ class DataLoader(TorchDataLoader[T]):
         """Begin a pass, or the rest of one, over these batches."""
         self._pass = run
         run.begin(self._header())
+        run.watch = tuple(cached.residents.raise_errors for cached in self._windows() if cached.residents)
         self._workers_begun = True
         route = self._route()
         if route is None:
@@ -186,10 +202,12 @@ class DataLoader(TorchDataLoader[T]):
             StateError: the state is damaged, of another format, or of another data set or sampler.
         """
         cut = cut_of(self.batch_sampler, self.sampler)
-        saved = read_state(state, self._identity(), cut, self.num_workers)
+        saved = read_state(state, self._identity(), cut, self.num_workers, self._header()["windows"])
         if self._route() is None:
             saved.require_replay(self, cut)
         saved.put_samplers(Beginning(self))
+        for cached, position in zip(self._windows(), saved.windows, strict=True):
+            cached.go_to(position)
         self._saved = saved
 
     def _go_on(self, saved: Saved) -> Any:
@@ -231,7 +249,15 @@ class DataLoader(TorchDataLoader[T]):
         return batches
 
     def _header(self) -> dict[str, Any]:
-        return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers)
+        windows = [cached.residents.state() for cached in self._windows() if cached.residents]
+        return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers, windows)
+
+    def _windows(self) -> list[CachedDataset[Any]]:
+        """The caches behind the data set that have a running window; whichever way batches are made."""
+        route = route_to(self.dataset)
+        return (
+            [cached for cached in route.caches if cached.residents is not None] if route is not None else []
+        )
 
     def _identity(self) -> dict[str, Any]:
         if self._known is None:

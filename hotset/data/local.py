@@ -180,8 +180,8 @@ class LocalBatches:
         if batch is None:
             return self._build(indices, ids)
         single = self._route.single
-        if single is not None and single.store is not None:
-            single.store.count_hits(len(ids))
+        if single is not None:
+            single.count_hits(self._route.local(ids))
         return batch
 
     def _gather_here(self, ids: Ids) -> Any | None:

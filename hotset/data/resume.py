@@ -19,7 +19,7 @@ begun again under the old random states, and the batches that were consumed are 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -27,11 +27,22 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from hotset.data.randomness import DAMAGE, Beginning, damaged, pack, put, unpack
+from hotset.data.residents import Position as WindowPosition
+from hotset.data.residents import Residents, positions_of
 from hotset.data.rest import Cut, Position
 from hotset.determinism.generators import Generators
 from hotset.errors import HotsetWarning, StateError
 
-__all__ = ["FORMAT", "Counted", "Pass", "Saved", "between_passes", "header", "identity_of", "read_state"]
+__all__ = [
+    "FORMAT",
+    "Counted",
+    "Pass",
+    "Saved",
+    "between_passes",
+    "header",
+    "identity_of",
+    "read_state",
+]
 
 FORMAT = 1
 
@@ -52,6 +63,7 @@ class Pass:
         asks: whether the workers, which have worked before, are to be asked for their states first: they
             have made batches that nobody consumed.
         said: what all states of the pass have in common.
+        watch: called with each batch, to raise what has gone wrong in the background.
     """
 
     number: int
@@ -66,6 +78,7 @@ class Pass:
     goes_on: bool = False
     asks: bool = False
     said: dict[str, Any] = field(default_factory=dict, repr=False)
+    watch: tuple[Callable[[], None], ...] = field(default=(), repr=False)
 
     def begin(self, header: dict[str, Any]) -> None:
         """Put down what all states of this pass have in common: they are asked for after every batch."""
@@ -92,6 +105,8 @@ class Pass:
         """Count a batch that is handed over."""
         self.batches += 1
         self.samples += samples
+        for look in self.watch:
+            look()
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,7 @@ class Saved:
         under_way: whether it was saved in the midst of a pass, not between two.
         same_rank: whether rank and number of ranks are what they were, so that its order is drawn alike.
         alike: whether workers and batches are, too, so that the draws of live transforms go on alike.
+        windows: where each running window behind it stood.
     """
 
     state: dict[str, Any]
@@ -113,6 +129,7 @@ class Saved:
     under_way: bool
     same_rank: bool
     alike: bool
+    windows: tuple[WindowPosition, ...]
 
     def run(self) -> Pass:
         """The pass that goes on from here."""
@@ -159,10 +176,12 @@ class Saved:
                 "with persistent_workers=True."
             )
 
-    def has_moved_on(self, beginning: Beginning) -> bool:
-        """Whether the user has set a sampler to another epoch since, and so wants that one; warns."""
+    def has_moved_on(self, beginning: Beginning, windows: Sequence[Residents]) -> bool:
+        """Whether the user has set a sampler or a window to another epoch since, and so wants that; warns."""
         now = [own.get("epoch") for own in beginning.sampler_states()]
+        now += [residents.position.epoch for residents in windows]
         then = [own.get("epoch") for own in self.state["beginning"]["samplers"]]
+        then += [position.epoch for position in self.windows]
         if not self.under_way or now == then:
             return False
         warnings.warn(
@@ -205,15 +224,16 @@ class Saved:
             put(generators, self.state["in_process"])
 
 
-def header(data: dict[str, Any], cut: Cut, workers: int) -> dict[str, Any]:
+def header(data: dict[str, Any], cut: Cut, workers: int, windows: list[list[int]]) -> dict[str, Any]:
     """The part of a state that says whose it is.
 
     Args:
         data: identity of the data set.
         cut: how the loader cuts the order.
         workers: how many it has.
+        windows: for each running window behind it where that stands: see :meth:`Residents.state`.
     """
-    return {"format": FORMAT, "data": data, "cut": list(cut), "workers": workers}
+    return {"format": FORMAT, "data": data, "cut": list(cut), "workers": workers, "windows": windows}
 
 
 def between_passes(
@@ -249,7 +269,9 @@ def identity_of(dataset: Any, fingerprints: list[str]) -> dict[str, Any]:
     return {"samples": length, "fingerprints": fingerprints}
 
 
-def read_state(state: Any, identity: dict[str, Any], cut: Cut, workers: int) -> Saved:
+def read_state(
+    state: Any, identity: dict[str, Any], cut: Cut, workers: int, windows: list[list[int]]
+) -> Saved:
     """Look a state over.
 
     Raises:
@@ -272,6 +294,7 @@ def read_state(state: Any, identity: dict[str, Any], cut: Cut, workers: int) -> 
             _count(worker), unpack(states)
         for own in state["beginning"]["samplers"]:
             _count(abs(own.get("epoch", 0)))
+        stood = [[_count(number) for number in window] for window in state["windows"]]
     except DAMAGE as error:
         raise damaged(error) from error
     _require_same_data(before, identity)
@@ -280,7 +303,8 @@ def read_state(state: Any, identity: dict[str, Any], cut: Cut, workers: int) -> 
         raise damaged(ValueError("its sampler deals to no ranks"))
     same_rank = (was.rank, was.ranks) == (cut.rank, cut.ranks)
     position = position.under(was, cut)
-    return Saved(state, was, position, under_way, same_rank, alike=was == cut and saved_workers == workers)
+    alike = was == cut and saved_workers == workers
+    return Saved(state, was, position, under_way, same_rank, alike, positions_of(stood, windows))
 
 
 def _count(value: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
-from hotset.data.cache import CachedDataset
+from hotset.data.cached import CachedDataset
 from hotset.store.claims import Ids
 from hotset.store.schema import Schema
 
@@ -59,7 +59,11 @@ class Route:
         return np.where(ids < 0, ids + self.length, ids) if low < 0 else ids
 
     def local(self, ids: Ids) -> Ids:
-        """The samples' numbers in their caches."""
+        """What the single cache's store calls these samples."""
+        return self.caches[0].numbers(self._places(ids))
+
+    def _places(self, ids: Ids) -> Ids:
+        """The samples' places in their caches."""
         return ids if self._local is None else self._local[ids]
 
     def samples(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> list[Any]:
@@ -69,15 +73,16 @@ class Route:
             ids: numbers that :meth:`resolve` gave.
             in_hand: what filling the single cache has just returned for them.
         """
-        local = self.local(ids)
         if len(self.caches) == 1:
             finish = self.caches[0].source.finish
-            return [finish(sample) for sample in self.caches[0].records(local, in_hand)]
-        which = self._which[ids]
+            return [finish(sample) for sample in self.caches[0].records(self.local(ids), in_hand)]
+        which, inside = self._which[ids], self._places(ids)
         records: list[Any] = [None] * len(ids)
         for number in np.unique(which).tolist():
             places = np.flatnonzero(which == number)
-            for place, record in zip(places, self.caches[number].records(local[places]), strict=True):
+            cached = self.caches[number]
+            called = cached.numbers(inside[places])
+            for place, record in zip(places, cached.records(called), strict=True):
                 records[place] = record
         # The live part comes last, in the batch's order: that is the order of its random draws.
         return [self.caches[n].source.finish(r) for n, r in zip(which.tolist(), records, strict=True)]
@@ -85,9 +90,8 @@ class Route:
     def all_present(self) -> bool:
         """Whether every sample that these indices can name is cached now."""
         if len(self.caches) > 1:
-            return all(cached.store is not None and cached.store.holds() for cached in self.caches)
-        store = self.caches[0].store
-        return store is not None and store.holds(self._local)
+            return all(cached.holds(None) for cached in self.caches)
+        return self.caches[0].holds(self._local)
 
 
 def route_to(dataset: Any) -> Route | None:
@@ -100,7 +104,7 @@ def route_to(dataset: Any) -> Route | None:
         if inner is None or chosen is None:
             return None
         which = inner._which[chosen] if len(inner.caches) > 1 else np.zeros(len(chosen), np.int64)
-        return Route(inner.caches, which, inner.local(chosen))
+        return Route(inner.caches, which, inner._places(chosen))
     if type(dataset) is ConcatDataset:
         parts = [route_to(part) for part in dataset.datasets]
         caches: list[CachedDataset[Any]] = []
@@ -111,7 +115,7 @@ def route_to(dataset: Any) -> Route | None:
             numbers = np.arange(part.length)
             inside = part._which if len(part.caches) > 1 else np.zeros(part.length, np.int64)
             within.append(inside + len(caches))
-            local.append(part.local(numbers))
+            local.append(part._places(numbers))
             caches += part.caches
         return Route(caches, np.concatenate(within), np.concatenate(local))
     return None

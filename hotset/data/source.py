@@ -277,6 +277,10 @@ def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transfo
 
 def _require_map_style(dataset: Any) -> None:
     kind = type(dataset).__name__
+    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        raise ArgumentError(
+            f"hotset.cache needs a data set, with dataset[i] and len(dataset), and {kind} is none."
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ArgumentError(
             f"hotset.cache needs a data set that gives sample i as dataset[i], and {kind} is iterable only; "

@@ -12,13 +12,14 @@ class Stats:
     """What a cache holds and has served so far, over all processes that use it.
 
     Attributes:
-        cached: samples in the cache.
-        uncached: samples of the data set that are not.
+        cached: samples in the cache; of a window its residents.
+        uncached: samples of the data set, or residents of the window, that are not.
         spilled: samples of ``cached`` that lie on disk.
         bytes: bytes of their records.
         hits: samples served from the cache.
         misses: samples read from the source.
         fill_seconds: time spent in the source and the cached transforms, summed over processes.
+        late: samples that were not ready at the boundary where they should have entered the window.
     """
 
     cached: int
@@ -28,6 +29,7 @@ class Stats:
     hits: int
     misses: int
     fill_seconds: float
+    late: int = 0
 
     @property
     def hit_rate(self) -> float:

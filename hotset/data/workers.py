@@ -17,7 +17,6 @@ persistence, is torch's business and done through its public arguments.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,12 +26,12 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from hotset.data.allocator import keep_freed_memory
 from hotset.data.collate import bound
 from hotset.data.letters import Letter, News, Place, pool_of_letters
 from hotset.data.randomness import pack, put
 from hotset.data.route import Route, route_to
 from hotset.determinism.generators import Generators
-from hotset.store import memory
 from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
 from hotset.store.gather import Gather, NotGathered
@@ -208,7 +207,7 @@ class _InWorker:
         if batch is None:
             return self._collate(self.route.samples(ids, in_hand), desk)
         if store is not None:
-            store.count_hits(len(ids) - (store.filler.reads - before))
+            single.count_hits(local, less=store.filler.reads - before)
         return batch
 
     def _gathered(self, local: Ids, desk: _Desk) -> Any | None:
@@ -329,24 +328,6 @@ class _Desk:
             return made
         self._view(at, made.dtype, made.shape, made.numel()).copy_(made)
         return Place(at, made.dtype, tuple(made.shape))
-
-
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
-
-
-def keep_freed_memory() -> None:
-    """Have this process's allocator keep what is freed, up to 256 MiB, instead of returning it at once.
-
-    Less where memory is short, in a small control group: a thirty-second of what is left.
-
-    A worker allocates and frees the same few pictures over and over. glibc gives each back to the kernel and
-    faults it in again, which cost a third of a worker's time with a random flip and crop. Other allocators
-    have no ``mallopt``, or ignore it.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, min(256 << 20, memory.headroom().bytes // 32))
 
 
 class WorkerInit:

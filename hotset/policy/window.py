@@ -10,6 +10,10 @@ counts the samples that have left::
 At an epoch's boundary the cursor moves by as many of the R as are ready. It is the only state: everything
 else is a pure function of it, of the sizes and of the seed, so that processes agree without talking.
 
+Room is kept for ``ahead`` samples beside the N, twice R where that is possible. The second R of them is for
+those that were late at a boundary and are made up at the next, and while nothing is late it is where those
+that have just left can still be read by a process that has not come to the boundary yet.
+
 **What is promised.** Every sample enters once in a cycle, and stays for N/R epochs (rounded down or up, if R
 does not divide N). Where filling keeps up, ceil((D-N)/R) + 1 epochs from the beginning use every sample.
 No sample is resident twice, and none that is resident is also incoming: any N+R consecutive entries differ.
@@ -49,13 +53,17 @@ from hotset.errors import ArgumentError
 from hotset.units import format_bytes, parse_bytes
 
 __all__ = [
+    "AUTO",
     "RunningWindow",
+    "ahead_count",
     "epoch_order",
     "epochs_until_all_seen",
     "replaced_count",
     "resident_count",
-    "steady_rate",
 ]
+
+# In place of a rate: whatever is ready at a boundary goes in, up to half of the residents.
+AUTO = "auto"
 
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
@@ -63,14 +71,16 @@ _Words: TypeAlias = npt.NDArray[np.uint64]
 # How large
 
 
-def resident_count(resident: float | str, replace: float, samples: int, *, sample_bytes: float = 0) -> int:
+def resident_count(
+    resident: float | str, replace: float | str, samples: int, *, sample_bytes: float = 0
+) -> int:
     """Return N, how many samples are resident: from 1 to ``samples``, which means that all fit.
 
-    An amount of memory also holds the samples being prepared: N is the largest with N + R samples in it.
+    An amount of memory also holds the samples being prepared: see :func:`ahead_count`.
 
     Args:
         resident: a count (int), a fraction of the samples (float in (0, 1]) or an amount of memory (string).
-        replace: r in [0, 1], the share of the residents that is replaced after an epoch.
+        replace: r in [0, 1], the share of the residents that is replaced after an epoch, or ``"auto"``.
         samples: D, the size of the data set.
         sample_bytes: what one sample takes, in bytes; needed for an amount of memory only.
 
@@ -81,13 +91,13 @@ def resident_count(resident: float | str, replace: float, samples: int, *, sampl
     Example:
         >>> resident_count(50, 0.1, samples=100), resident_count(0.29, 0.1, samples=100)
         (50, 29)
-        >>> resident_count("1GiB", 0.1, samples=5000, sample_bytes=2**20)  # 930 + 93 fit in 1,024
-        930
+        >>> resident_count("1GiB", 0.1, samples=5000, sample_bytes=2**20)  # 852 + 2 * 86 fit in 1,024
+        852
     """
     _check_samples(samples)
-    rate = _share(replace, "replace")
+    _rate(replace)
     if isinstance(resident, str):
-        return _count_in_memory(resident, rate, samples, sample_bytes)
+        return _count_in_memory(resident, replace, samples, sample_bytes)
     if isinstance(resident, (int, np.integer)) and not isinstance(resident, bool):
         _check_resident(int(resident))
         return min(int(resident), samples)
@@ -97,16 +107,22 @@ def resident_count(resident: float | str, replace: float, samples: int, *, sampl
     return max(1, math.floor(samples * share))
 
 
-def _count_in_memory(resident: str, rate: Fraction, samples: int, sample_bytes: float) -> int:
+def _count_in_memory(resident: str, replace: float | str, samples: int, sample_bytes: float) -> int:
     if not (sample_bytes > 0 and math.isfinite(sample_bytes)):
         raise ArgumentError(f"sample_bytes={sample_bytes!r} is no size of a sample; give bytes, above 0.")
     fit = math.floor(parse_bytes(resident, name="resident") / Fraction(sample_bytes))
     if fit >= samples:
         return samples
-    # As fit is whole, N + ceil(N * r) <= fit just where N * (1 + r) <= fit.
-    count = math.floor(fit / (1 + rate))
+    # N and what is kept ahead grow together, so the largest N that fits is found by halving.
+    count, too_many = 0, fit + 1
+    while too_many - count > 1:
+        middle = (count + too_many) // 2
+        if middle + ahead_count(middle, replace, samples) <= fit:
+            count = middle
+        else:
+            too_many = middle
     if not count:
-        least = math.ceil(Fraction(sample_bytes) * min(samples, 2 if rate else 1))
+        least = math.ceil(Fraction(sample_bytes) * min(samples, 2 if _rate(replace) else 1))
         raise ArgumentError(
             f"resident={resident!r} has no room for one resident sample of {format_bytes(sample_bytes)} and "
             f"those being prepared; give at least {least} bytes."
@@ -114,15 +130,16 @@ def _count_in_memory(resident: str, rate: Fraction, samples: int, sample_bytes: 
     return count
 
 
-def replaced_count(resident: int, replace: float, samples: int) -> int:
-    """Return R, how many samples are prepared during an epoch: ceil(N * r), and at most D - N.
+def replaced_count(resident: int, replace: float | str, samples: int) -> int:
+    """Return R, how many samples are replaced at a boundary: ceil(N * r), and at most D - N.
 
-    The product is that of the numbers as people write them: 7 % of 100 is 7, not the 8 that
-    ``ceil(100 * 0.07)`` gives. So r > 0 replaces at least one sample, if any is left to come in.
+    With ``"auto"`` it is the most that may be: half of N. The product is that of the numbers as people write
+    them: 7 % of 100 is 7, not the 8 that ``ceil(100 * 0.07)`` gives. So r > 0 replaces at least one sample,
+    if any is left to come in.
 
     Args:
         resident: N, a count of samples.
-        replace: r in [0, 1]; 0 never replaces.
+        replace: r in [0, 1]; 0 never replaces; or ``"auto"``.
         samples: D, the size of the data set.
 
     Raises:
@@ -133,38 +150,25 @@ def replaced_count(resident: int, replace: float, samples: int) -> int:
         (5, 10)
     """
     _check_sizes(samples, resident, ahead=0)
-    return min(math.ceil(resident * _share(replace, "replace")), samples - resident)
+    return min(math.ceil(resident * _rate(replace)), samples - resident)
+
+
+def ahead_count(resident: int, replace: float | str, samples: int) -> int:
+    """Return for how many samples beside the residents room is kept: 2 R, and at most N and D - N.
+
+    With ``"auto"`` it is R, which is large then: what is late is not made up, as nothing is ever due.
+
+    Takes and raises what :func:`replaced_count` does.
+
+    Example:
+        >>> ahead_count(50, 0.1, samples=100), ahead_count(50, 0.8, samples=100), ahead_count(50, "auto", 90)
+        (10, 50, 25)
+    """
+    replaced = replaced_count(resident, replace, samples)
+    return min(replaced if replace == AUTO else 2 * replaced, resident, samples - resident)
 
 
 # How fast
-
-
-def steady_rate(fill_per_second: float, epoch_seconds: float, resident: int) -> float:
-    """Return the largest replace rate r that filling sustains: min(N, max(1, floor(f * T))) / N.
-
-    In the T seconds of an epoch f * T samples are filled; more would be late at the boundary. It is never
-    below one sample, even where filling takes longer than an epoch: at r = 0 nothing more would be filled,
-    hence no faster filling ever seen, and the window would stand still for good.
-
-    Args:
-        fill_per_second: f, samples that the filler prepares in a second.
-        epoch_seconds: T, how long an epoch of N samples takes.
-        resident: N, a count of samples.
-
-    Raises:
-        ArgumentError: f or T is negative or not finite, or N is below 1.
-
-    Example:
-        >>> steady_rate(2.0, 6.5, resident=50)  # 13 samples an epoch
-        0.26
-    """
-    for name, value in (("fill_per_second", fill_per_second), ("epoch_seconds", epoch_seconds)):
-        if not (value >= 0 and math.isfinite(value)):
-            raise ArgumentError(f"{name}={value!r} is no measurement; give a finite number, 0 or more.")
-    _check_resident(resident)
-    # Fractions, as the product of two floats can be infinite.
-    filled = math.floor(Fraction(fill_per_second) * Fraction(epoch_seconds))
-    return min(resident, max(1, filled)) / resident
 
 
 def epochs_until_all_seen(samples: int, resident: int, replaced: int) -> int | None:
@@ -195,8 +199,7 @@ def epochs_until_all_seen(samples: int, resident: int, replaced: int) -> int | N
 class RunningWindow:
     """Which samples are resident, and which come next, at any cursor.
 
-    Another ``samples``, ``resident``, ``ahead`` or ``seed`` is another sequence, another replace rate is not:
-    for one that changes (``"auto"``) give the most that are ever prepared as ``ahead``, and ask for fewer.
+    Another ``samples``, ``resident``, ``ahead`` or ``seed`` is another sequence.
 
     Attributes:
         samples: D, the size of the data set.
@@ -387,6 +390,12 @@ def _check_sizes(samples: int, resident: int, ahead: int) -> None:
 def _check_cursor(cursor: int) -> None:
     if cursor < 0:
         raise ArgumentError(f"cursor={cursor} lies before the first entry; give 0 or more.")
+
+
+def _rate(replace: float | str) -> Fraction:
+    if replace == AUTO:
+        return Fraction(1, 2)
+    return _share(replace, "replace", 'a share of the residents, in [0, 1], or "auto"')
 
 
 def _share(value: object, name: str, wanted: str = "a share of the residents, in [0, 1]") -> Fraction:

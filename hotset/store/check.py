@@ -2,14 +2,18 @@
 
 It knows the format and nothing of samples: which bytes a checksum covers does not depend on the schema. So
 ``hotset check`` needs no torch, and can look at a segment whose types it could not import.
+
+It may look while others write. What is wrong with a record whose word has changed by the time it was looked
+at is none of its concern: in a ring that is how a row gets its next record.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 from hotset.store import format as fmt
-from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Live
+from hotset.store.format import GENERATION_MASK, PRESENT, RECORD_HEADER, ROW_MASK, Live
 from hotset.store.segment import Segment
 
 __all__ = ["RECORD", "check_segment", "record_problem"]
@@ -49,22 +53,32 @@ def check_segment(segment: Segment) -> list[str]:
     problems: list[str] = []
     geometry = segment.geometry
     owners: dict[int, int] = {}
-    lines = 0
+    # In a ring a small word is the lap in which a sample was tried in vain.
+    refusals = GENERATION_MASK + 1 if segment.metadata.get("ring") is True else 0
+    tails: list[tuple[int, int, int, int]] = []
     for sample, word in enumerate(segment.index.tolist()):
         if word >= PRESENT:
+            row = word & ROW_MASK
             problem = record_problem(segment, sample, word)
+            tail = _tail(segment, row) if problem is None else None
+            if segment.index[sample] != word:
+                continue
             if problem is not None:
                 problems.append(problem)
-            else:
-                lines = max(lines, _lines_end(segment, word & ROW_MASK))
-            row = word & ROW_MASK
+            if tail is not None:
+                tails.append((*tail, sample, word))
             if owners.setdefault(row, sample) != sample:
                 problems.append(f"samples {owners[row]} and {sample} share row {row}")
-        elif word != 0 and not fmt.CLAIMED <= word < PRESENT:
+        elif not 0 <= word <= refusals and not fmt.CLAIMED <= word < PRESENT:
             problems.append(f"sample {sample}: its index word is damaged")
+    tails.sort()
+    for (_, end, one, word), (first, _, other, after) in itertools.pairwise(tails):
+        if first < end and segment.index[one] == word and segment.index[other] == after:
+            problems.append(f"samples {one} and {other} share line {first}")
     # Looked at after the index: room only ever grows while others write.
     live = segment.live
     rows = max((row + 1 for row in owners if row < geometry.rows), default=0)
+    lines = max((tail[1] for tail in tails), default=0)
     if rows > int(live[Live.ROWS_NEXT]) or lines > int(live[Live.LINES_NEXT]):
         problems.append("rows or lines in use lie beyond what was handed out, and would be handed out again")
     used, limit = geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])), int(live[Live.LIMIT])
@@ -73,12 +87,13 @@ def check_segment(segment: Segment) -> list[str]:
     return problems
 
 
-def _lines_end(segment: Segment, row: int) -> int:
-    """The line after the last one of a sound record's tail; 0 if it has none."""
+def _tail(segment: Segment, row: int) -> tuple[int, int] | None:
+    """The first line of a sound record's tail, and the one after its last; None if it has none."""
     geometry = segment.geometry
     if not geometry.has_tail:
-        return 0
+        return None
     (place,) = struct.unpack_from(
         "<Q", segment.buffer, geometry.rows_at + row * geometry.stride + RECORD_HEADER
     )
-    return int((place >> fmt.TAIL_COUNT_BITS) + (place & ((1 << fmt.TAIL_COUNT_BITS) - 1)))
+    first, lines = place >> fmt.TAIL_COUNT_BITS, place & ((1 << fmt.TAIL_COUNT_BITS) - 1)
+    return (first, first + lines) if lines else None

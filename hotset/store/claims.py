@@ -12,7 +12,8 @@ to be renewed, and nothing to clean up: a claim whose slot is free, or has had a
        └── release, or its holder died and another process claims it
 
 Where a sample's record has a place of its own (:mod:`hotset.store.slots`), a present one can be claimed as
-well, to be written again; nothing else goes from present to claimed.
+well, to be written again; in a ring (:mod:`hotset.store.ring`) the place of one that has left is claimed for
+the next. Nothing else goes from present to claimed.
 
 Claims are handed out under one short lock, taken by bounded tries and never waited for without end: its
 holder may have been stopped. Who cannot have it reads the source without a claim, which costs a second
@@ -30,16 +31,26 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from hotset.store import locks
-from hotset.store.format import CLAIMED, INCARNATION_MASK, PRESENT, SLOT_SHIFT, SLOTS, Live, Slot
+from hotset.store.format import (
+    CLAIMED,
+    GENERATION_MASK,
+    INCARNATION_MASK,
+    PRESENT,
+    SLOT_SHIFT,
+    SLOT_WORDS,
+    SLOTS,
+    Live,
+    Slot,
+)
 from hotset.store.segment import Segment, Words
 
-__all__ = ["Claims", "Membership"]
+__all__ = ["Claims", "Index", "Membership"]
 
 _SHORT_LOCK = 0
 _LOCK_SECONDS = 2.0
@@ -53,10 +64,13 @@ class Membership:
 
     Attributes:
         segment: the segment that it belongs to.
+        inherits: whether extents that a slot's last holder left are taken over with the slot.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
+        # In a file that may be damaged, an inherited extent might be somebody's record.
+        self.inherits = segment.trusted
         self._fd = -1
         self._slot = -1
         self._thread_lock = threading.RLock()
@@ -88,8 +102,7 @@ class Membership:
                 row = self.segment.slots[slot]
                 row[Slot.INCARNATION] += 1
                 row[Slot.PID] = os.getpid()
-                if not self.segment.trusted:
-                    # In a file that may be damaged, an inherited extent might be somebody's record.
+                if not self.inherits:
                     row[Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
                 return slot
         return -1
@@ -153,15 +166,47 @@ os.register_at_fork(after_in_child=_leave_inherited)
 
 def _no_slot() -> Words:
     """Where counters go when every slot is held: nowhere."""
-    return np.zeros(Slot.STORED_BYTES + 1, np.int64)
+    return np.zeros(SLOT_WORDS, np.int64)
+
+
+class Index:
+    """Which index word is whose: here each sample has its own. A ring's samples take turns."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._words = segment.index
+
+    def words(self, ids: Ids) -> Words:
+        """The index words of these samples, as they are now."""
+        return self._words[ids]
+
+    def put(self, ids: Ids, words: Words | int) -> None:
+        """Store the index words of these samples."""
+        self._words[self.places(ids)] = words
+
+    def places(self, ids: Ids) -> Ids:
+        """Where these samples' words are in the index; in a record's checksum this stands for the sample."""
+        return ids
+
+    def generations(self, ids: Ids) -> Words:
+        """What tells records of these samples, written now, from earlier ones in the same places."""
+        return np.full(len(ids), int(self._segment.live[Live.ERA]) & GENERATION_MASK)
+
+    def refusals(self, ids: Ids) -> Words:
+        """Index words that say "absent, and tried in vain"; zeros where nobody asks for the difference."""
+        return np.zeros(len(ids), np.int64)
+
+    def admit(self, ids: Ids) -> Ids:
+        """Those of these samples that may be claimed at all, now and together; under the short lock."""
+        return ids
 
 
 class Claims:
     """Claims on the samples of one segment, by one process."""
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Membership, index: Index | None = None) -> None:
         self._member = member
-        self._index = member.segment.index
+        self._index = index or Index(member.segment)
 
     def take(self, ids: Ids, most: int) -> Ids:
         """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
@@ -177,17 +222,31 @@ class Claims:
             # land in a row that the clear's end hands to somebody else.
             if not held or int(self._member.segment.live[Live.ERA]) % 2:
                 return ids[:0]
-            words = self._index[ids]
-            free = words < CLAIMED  # absent; or damaged, and of no meaning
-            if int(free.sum()) < most:
-                # One look at its lock for each claimant, which has the same word on all its claims.
-                claimed = words[(words >= CLAIMED) & (words < PRESENT)]
-                void = [word for word in set(claimed.tolist()) if not self.is_open(word)]
-                if void:
-                    free |= np.isin(words, void)
-            taken: Ids = ids[free][:most]
-            self._index[taken] = mine
+            taken = self._free(ids, most)
+            self._index.put(taken, mine)
         return taken
+
+    def refuse(self, ids: Ids) -> None:
+        """Note of those of these samples that could be claimed that they were tried in vain."""
+        if not self._index.refusals(ids).any() or self._member.slot < 0:
+            return
+        with self._member.short_lock() as held:
+            if held and int(self._member.segment.live[Live.ERA]) % 2 == 0:
+                free = self._free(ids, len(ids))
+                self._index.put(free, self._index.refusals(free))
+
+    def _free(self, ids: Ids, most: int) -> Ids:
+        """Up to ``most`` of those samples that are absent, or claimed by the dead."""
+        ids = self._index.admit(ids)
+        words = self._index.words(ids)
+        free = words < CLAIMED  # absent; or damaged, and of no meaning
+        if int(free.sum()) < most:
+            # One look at its lock for each claimant, which has the same word on all its claims.
+            claimed = words[(words >= CLAIMED) & (words < PRESENT)]
+            void = [word for word in set(claimed.tolist()) if not self.is_open(word)]
+            if void:
+                free |= np.isin(words, void)
+        return ids[free][:most]
 
     def take_one(self, sample: int, *, overwrite: bool) -> int | None:
         """Claim one sample that is absent, claimed by the dead, or, with ``overwrite``, present.
@@ -200,13 +259,14 @@ class Claims:
         with self._member.short_lock() as held:
             if not held or int(self._member.segment.live[Live.ERA]) % 2:
                 return None
-            word = int(self._index[sample])
+            words = self._member.segment.index
+            word = int(words[sample])
             if word >= PRESENT:
                 free = overwrite
             else:
                 free = word < CLAIMED or not self.is_open(word)
             if free:
-                self._index[sample] = self._word(self._member.slot)
+                words[sample] = self._word(self._member.slot)
         return word if free else None
 
     def is_open(self, word: int) -> bool:
@@ -221,12 +281,14 @@ class Claims:
         """How many records the holder of this claim's slot has published: shows whether it gets on."""
         return int(self._member.segment.slots[(word - CLAIMED) >> SLOT_SHIFT & (SLOTS - 1), Slot.STORED])
 
-    def release(self, ids: Ids) -> None:
-        """Give back those of these claims that were not published."""
+    def release(self, ids: Ids, tried: Sequence[int] = ()) -> None:
+        """Give back those of these claims that were not published, and note which were tried in vain."""
         slot = self._member.slot
         if slot >= 0 and len(ids):
-            open_ = ids[self._index[ids] == self._word(slot)]
-            self._index[open_] = 0
+            open_ = ids[self._index.words(ids) == self._word(slot)]
+            words = self._index.refusals(open_)
+            words[np.isin(open_, tried, invert=True)] = 0
+            self._index.put(open_, words)
 
     def _word(self, slot: int) -> int:
         incarnation = int(self._member.segment.slots[slot, Slot.INCARNATION]) & INCARNATION_MASK

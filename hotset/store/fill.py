@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from hotset.store import format as fmt
-from hotset.store.claims import Claims, Ids, Membership
+from hotset.store.claims import Claims, Ids, Index, Membership
 from hotset.store.format import PRESENT, Slot
 from hotset.store.leaves import Misfit
 from hotset.store.records import Record, Records
 from hotset.store.room import Room
-from hotset.store.schema import Schema
+from hotset.store.schema import Prepared, Schema
 
 __all__ = ["Filler"]
 
@@ -45,15 +45,17 @@ class Filler:
         reads: how many samples this process has read from the source for it.
         misfits: how many of them did not fit the schema.
         misfit: a sentence about the first of those.
+        ahead: whether it reads ahead of use: what it reads is no miss then.
     """
 
-    def __init__(self, member: Membership, room: Room, schema: Schema) -> None:
+    def __init__(self, member: Membership, index: Index, room: Room, schema: Schema) -> None:
+        self.ahead = False
         self.misfit = ""
         self.misfits = 0
         self.reads = 0
-        self.claims = Claims(member)
+        self.claims = Claims(member, index)
         self._member = member
-        self._segment = member.segment
+        self._index = index
         self._room = room
         self._schema = schema
         self._records = Records(member.segment, schema)
@@ -65,14 +67,16 @@ class Filler:
     def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         """See :meth:`hotset.store.store.Store.fill`."""
         in_hand: dict[int, Any] = {}
-        missing = _unique(ids[self._segment.index[ids] < PRESENT])
+        missing = _unique(ids[self._index.words(ids) < PRESENT])
         while len(missing):
             taken = missing[:0] if self._room.is_full else self.claims.take(missing, self._chunk)
             if not len(taken):
                 # Whatever has come meanwhile, by others, is no longer missing.
-                missing = missing[self._segment.index[missing] < PRESENT]
+                missing = missing[self._index.words(missing) < PRESENT]
                 taken = np.fromiter(self._unclaimable(missing), np.int64)
                 if len(taken):
+                    if self._room.is_full:
+                        self.claims.refuse(taken)
                     in_hand.update(self._read(taken.tolist(), read))
             else:
                 self._fill_claimed(taken, read, in_hand, keep)
@@ -89,14 +93,17 @@ class Filler:
 
     def _fill_claimed(self, taken: Ids, read: Read, in_hand: dict[int, Any], keep: bool) -> None:
         values: dict[int, Any] = {}
+        stored: set[int] = set()
         try:
             try:
                 self._read(taken.tolist(), read, values)
             finally:  # what was read before an exception is stored all the same
-                stored = self._store(values)
+                self._store(values, stored)
                 in_hand.update(values if keep else {s: v for s, v in values.items() if s not in stored})
         finally:
-            self.claims.release(taken)
+            # Only what was not published: the place of what was may be claimed anew, by the same word.
+            rest = _without(taken, np.fromiter(stored, np.int64))
+            self.claims.release(rest, tried=list(values))
 
     def _read(self, samples: list[int], read: Read, values: dict[int, Any] | None = None) -> dict[int, Any]:
         values = {} if values is None else values
@@ -111,12 +118,12 @@ class Filler:
             self._seconds = each if self._seconds <= 0.0 else 0.9 * self._seconds + 0.1 * each
             self.reads += len(values)
             counters = self._member.row
-            counters[Slot.MISSES] += len(values)
+            counters[Slot.MISSES] += 0 if self.ahead else len(values)
             counters[Slot.FILL_NS] += spent
         return values
 
-    def _store(self, values: dict[int, Any]) -> set[int]:
-        """Write and publish these claimed samples, as far as they fit and there is room; returns which."""
+    def _store(self, values: dict[int, Any], stored: set[int]) -> None:
+        """Write and publish these claimed samples, as far as they fit and there is room; enters which."""
         fitting = []
         for sample, value in values.items():
             try:
@@ -125,24 +132,37 @@ class Filler:
                 self.misfits += 1
                 if self.misfits == 1:
                     self.misfit = f"sample {sample} does not fit the first samples' form: {misfit}"
-        places = self._room.take([prepared.tail_lines for _, prepared in fitting])
         if fitting:
             longest = max(prepared.tail_lines for _, prepared in fitting)
             self._bytes = self._schema.stride + longest * fmt.LINE
-        records = [Record(*fit, *place) for fit, place in zip(fitting, places, strict=False)]
-        try:
-            words = self._records.write(records)
-        except OSError as error:
-            self._room.refuse(f"its file cannot be written ({error}); give it another place")
-            records, words = [], []
-        stored = [record.sample for record in records]
-        self._segment.index[stored] = words
+        while fitting and (written := self._write(fitting)):
+            stored.update(sample for sample, _ in fitting[:written])
+            del fitting[:written]
+        self._member.row[Slot.REJECTED] += len(values) - len(stored)
+
+    def _write(self, fitting: list[tuple[int, Prepared]]) -> int:
+        """Write and publish as many of these as room is given for at once; returns how many."""
+        samples = np.fromiter((sample for sample, _ in fitting), np.int64)
+        places, tails = self._index.places(samples), [prepared.tail_lines for _, prepared in fitting]
+        with self._room.lent(places.tolist(), tails) as room:
+            generations = self._index.generations(samples)
+            records = [
+                Record(place, generation, prepared, *where)
+                for place, generation, (_, prepared), where in zip(
+                    places.tolist(), generations.tolist(), fitting, room, strict=False
+                )
+            ]
+            try:
+                words = self._records.write(records)
+            except OSError as error:
+                self._room.refuse(f"its file cannot be written ({error}); give it another place")
+                words = []
+            self._index.put(samples[: len(words)], np.array(words, np.int64))
         counters = self._member.row
-        counters[Slot.STORED] += len(stored)
-        counters[Slot.REJECTED] += len(values) - len(stored)
-        lines = sum(record.prepared.tail_lines for record in records)
-        counters[Slot.STORED_BYTES] += len(stored) * self._schema.stride + lines * fmt.LINE
-        return set(stored)
+        counters[Slot.STORED] += len(words)
+        lines = sum(tails[: len(words)])
+        counters[Slot.STORED_BYTES] += len(words) * self._schema.stride + lines * fmt.LINE
+        return len(words)
 
     def _unclaimable(self, missing: Ids) -> Iterator[int]:
         """Of samples that cannot be claimed, yield those to be read without a claim; wait for the others.
@@ -153,7 +173,11 @@ class Filler:
         if self._room.is_full or self._member.slot < 0:
             yield from missing.tolist()
             return
-        words = self._segment.index[missing]
+        admitted = self._index.admit(missing)
+        if len(admitted) < len(missing):
+            yield from _without(missing, admitted).tolist()  # whatever is claimed there, it is not these
+            return
+        words = self._index.words(missing)
         claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
         if not claimed.any():
             # Absent, and yet not given: the short lock is stuck. Everything is absent to a lonely reader.

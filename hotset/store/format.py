@@ -5,8 +5,8 @@ is free, so each region is as large as it could ever need to be, and memory is t
 
 ::
 
-    0                 header        4,096 B   see _HEADER; the metadata's CRC-32 at METADATA_CRC_AT; six
-                                          live words at LIVE_AT
+    0                 header        4,096 B   see _HEADER; the metadata's CRC-32 at METADATA_CRC_AT; live
+                                          words at LIVE_AT
     metadata_at       metadata      JSON: name, fingerprint, schema
     slots_at          slots         1,024 x 128 B, one for each process that attaches to write
     index_at          index         samples x 8 B
@@ -18,6 +18,7 @@ Every region begins on a page. All integers are little-endian.
 **Index word** (int64, aligned, so that a store or a load of it never tears)::
 
     0                                      absent
+    00 | lap + 1                           absent, and tried in vain in that lap (in a ring only)
     01 | slot:13 | incarnation:48          claimed by the process that holds that slot
     1  | tier:2  | generation:20 | row:40  present
 
@@ -44,7 +45,8 @@ what another processor sees is x86-64's promise (elsewhere every read is verifie
 
 **Slot** (16 words): incarnation, the extents that its holder has reserved and not used up, and counters.
 The incarnation counts the slot's holders, so that a claim of a dead one is not taken for its successor's.
-A holder's extents pass to the next: room that a killed process had reserved is not lost.
+A holder's extents pass to the next: room that a killed process had reserved is not lost. (Not so in a ring,
+where the generation of a record is its lap, and what a dead process had is free: :mod:`hotset.store.ring`.)
 
 **Locks** are open-file-description locks on the file's own bytes: byte 0 is the short lock under which
 claims and extents are handed out; byte 1 + k is held by the process in slot k for as long as it lives.
@@ -69,6 +71,7 @@ __all__ = [
     "INCARNATION_MASK",
     "LINE",
     "LIVE_AT",
+    "LIVE_WORDS",
     "METADATA_CRC_AT",
     "PAGE",
     "PRESENT",
@@ -92,6 +95,7 @@ PAGE = 4096
 HEADER_BYTES = PAGE
 METADATA_CRC_AT = 256
 LIVE_AT = 512
+LIVE_WORDS = 16
 LINE = 256
 SLOTS = 1024
 SLOT_WORDS = 16
@@ -122,6 +126,12 @@ class Live:
     ERA = 3  # counted up when a clear begins and when it ends: odd in between; the generation of records
     CLEAN = 4  # 1 after an orderly end (a segment on disk)
     TOLD = 5  # 1 once the user was told that samples stay uncached
+    CONDEMNED = 6  # 1 once a record was found that the source no longer gives: nothing is served any more
+    EPOCH = 7  # of a window: how many epochs were begun, up to the one that the cursor belongs to
+    CURSOR = 8  # of a window: how many samples have left it
+    LATE = 9  # of a window: samples that were not ready at the boundary where they were due
+    LATE_TOLD = 10  # 1 once the user was told of that
+    BEHIND = 11  # of a window: how many of those that were due have not come in yet
 
 
 class Slot:
@@ -139,6 +149,8 @@ class Slot:
     REJECTED = 9  # samples that fit no schema, or for which there was no room
     FILL_NS = 10  # time spent in the source and its prefix
     STORED_BYTES = 11
+    EPOCH = 12  # of a window: the epoch that its holder and its workers are in
+    CURSOR = 13  # the window's cursor in that epoch
 
 
 def _page_up(offset: int) -> int:

@@ -29,7 +29,8 @@ from hotset.store.leaves import ArrayLeaf, Leaf, NumberLeaf, TextLeaf
 from hotset.store.ragged import Ragged
 from hotset.store.schema import Group, Node, Schema
 from hotset.store.segment import Words
-from hotset.store.store import Store, Tails
+from hotset.store.store import Store
+from hotset.store.tails import Tails
 
 __all__ = ["Column", "Copy", "Gather", "Memory", "NotGathered"]
 
@@ -50,10 +51,10 @@ class Copy:
     the other while the consumer's thread prepares and finishes them.
     """
 
-    def __init__(self, gather: Gather, count: int, rows: Words, era: int) -> None:
+    def __init__(self, gather: Gather, count: int, words: Words, era: int) -> None:
         self.gather = gather
         self.count = count
-        self.rows = rows
+        self.words = words
         self.era = era
         self.selections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.columns: list[tuple[torch.Tensor, int]] = []
@@ -225,17 +226,21 @@ class Gather:
         """
         store = self._store
         era = store.era()
-        words = store.segment.index[ids]
+        words = store.words(ids)
         if era is None or not len(ids) or int(np.minimum.reduce(words)) < PRESENT or not self._sound(ids):
             return None
         rows = words & ROW_MASK
         count = len(ids)
         offsets, size = self.layout(count)
-        tails = store.tails(rows) if self._schema.has_tail else None
+        tails = None
+        if self._schema.has_tail:
+            tails = store.tails(rows)
+            if not store.unchanged(words, era):
+                return None  # their places may be half of one record and half of another
         block = memory(size + tails.total * fmt.LINE if tails is not None else size)
         if block is None:
             return None
-        copy = Copy(self, count, rows, era)
+        copy = Copy(self, count, words, era)
         index = torch.from_numpy(rows)
         for column, view, offset in zip(self.columns, self._views, offsets, strict=True):
             out = block.tensor(offset, count * column.width)
@@ -252,8 +257,8 @@ class Gather:
         return copy
 
     def finish(self, copy: Copy, place: Callable[[torch.Tensor, int], Any]) -> Any | None:
-        """Return the batch once its bytes are there; None if the store was cleared meanwhile."""
-        if self._store.era() != copy.era:
+        """Return the batch once its bytes are there; None if a sample left the store meanwhile."""
+        if not self._store.unchanged(copy.words, copy.era):
             return None
         columns = []
         for number, (column, (out, offset)) in enumerate(zip(self.columns, copy.columns, strict=True)):
@@ -321,11 +326,13 @@ class Gather:
         except Exception as error:  # what collating raises, the user must see raised by collating
             raise NotGathered(f"collating raises {type(error).__name__}") from error
         copy = self.prepare(ids, lambda size: _Fresh())
-        gathered = None
-        if copy is not None:
-            copy.run()
-            gathered = self.finish(copy, lambda done, offset: done)
-        if gathered is not None and not _alike(gathered, wanted):
+        if copy is None:
+            return
+        copy.run()
+        gathered = self.finish(copy, lambda done, offset: done)
+        if gathered is None:
+            return
+        if not _alike(gathered, wanted):
             raise NotGathered("its collate function makes other batches")
         self._compared = True
 

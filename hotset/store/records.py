@@ -19,7 +19,7 @@ import numpy as np
 
 from hotset.store import format as fmt
 from hotset.store.check import RECORD
-from hotset.store.format import PRESENT, RECORD_HEADER, Live
+from hotset.store.format import PRESENT, RECORD_HEADER
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Segment
 
@@ -29,9 +29,10 @@ _SCRATCH = 1 << 20
 
 
 class Record(NamedTuple):
-    """A sample taken apart, and the room that it was given."""
+    """A sample taken apart, what tells its record from others, and the room that it was given."""
 
-    sample: int
+    place: int
+    generation: int
     prepared: Prepared
     row: int
     line: int
@@ -96,15 +97,14 @@ class Records:
 
     def _lay_out(self, run: list[Record], buffer: Any, row_at: int, tail_at: int) -> list[int]:
         stride = self._segment.geometry.stride
-        generation = int(self._segment.live[Live.ERA]) & fmt.GENERATION_MASK
         view = memoryview(buffer)
         words = []
-        for sample, prepared, row, line in run:
+        for place, generation, prepared, row, line in run:
             self._schema.write(buffer, row_at, prepared, line, tail_at)
             length = stride - RECORD_HEADER + prepared.tail_bytes
             tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
             body = view[row_at + RECORD_HEADER : row_at + stride]
-            crc = fmt.checksum(sample, length, generation, body, tail)
+            crc = fmt.checksum(place, length, generation, body, tail)
             RECORD.pack_into(buffer, row_at, length, generation, crc)
             words.append(PRESENT | generation << fmt.GENERATION_SHIFT | row)
             row_at += stride

@@ -19,9 +19,10 @@ as any other to be next, and keeping what one has is optimal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hotset.store import memory
 from hotset.store.claims import Membership
@@ -56,15 +57,21 @@ class Room:
         """Whether the last extent was refused, less than half a second ago."""
         return time.monotonic() < self._refused_until
 
-    def take(self, tails: Sequence[int]) -> list[tuple[int, int]]:
-        """Take a row for each of these records, and a run of lines for each tail.
+    @contextlib.contextmanager
+    def lent(self, places: Sequence[int], tails: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        """Give a row to each of these records, and a run of lines to each tail; published inside the block.
 
         Args:
+            places: where their words are in the index (of no meaning here: rows go to who comes first).
             tails: lines of each record's tail; 0 for none.
 
-        Returns:
-            Row and first line of each record, in order; fewer than asked for where room ends.
+        Yields:
+            Row and first line of each record, in order; fewer than asked for where what can be given at once
+            ends, and none where room does.
         """
+        yield self._take_all(tails)
+
+    def _take_all(self, tails: Sequence[int]) -> list[tuple[int, int]]:
         places: list[tuple[int, int]] = []
         with self._member.one_thread():
             rows = self._take_rows(len(tails))
@@ -171,19 +178,23 @@ class Room:
             if units * size > room:
                 units = count
             if units > left:
-                return self.refuse(f"its memory limit is reached; raise `{self.knob}=`")
+                return self.refuse(self._limit_reached())
             if units * size > room:
                 return self.refuse(self._no_memory(free))
             if not self._segment.reserve(start + first * size, units * size):
-                return self.refuse(
-                    f"the file system that holds it is full; lower `{self.knob}=` or free some"
-                )
+                return self.refuse(self._file_system_full())
             row = self._member.row
             live[live_word] = first + units
             # What was left of the old extent (too short a run of lines) is given up.
             row[next_word] = first
             row[next_word + 1] = first + units
         return True
+
+    def _limit_reached(self) -> str:
+        return f"its memory limit is reached; raise `{self.knob}=`"
+
+    def _file_system_full(self) -> str:
+        return f"the file system that holds it is full; lower `{self.knob}=` or free some"
 
     def _no_memory(self, free: memory.Headroom) -> str:
         return f"{free.what} has no more to give; lower `{self.knob}=` or free some"

@@ -28,6 +28,7 @@ from hotset.errors import SegmentError, UnsupportedPlatform
 from hotset.store.format import (
     HEADER_BYTES,
     LIVE_AT,
+    LIVE_WORDS,
     METADATA_CRC_AT,
     SLOT_WORDS,
     SLOTS,
@@ -78,7 +79,7 @@ class Segment:
         self.trusted = trusted
         self.metadata: dict[str, Any] = _read_metadata(fd, geometry)
         self.buffer = mmap.mmap(fd, geometry.size)
-        self.live: Words = np.frombuffer(self.buffer, np.int64, 8, LIVE_AT)
+        self.live: Words = np.frombuffer(self.buffer, np.int64, LIVE_WORDS, LIVE_AT)
         self.slots: Words = np.frombuffer(
             self.buffer, np.int64, SLOTS * SLOT_WORDS, geometry.slots_at
         ).reshape(SLOTS, SLOT_WORDS)

@@ -8,8 +8,9 @@
 
 A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and looks at
 the era: only ``clear()`` ever gives rows to other samples, it counts the era up before and after, and a
-reader that sees it odd, or changed, forgets its copy. What it returns is always a copy: a user may write to
-it, and the cache never knows.
+reader that sees it odd, or changed, forgets its copy. (In :mod:`hotset.store.ring` rows are used again all
+the time, and the words are looked at a second time too.) What it returns is always a copy: a user may write
+to it, and the cache never knows.
 
 Nothing in here fails because there is no room, a claimant died, or a record is damaged: such samples are
 simply not in the store, and come from the source.
@@ -23,7 +24,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +34,18 @@ from hotset.store import format as fmt
 from hotset.store import memory
 from hotset.store.blocks import BlockPool
 from hotset.store.check import check_segment, record_problem
-from hotset.store.claims import Ids, Membership
+from hotset.store.claims import Ids, Index, Membership
 from hotset.store.fill import Filler
 from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
+from hotset.store.tails import Tails
 
-__all__ = ["FULL_CHECK", "Store", "Tails", "require_index_room"]
+__all__ = ["FULL_CHECK", "Store", "require_index_room"]
 
 Bytes = npt.NDArray[np.uint8]
+AnyStore = TypeVar("AnyStore", bound="Store")
 
 FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
 _ALIGN = 64
@@ -54,23 +57,29 @@ class Store:
     Attributes:
         segment: the mapped file.
         schema: the tree that its samples share.
+        index: which index word is whose.
         filler: brings samples in, and counts what it met.
         room: what is left for them.
     """
+
+    _index_type: type[Index] = Index
+    _room_type: type[Room] = Room
+    _is_ring = False  # entered in the metadata, for who attaches and who checks
 
     def __init__(self, segment: Segment, schema: Schema) -> None:
         self.segment = segment
         self.schema = schema
         geometry = segment.geometry
         self.member = Membership(segment)
-        self.room = Room(self.member)
+        self.index = self._index_type(segment)
+        self.room = self._room_type(self.member)
         self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
         self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
         self._heads: Bytes | None = None
         if schema.has_tail:
             width, at = schema.head.itemsize, geometry.rows_at + RECORD_HEADER
             self._heads = np.ndarray((geometry.rows,), f"V{width}", segment.buffer, at, (geometry.stride,))
-        self.filler = Filler(self.member, self.room, schema)
+        self.filler = Filler(self.member, self.index, self.room, schema)
         self._scratch: BlockPool | None = None
         # The index word under which each sample was found sound; None where that need not be looked at.
         self.verified: Words | None = None
@@ -82,8 +91,14 @@ class Store:
 
     @classmethod
     def create(
-        cls, schema: Schema, samples: int, limit: int, *, about: dict[str, Any], path: str | None = None
-    ) -> Store:
+        cls: type[AnyStore],
+        schema: Schema,
+        samples: int,
+        limit: int,
+        *,
+        about: dict[str, Any],
+        path: str | None = None,
+    ) -> AnyStore:
         """Make an empty store.
 
         Args:
@@ -96,16 +111,22 @@ class Store:
         Raises:
             OSError: the file cannot be made, or its index alone takes more memory than there is.
         """
+        about = {**about, "ring": True} if cls._is_ring else about
         metadata = json.dumps({**about, "schema": schema.to_json()}).encode()
-        # A row for every sample that the limit has room for, and some for what killed processes lose.
-        rows = min(samples, limit // schema.stride) + fmt.SLOTS
-        lines = max(limit // fmt.LINE, 1) if schema.has_tail else 0
+        rows, lines = cls._address_space(schema, samples, limit)
         geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
         require_index_room(geometry)
         return cls(Segment.create(geometry, metadata, path=path, limit=limit), schema)
 
+    @staticmethod
+    def _address_space(schema: Schema, samples: int, limit: int) -> tuple[int, int]:
+        """How many rows and lines there may ever be."""
+        # A row for every sample that the limit has room for, and some for what killed processes lose.
+        rows = min(samples, limit // schema.stride) + fmt.SLOTS
+        return rows, max(limit // fmt.LINE, 1) if schema.has_tail else 0
+
     @classmethod
-    def attach(cls, where: str | Address, schema: Schema | None = None) -> Store:
+    def attach(cls: type[AnyStore], where: str | Address, schema: Schema | None = None) -> AnyStore:
         """Attach to an existing store.
 
         Raises:
@@ -118,6 +139,10 @@ class Store:
             geometry = segment.geometry
             if (schema.stride, schema.has_tail) != (geometry.stride, geometry.has_tail):
                 raise SegmentError("the segment's schema does not describe its rows; `hotset gc` frees it.")
+            if segment.metadata.get("ring", False) is not cls._is_ring:
+                raise SegmentError(
+                    "of the cache that is there and the one asked for only one has a window; make them agree."
+                )
             return cls(segment, schema)
         except BaseException:
             segment.close()
@@ -145,7 +170,7 @@ class Store:
         Raises:
             Whatever ``read`` raises, untouched.
         """
-        if self.era() is None:
+        if self.era() is None and not self.condemned:
             self._finish_clear()
         return self.filler.fill(ids, read, keep)
 
@@ -153,16 +178,17 @@ class Store:
 
     def holds(self, ids: Ids | None = None) -> bool:
         """Whether all of these samples (of all samples, if None) are in the store now."""
-        words = self.segment.index if ids is None else self.segment.index[ids]
+        words = self.segment.index if ids is None else self.words(ids)
         return self.era() is not None and len(words) > 0 and int(words.min()) >= PRESENT
 
     def present(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which of these samples are in the store, and sound."""
-        words: Words = self.segment.index[ids]
+        words = self.words(ids)
         here = (words >= PRESENT) & (self.era() is not None)
         if self.verified is not None:
-            for place in np.flatnonzero(here):
-                here[place] = self._sound(int(ids[place]), int(words[place]))
+            places = self.index.places(ids)
+            for i in np.flatnonzero(here):
+                here[i] = self._sound(int(places[i]), int(words[i]))
         return here
 
     def read(self, ids: Ids) -> list[Any] | None:
@@ -171,13 +197,15 @@ class Store:
         The copies lie in one recycled block, which is free again when the last of them is dropped.
         """
         era = self.era()
-        words = self.segment.index[ids]
+        words = self.words(ids)
         if era is None or not (words >= PRESENT).all():
             return None
         stride = self.segment.geometry.stride
         count = len(ids)
         rows = words & ROW_MASK
         tails = self.tails(rows) if self.schema.has_tail else None
+        if not self.unchanged(words, era):
+            return None  # the tails' places may be half of one record and half of another
         tails_at = -(-count * stride // _ALIGN) * _ALIGN
         block = self._block(tails_at + (tails.total * fmt.LINE if tails else 0))
         # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone:
@@ -189,14 +217,44 @@ class Store:
             if tails.total:
                 out = _view(block, tails_at, tails.total, fmt.LINE)
                 np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
-        if self.era() != era:
+        if not self.unchanged(words, era):
             return None
         return self.schema.read(block, 0, starts.tolist())
 
+    def words(self, ids: Ids) -> Words:
+        """The index words of these samples: ``PRESENT`` or more where a record is."""
+        return self.index.words(ids)
+
+    def refuse(self, ids: Ids) -> None:
+        """Note that these samples were tried in vain. Here nobody asks; a ring passes over such entries."""
+
+    def unchanged(self, words: Words, era: int) -> bool:
+        """Whether the records that these words name are still what they were when the words were loaded.
+
+        Asked after a copy was made of them. Here only a clear changes records.
+
+        Args:
+            words: of present samples.
+            era: from before the words were loaded.
+        """
+        return self.era() == era
+
     def era(self) -> int | None:
-        """Which clear the store's content comes after; None while one is under way."""
+        """Which clear the store's content comes after; None while one is under way, or once condemned."""
         era = int(self.segment.live[Live.ERA])
-        return era if era % 2 == 0 else None
+        return era if era % 2 == 0 and not self.condemned else None
+
+    @property
+    def condemned(self) -> bool:
+        """Whether it was found that what is in it is not right, so that nobody reads it any more."""
+        return bool(self.segment.live[Live.CONDEMNED])
+
+    def condemn(self) -> bool:
+        """Have nobody read it any more; True for who says so first."""
+        with self.member.short_lock():
+            before = bool(self.segment.live[Live.CONDEMNED])
+            self.segment.live[Live.CONDEMNED] = 1
+        return not before
 
     def _distrust_room(self) -> None:
         """In a file that may be damaged, never hand out room below what is in use, whatever its words say."""
@@ -220,6 +278,11 @@ class Store:
         """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
         assert self._heads is not None
         return Tails(self._heads[rows].view(self.schema.head))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the records that are there, over all processes."""
+        return int(self.segment.slots[:, Slot.STORED_BYTES].sum())
 
     def count_hits(self, count: int) -> None:
         """Count samples that this process served from the store without reading the source."""
@@ -319,33 +382,6 @@ def require_index_room(geometry: Geometry) -> None:
             f"the index of {geometry.samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
             f"and {free.what} has {free.bytes:,} to give",
         )
-
-
-class Tails:
-    """Runs of lines: where they lie in the segment, and where they go when gathered one behind the other.
-
-    Attributes:
-        heads: the heads of the rows that they belong to (:attr:`Schema.head`).
-        first: first line of each run in the segment.
-        counts: lines of each run.
-        starts: first line of each run among the gathered ones.
-        total: how many lines there are in all.
-    """
-
-    def __init__(self, heads: npt.NDArray[np.void]) -> None:
-        self.heads = heads
-        words: Words = heads["tail"]
-        self.first: Words = words >> fmt.TAIL_COUNT_BITS
-        self.counts: Words = words & ((1 << fmt.TAIL_COUNT_BITS) - 1)
-        ends: Words = np.add.accumulate(self.counts)
-        self.starts: Words = ends - self.counts
-        self.total = int(ends[-1]) if len(ends) else 0
-
-    def lines(self) -> Words:
-        """The numbers of all lines, in the order in which they are gathered."""
-        offsets: Words = (self.first - self.starts).repeat(self.counts)
-        offsets += np.arange(self.total)
-        return offsets
 
 
 def _bytes_view(segment: Segment, offset: int, rows: int, width: int) -> Bytes:

@@ -1,0 +1,415 @@
+"""The cached data set: what :func:`hotset.cache` returns, and every process of the job holds.
+
+It can stand wherever the data set itself could. A sample is looked for in the store, and brought there from
+the source if it is absent; what the store cannot have comes from the source each time. With a window its
+positions are those of the epoch's residents, which the store knows by other numbers
+(:mod:`hotset.data.residents`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset, get_worker_info
+
+from hotset.data.audit import Audit, why_it_differs
+from hotset.data.plan import Plan
+from hotset.data.residents import Position, Residents
+from hotset.data.source import Source
+from hotset.data.stats import Stats
+from hotset.errors import HotsetWarning, SegmentError
+from hotset.session import registry
+from hotset.session.share import attach_again
+from hotset.store.claims import Ids
+from hotset.store.format import PRESENT, Live, Slot
+from hotset.store.ring import Ring
+from hotset.store.segment import Address
+from hotset.store.store import Store
+
+__all__ = ["CachedDataset", "attach_store"]
+
+T = TypeVar("T")
+
+_MISFITS_WORTH_TELLING = 16
+
+
+def attach_store(address: Address) -> Store:
+    """Attach to a cache, with a window or without.
+
+    Raises:
+        SegmentError: it is gone, or damaged.
+    """
+    try:
+        return Store.attach(address)
+    except SegmentError:
+        return Ring.attach(address)
+
+
+class CachedDataset(Dataset[T], Generic[T]):
+    """A data set whose samples are cached; made by :func:`cache`.
+
+    It can be used wherever the data set itself could: with any DataLoader, in ``Subset`` and
+    ``ConcatDataset``, in forked and spawned workers. Attributes that it does not have itself are the data
+    set's (``cached.classes``).
+
+    Attributes:
+        dataset: the data set that was given to :func:`cache`.
+        source: the data set and its chain, cut in two.
+        plan: what is cached, what stays live, and why; print it.
+        residents: the running window; None if there is none.
+        tell: gets the sentence when samples stay uncached; warns. A loader's worker hands it on instead.
+        epoch: what :meth:`set_epoch` was told last; 0 before.
+
+    Example:
+        >>> import hotset, torch
+        >>> from torch.utils.data import TensorDataset
+        >>> with hotset.cache(TensorDataset(torch.arange(4)), memory="1MiB") as cached:
+        ...     samples = [cached[i] for i in (0, 3, 0)]
+        ...     print(samples[1], cached.stats().hits, cached.check())
+        (tensor(3),) 1 []
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T],
+        source: Source,
+        plan: Plan,
+        store: Store | None,
+        registration: registry.Registration | None,
+        residents: Residents | None,
+    ) -> None:
+        self.dataset = dataset
+        self.source = source
+        self.plan = plan
+        self.residents = residents
+        self._store: Store | Address | None = store
+        self._length = plan.used
+        self._own_misses = 0
+        self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
+        self.tell: Callable[[str], None] = _warn
+        self.epoch = 0
+        self._registration = registration
+        self._joined = os.getpid()
+
+    # ---- the data set --------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> T:
+        number = operator.index(index)
+        if not -self._length <= number < self._length:
+            if self.residents is not None:
+                raise IndexError(f"the window has {self._length:,} resident samples, and no number {number}")
+            # Out of range: whatever the data set itself says to that.
+            return self.source.finish(self.source.read(number))  # type: ignore[no-any-return]
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T]:
+        """The samples of a batch, as DataLoader asks for them."""
+        ids = np.array([operator.index(index) for index in indices], np.int64)
+        if len(ids) and not (-self._length <= ids.min() and ids.max() < self._length):
+            return [self[index] for index in ids.tolist()]
+        ids[ids < 0] += self._length
+        if self.residents is not None:
+            self.residents.count(len(ids), self._ring, self.tell)
+        return [self.source.finish(sample) for sample in self.records(self.numbers(ids))]
+
+    def numbers(self, positions: Ids) -> Ids:
+        """What the store calls the samples at these places of the epoch; without a window the same."""
+        return positions if self.residents is None else self.residents.entries(positions, self._ring)
+
+    def holds(self, positions: Ids | None) -> bool:
+        """Whether all samples at these places of the epoch, or at all of them, are cached now."""
+        store = self.store
+        if store is None:
+            return False
+        if self.residents is not None:
+            return store.holds(self.residents.entries(positions, self._ring))
+        return store.holds(positions)
+
+    def read(self, number: int) -> Any:
+        """Read a sample from the source, as far as it is cached, by what the store calls it."""
+        return self.source.read(number) if self.residents is None else self.residents.read(number)
+
+    def records(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> list[Any]:
+        """Samples as they are at the cut, each the caller's own.
+
+        Args:
+            ids: what :meth:`numbers` gave.
+            in_hand: what :meth:`fill` has just returned for them, if it was called.
+        """
+        store = self.store
+        if store is None:
+            return [self._uncached(sample) for sample in ids.tolist()]
+        if in_hand is None:
+            in_hand = self.fill(ids)
+        numbers = ids.tolist()
+        stored = [place for place, sample in enumerate(numbers) if sample not in in_hand]
+        found: dict[int, Any] = {}
+        if stored:
+            there = ids[stored]
+            copies = store.read(there) if store.present(there).all() else None
+            if copies is not None:
+                found = dict(zip(stored, copies, strict=True))
+                self.count_hits(there)
+        samples = []
+        for place, sample in enumerate(numbers):
+            if place in found:
+                samples.append(found[place])
+            elif sample in in_hand:
+                # Given out once: who asks for it again, in the same batch too, must not share the object.
+                samples.append(in_hand.pop(sample))
+            else:
+                samples.append(self._again(sample))
+        return samples
+
+    def fill(self, ids: Ids, *, keep: bool = True) -> dict[int, Any]:
+        """Bring these samples into the cache where there is room: see :meth:`Store.fill`."""
+        store = self.store
+        if store is None:
+            return {}
+        in_hand = store.fill(ids, self.read, keep=keep)
+        if in_hand:
+            self._tell(store)
+        return in_hand
+
+    def _again(self, sample: int) -> Any:
+        """A sample that was in the cache or in hand a moment ago: from there, else from the source."""
+        store = self.store
+        ids = np.array([sample])
+        if store is not None and store.present(ids).all():
+            copies = store.read(ids)
+            if copies is not None:
+                self.count_hits(ids)
+                return copies[0]
+        return self._uncached(sample)
+
+    def count_hits(self, ids: Ids, less: int = 0) -> None:
+        """Count samples that this process has served from the store, and now and then audit one of them.
+
+        Args:
+            ids: what :meth:`numbers` gave.
+            less: how many of them were read for this batch.
+        """
+        store = self.store
+        if store is None:
+            return
+        store.count_hits(len(ids) - less)
+        due = self._audit.due(len(ids) - less) if self._audit is not None else None
+        if due is not None:
+            self._look_at(int(ids[due]), store)
+
+    def _look_at(self, number: int, store: Store) -> None:
+        """Compare a cached sample with what the source gives now; if it is another, stop serving."""
+        assert self._audit is not None
+        copies = store.read(np.array([number]))
+        found = self._audit.differs(copies[0], lambda: self.read(number)) if copies is not None else None
+        if found is None:
+            return
+        if store.condemn():
+            index = number if self.residents is None else self.residents.sample(number)
+            why = why_it_differs(self.source, index)
+            self.tell(
+                f"{self.plan.name}: sample {index} is not what was cached of it any more ({found}), as "
+                f"{why}. All samples come from the source from now on. Declare what is random with "
+                "hotset.nondeterministic, so that it stays live, or make the cache anew."
+            )
+
+    def _uncached(self, sample: int) -> Any:
+        self._own_misses += 1
+        return self.read(sample)
+
+    def _tell(self, store: Store) -> None:
+        """Tell the user, once for all processes, that samples stay uncached, and which knob to turn.
+
+        A few samples of another form are nobody's worry; a hundredth of them is.
+        """
+        live = store.segment.live
+        if live[Live.TOLD]:
+            return
+        if store.room.why_full is not None:
+            cached = int((store.segment.index >= PRESENT).sum())
+            why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.room.why_full}"
+        elif store.filler.misfits >= max(_MISFITS_WORTH_TELLING, len(self) // 100):
+            why = f"{store.filler.misfits:,} samples and more stay uncached: {store.filler.misfit}"
+        else:
+            return
+        with store.member.short_lock():  # workers run out of room at the same moment, and one is to say so
+            told, live[Live.TOLD] = int(live[Live.TOLD]), 1
+        if told:
+            return
+        self.tell(f"{self.plan.name}: {why}.")
+
+    # ---- the store -----------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store | None:
+        """The store as this process sees it.
+
+        None when nothing can be cached, after :meth:`close`, and when an audit found that it is not right.
+        """
+        store = self._attached()
+        return store if store is not None and not store.condemned else None
+
+    @property
+    def _ring(self) -> Ring | None:
+        """What holds the window's cursor, whether or not it is still to be read."""
+        store = self._attached()
+        return store if isinstance(store, Ring) else None
+
+    def _attached(self) -> Store | None:
+        if isinstance(self._store, Address):
+            self._store = self._attach(self._store)
+            self._joined = 0
+        if self._store is not None and self._joined != os.getpid():
+            self._join()
+        return self._store
+
+    def _join(self) -> None:
+        """List this process as one more that keeps the cache alive; a loader's worker does not outlive it."""
+        self._joined = os.getpid()
+        if self._registration is not None and get_worker_info() is None:
+            assert isinstance(self._store, Store)
+            self._registration.join(self._store.segment.fd)
+
+    def _attach(self, address: Address) -> Store | None:
+        try:
+            store = attach_again(address, attach_store)
+        except (SegmentError, OSError) as error:
+            warnings.warn(
+                f"the cache of {self.plan.name} is out of reach, so samples come from the source: {error} "
+                "Unpickle it on the same machine, while a process that has it lives.",
+                HotsetWarning,
+                stacklevel=4,
+            )
+            return None
+        return store
+
+    def stats(self) -> Stats:
+        """What the cache holds and has served, over all processes."""
+        store = self.store
+        if store is None:
+            return Stats(0, len(self), 0, 0, 0, self._own_misses, 0.0)
+        here = store.segment.index
+        if self.residents is not None:
+            here = store.words(self.residents.entries(None, self._ring))
+        cached = int((here >= PRESENT).sum())
+        sums = store.segment.slots.sum(axis=0).tolist()
+        return Stats(
+            cached=cached,
+            uncached=len(self) - cached,
+            spilled=0,
+            bytes=store.stored_bytes,
+            hits=sums[Slot.HITS],
+            misses=sums[Slot.MISSES],
+            fill_seconds=sums[Slot.FILL_NS] / 1e9,
+            late=int(store.segment.live[Live.LATE]),
+        )
+
+    def served(self) -> tuple[int, int]:
+        """Hits and misses of :meth:`stats`, without counting what is cached."""
+        store = self.store
+        if store is None:
+            return 0, self._own_misses
+        hits, misses = store.segment.slots[:, Slot.HITS : Slot.MISSES + 1].sum(axis=0).tolist()
+        return hits, misses
+
+    def check(self) -> list[str]:
+        """Verify every record; a sentence for each problem, an empty list if there is none."""
+        store = self.store
+        return store.check() if store is not None else []
+
+    def clear(self) -> None:
+        """Forget every cached sample, in all processes.
+
+        Raises:
+            SegmentError: another process went on writing samples for five seconds.
+        """
+        store = self.store
+        if store is not None and not store.clear():
+            raise SegmentError(
+                f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins; the data set is told as well, if it has a ``set_epoch``.
+
+        The order of samples is the sampler's: call ``loader.sampler.set_epoch(epoch)`` as ever. A cached
+        sample does not change with the epoch. A window moves on, if this is another epoch than the last;
+        with :class:`hotset.DataLoader` it does so by itself, and not a second time.
+
+        Raises:
+            Exception: what the data set has raised in a process that prepares a window's next samples.
+        """
+        self.epoch = epoch
+        if self.residents is not None:
+            self.residents.announce(epoch, self._ring, self.tell)
+        # Two, where the chain was cut: what is read is a copy then.
+        for dataset in {id(known): known for known in (self.dataset, self.source.dataset)}.values():
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+
+    def begin_next(self, processes: int, context: Any) -> None:
+        """Begin the next epoch of the window, if there is one and the user has not begun it.
+
+        Args:
+            processes: how many prepare samples in the background.
+            context: a multiprocessing context, or its name, by which they are started.
+        """
+        if self.residents is not None:
+            self.residents.begin_next(self._ring, processes, context, self.tell)
+
+    def go_to(self, position: Position) -> None:
+        """Take up the window where it stood."""
+        if self.residents is not None:
+            self.residents.go_to(position, self._ring)
+
+    def close(self) -> None:
+        """Detach from the cache; samples come from the source from then on. Batches in hand stay valid."""
+        if self.residents is not None:
+            self.residents.close()
+        store = self._store
+        self._store = None
+        if isinstance(store, Store):
+            store.close()
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
+
+    def __enter__(self) -> CachedDataset[T]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone already
+            self.close()
+
+    # ---- the rest ------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "dataset" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataset, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        store = self._attached()
+        state["tell"] = _warn
+        state["_store"] = store.segment.address if store is not None else None
+        return state
+
+    def __repr__(self) -> str:
+        return f"CachedDataset({self.dataset!r})"
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, HotsetWarning, stacklevel=6)

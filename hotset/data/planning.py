@@ -1,0 +1,303 @@
+"""Planning: what is cached and what stays live, decided once from a few real samples.
+
+Where the chains are cut is :mod:`hotset.data.choice`'s. What is before the cut is then read twice: a source
+that moves a random number generator, or gives another sample the second time, would have that one draw
+frozen for all epochs. If transforms are cached of which nothing was known, these are left live after all;
+else it is refused, with a sentence that says where to put the random part. What the user has declared
+deterministic is believed.
+
+What the plan is *for*, the fingerprint, is taken before any of that: some sources are changed by being read,
+and ranks of one job would not recognise their common cache. The rank that makes the cache puts what it found
+out beside it (:meth:`Plan.about`); the others take that (:func:`joined_plan`) and read nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hotset.data.choice import Choice, Row, choose
+from hotset.data.identity import Identity
+from hotset.data.plan import Plan
+from hotset.data.source import Cuts, Source, Uncut
+from hotset.data.window import Sizes, Window
+from hotset.determinism.declare import declared
+from hotset.determinism.probe import Probe, probe
+from hotset.determinism.verdict import name_of, verdict_of
+from hotset.errors import NotCacheable, SegmentError
+from hotset.store import memory as machine
+from hotset.store.leaves import Misfit
+from hotset.store.schema import Schema
+from hotset.store.store import FULL_CHECK
+from hotset.units import format_bytes, parse_bytes
+
+__all__ = ["Made", "Wanted", "joined_plan", "make_plan"]
+
+_PROBED = 8
+_PROBE_SECONDS = 2.0
+
+
+class Wanted(NamedTuple):
+    """What the user asked :func:`hotset.cache` for."""
+
+    memory: int | str = "auto"
+    strict: bool = False
+    cut: int | None = None
+    window: Window | None = None
+
+
+class Made(NamedTuple):
+    """What :func:`make_plan` found out.
+
+    Attributes:
+        plan: for people.
+        source: the data set and its chains, cut.
+        cuts: where.
+        schema: of the samples at the cut; None when nothing can be cached.
+    """
+
+    plan: Plan
+    source: Source
+    cuts: Cuts
+    schema: Schema | None
+
+
+def joined_plan(uncut: Uncut, wanted: Wanted, identity: Identity, about: dict[str, Any]) -> Made:
+    """The plan of a rank that takes a cache which another rank has made; nothing is read.
+
+    Args:
+        uncut: the data set and its chains.
+        wanted: what the user asked for; of the memory it is the first rank's word that holds.
+        identity: of the data set.
+        about: the metadata of that cache: see :meth:`Plan.about`.
+
+    Raises:
+        SegmentError: what is cached there is something else.
+    """
+    cuts = Cuts.from_json(about["cuts"])
+    try:
+        source = uncut.cut(cuts)
+    except ValueError as error:  # another number of transforms
+        raise SegmentError("another chain of transforms is cached there.") from error
+    rows = _joined_rows(uncut, [Row(*row) for row in about["rows"]])
+    plan = Plan(
+        name=type(uncut.dataset).__name__,
+        fingerprint=identity.fingerprint(uncut, cuts, source),
+        rows=rows,
+        samples=len(uncut.dataset),
+        sample_bytes=about["sample_bytes"],
+        sample_seconds=about["sample_seconds"],
+        limit=about["limit"],
+        window=Sizes(*about["window"]) if about["window"] is not None else None,
+        audited=about["audited"],
+        notes=(),
+        warnings=(),
+    )
+    if plan.fingerprint != about["fingerprint"]:
+        raise SegmentError("other samples are cached there.")
+    notes = [f"process {about['pid']} of this job made the cache, and read the samples that decided about it"]
+    if wanted.memory not in ("auto", about["memory"]):
+        notes.append(
+            f"memory={wanted.memory!r} is not looked at: it was made with memory={about['memory']!r}"
+        )
+    return Made(replace(plan, notes=(*notes, *identity.notes)), source, cuts, None)
+
+
+def _joined_rows(uncut: Uncut, rows: list[Row]) -> tuple[Row, ...]:
+    """The rows of a cache that another rank has made, with this rank's own live transforms.
+
+    Raises:
+        SegmentError: other transforms are cached there.
+    """
+    live = [
+        step for step, row in itertools.zip_longest(uncut.steps, rows[1:]) if row is None or not row.cached
+    ]
+    kept = [row for row in rows[1:] if row.cached]
+    names = [name_of(step) for step in uncut.steps]
+    if names == [row.name for row in rows[1:]]:
+        return tuple(rows)
+    if [row.name for row in kept] != names[: len(kept)]:
+        raise SegmentError("other transforms are cached there.")
+    found = map(verdict_of, live)
+    return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
+
+
+def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
+    """Read a few samples and decide.
+
+    Raises:
+        NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
+    """
+    dataset = uncut.dataset
+    name = type(dataset).__name__
+    limit, warned = _limit(wanted.memory)
+    if declared(dataset) == "nondeterministic":
+        raise NotCacheable(
+            f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; "
+            "move its random part to transform=, after the part that may."
+        )
+    choice, source, probed = _decide(uncut, wanted, limit)
+    notes = [*choice.notes, *_judge(dataset, source, probed)]
+    if FULL_CHECK:
+        notes.append("this processor may reorder stores, so every read of the cache is verified, which costs")
+    schema = None
+    sample_bytes = 0
+    try:
+        # Where a live part follows, samples are read one by one, else gathered: see hotset.store.leaves.
+        schema = Schema.infer(probed.samples, as_lies=bool(source.live))
+        sample_bytes = _mean_bytes(schema, probed.samples)
+    except Misfit as misfit:
+        warned.append(f"nothing of {name} can be cached, samples come from the source: {misfit}.")
+    sizes = None
+    if wanted.window is not None:
+        sizes, limit, told = _window(wanted.window, len(dataset), sample_bytes, limit)
+        warned += told
+    rows = choice.rows
+    if len(rows) == 1:  # no transforms, so nothing was measured yet
+        rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
+    plan = Plan(
+        name=name,
+        fingerprint=identity.fingerprint(uncut, choice.cuts, source),
+        rows=rows,
+        samples=len(dataset),
+        sample_bytes=sample_bytes,
+        sample_seconds=probed.seconds,
+        limit=limit,
+        window=sizes,
+        audited=not (probed.moved or probed.differs),
+        notes=(*notes, *identity.notes),
+        warnings=tuple(warned),
+    )
+    return Made(plan, source, choice.cuts, schema)
+
+
+def _limit(memory: int | str) -> tuple[int, list[str]]:
+    """Bytes that the cache may take, and what the user should know about it."""
+    room = machine.headroom()
+    if memory == "auto":
+        return room.bytes // 2, []
+    limit = parse_bytes(memory)
+    if limit <= room.bytes:
+        return limit, []
+    return room.bytes, [
+        f"memory={memory!r} is more than {room.what} has to give, and the machine would swap or kill; the "
+        f"cache takes {format_bytes(room.bytes)} at most. Lower `memory=` or free some."
+    ]
+
+
+def _window(
+    window: Window, samples: int, sample_bytes: int, limit: int
+) -> tuple[Sizes | None, int, list[str]]:
+    """A window's sizes, the bytes that it may take, and what the user should know about them."""
+    sizes = Sizes.of(window, samples, sample_bytes or 1)
+    if sizes.resident == samples:
+        larger = isinstance(window.resident, int) and window.resident > samples
+        note = f"resident={window.resident!r} is more than the {samples:,} samples there are"
+        told = f"{note}, so all are cached and none is replaced; lower it, or leave out window=."
+        return None, limit, [told] if larger else []
+    room = machine.headroom()
+    needed = sizes.slots * sample_bytes
+    if isinstance(window.resident, str):
+        limit = min(max(parse_bytes(window.resident, name="resident"), needed), room.bytes)
+    if needed <= limit:
+        return sizes, limit, []
+    told = (
+        f"a window of {sizes.resident:,} samples, and {sizes.ahead:,} beside them, takes "
+        f"{format_bytes(needed)}, and there are {format_bytes(limit)} for it: what has no room comes from "
+        "the source, as the machine would swap. Lower `resident=`, or raise `memory=` if there is more."
+    )
+    return sizes, limit, [told]
+
+
+def _decide(uncut: Uncut, wanted: Wanted, limit: int) -> tuple[Choice, Source, Probe]:
+    """Cut, and read what is before the cut; anew without what was only probed, if that shows to be random."""
+    if wanted.window is not None:
+        limit = sys.maxsize  # as many as the user says are resident: smaller samples would not make it more
+    choice = choose(uncut, limit, wanted.strict, wanted.cut)
+    source = uncut.cut(choice.cuts)
+    probed = _probe(source, len(uncut.dataset))
+    if (probed.moved or probed.differs) and choice.probed and wanted.cut is None:
+        choice = choose(uncut, limit, True, None)
+        note = f"what is only known by its trial stays live, as {(*probed.moved, *probed.differs)[0]}"
+        choice = replace(choice, notes=(*choice.notes, note))
+        source = uncut.cut(choice.cuts)
+        probed = _probe(source, len(uncut.dataset))
+    return choice, source, probed
+
+
+def _probe(source: Source, length: int) -> Probe:
+    """Read samples spread over the data set twice each, as many as two seconds allow, at least two.
+
+    A sample that cannot be read is left out: training may never ask for it. If none can be, the data set's
+    own exception is raised.
+    """
+    spread = sorted({place * (length - 1) // max(_PROBED - 1, 1) for place in range(_PROBED)})
+    held = (source.dataset, source.prefix)
+    readable: list[Probe] = []
+    error: Exception | None = None
+    begin = time.perf_counter()
+    # From both ends inwards: lengths and shapes differ most often there, in sorted data sets.
+    for index in sorted(spread, key=lambda place: min(place, length - 1 - place)):
+        if readable and time.perf_counter() - begin > _PROBE_SECONDS / 2 and len(readable) >= 2:
+            break
+        try:
+            found = probe(source.read, [index], held)
+        except Exception as raised:
+            error = error or raised
+            continue
+        readable.append(found)
+    if not readable:
+        assert error is not None
+        raise error
+    return Probe(
+        samples=[found.samples[0] for found in readable],
+        seconds=sum(found.seconds for found in readable) / len(readable),
+        moved=tuple(dict.fromkeys(text for found in readable for text in found.moved)),
+        differs=tuple(dict.fromkeys(text for found in readable for text in found.differs)),
+    )
+
+
+def _judge(dataset: Any, source: Source, probed: Probe) -> list[str]:
+    """Refuse what is random and not declared otherwise; return notes about what is believed.
+
+    Raises:
+        NotCacheable: with what was seen, and what to do.
+    """
+    kind = type(dataset).__name__
+    seen = (*probed.moved, *probed.differs[:2])  # one sample that differs tells as much as eight
+    if not seen:
+        return ["the samples that were read twice were alike, and no random number generator moved"]
+    if declared(dataset) == "deterministic":
+        return [
+            f"declared deterministic, although {text}: draws differ from an uncached run" for text in seen
+        ]
+    if source.prefix and not _is_random(source.dataset):
+        return [
+            f"the cached transforms are declared, although {text}: draws differ from an uncached run"
+            for text in seen
+        ]
+    raise NotCacheable(
+        f"{kind} gives another sample each time ({'; '.join(seen)}), and caching it would freeze one draw "
+        "for ever. Move the random part to transform=[...], after the part to be cached; or, if the samples "
+        f"are alike in all that matters, declare it: hotset.deterministic({kind})."
+    )
+
+
+def _is_random(dataset: Any) -> bool:
+    read: Callable[[int], Any] = dataset.__getitem__
+    alone = probe(read, [0], (dataset,))
+    return bool(alone.moved or alone.differs)
+
+
+def _mean_bytes(schema: Schema, samples: list[Any]) -> int:
+    sizes = []
+    for sample in samples:
+        try:
+            sizes.append(schema.stride + 256 * schema.prepare(sample).tail_lines)
+        except Misfit:
+            continue
+    return sum(sizes) // max(len(sizes), 1)

@@ -1,0 +1,240 @@
+"""Clara Train's image pipelines: a ``train_config.json`` becomes a loader whose volumes are read once.
+
+::
+
+    LoadImaged ─ EnsureChannelFirstd ─ pre_transforms ─ SpatialPadd │ RandSpatialCropd       section train
+    LoadImaged ─ EnsureChannelFirstd ─ pre_transforms ─ ResizeWithPadOrCropd │               section validate
+    ╰───────────────────────── cached, up to the first random one ──╯ live, for each use
+
+All transforms are MONAI's, in one Compose, and hotset cuts it as it cuts any. In training a *window* over the
+data set holds ``num_cache_objects`` samples. An epoch is one pass over those, and then the fraction
+``replace_percent`` of them gives way to others. In validation all samples are used, each time.
+
+**The random crop is drawn evenly over the volume**, after padding to the crop's size where the volume is
+smaller. Crops that favour the foreground need a ratio, a background and a label that has both, none of which
+an image pipeline's arguments name. Who wants them puts ``RandCropByPosNegLabeld`` last in ``pre_transforms``,
+with the same size: of its crops this one takes all. **One volume gives one crop**, so that a batch is
+``output_batch_size`` volumes; a transform that would give several is refused.
+
+**Tensors, not MetaTensors.** pre_transforms such as ``Spacingd`` need what a MetaTensor knows of its volume.
+The crop doesn't, and batches are gathered from the cache only if they are plain: what was known is dropped
+before the crop, and again after it, as MONAI's crops add it anew.
+
+**Seeds.** MONAI's transforms each have a generator of their own, which forks of a process would share, and
+draw alike from. So they are seeded: in each worker from the worker's seed, which torch draws for each
+epoch; without workers once, from torch's generator, as the loader is made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+import hotset
+from hotset.data.cache import cache
+from hotset.data.loader import DataLoader
+from hotset.determinism.declare import deterministic
+from hotset.errors import ArgumentError
+from hotset.integrations.clara_config import Entry, Pipeline, read_config
+
+__all__ = ["from_config"]
+
+_SEEDS = 2**32
+
+
+def from_config(
+    path_or_dict: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    section: str = "train",
+    environment: Mapping[str, str | os.PathLike[str]] | None = None,
+    transforms: Mapping[str, Callable[..., Callable[[Any], Any]]] | None = None,
+) -> DataLoader[dict[str, torch.Tensor]]:
+    """Make the loader that the ``image_pipeline`` of a Clara Train configuration describes.
+
+    Names are ``SegmentationImagePipelineWithCache``, ``ClassificationImagePipelineWithCache``, and both
+    without ``WithCache``, which read every volume each time. ``pre_transforms``, beside the
+    ``image_pipeline``, are MONAI's dictionary transforms, in order. ``docs/clara.md`` lists all arguments.
+
+    ``prefetch_size`` batches are made ahead by all workers together: each makes
+    ``ceil(prefetch_size / num_workers)`` of them, at least the one that it is working on.
+
+    Args:
+        path_or_dict: ``train_config.json``, or what is in it.
+        section: ``"train"`` or ``"validate"``.
+        environment: what ``{VAR}`` in the configuration stands for; the process's environment without it.
+        transforms: more names for ``pre_transforms``, each of what makes a transform of dicts when called
+            with ``args``. Your own are live unless they are declared with :func:`hotset.deterministic`.
+
+    Returns:
+        A loader of dicts. ``"image"`` is float32, of shape ``[B, C, *output_crop_size]``. ``"label"`` is a
+        float32 tensor like it for segmentation, with the label's own channels; for classification int64
+        ``[B]``, or float32 ``[B, n]`` if labels are lists. It is left out if the list has none. The last
+        batch may be smaller; none is dropped. ``loader.dataset.plan`` says what is cached.
+
+    Raises:
+        ArgumentError: a value is missing or wrong, a file is missing: the sentence names the key.
+        ImportError: MONAI is not installed.
+
+    Example:
+        >>> import nibabel, numpy, os, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> volume = nibabel.Nifti1Image(numpy.ones((20, 20, 20), numpy.float32), numpy.eye(4))
+        >>> for name in ("image.nii", "label.nii"):
+        ...     nibabel.save(volume, os.path.join(folder.name, name))
+        >>> with open(os.path.join(folder.name, "dataset.json"), "w") as file:
+        ...     _ = file.write('{"training": [{"image": "image.nii", "label": "label.nii"}]}')
+        >>> args = {
+        ...     "data_list_file_path": "{ROOT}/dataset.json",
+        ...     "data_file_base_dir": "{ROOT}",
+        ...     "data_list_key": "training",
+        ...     "output_crop_size": [16, 16, 16],
+        ...     "output_batch_size": 1,
+        ... }
+        >>> config = {"train": {"image_pipeline": {"name": "SegmentationImagePipeline", "args": args}}}
+        >>> for batch in from_config(config, environment={"ROOT": folder.name}):
+        ...     print(batch["image"].shape, batch["label"].dtype)
+        torch.Size([1, 1, 16, 16, 16]) torch.float32
+        >>> folder.cleanup()
+    """
+    pipeline = read_config(path_or_dict, section, os.environ if environment is None else environment)
+    data_set = _monai("data").Dataset(pipeline.samples, _chain(pipeline, transforms or {}))
+    data_set.transform.set_random_state(int(torch.randint(_SEEDS, ()).item()))
+    cached: Any = data_set
+    if pipeline.resident is not None and pipeline.is_training:
+        resident = min(pipeline.resident, len(data_set))
+        cached = cache(data_set, window=hotset.Window(resident=resident, replace=pipeline.replace))
+    elif pipeline.resident is not None:
+        cached = cache(data_set)
+    workers = pipeline.num_workers
+    return DataLoader(
+        cached,
+        batch_size=pipeline.batch_size,
+        shuffle=pipeline.is_training and cached is data_set,  # a window has its own order
+        num_workers=workers,
+        prefetch_factor=max(1, -(-pipeline.prefetch_size // workers)) if workers else None,
+        worker_init_fn=_seed_transforms,
+    )
+
+
+def _monai(part: str) -> Any:
+    try:
+        import monai.data
+        import monai.transforms
+    except ImportError as error:
+        raise ImportError(
+            f"Clara's pipelines are made of MONAI's transforms, and MONAI cannot be imported ({error}); "
+            "install it with: pip install 'hotset[monai]'."
+        ) from error
+    return getattr(monai, part)
+
+
+def _seed_transforms(worker: int) -> None:
+    """Seed what is random in this worker, from the worker's seed."""
+    info = get_worker_info()
+    assert info is not None
+    # Behind a cache what is live is the very objects of the whole chain, so that a sample is cropped alike
+    # with and without it.
+    whole: Any = getattr(info.dataset, "dataset", info.dataset)
+    whole.transform.set_random_state(info.seed % _SEEDS)
+
+
+# The chain
+
+
+def _chain(pipeline: Pipeline, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """The whole chain, of one item of the data list to one sample of a batch."""
+    monai = _monai("transforms")
+    files, both = ["image"], ["image"]
+    types = [torch.float32]
+    if "label" in pipeline.samples[0]:
+        both.append("label")
+        segmented = pipeline.task == "Segmentation"
+        files += ["label"] if segmented else []
+        listed = isinstance(pipeline.samples[0]["label"], list)
+        types.append(torch.float32 if segmented or listed else torch.int64)
+    plain = monai.EnsureTyped(both, dtype=types, track_meta=False)
+    load = [monai.LoadImaged(files), monai.EnsureChannelFirstd(files)]
+    pre = [_pre_transform(step, known) for step in pipeline.steps]
+    if pipeline.is_training:
+        pad = monai.SpatialPadd(files, spatial_size=pipeline.crop)
+        crop = [pad, plain, monai.RandSpatialCropd(files, roi_size=pipeline.crop, random_size=False)]
+    else:
+        crop = [monai.ResizeWithPadOrCropd(files, spatial_size=pipeline.crop)]
+    one = OneVolume(tuple(files), len(pipeline.crop), pipeline.args.child("output_crop_size").path)
+    select = monai.SelectItemsd(both)
+    # A transform that may give several samples gives a list of one, over which the inner Compose maps those
+    # after it; the outer one doesn't map, so that the list gets to where it ends.
+    return monai.Compose([monai.Compose([*load, *pre]), one, select, *crop, plain], map_items=False)
+
+
+@deterministic
+class OneVolume:
+    """What pre_transforms give, as one sample that can be cropped.
+
+    Args:
+        keys: what is cropped.
+        axes: of the crop.
+        name: the configuration's key of the crop's size.
+    """
+
+    def __init__(self, keys: tuple[str, ...], axes: int, name: str) -> None:
+        self.keys = keys
+        self.axes = axes
+        self.name = name
+
+    def __call__(self, given: Any) -> Any:
+        samples = given if isinstance(given, list) else [given]
+        if len(samples) != 1:
+            raise ArgumentError(
+                f"pre_transforms make {len(samples)} samples of one; leave out the one that does, or give it "
+                "num_samples=1: a batch is output_batch_size volumes."
+            )
+        shapes = [tuple(samples[0][key].shape[1:]) for key in self.keys]
+        if any(len(shape) != self.axes for shape in shapes):
+            raise ArgumentError(
+                f"{self.name} has {self.axes} sizes, and there is a volume of {shapes[0]}; give a size for "
+                "each of its axes."
+            )
+        if len(set(shapes)) > 1:
+            raise ArgumentError(
+                f"an image of {shapes[0]} has a label of {shapes[1]} voxels, and cannot be cropped with it; "
+                "give pre_transforms that change the shape the keys of both."
+            )
+        return samples[0]
+
+
+def _pre_transform(step: Entry, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """One of ``pre_transforms``."""
+    step.only(("name", "args"), "a transform")
+    args = step["args"] if "args" in step else Entry({}, f"{step.path}.args")
+    args.only(args.value, "it")  # an object, of any keys
+    make = _maker(step["name"], known)
+    if "num_samples" in args and args["num_samples"].value != 1:
+        raise args["num_samples"].wrong("1: a batch is output_batch_size volumes, each cropped once")
+    try:
+        return make(**args.value)
+    except Exception as error:  # the transform's own judgement, of any kind
+        why = str(error).rstrip(".")
+        raise ArgumentError(f"{args.name}: {step.value['name']} does not take them: {why}.") from error
+
+
+def _maker(name: Entry, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    text = name.text()
+    if text in known:
+        return known[text]
+    monai = _monai("transforms")
+    make = getattr(monai, text, None)
+    if not (isinstance(make, type) and issubclass(make, monai.MapTransform)):
+        names = [each for each in dir(monai) if each.endswith("d")]
+        near = difflib.get_close_matches(text, [*names, *known], cutoff=0.7)
+        hint = f", such as {' or '.join(near)}" if near else ""
+        raise name.wrong(f"one of MONAI's dictionary transforms{hint}, or in transforms=")
+    if make in (monai.LoadImaged, monai.EnsureChannelFirstd):
+        raise name.wrong("left out: images are loaded, channels first, before pre_transforms")
+    found: Callable[..., Any] = make
+    return found

@@ -1,0 +1,349 @@
+"""Reading a Clara Train configuration: every wrong value is a sentence that names its key.
+
+Two files are read. ``train_config.json`` says in each of its sections what the pipeline is; the data list
+that it names says what the samples are::
+
+    train_config.json                             dataset.json
+    {"train": {                                   {"training":
+      "pre_transforms": [{"name", "args"}, ...],    [{"image": "a.nii.gz", "label": "b.nii.gz"}, ...],
+      "image_pipeline": {"name", "args": {...}}},  "validation": [...],
+     "validate": {...}}                            "test": [...]}
+
+Both are other people's files, and often wrong in one place when they are moved to another machine. So a
+value is never looked at without the way that led to it: an :class:`Entry` is the two together, and only its
+methods give plain values. What is wrong is found here, before a volume is opened or a worker started: keys
+that nobody would read are refused, as they are mostly misspelt, and every file of the list must be there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotset.errors import ArgumentError
+
+__all__ = ["Entry", "Pipeline", "read_config", "read_samples"]
+
+_ARGUMENTS = (
+    "data_list_file_path",
+    "data_file_base_dir",
+    "data_list_key",
+    "output_crop_size",
+    "output_batch_size",
+    "num_workers",
+    "prefetch_size",
+)
+_CACHE_ARGUMENTS = ("num_cache_objects", "replace_percent")
+_TASKS = ("Segmentation", "Classification")
+_NAMES = {
+    f"{task}ImagePipeline{suffix}": (task, bool(suffix)) for task in _TASKS for suffix in ("", "WithCache")
+}
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
+_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of a JSON file and where it stands.
+
+    Attributes:
+        value: what stands there.
+        path: the keys that lead to it, ``train.pre_transforms[0].name``; empty for the whole file.
+        file: the file, for sentences; empty for the configuration itself.
+    """
+
+    value: Any
+    path: str = ""
+    file: str = ""
+
+    @property
+    def name(self) -> str:
+        """The entry as sentences call it."""
+        here = self.path or "the configuration"
+        return f"{here} in {self.file}" if self.file else here
+
+    def wrong(self, must: str) -> ArgumentError:
+        """The error of a value that is not what it must be."""
+        return ArgumentError(f"{self.name} is {_shown(self.value)}; it must be {must}.")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._object()
+
+    def __getitem__(self, key: str) -> Entry:
+        if key not in self:
+            known = ", ".join(map(str, self.value)) or "nothing"
+            raise ArgumentError(f"{self.child(key).name} is missing; there is {known}. Add it.")
+        return self.child(key)
+
+    def child(self, key: str) -> Entry:
+        """The entry under a key; its value is None where there is none."""
+        return Entry(self._object().get(key), f"{self.path}.{key}" if self.path else key, self.file)
+
+    def only(self, keys: Iterable[str], reader: str) -> None:
+        """Refuse keys that nobody would read."""
+        known = tuple(keys)
+        for key in self._object():
+            if key not in known:
+                name = self.child(key).name
+                raise ArgumentError(f"{name} is not known to {reader}, which takes {', '.join(known)}.")
+
+    def _object(self) -> Mapping[str, Any]:
+        if not isinstance(self.value, Mapping):
+            raise self.wrong("an object of keys and values")
+        return self.value
+
+    def elements(self, what: str) -> Iterator[Entry]:
+        """The entries of a list; ``what`` they are, for the sentence."""
+        if not isinstance(self.value, (list, tuple)):
+            raise self.wrong(f"a list of {what}")
+        for number, value in enumerate(self.value):
+            yield Entry(value, f"{self.path}[{number}]", self.file)
+
+    def text(self) -> str:
+        """A text that is not empty."""
+        if not isinstance(self.value, str) or not self.value:
+            raise self.wrong("a text")
+        return self.value
+
+    def whole(self, least: int) -> int:
+        """A whole number, at least ``least``."""
+        if isinstance(self.value, bool) or not isinstance(self.value, int) or self.value < least:
+            raise self.wrong(f"a whole number, {least} or more")
+        return self.value
+
+    def number(self) -> float:
+        """A number that a float32 can hold."""
+        if (
+            isinstance(self.value, bool)
+            or not isinstance(self.value, (int, float))
+            or not abs(self.value) < 1e38
+        ):
+            raise self.wrong("a number")
+        return float(self.value)
+
+    def fraction(self) -> float:
+        """A number in [0, 1]."""
+        if (
+            isinstance(self.value, bool)
+            or not isinstance(self.value, (int, float))
+            or not 0 <= self.value <= 1
+        ):
+            raise self.wrong("a fraction in [0, 1], not a percentage: 0.1 replaces 10 % of the samples")
+        return float(self.value)
+
+    def filled(self, variables: Mapping[str, Any]) -> Entry:
+        """The same with every ``{VAR}`` in its texts replaced, at any depth.
+
+        Raises:
+            ArgumentError: a variable is not set, or is no text.
+        """
+
+        def replaced(found: re.Match[str]) -> str:
+            name = found[1]
+            if name not in variables:
+                raise ArgumentError(
+                    f"{self.name} is {_shown(self.value)}, and {name} is not set; export it in the "
+                    f"environment, or give environment={{{name!r}: ...}}."
+                )
+            value = variables[name]
+            if not isinstance(value, (str, os.PathLike)):
+                raise ArgumentError(f"environment[{name!r}] is {value!r}; it must be a text or a path.")
+            return os.fsdecode(value)
+
+        value: Any = self.value
+        if isinstance(value, str):
+            value = _PLACEHOLDER.sub(replaced, value)
+        elif isinstance(value, Mapping):
+            value = {key: self.child(key).filled(variables).value for key in value}
+        elif isinstance(value, (list, tuple)):
+            value = [element.filled(variables).value for element in self.elements("anything")]
+        return Entry(value, self.path, self.file)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """An ``image_pipeline``, with every value in its range.
+
+    Attributes:
+        args: the entry of its arguments, for sentences about them.
+        steps: the entries of ``pre_transforms``.
+        is_training: section ``train``, not ``validate``.
+        task: ``"Segmentation"`` or ``"Classification"``.
+        samples: one dict for each sample: see :func:`read_samples`.
+        crop: voxels (or pixels) along each axis.
+        batch_size: samples in a batch.
+        num_workers, prefetch_size: worker processes, and batches that they make ahead.
+        resident: samples to keep in memory; None for a pipeline without a cache.
+        replace: the fraction of them that is replaced after each epoch.
+    """
+
+    args: Entry
+    steps: list[Entry]
+    is_training: bool
+    task: str
+    samples: list[dict[str, Any]]
+    crop: tuple[int, ...]
+    batch_size: int
+    num_workers: int
+    prefetch_size: int
+    resident: int | None
+    replace: float
+
+
+def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> Pipeline:
+    """Read one section of a configuration: the file's name, or what was in it.
+
+    Raises:
+        ArgumentError: with the key that is wrong.
+    """
+    if section not in ("train", "validate"):
+        raise ArgumentError(f"section={section!r} holds no image pipeline; give 'train' or 'validate'.")
+    if isinstance(config, (str, os.PathLike)):
+        whole = Entry(_json(Path(os.fsdecode(config)), "the configuration"))
+    elif isinstance(config, Mapping):
+        whole = Entry(config)
+    else:
+        raise ArgumentError(f"a configuration is a path or a dict, and this is a {type(config).__name__}.")
+    given = whole[section]["image_pipeline"].filled(environment)
+    given.only(("name", "args"), "an image pipeline")
+    name = given["name"].text()
+    if name not in _NAMES:
+        raise given["name"].wrong(f"one of {', '.join(_NAMES)}")
+    task, cached = _NAMES[name]
+    args = given["args"]
+    args.only((*_ARGUMENTS, *(_CACHE_ARGUMENTS if cached else ())), name)
+    training = section == "train"
+    samples = read_samples(args, task, needs_labels=training)
+    crop = tuple(size.whole(1) for size in args["output_crop_size"].elements("two or three sizes"))
+    if len(crop) not in (2, 3):
+        raise args["output_crop_size"].wrong("a list of two or three sizes")
+    resident, replace = _cache_arguments(args, len(samples), training) if cached else (None, 0.0)
+    steps: list[Entry] = []
+    if "pre_transforms" in whole[section]:
+        given = whole[section]["pre_transforms"].filled(environment)
+        steps = list(given.elements('{"name", "args"}'))
+    return Pipeline(
+        args=args,
+        steps=steps,
+        is_training=training,
+        task=task,
+        samples=samples,
+        crop=crop,
+        batch_size=args["output_batch_size"].whole(1),
+        num_workers=args["num_workers"].whole(0) if "num_workers" in args else 0,
+        prefetch_size=args["prefetch_size"].whole(0) if "prefetch_size" in args else 0,
+        resident=resident,
+        replace=replace,
+    )
+
+
+def _cache_arguments(args: Entry, samples: int, training: bool) -> tuple[int, float]:
+    resident = args["num_cache_objects"].whole(1)
+    if training:
+        return resident, args["replace_percent"].fraction()
+    if "replace_percent" in args and args["replace_percent"].fraction() != 0:
+        raise args["replace_percent"].wrong("0 for validation, which uses the same samples each time")
+    if resident < samples:
+        raise args["num_cache_objects"].wrong(
+            f"{samples} or more for validation: an epoch is one pass over the cache, and the other samples "
+            "would never be validated. Use the pipeline without a cache if they do not fit in memory"
+        )
+    return resident, 0.0
+
+
+def read_samples(args: Entry, task: str, *, needs_labels: bool) -> list[dict[str, Any]]:
+    """The samples of a list in the form of the Medical Segmentation Decathlon.
+
+    Args:
+        args: holds ``data_list_file_path``, ``data_file_base_dir`` and ``data_list_key``.
+        task: labels are files for segmentation, as images are; an int or a list of numbers for
+            classification.
+        needs_labels: else a list of images alone will do, also as texts, as in the decathlon's ``test``.
+
+    Returns:
+        ``{"image": path}`` or ``{"image": path, "label": path or number or list}`` for each sample, the same
+        keys in all of them; a path that is a list is one image of several channels.
+
+    Raises:
+        ArgumentError: with the key that is wrong, in the configuration or in the list.
+    """
+    file = Path(args["data_list_file_path"].text())
+    base = args["data_file_base_dir"].text()
+    if not os.path.isdir(base):
+        raise args["data_file_base_dir"].wrong("a folder that exists")
+    key = args["data_list_key"].text()
+    listed = Entry(_json(file, args["data_list_file_path"].name), file=str(file))
+    if key not in listed:
+        raise args["data_list_key"].wrong(f"a key of {file}, which has {', '.join(listed.value) or 'none'}")
+    found = []
+    for entry in listed[key].elements("samples"):
+        if isinstance(entry.value, str) and not needs_labels:
+            found.append({"image": _files(entry, base)})
+            continue
+        sample: dict[str, Any] = {"image": _files(entry["image"], base)}
+        if needs_labels or "label" in entry:
+            label = entry["label"]
+            sample["label"] = _files(label, base) if task == "Segmentation" else _classes(label)
+        found.append(sample)
+        if len(sample) != len(found[0]):
+            raise ArgumentError(
+                f"{listed[key].name} has samples with and without a label, {entry.path} is the first that "
+                "differs; give all of them one or none."
+            )
+    if not found:
+        raise listed[key].wrong("a list with a sample or more")
+    if task == "Classification" and "label" in found[0]:
+        _require_one_length([sample["label"] for sample in found], listed[key])
+    return found
+
+
+def _files(entry: Entry, base: str) -> str | list[str]:
+    """One file below ``base``, or several that are the channels of one image."""
+    if isinstance(entry.value, (list, tuple)) and entry.value:
+        return [_file(each, base) for each in entry.elements("files")]
+    return _file(entry, base)
+
+
+def _file(entry: Entry, base: str) -> str:
+    path = os.path.join(base, entry.text())
+    if not os.path.exists(path):
+        raise ArgumentError(
+            f"{entry.name} is {_shown(entry.value)}, and there is no file {path}; look at data_file_base_dir."
+        )
+    return path
+
+
+def _classes(entry: Entry) -> int | list[float]:
+    """A class, or a number for each of several."""
+    if isinstance(entry.value, (list, tuple)) and entry.value:
+        return [number.number() for number in entry.elements("numbers")]
+    if isinstance(entry.value, bool) or not isinstance(entry.value, int):
+        raise entry.wrong("a class as a whole number, or a list of numbers")
+    return entry.whole(0)
+
+
+def _require_one_length(labels: list[Any], listed: Entry) -> None:
+    """Labels make one tensor: all of them are a number, or lists of one length."""
+    lengths = [len(label) if isinstance(label, list) else None for label in labels]
+    for entry, length in zip(listed.elements("samples"), lengths, strict=True):
+        if length != lengths[0]:
+            raise entry["label"].wrong(f"like the first one, {_shown(labels[0])}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _json(file: Path, what: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"{what}: {file} cannot be read ({error.strerror}); correct the path.") from error
+    except ValueError as error:
+        raise ArgumentError(f"{what}: {file} is no JSON: {error}.") from error

@@ -1,0 +1,38 @@
+"""Tails: where the variable leaves of records lie in a segment, and where they go when gathered."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.store import format as fmt
+from hotset.store.segment import Words
+
+__all__ = ["Tails"]
+
+
+class Tails:
+    """Runs of lines: where they lie in the segment, and where they go when gathered one behind the other.
+
+    Attributes:
+        heads: the heads of the rows that they belong to (:attr:`Schema.head`).
+        first: first line of each run in the segment.
+        counts: lines of each run.
+        starts: first line of each run among the gathered ones.
+        total: how many lines there are in all.
+    """
+
+    def __init__(self, heads: npt.NDArray[np.void]) -> None:
+        self.heads = heads
+        words: Words = heads["tail"]
+        self.first: Words = words >> fmt.TAIL_COUNT_BITS
+        self.counts: Words = words & ((1 << fmt.TAIL_COUNT_BITS) - 1)
+        ends: Words = np.add.accumulate(self.counts)
+        self.starts: Words = ends - self.counts
+        self.total = int(ends[-1]) if len(ends) else 0
+
+    def lines(self) -> Words:
+        """The numbers of all lines, in the order in which they are gathered."""
+        offsets: Words = (self.first - self.starts).repeat(self.counts)
+        offsets += np.arange(self.total)
+        return offsets

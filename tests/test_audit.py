@@ -1,0 +1,245 @@
+"""The audit: what is frozen or stale is found while it is used, named, and served no more."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import difference, equal_batches, is_a_sentence, rng_states, seed_everything
+from samples import image_and_label
+from sources import FolderLike, ReadLog, Samples, TextFiles, Transformed
+
+import hotset
+from hotset.data import audit
+from hotset.data.source import Cuts, Uncut
+
+N = 40
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audit every batch, whatever it costs."""
+    monkeypatch.setattr(audit, "_ONE_IN", 1)
+    monkeypatch.setattr(audit, "_SHARE", 1e9)
+
+
+class LaterRandom:
+    """Behaves while it is looked at, and draws once it is armed."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __call__(self, sample: Any) -> Any:
+        image, label = sample
+        return image, label + (random.randrange(10**6) if self.flag.exists() else 0)
+
+
+class LaterRandomImage(LaterRandom):
+    def __call__(self, image: Any) -> Any:
+        return image + (random.randrange(10**6) if self.flag.exists() else 0)
+
+
+def plain(sample: Any) -> Any:
+    return sample
+
+
+def warm(dataset: Any, **loader: Any) -> hotset.DataLoader[Any]:
+    made = hotset.DataLoader(dataset, batch_size=8, **loader)
+    list(made)
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("live", [False, True])
+def test_a_frozen_transform_is_named_and_nothing_is_served_any_more(
+    tmp_path: Path, workers: int, live: bool
+) -> None:
+    flag = tmp_path / "armed"
+    frozen = hotset.deterministic(LaterRandom(flag))
+    chain = [plain, frozen, *([_live] if live else [])]
+    with hotset.cache(Samples(image_and_label, N), transform=chain) as cached:
+        loader = warm(cached, num_workers=workers)
+        list(loader)
+        assert cached.stats().cached == N
+        flag.touch()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            list(loader)
+            list(loader)
+        sentences = [str(each.message) for each in told]
+        assert len(sentences) == 1, sentences
+        assert "LaterRandom gives another output each time" in sentences[0]
+        assert is_a_sentence(sentences[0])
+        assert cached.stats().cached == 0
+        seen = {tuple(int(y) for _, labels in loader for y in labels) for _ in range(3)}
+        assert len(seen) == 3, "labels are drawn anew in each epoch from now on"
+
+
+def _live(sample: Any) -> Any:
+    return sample[0] + random.randrange(3), sample[1]
+
+
+def test_a_transform_inside_the_data_set_is_named(tmp_path: Path) -> None:
+    flag = tmp_path / "armed"
+    from torchvision.transforms import Compose
+
+    source = FolderLike(N, Compose([plain, hotset.deterministic(LaterRandomImage(flag)), _jitter]))
+    with hotset.cache(source) as cached:
+        assert cached.plan.live == ("_jitter",)
+        loader = warm(cached)
+        flag.touch()
+        with pytest.warns(hotset.HotsetWarning, match="LaterRandomImage gives another output each time"):
+            list(loader)
+
+
+def _jitter(image: torch.Tensor) -> torch.Tensor:
+    return image + random.randrange(3)
+
+
+def test_a_changed_file_is_seen_and_the_new_content_served(tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}" for i in range(8)]
+    for i, path in enumerate(files):
+        path.write_bytes(bytes([i] * 5))
+    with hotset.cache(TextFiles(files)) as cached:
+        loader = warm(cached)
+        for path in files:
+            path.write_bytes(b"other")
+        with pytest.warns(hotset.HotsetWarning, match="has changed since it was cached"):
+            list(loader)
+        for i in range(8):
+            equal_batches(cached[i], TextFiles(files)[i])
+
+
+def test_all_processes_stop_serving(tmp_path: Path) -> None:
+    """What one rank finds out holds for those that share the cache: here another attachment of it."""
+    import pickle
+
+    flag = tmp_path / "armed"
+    chain = [hotset.deterministic(LaterRandom(flag))]
+    with hotset.cache(Samples(image_and_label, N), transform=chain) as cached:
+        other = pickle.loads(pickle.dumps(cached))
+        loader = warm(cached)
+        assert other.store is not None
+        flag.touch()
+        with pytest.warns(hotset.HotsetWarning):
+            list(loader)
+        assert other.store is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert other[3][1] != other[3][1]
+        other.close()
+
+
+def test_what_agrees_is_left_alone_and_no_draw_is_moved(tmp_path: Path) -> None:
+    log = ReadLog(tmp_path / "reads")
+
+    def logged(index: int) -> Any:
+        log.add(index)
+        return image_and_label(index)
+
+    source, chain = Samples(logged, N), [plain, _live]
+
+    def run(dataset: Any) -> Any:
+        seed_everything(3)
+        loader = hotset.DataLoader(dataset, batch_size=8, shuffle=True)
+        return [(list(loader), rng_states()) for _ in range(4)]
+
+    expected = run(Transformed(Samples(image_and_label, N), chain))
+    with hotset.cache(source, transform=chain) as cached:
+        log.reset()
+        got = run(cached)
+        assert log.total() > N, "hits were audited"
+        assert cached.stats().cached == N
+    equal_batches(got, expected)
+
+
+def test_what_is_declared_against_the_evidence_is_not_audited() -> None:
+    """The user has seen the draws, and wants them frozen."""
+
+    def drawn(index: int) -> Any:
+        return torch.tensor(random.random()), index
+
+    with hotset.cache(hotset.deterministic(Samples(drawn, N))) as cached:
+        assert not cached.plan.audited
+        first = list(warm(cached))
+        assert difference(list(hotset.DataLoader(cached, batch_size=8)), first) is None
+
+
+def test_a_source_that_cannot_be_read_any_more_is_no_difference(tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}" for i in range(4)]
+    for path in files:
+        path.write_bytes(b"12345")
+    with hotset.cache(TextFiles(files)) as cached:
+        loader = warm(cached)
+        for path in files:
+            path.unlink()
+        assert len(list(loader)) == 1
+        assert cached.stats().cached == 4
+
+
+def test_a_window_is_audited_by_the_samples_that_its_entries_are(tmp_path: Path) -> None:
+    flag = tmp_path / "armed"
+    chain = [hotset.deterministic(LaterRandom(flag))]
+    window = hotset.Window(10, replace=0.2, wait=True)
+    with hotset.cache(Samples(image_and_label, N), transform=chain, window=window) as cached:
+        loader = hotset.DataLoader(cached, batch_size=5)
+        for _ in range(6):
+            list(loader)
+        assert cached.stats().cached == 10
+        flag.touch()
+        with pytest.warns(hotset.HotsetWarning, match="LaterRandom"):
+            list(loader)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            labels = [int(y) % 10**6 for _, ys in loader for y in ys]
+        assert len(labels) == 10
+
+
+def test_it_waits_until_it_has_earned_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "_ONE_IN", 1000)
+    monkeypatch.setattr(audit, "_SHARE", 0.01)
+    now = [100.0]
+    monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
+    source = Uncut.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0))
+    auditor = audit.Audit(source, seconds=0.5)
+
+    def slow() -> Any:
+        now[0] += 0.5
+        return image_and_label(0)
+
+    looks, begun = 0, now[0]
+    for _ in range(20000):
+        now[0] += 0.01
+        place = auditor.due(64)
+        if place is not None:
+            assert 0 <= place < 64
+            assert auditor.differs(image_and_label(0), slow) is None
+            looks += 1
+    assert 3 <= looks <= 0.01 * (now[0] - begun) / 0.5
+    quick = audit.Audit(source, seconds=1e-6)
+    now[0] += 1
+    asked = []
+    for _ in range(1000):
+        now[0] += 0.1
+        asked.append(quick.due(64) is not None)
+    assert sum(asked) == 1000 * 64 // 1024, "one hit in a thousand, in whole batches"
+
+
+def test_which_sample_is_looked_at_varies_and_draws_nothing() -> None:
+    source = Uncut.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0))
+    auditor = audit.Audit(source, 0.0)
+    before = rng_states()
+    places = set()
+    for hits in range(2, 200):
+        place = auditor.due(hits)
+        if place is not None:
+            auditor.differs(0, lambda: 0)
+            places.add(place)
+    assert len(places) > 20
+    assert rng_states() == before
+    assert np.isfinite(len(places))

@@ -1,0 +1,127 @@
+"""``hotset explain``: the plan of a data set from the shell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import failure, is_a_sentence
+from typer.testing import CliRunner
+
+from hotset.cli.explain import load
+from hotset.cli.main import app
+from hotset.errors import ArgumentError, HotsetError
+
+MODULE = """
+import random
+
+import torch
+
+log = []
+
+
+class Data:
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return self.transform(torch.full((8, 8), float(range(100)[index]))), index
+
+
+def halve(picture):
+    return picture / 2
+
+
+def jitter(picture):
+    return picture + random.random()
+
+
+class Both:
+    def __call__(self, picture):
+        return jitter(halve(picture))
+
+
+plain = Data(halve)
+nothing = 3
+
+
+def train(transform=jitter):
+    return Data(transform)
+
+
+class Holder:
+    inner = plain
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "explained_here.py").write_text(MODULE)
+    (tmp_path / "needs_more.py").write_text("import no_such_module_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("explained_here", None)
+
+
+def explain(*arguments: str) -> str:
+    found = CliRunner().invoke(app, ["explain", *arguments], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_it_prints_the_plan() -> None:
+    text = explain("explained_here:plain", "--batch-size", "32", "--steps", "100")
+    assert "cached  halve" in text
+    assert "probed" in text
+    assert "4 an epoch, in batches of 32" in text
+    assert "100 steps are 25 epochs" in text
+
+
+def test_a_function_that_makes_the_data_set_is_called() -> None:
+    text = explain("explained_here.py:train")
+    assert "live    jitter" in text
+    assert "random's global state moved" in text
+
+
+def test_windows_and_cuts() -> None:
+    text = explain("explained_here:Holder.inner", "--resident", "0.2", "--replace", "auto")
+    assert "20 of 100 samples are resident" in text
+    assert "up to 10" in text
+    assert "live    halve" in explain("explained_here:plain", "--cut", "0")
+    text = explain("explained_here:plain", "--resident", "1000")
+    assert "all are cached and none" in text
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("explained_here", "names no object"),
+        (":plain", "names no object"),
+        ("explained_here:absent", "has no 'absent'"),
+        ("no_module_here:plain", "there is no module"),
+        ("no_file_here.py:plain", "there is no file"),
+    ],
+)
+def test_what_is_not_there_is_a_sentence(place: str, says: str) -> None:
+    found = failure(lambda: load(place))
+    assert found.kind is ArgumentError
+    assert says in found.text
+    assert is_a_sentence(found.text)
+
+
+def test_what_is_no_data_set_is_a_sentence() -> None:
+    result = CliRunner().invoke(app, ["explain", "explained_here:nothing"])
+    assert isinstance(result.exception, HotsetError)
+    assert "int is none" in str(result.exception)
+
+
+def test_what_a_module_needs_and_has_not_is_its_own_error() -> None:
+    found = failure(lambda: load("needs_more:plain"))
+    assert found.kind is ModuleNotFoundError
+    assert "no_such_module_anywhere" in found.text
