@@ -22,6 +22,9 @@ with the reason and without a figure.
     throttle        a source at the pace of remote storage, for all processes together
     training        a small network and its training, for what waits for data
     curves          the sweep's plot
+    volumes         files of volumes, and the windows that MONAI and hotset keep of them
+    window_job      the processes whose memory "window" measures
+    digits          the accuracy of windows and of full passes, a program of its own
     attach_job      the second process of "attach"
     truth           what a batch must hold
     harness         rounds, ratios, targets

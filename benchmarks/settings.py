@@ -66,3 +66,13 @@ class Settings:
     @property
     def molecules(self) -> int:
         return 500 if self.quick else 20_000
+
+    @property
+    def volumes(self) -> int:
+        """NIfTI volumes, of which windows hold half: as many as Smart Cache's description has."""
+        return 12 if self.quick else 100
+
+    @property
+    def volume_side(self) -> int:
+        """Voxels of a volume in its plane; crops are half as wide."""
+        return 16 if self.quick else 80

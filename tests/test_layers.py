@@ -34,7 +34,7 @@ MODULES = {
 }
 
 LAYERS = [
-    {"errors", "units"},
+    {"errors", "units", "told"},
     {"policy"},
     {"store"},
     {"session", "cluster"},
@@ -42,11 +42,11 @@ LAYERS = [
     {"device", "data", "collate"},
     {"cli", "server", "train", "integrations", "demo"},
 ]
-ONE_PART = {"collate": "data", "units": "errors"}
+ONE_PART = {"collate": "data", "units": "errors", "told": "errors"}
 # The command line is what starts the others.
 MAY_START = {"cli": {"demo", "server"}}
 
-WITHOUT_TORCH = ["policy", "session", "cli", "errors", "units"]
+WITHOUT_TORCH = ["policy", "session", "cli", "errors", "units", "told"]
 WITHOUT_TORCH += [
     f"store.{name}" for name in ("format", "segment", "locks", "memory", "check", "claims", "room")
 ]

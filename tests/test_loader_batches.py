@@ -344,6 +344,46 @@ def test_no_leaf_of_a_batch_is_read_only_or_shares_memory_with_another() -> None
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+@pytest.mark.parametrize("make", [image_and_label, ragged])
+def test_small_batches_that_are_gathered_together_are_apart(make: Callable[[int], Any]) -> None:
+    """They are copied as one, and yet each tensor has a storage of its own, and each can be written to."""
+    collate = hotset.collate.ragged if make is ragged else default_collate
+    source = Samples(make, 50)
+    with hotset.cache(source) as cached:
+        loader = hotset.DataLoader(cached, batch_size=6, collate_fn=collate)
+        list(loader)
+        expected = list(DataLoader(source, batch_size=6, collate_fn=collate))
+        for batch, true in zip(loader, expected, strict=True):
+            equal_batches(batch, true)
+            for leaf in leaves(batch):
+                if make is image_and_label and leaf.numel():
+                    assert leaf.untyped_storage().nbytes() == leaf.nbytes
+            scribble(batch)
+        assert cached.stats().hits == 100 - 50
+
+
+def test_a_clear_between_small_batches_is_heeded() -> None:
+    with hotset.cache(Samples(image_and_label, 60)) as cached:
+        loader = hotset.DataLoader(cached, batch_size=4)
+        list(loader)
+        got = []
+        for number, batch in enumerate(loader):
+            got.append(batch)
+            if number == 3:
+                cached.clear()
+                before = cached.stats().misses
+        equal_batches(got, list(DataLoader(Samples(image_and_label, 60), batch_size=4)))
+        assert cached.stats().misses - before == 60 - 16, "what comes after the clear is read anew"
+
+
+def test_indices_of_a_sampler_of_the_users_are_gathered_together_where_they_are_known() -> None:
+    with hotset.cache(Samples(image_and_label, 30)) as cached:
+        list(hotset.DataLoader(cached, batch_size=5))
+        order = [[3, 1], [4], [1, 5, 9], [-1, 2]]
+        got = list(hotset.DataLoader(cached, batch_sampler=order, num_workers=2))
+        equal_batches(got, list(DataLoader(Samples(image_and_label, 30), batch_sampler=order)))
+
+
 def test_batches_in_hand_stay_valid_after_close() -> None:
     for live in (False, True):
         cached = hotset.cache(Samples(big_image_and_label, N), transform=[_negative] if live else None)

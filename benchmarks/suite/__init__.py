@@ -6,12 +6,25 @@ from collections.abc import Callable
 
 from benchmarks.harness import Outcome
 from benchmarks.settings import Settings
-from benchmarks.suite import attach, first, fixed, memory, ragged, ranks, resume, startup, sweep
+from benchmarks.suite import (
+    attach,
+    first,
+    fixed,
+    memory,
+    planning,
+    ragged,
+    ranks,
+    resume,
+    startup,
+    sweep,
+    window,
+)
 
 __all__ = ["BENCHMARKS"]
 
 BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "startup": startup.startup,
+    "planning": planning.planning,
     "first-epoch": first.first_epoch,
     "warm": fixed.warm,
     "live": fixed.live,
@@ -26,4 +39,6 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "sweep": sweep.sweep,
     "attach": attach.attach,
     "resume": resume.resume,
+    "window": window.window,
+    "window-monai": window.window_monai,
 }

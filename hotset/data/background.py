@@ -32,7 +32,6 @@ import os
 import random
 import signal
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,11 +43,11 @@ from torch._utils import ExceptionWrapper
 
 from hotset.data.allocator import keep_freed_memory
 from hotset.data.board import Address, Board
-from hotset.errors import HotsetWarning
 from hotset.session.share import attach_again
 from hotset.store.claims import Ids
 from hotset.store.format import CLAIMED, PRESENT
 from hotset.store.store import Store
+from hotset.told import tell
 
 __all__ = ["Background"]
 
@@ -56,6 +55,8 @@ Read = Callable[[int], Any]
 
 _JOIN_SECONDS = 5.0
 _NOT_BEGUN = -1
+# Training comes first; but with less than this share of a busy core a window would hardly move.
+_NICE = 5
 
 
 class Background:
@@ -200,7 +201,7 @@ class Background:
     def _tell(self, sentence: str) -> None:
         if not self._told:
             self._told = True
-            warnings.warn(sentence, HotsetWarning, stacklevel=4)
+            tell(sentence)
 
     def _advice(self, error: Exception) -> str:
         if isinstance(error, OSError):
@@ -287,7 +288,7 @@ def _settle_in() -> None:
             signal.signal(each, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how a data set's children end
-    os.nice(10)
+    os.nice(_NICE)
     keep_freed_memory()
     gc.freeze()  # what was inherited is not this process's to finalise, nor to copy by touching it
     random.seed()

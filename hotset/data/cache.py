@@ -11,7 +11,6 @@ reading a sample.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any, TypeVar
@@ -25,11 +24,12 @@ from hotset.data.residents import Residents
 from hotset.data.source import Uncut
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
-from hotset.errors import HotsetWarning, UnsupportedPlatform
+from hotset.errors import UnsupportedPlatform
 from hotset.session.share import share
 from hotset.store.ring import Ring
 from hotset.store.segment import Address
 from hotset.store.store import Store
+from hotset.told import tell
 from hotset.units import parse_bytes
 
 __all__ = ["cache"]
@@ -121,14 +121,12 @@ def cache(
     store, registration, joined = share(identity.meeting, name, create=create, attach=attach)
     assert made is not None, "either made here or found"
     if not joined and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
-        warnings.warn(
+        tell(
             f"{name} has a set_epoch, so its samples may change from epoch to epoch, and cached ones do not: "
-            f"move what changes to transform=, or if nothing does, declare it: hotset.deterministic({name}).",
-            HotsetWarning,
-            stacklevel=2,
+            f"move what changes to transform=, or if nothing does, declare it: hotset.deterministic({name})."
         )
     for note in made.plan.warnings:
-        warnings.warn(note, HotsetWarning, stacklevel=2)
+        tell(note)
     residents = _residents(made, window, store)
     return CachedDataset(dataset, made.source, made.plan, store, registration, residents)
 
@@ -152,11 +150,9 @@ def _create(made: Made, wanted: Wanted) -> Store | None:
     except UnsupportedPlatform:
         raise
     except (OSError, MemoryError, ValueError, OverflowError) as error:
-        warnings.warn(
+        tell(
             f"{plan.name}: no cache can be made, samples come from the source: {error}. Look at the "
-            "limits of this shell (`ulimit -a`), or lower `memory=`.",
-            HotsetWarning,
-            stacklevel=5,
+            "limits of this shell (`ulimit -a`), or lower `memory=`."
         )
     return None
 

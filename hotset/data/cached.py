@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +22,7 @@ from hotset.data.plan import Plan
 from hotset.data.residents import Position, Residents
 from hotset.data.source import Source
 from hotset.data.stats import Stats
-from hotset.errors import HotsetWarning, SegmentError
+from hotset.errors import SegmentError
 from hotset.session import registry
 from hotset.session.share import attach_again
 from hotset.store.claims import Ids
@@ -31,6 +30,7 @@ from hotset.store.format import PRESENT, Live, Slot
 from hotset.store.ring import Ring
 from hotset.store.segment import Address
 from hotset.store.store import Store
+from hotset.told import tell
 
 __all__ = ["CachedDataset", "attach_store"]
 
@@ -92,7 +92,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         self._length = plan.used
         self._own_misses = 0
         self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
-        self.tell: Callable[[str], None] = _warn
+        self.tell: Callable[[str], None] = tell
         self.epoch = 0
         self._registration = registration
         self._joined = os.getpid()
@@ -214,7 +214,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         if found is None:
             return
         if store.condemn():
-            index = number if self.residents is None else self.residents.sample(number)
+            index = self._index(number)
             why = why_it_differs(self.source, index)
             self.tell(
                 f"{self.plan.name}: sample {index} is not what was cached of it any more ({found}), as "
@@ -237,8 +237,12 @@ class CachedDataset(Dataset[T], Generic[T]):
         if store.room.why_full is not None:
             cached = int((store.segment.index >= PRESENT).sum())
             why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.room.why_full}"
-        elif store.filler.misfits >= max(_MISFITS_WORTH_TELLING, len(self) // 100):
-            why = f"{store.filler.misfits:,} samples and more stay uncached: {store.filler.misfit}"
+        elif (misfits := self._misfits(store)) >= max(_MISFITS_WORTH_TELLING, self.plan.samples // 100):
+            first, form = next(iter(store.filler.misfits.items()))
+            why = (
+                f"{misfits:,} samples and more stay uncached: sample {self._index(first)} does not fit the "
+                f"first samples' form: {form}"
+            )
         else:
             return
         with store.member.short_lock():  # workers run out of room at the same moment, and one is to say so
@@ -246,6 +250,17 @@ class CachedDataset(Dataset[T], Generic[T]):
         if told:
             return
         self.tell(f"{self.plan.name}: {why}.")
+
+    def _misfits(self, store: Store) -> int:
+        """How many samples this process has met that do not fit the schema; a window meets them again."""
+        found = store.filler.misfits
+        if self.residents is not None and len(found) >= _MISFITS_WORTH_TELLING:
+            return len({self._index(entry) for entry in found})
+        return len(found)
+
+    def _index(self, number: int) -> int:
+        """The user's number of what the store calls so."""
+        return number if self.residents is None else self.residents.sample(number)
 
     # ---- the store -----------------------------------------------------------------------------------
 
@@ -283,11 +298,9 @@ class CachedDataset(Dataset[T], Generic[T]):
         try:
             store = attach_again(address, attach_store)
         except (SegmentError, OSError) as error:
-            warnings.warn(
+            tell(
                 f"the cache of {self.plan.name} is out of reach, so samples come from the source: {error} "
-                "Unpickle it on the same machine, while a process that has it lives.",
-                HotsetWarning,
-                stacklevel=4,
+                "Unpickle it on the same machine, while a process that has it lives."
             )
             return None
         return store
@@ -366,6 +379,14 @@ class CachedDataset(Dataset[T], Generic[T]):
         if self.residents is not None:
             self.residents.begin_next(self._ring, processes, context, self.tell)
 
+    def prepare(self, processes: int, context: Any) -> None:
+        """Have the window's next samples prepared, in the midst of an epoch that goes on here.
+
+        Takes what :meth:`begin_next` does.
+        """
+        if self.residents is not None:
+            self.residents.prepare(self._ring, processes, context)
+
     def go_to(self, position: Position) -> None:
         """Take up the window where it stood."""
         if self.residents is not None:
@@ -403,13 +424,9 @@ class CachedDataset(Dataset[T], Generic[T]):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         store = self._attached()
-        state["tell"] = _warn
+        state["tell"] = tell
         state["_store"] = store.segment.address if store is not None else None
         return state
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.dataset!r})"
-
-
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, HotsetWarning, stacklevel=6)

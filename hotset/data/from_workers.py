@@ -9,7 +9,6 @@ its states.
 from __future__ import annotations
 
 import time
-import warnings
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -18,8 +17,8 @@ from hotset.data.letters import Letter
 from hotset.data.resume import Pass
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import Desks, TaskSampler
-from hotset.errors import HotsetWarning
 from hotset.store.blocks import making_workers
+from hotset.told import tell
 
 __all__ = ["WorkerBatches"]
 
@@ -68,7 +67,7 @@ class WorkerBatches:
         news = letter.news
         self._desks.needed = max(self._desks.needed, news.needed)
         for sentence in news.told:
-            warnings.warn(sentence, HotsetWarning, stacklevel=2)
+            tell(sentence)
         self._run.workers[news.worker] = news.states
         self._run.turn = (news.worker + 1) % self._workers
         self._run.count(news.samples)

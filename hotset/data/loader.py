@@ -16,6 +16,7 @@ arguments over the same data set without the cache.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -47,8 +48,8 @@ from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import BatchMaker, Desks, TaskSampler, WorkerInit, make_gather
 from hotset.determinism.generators import Generators
-from hotset.errors import HotsetWarning
 from hotset.store.claims import Ids
+from hotset.told import tell
 
 __all__ = ["DataLoader"]
 
@@ -111,7 +112,10 @@ class DataLoader(TorchDataLoader[T]):
         moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
         if saved is None or moved_on or not saved.under_way:
             for cached in windows:
-                cached.begin_next(max(self.num_workers, 1), self.multiprocessing_context)
+                cached.begin_next(self._helpers, self.multiprocessing_context)
+        else:
+            for cached in windows:
+                cached.prepare(self._helpers, self.multiprocessing_context)
         if saved is not None and not moved_on:
             return self._go_on(saved)
         last, fresh = self._pass, self._fresh
@@ -175,11 +179,9 @@ class DataLoader(TorchDataLoader[T]):
         if self._saved is not None:
             return self._saved.state
         if not self.in_order and self.num_workers:
-            warnings.warn(
+            tell(
                 "with in_order=False batches come as they are done, and who goes on from this state may get "
-                "some of the last ones twice, and miss others; leave in_order=True.",
-                HotsetWarning,
-                stacklevel=2,
+                "some of the last ones twice, and miss others; leave in_order=True."
             )
         run = self._pass
         live = self._live_here() if self.num_workers == 0 else None
@@ -252,12 +254,17 @@ class DataLoader(TorchDataLoader[T]):
         windows = [cached.residents.state() for cached in self._windows() if cached.residents]
         return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers, windows)
 
+    @property
+    def _helpers(self) -> int:
+        """How many processes prepare a window's samples: as many as workers; a core is left for training."""
+        cores = len(os.sched_getaffinity(0))
+        return max(1, min(self.num_workers, cores - 1))
+
     def _windows(self) -> list[CachedDataset[Any]]:
         """The caches behind the data set that have a running window; whichever way batches are made."""
         route = route_to(self.dataset)
-        return (
-            [cached for cached in route.caches if cached.residents is not None] if route is not None else []
-        )
+        caches = route.caches if route is not None else []
+        return list({id(cached): cached for cached in caches if cached.residents is not None}.values())
 
     def _identity(self) -> dict[str, Any]:
         if self._known is None:

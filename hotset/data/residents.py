@@ -175,9 +175,7 @@ class Residents:
             return
         self._settle(ring)
         first = self._background is None
-        if first and self.sizes.replaced + self._prefill:
-            self._background = Background(ring, self.read, processes=processes, context=context)
-            self._started = time.monotonic()
+        self._employ(ring, processes, context)
         self.raise_errors()
         live = ring.segment.live
         if self._offset is None:  # a job that comes later counts from 0, where others are far ahead
@@ -199,6 +197,19 @@ class Residents:
             if self._prefill and first:
                 self._fill_first(ring)
             self._background.ask(self._due(ring))
+
+    def prepare(self, ring: Ring | None, processes: int, context: Any) -> None:
+        """Have the samples prepared that are due at the next boundary; see :meth:`begin`."""
+        if ring is not None:
+            self._employ(ring, processes, context)
+            if self._background is not None:
+                self._background.ask(self._due(ring))
+
+    def _employ(self, ring: Ring, processes: int, context: Any) -> None:
+        """Have helpers, if there are none and they will have something to do."""
+        if self._background is None and self.sizes.replaced + self._prefill:
+            self._background = Background(ring, self.read, processes=processes, context=context)
+            self._started = time.monotonic()
 
     def _due(self, ring: Ring) -> Ids:
         """The entries that are to go in at the next boundary."""

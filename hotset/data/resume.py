@@ -18,7 +18,6 @@ begun again under the old random states, and the batches that were consumed are 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,7 +30,8 @@ from hotset.data.residents import Position as WindowPosition
 from hotset.data.residents import Residents, positions_of
 from hotset.data.rest import Cut, Position
 from hotset.determinism.generators import Generators
-from hotset.errors import HotsetWarning, StateError
+from hotset.errors import StateError
+from hotset.told import tell
 
 __all__ = [
     "FORMAT",
@@ -184,11 +184,9 @@ class Saved:
         then += [position.epoch for position in self.windows]
         if not self.under_way or now == then:
             return False
-        warnings.warn(
+        tell(
             f"the sampler was set to epoch {now} after a state in the midst of epoch {then} was loaded: the "
-            "rest of that epoch is dropped. Begin your loop with the epoch that was interrupted.",
-            HotsetWarning,
-            stacklevel=3,
+            "rest of that epoch is dropped. Begin your loop with the epoch that was interrupted."
         )
         return True
 

@@ -21,7 +21,6 @@ import operator
 import os
 import secrets
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -30,12 +29,13 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hotset.data.form import Form, limit_in_bytes, sample_count
-from hotset.errors import ArgumentError, HotsetWarning, SegmentError, UnsupportedPlatform
+from hotset.errors import ArgumentError, SegmentError, UnsupportedPlatform
 from hotset.session import registry
 from hotset.session.share import attach_again, share
 from hotset.store.format import PRESENT, RECORD_HEADER, Live
 from hotset.store.segment import Address, Words
 from hotset.store.slots import Slots
+from hotset.told import tell
 
 __all__ = ["SharedCache", "get_shm_size"]
 
@@ -396,4 +396,4 @@ def _integer(idx: object) -> int:
 
 
 def _warn(sentence: str) -> None:
-    warnings.warn(sentence, HotsetWarning, stacklevel=4)
+    tell(sentence)

@@ -35,16 +35,16 @@ import os
 import re
 import secrets
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 
-from hotset.errors import ArgumentError, FolderError, HotsetWarning
+from hotset.errors import ArgumentError, FolderError
 from hotset.session.entry import NONCE, Entry, look, pack_head, write_holder
 from hotset.session.folder import KNOB, is_named, open_at, open_folder
 from hotset.session.job import pid_namespace
 from hotset.session.turn import TURN
 from hotset.store import locks
+from hotset.told import tell
 
 __all__ = ["Entry", "Registration", "entries", "find", "gc", "register"]
 
@@ -223,12 +223,10 @@ def register(
             registration._share.hold(held, folder)
     except OSError as error:
         reason = error if isinstance(error, FolderError) else f"{error.strerror or error}."
-        warnings.warn(
+        tell(
             f"The cache {name!r} works but is not listed, so `hotset check` does not see it, and other ranks "
             f"of this job cannot share it. To list it, set {KNOB} to a folder of your own on this machine. "
-            f"The reason: {reason}",
-            HotsetWarning,
-            stacklevel=2,
+            f"The reason: {reason}"
         )
     return registration
 

@@ -22,17 +22,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from hotset.errors import HotsetWarning, SegmentError
+from hotset.errors import SegmentError
 from hotset.session import registry
 from hotset.session.entry import Entry
 from hotset.session.folder import KNOB
 from hotset.session.job import Job, this_job
 from hotset.session.turn import turns
 from hotset.store.segment import Address, Segment
+from hotset.told import tell
 
 __all__ = ["HasSegment", "Shared", "address_of", "attach_again", "share"]
 
@@ -108,11 +108,7 @@ def share(
             return Shared(None, None, joined=False)
         registration = _list(value.segment.address, name, key, job)
     if why and registration.joined:  # else it has warned of the same folder
-        warnings.warn(
-            f"The cache {name!r} is this rank's own, and takes memory besides the other ranks' one: {why}.",
-            HotsetWarning,
-            stacklevel=3,
-        )
+        tell(f"The cache {name!r} is this rank's own, and takes memory besides the other ranks' one: {why}.")
     return Shared(value, registration, joined=False)
 
 

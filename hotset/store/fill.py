@@ -36,6 +36,7 @@ _CHUNK_SECONDS = 8e-3
 _LARGEST_CHUNK = 64
 _CHUNK_BYTES = 1 << 20
 _PATIENCE_SECONDS = 2.0
+_MOST_MISFITS = 1 << 14
 
 
 class Filler:
@@ -43,15 +44,13 @@ class Filler:
 
     Attributes:
         reads: how many samples this process has read from the source for it.
-        misfits: how many of them did not fit the schema.
-        misfit: a sentence about the first of those.
+        misfits: which of them did not fit the schema, and why: the first thousands.
         ahead: whether it reads ahead of use: what it reads is no miss then.
     """
 
     def __init__(self, member: Membership, index: Index, room: Room, schema: Schema) -> None:
         self.ahead = False
-        self.misfit = ""
-        self.misfits = 0
+        self.misfits: dict[int, str] = {}
         self.reads = 0
         self.claims = Claims(member, index)
         self._member = member
@@ -129,9 +128,8 @@ class Filler:
             try:
                 fitting.append((sample, self._schema.prepare(value)))
             except Misfit as misfit:
-                self.misfits += 1
-                if self.misfits == 1:
-                    self.misfit = f"sample {sample} does not fit the first samples' form: {misfit}"
+                if len(self.misfits) < _MOST_MISFITS:
+                    self.misfits.setdefault(sample, str(misfit))
         if fitting:
             longest = max(prepared.tail_lines for _, prepared in fitting)
             self._bytes = self._schema.stride + longest * fmt.LINE

@@ -51,9 +51,10 @@ class Copy:
     the other while the consumer's thread prepares and finishes them.
     """
 
-    def __init__(self, gather: Gather, count: int, words: Words, era: int) -> None:
+    def __init__(self, gather: Gather, count: int, words: Words, era: int, block: Memory) -> None:
         self.gather = gather
         self.count = count
+        self.block = block
         self.words = words
         self.era = era
         self.selections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -61,6 +62,7 @@ class Copy:
         self.lying: dict[int, torch.Tensor] = {}
         self.tails: Tails | None = None
         self.lines: torch.Tensor | None = None
+        self.lines_at = 0
         self.line_numbers: Words | None = None
 
     def run(self) -> None:
@@ -240,7 +242,7 @@ class Gather:
         block = memory(size + tails.total * fmt.LINE if tails is not None else size)
         if block is None:
             return None
-        copy = Copy(self, count, words, era)
+        copy = Copy(self, count, words, era, block)
         index = torch.from_numpy(rows)
         for column, view, offset in zip(self.columns, self._views, offsets, strict=True):
             out = block.tensor(offset, count * column.width)
@@ -253,41 +255,63 @@ class Gather:
                 copy.selections.append((view, index, out.view(count, column.width)))
         if tails is not None:
             copy.tails, copy.lines = tails, block.tensor(size, tails.total * fmt.LINE)
+            copy.lines_at = size
             copy.line_numbers = tails.lines()
         return copy
 
-    def finish(self, copy: Copy, place: Callable[[torch.Tensor, int], Any]) -> Any | None:
-        """Return the batch once its bytes are there; None if a sample left the store meanwhile."""
+    def finish(
+        self, copy: Copy, place: Callable[[torch.Tensor, int], Any], start: int = 0, stop: int | None = None
+    ) -> Any | None:
+        """Return the batch once its bytes are there; None if a sample left the store meanwhile.
+
+        Several small batches can be copied as one. Each is then finished by itself, with tensors that have
+        storages of their own, though in one block.
+
+        Args:
+            copy: that was run.
+            place: what becomes of a finished column, and its offset in the block.
+            start, stop: which of the copy's samples the batch has.
+        """
         if not self._store.unchanged(copy.words, copy.era):
             return None
+        stop = copy.count if stop is None else stop
+        count, whole = stop - start, stop - start == copy.count
         columns = []
         for number, (column, (out, offset)) in enumerate(zip(self.columns, copy.columns, strict=True)):
-            done = out.view(column.dtype).view(copy.count, *column.shape)
+            if not whole:
+                offset += start * column.width
+                out = copy.block.tensor(offset, count * column.width)
+            done = out.view(column.dtype).view(count, *column.shape)
             if column.lies is not None and column.width:
                 stored, back = column.lies
                 lying = copy.lying[number].view(column.dtype).view(copy.count, *stored)
-                done.copy_(lying.permute(0, *back))
+                done.copy_(lying[start:stop].permute(0, *back))
             columns.append(place(done, offset))
-        variables = self._variables(copy) if copy.tails is not None else []
+        variables = self._variables(copy, start, stop) if copy.tails is not None else []
         return self._assemble(columns, variables)
 
     def _sound(self, ids: Ids) -> bool:
         return self._store.verified is None or bool(self._store.present(ids).all())
 
-    def _variables(self, copy: Copy) -> list[Any]:
+    def _variables(self, copy: Copy, start: int, stop: int) -> list[Any]:
         """The variable leaves of a batch: text as lists, arrays ragged or padded."""
-        schema = self._schema
-        assert copy.tails is not None
-        assert copy.lines is not None
-        starts = copy.tails.starts * fmt.LINE
+        schema, tails, lines = self._schema, copy.tails, copy.lines
+        assert tails is not None
+        assert lines is not None
+        first = 0
+        if stop - start < copy.count:
+            first = int(tails.starts[start])
+            end = tails.total if stop == copy.count else int(tails.starts[stop])
+            lines = copy.block.tensor(copy.lines_at + first * fmt.LINE, (end - first) * fmt.LINE)
+        starts = (tails.starts[start:stop] - first) * fmt.LINE
         found: list[Any] = []
         for place in schema.variable:
             leaf = schema.leaves[place]
-            shapes = copy.tails.heads[str(place)].astype(np.int64)
+            shapes = tails.heads[str(place)][start:stop].astype(np.int64)
             sizes = np.multiply.reduce(shapes, axis=1)
             if isinstance(leaf, ArrayLeaf):
                 sizes *= leaf.itemsize
-            found.append(self._variable_column(leaf, copy.lines, starts, sizes, shapes))
+            found.append(self._variable_column(leaf, lines, starts, sizes, shapes))
             if place != schema.variable[-1]:
                 starts = starts + -(-sizes // _ALIGN_TAIL) * _ALIGN_TAIL
         return found

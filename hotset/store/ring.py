@@ -23,7 +23,7 @@ and what has left is never claimed again. (The lap's 20 bits repeat after a mill
 sleeps through. A *clear* lets words come back, and counts the era up.) The tail's place in a row that was
 being written is garbage, so the words are looked at before it is used, too.
 
-**Who may claim**: an entry that has not left, in a slot with no record of an entry that has not left. So a
+**Who may claim**: one of the M entries from the cursor on, in a slot with no record of another of them. So a
 slow process never writes an old entry over a newer one, nor a fast one over what others still use. Claims do
 not carry the lap: that of another lap keeps the slot busy, and the entry absent, while its claimant lives.
 
@@ -108,9 +108,11 @@ class _RingIndex(Index):
             return ids
         slots, cursor = self.places(ids), self.cursor
         held = self._held(slots, self._words[slots], cursor)
-        here: Ids = ids[(ids >= cursor) & ((held < cursor) | (held == ids))]
-        # Two entries of one slot cannot be claimed together: the later ones have it.
-        return here[here > here.max() - len(self._words)] if len(here) else here
+        # What lies a lap or more ahead is wanted by a process that does not know that the window moved back.
+        beyond = cursor + len(self._words)
+        free = (held < cursor) | (held >= beyond) | (held == ids)
+        here: Ids = ids[(ids >= cursor) & (ids < beyond) & free & (slots < self._segment.geometry.rows)]
+        return here
 
     def records(self) -> tuple[Ids, Ids]:
         """The slots that have records, those of entries that have left first and in that order; and those."""
@@ -354,6 +356,8 @@ class Ring(Store):
         """Which of these entries are in the store, or were refused: those that nobody needs to wait for."""
         words = self.words(entries)
         settled: Mask = (words >= PRESENT) | (words == self.index.refusals(entries))
+        # Where the limit has room for fewer rows than there are slots, some entries are never stored.
+        settled |= self.index.places(entries) >= self.segment.geometry.rows
         return settled & (self.era() is not None)
 
     def refuse(self, entries: Ids) -> None:

@@ -22,14 +22,13 @@ import errno
 import json
 import platform
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hotset.errors import HotsetWarning, SegmentError
+from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store import memory
 from hotset.store.blocks import BlockPool
@@ -41,6 +40,7 @@ from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
 from hotset.store.tails import Tails
+from hotset.told import tell
 
 __all__ = ["FULL_CHECK", "Store", "require_index_room"]
 
@@ -305,11 +305,7 @@ class Store:
         if problem is not None:
             self._damaged += 1
             if self._damaged == 1:
-                warnings.warn(
-                    f"{problem}; it is read from the source, like all others that are found damaged.",
-                    HotsetWarning,
-                    stacklevel=2,
-                )
+                tell(f"{problem}; it is read from the source, like all others that are found damaged.")
             return False
         if not FULL_CHECK:
             self.verified[sample] = word

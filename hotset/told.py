@@ -1,0 +1,26 @@
+"""Warnings that point at the user's line, however deep in hotset or torch they are found."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+from hotset.errors import HotsetWarning
+
+__all__ = ["tell"]
+
+_OURS = os.path.dirname(__file__) + os.sep
+
+
+def tell(sentence: str) -> None:
+    """Warn of something, as from the innermost line that is neither hotset's nor torch's.
+
+    (``skip_file_prefixes`` of :func:`warnings.warn` does this from Python 3.12 on.)
+    """
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    theirs = (_OURS, os.path.dirname(torch) + os.sep) if torch else (_OURS,)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(theirs):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(sentence, HotsetWarning, stacklevel=level)
