@@ -526,7 +526,7 @@ def test_prefill_fills_before_the_first_epoch_and_shows_how_far_it_is(
     batches = iter(loader_over(cached, num_workers=workers))
     assert cached.stats().cached == N
     assert set(log.counts()) >= {cached.residents.sample(entry) for entry in range(N)}
-    assert shown.getvalue().endswith("\rCounting: 8 of 8 samples resident\n")
+    assert shown.getvalue().endswith("\rCounting: [" + "#" * 30 + "] 8 of 8 samples\n")
     assert len(numbers(batches)) == N
     assert cached.stats().hits == N
     assert max(log.counts().values()) == 1
@@ -847,6 +847,23 @@ def test_more_than_there_is_memory_for_is_told_and_comes_from_the_source(make: M
     assert all("resident" in str(one.message) for one in told)
     assert 0 < cached.stats().cached < 50
     assert cached.check() == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "helpers"), [(8, 0, 1), (8, 3, 3), (2, 2, 1), (1, 4, 1), (4, 9, 3)]
+)
+def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
+    cores: int, workers: int, helpers: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    begun: list[int] = []
+    cached = make()
+    monkeypatch.setattr(type(cached), "begin_next", lambda self, processes, context: begun.append(processes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)
+        next(iter(loader))
+    assert begun == [helpers]
 
 
 def test_entries_far_ahead_never_hold_the_window_up(make: Make) -> None:

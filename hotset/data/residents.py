@@ -41,6 +41,7 @@ __all__ = ["Position", "Residents", "positions_of"]
 
 _PROGRESS_SECONDS = 0.1
 _STARTING_SECONDS = 1.0
+_BAR = 30
 # Entries are looked up this many at a time: the arithmetic takes a tenth of a millisecond for one, too.
 _BLOCK = 4096
 
@@ -257,11 +258,20 @@ class Residents:
         while not (settled := ring.settled(wanted)).all() and not self._background.idle:
             self.raise_errors()
             if shown:
-                _show(f"{self._name}: {int(settled.sum()):,} of {len(wanted):,} samples resident")
+                self._show(int(settled.sum()))
             time.sleep(_PROGRESS_SECONDS)
         if shown:
-            _show(f"{self._name}: {int(settled.sum()):,} of {len(wanted):,} samples resident\n")
+            self._show(int(settled.sum()), end="\n")
         self.raise_errors()
+
+    def _show(self, ready: int, end: str = "") -> None:
+        """A bar of how many residents there are."""
+        wanted = self.sizes.resident
+        full = _BAR * ready // wanted
+        bar = "#" * full + "." * (_BAR - full)
+        print(
+            f"\r{self._name}: [{bar}] {ready:,} of {wanted:,} samples", end=end, file=sys.stderr, flush=True
+        )
 
     def count(self, samples: int, ring: Ring | None, tell: Callable[[str], None]) -> None:
         """Count samples that a loader of another kind has taken; tell the user if it announces no epochs."""
@@ -346,10 +356,6 @@ def positions_of(states: list[list[int]], now: list[list[int]]) -> tuple[Positio
             "into a loader over a window with the same parameters."
         )
     return tuple(Position(epoch - 1, *rest) for epoch, *rest in (state[known:] for state in states))
-
-
-def _show(line: str) -> None:
-    print(f"\r{line}", end="", file=sys.stderr, flush=True)
 
 
 def _run(first: int, count: int) -> Ids:

@@ -286,11 +286,10 @@ class _Desk:
         self.needed = size
         return self if size <= self.size else None
 
-    def tensor(self, offset: int, size: int) -> torch.Tensor:
+    def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A part of a gathered batch: see :class:`hotset.store.gather.Memory`."""
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return self._view(offset, torch.uint8, (size,), size)
+        count = size // dtype.itemsize
+        return self._view(offset, dtype, (count,), count) if count else torch.empty(0, dtype=dtype)
 
     def placed(self, done: torch.Tensor, offset: int) -> Any:
         """What stands in the letter for a finished column."""

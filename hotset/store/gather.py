@@ -39,9 +39,9 @@ _ALIGN_TAIL = 16
 
 
 class Memory(Protocol):
-    """Where a batch goes: gives a uint8 tensor of ``size`` bytes at ``offset``, each a storage of its own."""
+    """Where a batch goes: gives a tensor of ``size`` bytes at ``offset``, each a storage of its own."""
 
-    def tensor(self, offset: int, size: int) -> torch.Tensor: ...
+    def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor: ...
 
 
 class Copy:
@@ -278,10 +278,12 @@ class Gather:
         count, whole = stop - start, stop - start == copy.count
         columns = []
         for number, (column, (out, offset)) in enumerate(zip(self.columns, copy.columns, strict=True)):
-            if not whole:
+            if whole:
+                done = out.view(column.dtype).view(count, *column.shape)
+            else:
                 offset += start * column.width
-                out = copy.block.tensor(offset, count * column.width)
-            done = out.view(column.dtype).view(count, *column.shape)
+                done = copy.block.tensor(offset, count * column.width, column.dtype)
+                done = done.view(count, *column.shape) if column.shape else done
             if column.lies is not None and column.width:
                 stored, back = column.lies
                 lying = copy.lying[number].view(column.dtype).view(copy.count, *stored)
@@ -366,8 +368,8 @@ Variable = Callable[[Ragged], Any]
 
 
 class _Fresh:
-    def tensor(self, offset: int, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+    def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.empty(size // dtype.itemsize, dtype=dtype)
 
 
 def _as_tuple(part: Callable[[list[Any], list[Any]], Any]) -> Callable[[list[Any], list[Any]], Any]:
