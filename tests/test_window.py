@@ -811,6 +811,13 @@ def test_memory_for_not_even_one_sample_is_refused(make: Make) -> None:
     assert is_a_sentence(found.text)
 
 
+def test_what_is_no_window_gets_a_sentence() -> None:
+    found = failure(lambda: hotset.cache(Samples(tagged, D), window=50))  # type: ignore[arg-type]
+    assert found.kind is hotset.ArgumentError
+    assert is_a_sentence(found.text)
+    assert "hotset.Window(resident=50)" in found.text
+
+
 @pytest.mark.parametrize("resident", [D + 1, 10**12])
 def test_more_residents_than_samples_are_told_and_all_are_cached(resident: int, make: Make) -> None:
     with pytest.warns(HotsetWarning, match="more than the 24 samples there are, so all are cached") as told:

@@ -24,7 +24,7 @@ from hotset.data.residents import Residents
 from hotset.data.source import Uncut
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
-from hotset.errors import UnsupportedPlatform
+from hotset.errors import ArgumentError, UnsupportedPlatform
 from hotset.session.share import share
 from hotset.store.ring import Ring
 from hotset.store.segment import Address
@@ -96,6 +96,10 @@ def cache(
     """
     if memory != "auto":
         parse_bytes(memory)  # an error here, also in a rank that takes another one's cache
+    if window is not None and not isinstance(window, Window):
+        raise ArgumentError(
+            f"window={window!r} is no window; write window=hotset.Window(resident={window!r})."
+        )
     wanted = Wanted(memory, strict, cut, window)
     uncut = Uncut.of(dataset, transform)
     running = None if window is None else [str(field) for field in astuple(window)]
