@@ -465,6 +465,28 @@ def test_a_budget_above_what_the_machine_has_is_warned_about() -> None:
         hotset.cache(Samples(image_and_label, N), memory="900TiB").close()
 
 
+class Drawing(FolderLike):
+    """Draws with each reading, to no avail; its chain and a given one are looked into all the same."""
+
+    def __getitem__(self, index: int) -> Any:
+        random.random()
+        torch.rand(())
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_looking_into_a_source_that_draws_moves_no_generator(given: bool, is_declared: bool) -> None:
+    source: Any = Drawing(N, None if given else image_to_float)
+    before = rng_states()
+    if is_declared:
+        hotset.cache(hotset.deterministic(source), transform=halve_first if given else None).close()
+    else:
+        found = failure(lambda: hotset.cache(source, transform=halve_first if given else None))
+        assert found.kind is hotset.NotCacheable
+    assert rng_states() == before
+
+
 def test_live_transforms_are_measured_and_leave_no_trace() -> None:
     class Held:
         def __init__(self) -> None:

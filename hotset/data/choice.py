@@ -22,6 +22,7 @@ import torch
 from hotset.data.source import Cuts, Place, Recorder, Uncut, find_places, recorded
 from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
+from hotset.determinism.generators import Generators
 from hotset.determinism.split import Split, split
 from hotset.determinism.trial import once
 from hotset.determinism.verdict import Verdict, name_of, verdict_of
@@ -89,11 +90,16 @@ def choose(uncut: Uncut, limit: float, strict: bool, wanted: int | None) -> Choi
         ArgumentError: ``wanted`` is no number of transforms.
         Exception: what the data set or a transform raises on all samples.
     """
-    found = _Finder(uncut, strict)
-    for number in range(len(uncut.sites)):
-        found.judge_own(number)
-    found.judge_given()
-    return found.choose(limit, wanted)
+    # The source may draw, if that is declared; who builds a cache draws what he would have drawn without.
+    generators = Generators([uncut.dataset, uncut.given])
+    try:
+        found = _Finder(uncut, strict)
+        for number in range(len(uncut.sites)):
+            found.judge_own(number)
+        found.judge_given()
+        return found.choose(limit, wanted)
+    finally:
+        generators.restore()
 
 
 class _Looked(NamedTuple):
