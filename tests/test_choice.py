@@ -249,6 +249,51 @@ def test_what_the_data_set_does_with_a_result_is_never_skipped() -> None:
     assert found.kind is hotset.NotCacheable
 
 
+class Squares(FolderLike):
+    """Goes on working on what its chain returns."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image * image, label
+
+
+def test_randomness_that_a_trial_finds_is_refused_where_it_cannot_be_cut_off() -> None:
+    """It shows in one call of many: the trial makes many of them, and two readings alone may miss it."""
+    calls = [0]
+
+    def rarely(image: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return image + (random.random() if calls[0] % 11 == 0 else 0)
+
+    found = failure(lambda: hotset.cache(Squares(N, rarely)))
+    assert found.kind is hotset.NotCacheable
+    assert "rarely" in found.text
+    assert is_a_sentence(found.text), found.text
+
+
+def test_a_bad_sample_of_the_data_sets_own_chain_is_nobodys_worry_before_a_given_one() -> None:
+    def picky(image: torch.Tensor) -> torch.Tensor:
+        if torch.equal(image, image_and_label(0)[0]):
+            raise ValueError("sample 0 is bad")
+        return image
+
+    with hotset.cache(FolderLike(N, picky), transform=[halve_first]) as cached:
+        assert cached.plan.live == ()
+        equal_batches(cached[1], image_and_label(1))
+        assert "bad" in failure(lambda: cached[0]).text
+
+
+def test_a_cut_that_cannot_be_is_an_error_and_not_another_cut() -> None:
+    for source, chain, cut in (
+        (Squares(N, image_to_float), None, 0),
+        (Both(image_to_float, blur_label), [halve_first], 2),
+    ):
+        found = failure(lambda: hotset.cache(source, transform=chain, cut=cut))  # noqa: B023
+        assert found.kind is hotset.ArgumentError
+        assert f"cut={cut} cannot be" in found.text
+        assert is_a_sentence(found.text), found.text
+
+
 def test_known_randomness_that_does_not_show_is_refused_where_it_cannot_be_cut_off() -> None:
     """A crop of exactly the picture's size looks the same each time: only its class gives it away."""
     from torchvision.transforms import v2

@@ -107,15 +107,31 @@ class _Looked(NamedTuple):
 
     Attributes:
         chain: it.
-        split: how it was judged; None if it stays whole, or is live because something before it is.
+        split: how it was judged; None if nothing is known to arrive at it, or something before it is live.
         values: what arrived at it.
         around: bytes of the sample without that.
+        whole: whether it cannot be cut.
     """
 
     chain: Any
-    split: Split | None
-    values: list[Any]
-    around: float
+    split: Split | None = None
+    values: Sequence[Any] = ()
+    around: float = 0.0
+    whole: bool = False
+
+    @property
+    def cacheable(self) -> int:
+        """How many of its transforms may be cached."""
+        if self.whole:
+            return len(leaves(self.chain))
+        return self.split.count if self.split is not None else 0
+
+    @property
+    def verdicts(self) -> Sequence[Verdict]:
+        """What is known of its transforms, with a trial or without."""
+        if self.split is not None:
+            return self.split.verdicts
+        return [verdict_of(step) for step in leaves(self.chain)]
 
 
 class _Finder:
@@ -126,7 +142,7 @@ class _Finder:
         self._strict = strict
         self.notes: list[str] = []
         self._own: list[_Looked] = []
-        self._given = _Looked(uncut.given, None, [], 0.0)
+        self._given = _Looked(uncut.given)
         self._read_seconds = 0.0
         self._sample: Any = None
         self._indices: list[int] = []
@@ -161,49 +177,70 @@ class _Finder:
     # ---- judging -------------------------------------------------------------------------------------
 
     def judge_own(self, number: int) -> None:
-        """Split one of the data set's own chains, if it can be cut."""
+        """Judge one of the data set's own chains, and look whether it can be cut."""
         site = self._uncut.sites[number]
         recorders = [recorders[number] for _, recorders in self._reads]
         values = [recorder.came[0] for recorder in recorders if len(recorder.came) == 1]
-        kind = self._kind
         if any(recorder.otherwise for recorder in recorders):
-            why = f"{kind} calls its {site.name} with keywords"
-        elif len(values) < len(recorders):
-            why = f"{kind} does not call its {site.name} once for each sample"
-        elif isinstance(self._sample, Exception) or find_places(self._sample, recorders[0]) is None:
-            why = f"{kind} goes on working on what its {site.name} returns, or gives it several values"
-        else:
-            around = _size(self._sample) - _size(values[0])
-            self._own.append(_Looked(site.chain, self._split(site.chain, values), values, around))
+            why = f"{self._kind} calls its {site.name} with keywords"
+            self._own.append(self._whole(_Looked(site.chain), why))
             return
-        self._own.append(self._whole(site.chain, why))
+        if len(values) < len(recorders):
+            why = f"{self._kind} does not call its {site.name} once for each sample"
+            self._own.append(self._whole(_Looked(site.chain), why))
+            return
+        # Tried also where it cannot be cut: what turns out to be random then must not be cached as a whole.
+        looked = _Looked(site.chain, self._split(site.chain, values), values)
+        if isinstance(self._sample, Exception) or find_places(self._sample, recorders[0]) is None:
+            why = f"{self._kind} goes on working on what its {site.name} returns, or gives it several values"
+            self._own.append(self._whole(looked, why))
+        else:
+            self._own.append(looked._replace(around=_size(self._sample) - _size(values[0])))
 
     def judge_given(self) -> None:
         """Split the chain given as ``transform=``, if everything before it may be cached."""
         if not self._uncut.given:
             return
-        if any(own.split is not None and own.split.suffix for own in self._own):
+        if any(own.cacheable < len(leaves(own.chain)) for own in self._own):
             return
+        samples = self._samples()
+        self._given = _Looked(self._uncut.given, self._split(self._uncut.given, samples), samples)
+
+    def _samples(self) -> list[Any]:
+        """The samples as the data set gives them with its own chains, those that it can give.
+
+        Raises:
+            Exception: what the data set raises, if it can give none.
+        """
+        samples: list[Any] = []
+        error: Exception | None = None
         begin = time.perf_counter()
-        samples = [self._uncut.dataset[index] for index in self._indices]
+        for index in self._indices:
+            try:
+                samples.append(self._uncut.dataset[index])
+            except Exception as raised:
+                error = error or raised
+        if not samples:
+            assert error is not None
+            raise error
         if not self._own:
             self._read_seconds = (time.perf_counter() - begin) / len(samples)
-        self._given = _Looked(self._uncut.given, self._split(self._uncut.given, samples), samples, 0.0)
+        return samples
 
-    def _whole(self, chain: Any, why: str) -> _Looked:
+    def _whole(self, looked: _Looked, why: str) -> _Looked:
         """A chain that cannot be cut: to be cached as a whole or not at all.
 
         Raises:
             NotCacheable: it has a transform that is known to be random.
         """
-        for verdict in map(verdict_of, leaves(chain)):
+        for verdict in looked.verdicts:
             if verdict.kind == "random" and declared(self._uncut.dataset) != "deterministic":
                 raise NotCacheable(
                     f"{verdict.name} is random ({verdict.evidence}), and {why}, so that it cannot be cut off "
                     "and would be frozen; give the chain as transform=[...] to hotset.cache instead."
                 )
         self.notes.append(f"{why}, so the chain cannot be cut; give it as transform= to have it cut")
-        return _Looked(chain, None, [], 0.0)
+        return looked._replace(whole=True)
 
     def _split(self, chain: Any, values: list[Any]) -> Split:
         try:
@@ -221,10 +258,10 @@ class _Finder:
 
     def choose(self, limit: float, wanted: int | None) -> Choice:
         """Decide, and look whether the results of what is cut turn up in the sample."""
-        counts = [own.split.count if own.split else len(leaves(own.chain)) for own in self._own]
-        given = self._given.split.count if self._given.split else 0
+        counts = [own.cacheable for own in self._own]
+        given = self._given.cacheable
         main = next((n for n, site in enumerate(self._uncut.sites) if site.name in _MAIN), None)
-        cuttable = main is not None and self._own[main].split is not None
+        cuttable = main is not None and not self._own[main].whole
         first = counts[main] if main is not None else 0
         if wanted is not None:
             counts, given = self._as_wanted(wanted, counts, main)
@@ -234,7 +271,13 @@ class _Finder:
                 counts[main], given = best, 0
             else:
                 given = best - (first if cuttable else 0)
+        asked = (*counts, given)
         places, given = self._places(counts, given)
+        if wanted is not None and (*counts, given) != asked:
+            raise ArgumentError(
+                f"cut={wanted} cannot be, as {self._kind}'s own chain stays whole, or has a live part before "
+                "it; leave out cut=, or give the chain as transform=."
+            )
         cuts = Cuts(tuple(counts), places, given)
         rows = self._rows(cuts)
         probed = any(row.cached and row.kind == "unknown" for row in rows)
@@ -253,10 +296,7 @@ class _Finder:
                 f"cut={wanted!r} is no number of transforms: there are {len(steps)} "
                 f"({', '.join(map(name_of, steps)) or 'none'}); give 0 to {len(steps)}."
             )
-        verdicts = [
-            *(self._verdicts(self._own[main]) if main is not None else []),
-            *self._verdicts(self._given),
-        ]
+        verdicts = [*(self._own[main].verdicts if main is not None else []), *self._given.verdicts]
         for verdict in verdicts[:wanted]:
             if verdict.kind == "random":
                 raise NotCacheable(
@@ -298,7 +338,7 @@ class _Finder:
     def _places(self, counts: list[int], given: int) -> tuple[tuple[tuple[Place, ...], ...], int]:
         """Where the results of the chains that are cut turn up; a chain whose do not stays whole."""
         prefixes = [
-            () if own.split is None else tuple(leaves(own.chain)[:count])
+            () if own.whole else tuple(leaves(own.chain)[:count])
             for own, count in zip(self._own, counts, strict=True)
         ]
         places: list[tuple[Place, ...]] = [()] * len(counts)
@@ -311,10 +351,9 @@ class _Finder:
                 late = any(recorders[n].begun < recorders[m].begun for m in cut if m < n)
                 as_many = found is not None and self._gives_as_many(n, counts[n], recorders[n], len(found))
                 if found is None or late or not as_many:
-                    site = self._uncut.sites[n]
-                    why = f"{self._kind} goes on working on what its {site.name} returns"
-                    self._own[n] = self._whole(site.chain, why)
-                    counts[n] = len(leaves(site.chain))
+                    why = f"{self._kind} goes on working on what its {self._uncut.sites[n].name} returns"
+                    self._own[n] = self._whole(self._own[n], why)
+                    counts[n] = self._own[n].cacheable
                 else:
                     places[n] = found
                     given = 0
@@ -344,7 +383,7 @@ class _Finder:
         rows: list[Row] = []
         value = looked.values[0] if looked.values else None
         known = looked.split.count if looked.split is not None else 0
-        for number, verdict in enumerate(self._verdicts(looked)):
+        for number, verdict in enumerate(looked.verdicts):
             seconds: float | None = None
             made: Any = None
             if looked.split is not None and number < known:
@@ -355,12 +394,6 @@ class _Finder:
             rows.append(Row(verdict.name, verdict.kind, verdict.evidence, seconds, size, number < count))
             value = made
         return rows
-
-    @staticmethod
-    def _verdicts(looked: _Looked) -> Sequence[Verdict]:
-        if looked.split is not None:
-            return looked.split.verdicts
-        return [verdict_of(step) for step in leaves(looked.chain)]
 
 
 def _tried(step: Callable[..., Any], value: Any) -> tuple[Any, float | None]:
