@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 import pytest
 import torch
 from helpers import difference, equal_batches, is_a_sentence, rng_states, seed_everything
@@ -197,7 +197,11 @@ def test_a_window_is_audited_by_the_samples_that_its_entries_are(tmp_path: Path)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             labels = [int(y) % 10**6 for _, ys in loader for y in ys]
+            cursor = cached.residents.position.cursor
+            list(loader)
         assert len(labels) == 10
+        assert cached.residents.position.cursor == cursor + 2, "it moves on, over the source"
+        assert psutil.Process().children() == [], "and nobody prepares what nobody would read"
 
 
 def test_it_waits_until_it_has_earned_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,12 +209,13 @@ def test_it_waits_until_it_has_earned_what_it_costs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(audit, "_SHARE", 0.01)
     now = [100.0]
     monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
-    source = Uncut.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0))
-    auditor = audit.Audit(source, seconds=0.5)
 
-    def slow() -> Any:
+    def slow(index: int) -> Any:
         now[0] += 0.5
-        return image_and_label(0)
+        return image_and_label(index)
+
+    source = Uncut.of(Samples(slow, N), None).cut(Cuts((), (), 0))
+    auditor = audit.Audit(source, seconds=0.5)
 
     looks, begun = 0, now[0]
     for _ in range(20000):
@@ -218,7 +223,7 @@ def test_it_waits_until_it_has_earned_what_it_costs(monkeypatch: pytest.MonkeyPa
         place = auditor.due(64)
         if place is not None:
             assert 0 <= place < 64
-            assert auditor.differs(image_and_label(0), slow) is None
+            assert auditor.differs(image_and_label(0), 0) is None
             looks += 1
     assert 3 <= looks <= 0.01 * (now[0] - begun) / 0.5
     quick = audit.Audit(source, seconds=1e-6)
@@ -238,8 +243,60 @@ def test_which_sample_is_looked_at_varies_and_draws_nothing() -> None:
     for hits in range(2, 200):
         place = auditor.due(hits)
         if place is not None:
-            auditor.differs(0, lambda: 0)
+            auditor.differs(image_and_label(0), 0)
             places.add(place)
     assert len(places) > 20
     assert rng_states() == before
-    assert np.isfinite(len(places))
+
+
+def test_every_place_of_a_batch_is_looked_at_some_time() -> None:
+    source = Uncut.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0))
+    auditor = audit.Audit(source, 0.0)
+    auditor.due(64)
+    assert len({auditor.due(64) for _ in range(1000)} - {None}) == 64
+
+
+def test_finding_out_why_moves_no_generator_and_raises_nothing(tmp_path: Path) -> None:
+    """The source fails as soon as it was seen to differ: training goes on, from the source."""
+    flag, asked = tmp_path / "armed", tmp_path / "asked"
+
+    def failing(index: int) -> Any:
+        if flag.exists() and asked.exists():
+            raise OSError("the disk is gone")
+        if flag.exists():
+            asked.touch()
+            return random.random()
+        return float(index)
+
+    with hotset.cache(Samples(failing, N)) as cached:
+        loader = warm(cached)
+        flag.touch()
+        before = rng_states()
+        with pytest.warns(hotset.HotsetWarning, match="OSError when it was asked why"):
+            next(iter(cached_batches(cached)))
+        assert rng_states() == before
+        assert cached.store is None
+        assert len(loader) == N // 8
+
+
+def cached_batches(cached: Any) -> Any:
+    """Batches of ten hits each, read by themselves: a loader draws a seed when it begins."""
+    return (cached.__getitems__(list(range(start, start + 10))) for start in range(0, N, 10))
+
+
+def test_cleared_it_is_cached_anew(tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}" for i in range(8)]
+    for path in files:
+        path.write_bytes(b"first")
+    with hotset.cache(TextFiles(files)) as cached:
+        loader = warm(cached)
+        for path in files:
+            path.write_bytes(b"other")
+        with pytest.warns(hotset.HotsetWarning, match="has changed"):
+            list(loader)
+        assert cached.store is None
+        cached.clear()
+        list(loader)
+        assert cached.stats().cached == 8
+        equal_batches(list(loader), list(hotset.DataLoader(TextFiles(files), batch_size=8)))
+        assert cached.check() == []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hotset.data.source import Source, Uncut, recorded
@@ -42,6 +42,7 @@ class Audit:
         self._source = source
         self._cost = seconds
         self._hits = 0
+        self._looks = 0
         self._spent = 0.0
         self._since = 0.0
         self._generators: Generators | None = None
@@ -56,16 +57,25 @@ class Audit:
         if self._spent + self._cost > _SHARE * (time.monotonic() - self._since):
             return None
         self._hits = 0
-        return int(self._spent * 1e9 + _GOLDEN * hits) % hits
+        self._looks += 1
+        return self._looks * _GOLDEN % (1 << 32) % hits
 
-    def differs(self, cached: Any, read: Callable[[], Any]) -> str | None:
-        """How a cached sample differs from the one that the source gives now; None if not."""
+    def differs(self, cached: Any, index: int) -> str | None:
+        """How a cached sample differs from the one that the source gives now, and why; None if not.
+
+        Nothing is raised, and no generator moves: training goes on, whatever is found.
+
+        Args:
+            cached: the caller's copy of it.
+            index: its number in the data set.
+        """
         begun = time.monotonic()
         if self._generators is None:
             self._generators = Generators([self._source.dataset, self._source.prefix])
         states = self._generators.states()
         try:
-            return same(cached, read())
+            found = same(cached, self._source.read(index))
+            return f"({found}), as {self._why(index)}" if found else None
         except Exception:  # what cannot be read now may have been right all the same
             return None
         finally:
@@ -74,8 +84,14 @@ class Audit:
             self._spent += cost
             self._cost = max(cost, self._cost / 2)
 
+    def _why(self, index: int) -> str:
+        try:
+            return why_it_differs(self._source, index)
+        except Exception as error:
+            return f"the source gives another now (and {type(error).__name__} when it was asked why)"
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hits": 0, "_spent": 0.0, "_since": 0.0, "_generators": None}
+        return {**self.__dict__, "_hits": 0, "_looks": 0, "_spent": 0.0, "_since": 0.0, "_generators": None}
 
 
 def why_it_differs(source: Source, index: int) -> str:

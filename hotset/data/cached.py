@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from hotset.data.audit import Audit, why_it_differs
+from hotset.data.audit import Audit
 from hotset.data.plan import Plan
 from hotset.data.residents import Position, Residents
 from hotset.data.source import Source
@@ -209,17 +209,13 @@ class CachedDataset(Dataset[T], Generic[T]):
     def _look_at(self, number: int, store: Store) -> None:
         """Compare a cached sample with what the source gives now; if it is another, stop serving."""
         assert self._audit is not None
-        copies = store.read(np.array([number]))
-        found = self._audit.differs(copies[0], lambda: self.read(number)) if copies is not None else None
-        if found is None:
-            return
-        if store.condemn():
-            index = self._index(number)
-            why = why_it_differs(self.source, index)
+        copies, index = store.read(np.array([number])), self._index(number)
+        found = self._audit.differs(copies[0], index) if copies is not None else None
+        if found is not None and store.condemn():
             self.tell(
-                f"{self.plan.name}: sample {index} is not what was cached of it any more ({found}), as "
-                f"{why}. All samples come from the source from now on. Declare what is random with "
-                "hotset.nondeterministic, so that it stays live, or make the cache anew."
+                f"{self.plan.name}: sample {index} is not what was cached of it any more {found}. All "
+                "samples come from the source from now on. Declare what is random with hotset.nondeterministic, so "
+                "that it stays live, or call clear() to cache them anew."
             )
 
     def _uncached(self, sample: int) -> Any:
@@ -340,12 +336,12 @@ class CachedDataset(Dataset[T], Generic[T]):
         return store.check() if store is not None else []
 
     def clear(self) -> None:
-        """Forget every cached sample, in all processes.
+        """Forget every cached sample, in all processes; also those that an audit has found not to be right.
 
         Raises:
             SegmentError: another process went on writing samples for five seconds.
         """
-        store = self.store
+        store = self._attached()
         if store is not None and not store.clear():
             raise SegmentError(
                 f"{self.plan.name} cannot be cleared while other processes fill it; stop them."

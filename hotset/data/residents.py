@@ -185,7 +185,7 @@ class Residents:
             self._offset += self._here.epoch + 1 - epoch
         number = epoch + self._offset
         # The word counts from 1, so that 0 is: none has begun yet, and nothing is due.
-        if self._wait and 0 < int(live[Live.EPOCH]) <= number:
+        if self._wait and not ring.condemned and 0 < int(live[Live.EPOCH]) <= number:
             due = self._due(ring)
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
         with ring.member.short_lock() as held:
@@ -208,7 +208,9 @@ class Residents:
 
     def _employ(self, ring: Ring, processes: int, context: Any) -> None:
         """Have helpers, if there are none and they will have something to do."""
-        if self._background is None and self.sizes.replaced + self._prefill:
+        if ring.condemned:
+            self.close()
+        elif self._background is None and self.sizes.replaced + self._prefill:
             self._background = Background(ring, self.read, processes=processes, context=context)
             self._started = time.monotonic()
 

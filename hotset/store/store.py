@@ -355,7 +355,7 @@ class Store:
         segment.index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.slots[:, Slot.STORED_BYTES] = 0
-        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD]] = 0
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD, Live.CONDEMNED]] = 0
         segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         segment.live[Live.ERA] += 1
 
