@@ -26,6 +26,7 @@ import pytest
 import torch
 from helpers import equal_batches, eventually, failure, is_a_sentence
 from samples import image_and_label, mapping
+from samples import number as its_number
 from sources import PlainError, ReadLog, Samples, Stalling
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -742,6 +743,29 @@ class Told(Samples):
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
+
+
+def test_two_lambdas_of_one_name_are_never_mistaken_for_one_another_between_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks meet by the names of transforms that only a trial can judge; what they do decides."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    source = Samples(its_number, N)
+    with hotset.cache(source, transform=lambda x: x + 1) as one:
+        assert [one[i] for i in range(N)] == [its_number(i) + 1 for i in range(N)]
+        with hotset.cache(source, transform=lambda x: x + 2) as other:
+            assert other.plan.fingerprint != one.plan.fingerprint
+            assert [other[i] for i in range(N)] == [its_number(i) + 2 for i in range(N)]
+        with hotset.cache(source, transform=lambda x: x + 1) as same:
+            assert same.plan.fingerprint == one.plan.fingerprint
+            assert same.stats().cached == N, "shared"
+    # By key the user says that it is one. What comes after the other's cut is live.
+    with (
+        hotset.cache(source, transform=lambda x: x + 1, key="ours") as one,
+        hotset.cache(source, transform=[lambda x: x + 1, lambda x: 2 * x], key="ours") as other,
+    ):
+        assert [2 * one[i] for i in range(N)] == [other[i] for i in range(N)]
 
 
 def test_both_halves_of_a_data_set_that_was_cut_are_told_the_epoch() -> None:
