@@ -919,6 +919,21 @@ def test_a_window_over_what_cannot_be_cached_moves_and_reads_the_source(
         assert labels == reference.at(epoch, R * epoch).order
 
 
+def test_a_full_shared_memory_fails_no_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    source = Samples(_opaque_and_label, D)
+    with pytest.warns(HotsetWarning, match="nothing of Samples can be cached"):
+        cached = make(source)
+    reference = Reference(source, QUARTER)
+    loader = hotset.DataLoader(cached, batch_size=4, collate_fn=list)
+    for epoch in range(3):
+        labels = [label for batch in loader for _, label in batch]
+        assert labels == reference.at(epoch, R * epoch).order
+
+
 def _opaque_and_label(index: int) -> Any:
     return opaque(index)[1], index
 

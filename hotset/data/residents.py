@@ -19,6 +19,7 @@ restart) nothing is lost by moving on, and all that are due go in.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -366,4 +367,7 @@ def _run(first: int, count: int) -> Ids:
 
 def _words() -> torch.Tensor:
     """Two words that workers share, whichever way they are started."""
-    return torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+    words = torch.zeros(2, dtype=torch.int64)
+    with contextlib.suppress(RuntimeError):  # a full /dev/shm: workers that persist stay in the first epoch
+        words.share_memory_()  # type: ignore[no-untyped-call]
+    return words
