@@ -213,9 +213,9 @@ class CachedDataset(Dataset[T], Generic[T]):
         found = self._audit.differs(copies[0], index) if copies is not None else None
         if found is not None and store.condemn():
             self.tell(
-                f"{self.plan.name}: sample {index} is not what was cached of it any more {found}. All "
-                "samples come from the source from now on. Declare what is random with hotset.nondeterministic, so "
-                "that it stays live, or call clear() to cache them anew."
+                f"{self.plan.name}: sample {index} is not what was cached of it any more {found}. "
+                "All samples come from the source from now on. Declare what is random with "
+                "hotset.nondeterministic, so that it stays live, or call clear() to cache them anew."
             )
 
     def _uncached(self, sample: int) -> Any:
