@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -202,6 +203,33 @@ def test_a_window_is_audited_by_the_samples_that_its_entries_are(tmp_path: Path)
         assert len(labels) == 10
         assert cached.residents.position.cursor == cursor + 2, "it moves on, over the source"
         assert psutil.Process().children() == [], "and nobody prepares what nobody would read"
+
+
+def _padded() -> Any:
+    from monai.data import Dataset as MonaiDataset
+    from monai.transforms import Compose, EnsureTyped, SpatialPadd
+
+    items = [{"image": np.full((1, 4, 4), float(i), np.float32)} for i in range(16)]
+    return MonaiDataset(items, Compose([EnsureTyped("image"), SpatialPadd("image", (6, 6))]))
+
+
+def test_monais_traces_of_another_process_are_no_difference() -> None:
+    """A MetaTensor holds the address of each transform that it went through: another one in each process."""
+    import pickle
+
+    with hotset.cache(_padded()) as cached:
+        for i in range(16):
+            cached[i]
+        other = pickle.loads(pickle.dumps(cached))  # has its own transforms, as a spawned worker has
+        ours = cached[3]["image"].applied_operations[0]["id"]
+        theirs = other.source.read(3)["image"].applied_operations[0]["id"]
+        assert ours != theirs
+        assert other.__getitems__(list(range(8)))[3]["image"].applied_operations[0]["id"] == ours
+        assert other.store is not None
+        cached.dataset.data[3]["image"] = np.zeros((1, 4, 4), np.float32)
+        with pytest.warns(hotset.HotsetWarning, match="values"):
+            cached.__getitems__([3])
+        other.close()
 
 
 def test_it_waits_until_it_has_earned_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:

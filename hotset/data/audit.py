@@ -74,7 +74,7 @@ class Audit:
             self._generators = Generators([self._source.dataset, self._source.prefix])
         states = self._generators.states()
         try:
-            found = same(cached, self._source.read(index))
+            found = same(cached, self._source.read(index), across=True)
             return f"({found}), as {self._why(index)}" if found else None
         except Exception:  # what cannot be read now may have been right all the same
             return None
