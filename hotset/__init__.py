@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         NotCacheable,
         QuantityError,
         SegmentError,
+        SessionError,
         StateError,
         UnsupportedPlatform,
     )
@@ -59,6 +60,7 @@ _HOMES = {
             "NotCacheable",
             "QuantityError",
             "SegmentError",
+            "SessionError",
             "StateError",
             "UnsupportedPlatform",
         ],
@@ -76,6 +78,7 @@ __all__ = [
     "NotCacheable",
     "QuantityError",
     "SegmentError",
+    "SessionError",
     "SharedCache",
     "StateError",
     "UnsupportedPlatform",

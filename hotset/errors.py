@@ -13,7 +13,8 @@ file, an owner that died) is a :class:`HotsetWarning`, and samples come from the
      ├── NotCacheable       (TypeError)    the source draws random numbers, or cannot be read twice alike
      ├── UnsupportedPlatform (OSError)     not Linux
      ├── SegmentError       (OSError)      a segment that is truncated, corrupt, or of another format
-     └── FolderError        (OSError)      the runtime folder is not safely ours
+     ├── FolderError        (OSError)      the runtime folder is not safely ours
+     └── SessionError       (OSError)      a session that is not there, or cannot be made
     HotsetWarning           (UserWarning)  the cache stepped aside; training goes on
 """
 
@@ -27,6 +28,7 @@ __all__ = [
     "NotCacheable",
     "QuantityError",
     "SegmentError",
+    "SessionError",
     "StateError",
     "UnsupportedPlatform",
 ]
@@ -62,6 +64,10 @@ class SegmentError(HotsetError, OSError):
 
 class FolderError(HotsetError, OSError):
     """The runtime folder, or a file in it, is not safely this user's own."""
+
+
+class SessionError(HotsetError, OSError):
+    """A session is not there, its name is taken, or it cannot be made as asked for."""
 
 
 class HotsetWarning(UserWarning):

@@ -6,14 +6,15 @@ readings agree?), the samples give the schema, and an empty segment is made. Not
 on every process that has the object, by fork or by pickle, shares that segment: who needs an absent sample
 reads it and leaves it there for all. Ranks of one job each call :func:`cache` themselves; by the identity
 they find the segment that the first of them has made (:mod:`hotset.session.share`), and take it without
-reading a sample.
+reading a sample. In a session all jobs do (:mod:`hotset.session.within`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch.utils.data import Dataset
 
@@ -24,10 +25,14 @@ from hotset.data.residents import Residents
 from hotset.data.source import Uncut
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
-from hotset.errors import ArgumentError, UnsupportedPlatform
-from hotset.session.share import share
+from hotset.errors import ArgumentError, FolderError, SessionError, UnsupportedPlatform
+from hotset.session.sessions import Session, find
+from hotset.session.share import Shared, share
+from hotset.session.spills import open_spill, spill_path
+from hotset.session.within import Place, share_in
 from hotset.store.ring import Ring
 from hotset.store.segment import Address
+from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 from hotset.told import tell
 from hotset.units import parse_bytes
@@ -42,6 +47,8 @@ def cache(
     *,
     transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     memory: int | str = "auto",
+    spill: str | os.PathLike[str] | Literal[False] | None = None,
+    session: str | int | None = None,
     key: str | None = None,
     window: Window | None = None,
     strict: bool = False,
@@ -65,8 +72,12 @@ def cache(
         dataset: anything with ``len(dataset)`` and ``dataset[i]``. It is not changed.
         transform: one callable or a list of them, applied to whole samples after the data set's own.
         memory: the most that the cached samples may take: bytes, a string such as ``"64GiB"``, or
-            ``"auto"``, half of what is free under the machine's and every enclosing control group's limit.
-            Samples for which there is no room come from the source, each time.
+            ``"auto"``: half of what is free under the machine's and every enclosing control group's limit, or
+            what the session may hold. Samples for which there is no room come from the source, each time.
+        spill: a folder on a disk of this machine, for samples that memory has no room for; better a fast
+            one. A session spills where it says; ``False`` keeps this cache of it in memory.
+        session: name or number of a session (``hotset session create``), whose caches outlive this job: who
+            caches the same in it, now or later, finds what is there. Without it the cache ends with the job.
         key: names the cached content, instead of the fingerprint of source and transforms. Ranks share what
             has one key, one length, and a live part or none.
         window: keep only a part of the samples in memory, which runs over all of them: see
@@ -80,8 +91,10 @@ def cache(
         A data set of the same length and samples, unless there is a window.
 
     Raises:
-        ArgumentError: the data set is empty, iterable only, a transform cannot be called, or ``cut`` is not
-            between 0 and the number of transforms.
+        ArgumentError: the data set is empty, iterable only, a transform cannot be called, ``cut`` is not
+            between 0 and the number of transforms, or of ``session``, ``window`` and ``spill`` two are
+            given that do not go together.
+        SessionError: there is no such session.
         QuantityError: ``memory`` is no amount of memory.
         NotCacheable: the source gives other samples each time, and the part that does cannot be cut off.
         UnsupportedPlatform: this is not Linux.
@@ -100,18 +113,20 @@ def cache(
         raise ArgumentError(
             f"window={window!r} is no window; write window=hotset.Window(resident={window!r})."
         )
-    wanted = Wanted(memory, strict, cut, window)
+    found = _session(session, window, spill)
+    spill = os.fspath(spill) if spill is not None and spill is not False else spill
+    wanted = Wanted(memory, strict, cut, window, spill, found)
     uncut = Uncut.of(dataset, transform)
     running = None if window is None else [str(field) for field in astuple(window)]
     identity = Identity.of(uncut, key, strict, cut, running)
     made: Made | None = None
 
-    def create() -> Store | None:
+    def create(place: Place | None = None) -> Store | None:
         nonlocal made
         made = make_plan(uncut, wanted, identity)
-        return _create(made, wanted)
+        return _create(made, wanted, place)
 
-    def attach(address: Address) -> Store:
+    def attach(address: Address | str) -> Store:
         nonlocal made
         store = attach_store(address)
         try:
@@ -122,7 +137,15 @@ def cache(
         return store
 
     name = type(dataset).__name__
-    store, registration, joined = share(identity.meeting, name, create=create, attach=attach)
+    shared: Shared[Store] | None = None
+    if found is not None:
+        try:
+            shared = share_in(found, identity.meeting, name, create=create, attach=attach)
+        except OSError as error:
+            tell(f"{name} is cached for this job alone, as session {found.name!r} cannot be used: {error}")
+    if shared is None:
+        shared = share(identity.meeting, name, create=create, attach=attach)
+    store, registration, joined = shared
     assert made is not None, "either made here or found"
     if not joined and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
         tell(
@@ -140,7 +163,30 @@ def _is_steady(dataset: object) -> bool:
     return isinstance(dataset, CachedDataset) or declared(dataset) == "deterministic"
 
 
-def _create(made: Made, wanted: Wanted) -> Store | None:
+def _session(session: str | int | None, window: Window | None, spill: object) -> Session | None:
+    if window is not None and spill is not None:
+        raise ArgumentError(
+            "a window keeps in memory what an epoch uses, and has nothing to spill; leave out spill= or "
+            "window=."
+        )
+    if session is None:
+        if spill is False:
+            raise ArgumentError("spill=False is for a session that spills; leave it out.")
+        return None
+    if window is not None:
+        raise ArgumentError(
+            "a window belongs to one job, which moves it, and a session to all; leave out session= or "
+            "window=."
+        )
+    if spill is not None and spill is not False:
+        raise ArgumentError(
+            f"session {session!r} spills to where it was created to; leave out spill=, or create the session "
+            f"with `--spill {spill}`."
+        )
+    return find(session)
+
+
+def _create(made: Made, wanted: Wanted, place: Place | None) -> Store | None:
     plan, schema = made.plan, made.schema
     if schema is None:
         return None
@@ -148,9 +194,10 @@ def _create(made: Made, wanted: Wanted) -> Store | None:
     try:
         if plan.window is not None:
             ring = Ring.create(schema, plan.window.slots, plan.limit, about=about)
-            ring.room.knob = "resident"
+            ring.room.knob = "`resident=`"
             return ring
-        return Store.create(schema, plan.samples, plan.limit, about=about)
+        path, spill = place.path if place is not None else None, _spill_to(plan.name, wanted, place)
+        return Store.create(schema, plan.samples, plan.limit, about=about, path=path, spill=spill)
     except UnsupportedPlatform:
         raise
     except (OSError, MemoryError, ValueError, OverflowError) as error:
@@ -159,6 +206,22 @@ def _create(made: Made, wanted: Wanted) -> Store | None:
             "limits of this shell (`ulimit -a`), or lower `memory=`."
         )
     return None
+
+
+def _spill_to(name: str, wanted: Wanted, place: Place | None) -> SpillTo | None:
+    if place is not None:
+        if place.spill is None or wanted.spill is False:
+            return None
+        return SpillTo(place.folder, place.spill, keeps_all=place.persist)
+    if not isinstance(wanted.spill, str):
+        return None
+    folder = os.path.abspath(wanted.spill)
+    try:
+        os.close(open_spill(folder, make=True))
+    except (SessionError, FolderError) as error:
+        tell(f"{name}: nothing is spilled, and what memory has no room for comes from the source: {error}")
+        return None
+    return SpillTo(str(spill_path(folder)))
 
 
 def _residents(made: Made, window: Window | None, store: Store | None) -> Residents | None:

@@ -23,10 +23,11 @@ from hotset.data.residents import Position, Residents
 from hotset.data.source import Source
 from hotset.data.stats import Stats
 from hotset.errors import SegmentError
-from hotset.session import registry
-from hotset.session.share import attach_again
+from hotset.session.retire import DESTROYED
+from hotset.session.share import Share, attach_again
+from hotset.session.within import Use
 from hotset.store.claims import Ids
-from hotset.store.format import PRESENT, Live, Slot
+from hotset.store.format import ON_DISK, PRESENT, Live, Slot
 from hotset.store.ring import Ring
 from hotset.store.segment import Address
 from hotset.store.store import Store
@@ -39,7 +40,7 @@ T = TypeVar("T")
 _MISFITS_WORTH_TELLING = 16
 
 
-def attach_store(address: Address) -> Store:
+def attach_store(address: Address | str) -> Store:
     """Attach to a cache, with a window or without.
 
     Raises:
@@ -81,14 +82,14 @@ class CachedDataset(Dataset[T], Generic[T]):
         source: Source,
         plan: Plan,
         store: Store | None,
-        registration: registry.Registration | None,
+        registration: Share | None,
         residents: Residents | None,
     ) -> None:
         self.dataset = dataset
         self.source = source
         self.plan = plan
         self.residents = residents
-        self._store: Store | Address | None = store
+        self._store: Store | Address | str | None = store
         self._length = plan.used
         self._own_misses = 0
         self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
@@ -96,6 +97,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         self.epoch = 0
         self._registration = registration
         self._joined = os.getpid()
+        self._set_allowance(store)
 
     # ---- the data set --------------------------------------------------------------------------------
 
@@ -230,9 +232,9 @@ class CachedDataset(Dataset[T], Generic[T]):
         live = store.segment.live
         if live[Live.TOLD]:
             return
-        if store.room.why_full is not None:
+        if store.why_full is not None:
             cached = int((store.segment.index >= PRESENT).sum())
-            why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.room.why_full}"
+            why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.why_full}"
         elif (misfits := self._misfits(store)) >= max(_MISFITS_WORTH_TELLING, self.plan.samples // 100):
             first, form = next(iter(store.filler.misfits.items()))
             why = (
@@ -267,7 +269,10 @@ class CachedDataset(Dataset[T], Generic[T]):
         None when nothing can be cached, after :meth:`close`, and when an audit found that it is not right.
         """
         store = self._attached()
-        return store if store is not None and not store.condemned else None
+        if store is None or not store.condemned:
+            return store
+        self._tell_of_the_end(store)
+        return None
 
     @property
     def _ring(self) -> Ring | None:
@@ -276,7 +281,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         return store if isinstance(store, Ring) else None
 
     def _attached(self) -> Store | None:
-        if isinstance(self._store, Address):
+        if isinstance(self._store, (Address, str)):
             self._store = self._attach(self._store)
             self._joined = 0
         if self._store is not None and self._joined != os.getpid():
@@ -290,7 +295,16 @@ class CachedDataset(Dataset[T], Generic[T]):
             assert isinstance(self._store, Store)
             self._registration.join(self._store.segment.fd)
 
-    def _attach(self, address: Address) -> Store | None:
+    def _tell_of_the_end(self, store: Store) -> None:
+        live = store.segment.live
+        if live[Live.CONDEMNED] == DESTROYED and live[Live.TOLD] != DESTROYED:
+            live[Live.TOLD] = DESTROYED
+            self.tell(
+                f"{self.plan.name}: its session was destroyed, so samples come from the source from now on; "
+                "make another with `hotset session create`, and call hotset.cache again."
+            )
+
+    def _attach(self, address: Address | str) -> Store | None:
         try:
             store = attach_again(address, attach_store)
         except (SegmentError, OSError) as error:
@@ -299,7 +313,14 @@ class CachedDataset(Dataset[T], Generic[T]):
                 "Unpickle it on the same machine, while a process that has it lives."
             )
             return None
+        self._set_allowance(store)
         return store
+
+    def _set_allowance(self, store: Store | None) -> None:
+        """Have it take no more than its session has to give."""
+        if store is not None and isinstance(self._registration, Use):
+            store.room.allowance = self._registration
+            store.room.knob = "the session's `--memory`"
 
     def stats(self) -> Stats:
         """What the cache holds and has served, over all processes."""
@@ -314,7 +335,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         return Stats(
             cached=cached,
             uncached=len(self) - cached,
-            spilled=0,
+            spilled=int((here[here >= PRESENT] & ON_DISK != 0).sum()),
             bytes=store.stored_bytes,
             hits=sums[Slot.HITS],
             misses=sums[Slot.MISSES],
@@ -342,6 +363,8 @@ class CachedDataset(Dataset[T], Generic[T]):
             SegmentError: another process went on writing samples for five seconds.
         """
         store = self._attached()
+        if store is not None and store.segment.live[Live.CONDEMNED] == DESTROYED:
+            raise SegmentError(f"{self.plan.name} cannot be cleared: its session was destroyed.")
         if store is not None and not store.clear():
             raise SegmentError(
                 f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
@@ -421,7 +444,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         state = dict(self.__dict__)
         store = self._attached()
         state["tell"] = tell
-        state["_store"] = store.segment.address if store is not None else None
+        state["_store"] = store.address if store is not None else None
         return state
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hotset.data.choice import Choice, Row, choose
 from hotset.data.identity import Identity
@@ -29,6 +29,7 @@ from hotset.determinism.declare import declared
 from hotset.determinism.probe import Probe, probe
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
+from hotset.session.sessions import Session
 from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
@@ -48,6 +49,8 @@ class Wanted(NamedTuple):
     strict: bool = False
     cut: int | None = None
     window: Window | None = None
+    spill: str | Literal[False] | None = None
+    session: Session | None = None
 
 
 class Made(NamedTuple):
@@ -93,13 +96,15 @@ def joined_plan(uncut: Uncut, wanted: Wanted, identity: Identity, about: dict[st
         sample_seconds=about["sample_seconds"],
         limit=about["limit"],
         window=Sizes(*about["window"]) if about["window"] is not None else None,
+        spill=about["spills_to"],
         audited=about["audited"],
         notes=(),
         warnings=(),
     )
     if plan.fingerprint != about["fingerprint"]:
         raise SegmentError("other samples are cached there.")
-    notes = [f"process {about['pid']} of this job made the cache, and read the samples that decided about it"]
+    whose = "this job" if wanted.session is None else f"a job in session {wanted.session.name!r}"
+    notes = [f"process {about['pid']} of {whose} made the cache, and read the samples that decided about it"]
     if wanted.memory not in ("auto", about["memory"]):
         notes.append(
             f"memory={wanted.memory!r} is not looked at: it was made with memory={about['memory']!r}"
@@ -134,7 +139,7 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     """
     dataset = uncut.dataset
     name = type(dataset).__name__
-    limit, warned = _limit(wanted.memory)
+    limit, warned = _limit(wanted)
     if declared(dataset) == "nondeterministic":
         raise NotCacheable(
             f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; "
@@ -168,6 +173,7 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
         sample_seconds=probed.seconds,
         limit=limit,
         window=sizes,
+        spill=_spills_to(wanted),
         audited=not (probed.moved or probed.differs),
         notes=(*notes, *identity.notes),
         warnings=tuple(warned),
@@ -175,9 +181,13 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     return Made(plan, source, choice.cuts, schema)
 
 
-def _limit(memory: int | str) -> tuple[int, list[str]]:
+def _limit(wanted: Wanted) -> tuple[int, list[str]]:
     """Bytes that the cache may take, and what the user should know about it."""
-    room = machine.headroom()
+    room, memory = machine.headroom(), wanted.memory
+    if wanted.session is not None:
+        # What is free now says nothing of what is when later jobs fill it: that is looked at as they do.
+        most = wanted.session.memory
+        return (most if memory == "auto" else min(parse_bytes(memory), most)), []
     if memory == "auto":
         return room.bytes // 2, []
     limit = parse_bytes(memory)
@@ -187,6 +197,12 @@ def _limit(memory: int | str) -> tuple[int, list[str]]:
         f"memory={memory!r} is more than {room.what} has to give, and the machine would swap or kill; the "
         f"cache takes {format_bytes(room.bytes)} at most. Lower `memory=` or free some."
     ]
+
+
+def _spills_to(wanted: Wanted) -> str | None:
+    if wanted.session is not None:
+        return wanted.session.spill if wanted.spill is not False else None
+    return wanted.spill or None
 
 
 def _window(

@@ -30,8 +30,7 @@ from torch.utils.data import get_worker_info
 
 from hotset.data.form import Form, limit_in_bytes, sample_count
 from hotset.errors import ArgumentError, SegmentError, UnsupportedPlatform
-from hotset.session import registry
-from hotset.session.share import attach_again, share
+from hotset.session.share import Share, attach_again, share
 from hotset.store.format import PRESENT, RECORD_HEADER, Live
 from hotset.store.segment import Address, Words
 from hotset.store.slots import Slots
@@ -98,7 +97,7 @@ class SharedCache:
         self._form = Form(data_dims, dtype)
         self._length, lines = self._form.share_out(limit, self._samples)
         self._slots: Slots | None = None
-        self._registration: registry.Registration | None = None
+        self._registration: Share | None = None
         self._joined = os.getpid()
         self._seen = _Seen()
         if self._length:
@@ -329,7 +328,7 @@ class SharedCache:
         content = f"hotset.SharedCache {content}"
         self._slots, self._registration, _ = share(content, name, create=create, attach=Slots.attach)
         if self._slots is not None:
-            self._slots.store.room.knob = "size_limit_gib"
+            self._slots.store.room.knob = "`size_limit_gib=`"
 
     def _here(self) -> Slots | None:
         """The slots, with this process listed as one that keeps them alive; None without a cache."""
@@ -360,7 +359,7 @@ class SharedCache:
                 "the same machine, while a process that has it lives."
             )
             return None
-        slots.store.room.knob = "size_limit_gib"
+        slots.store.room.knob = "`size_limit_gib=`"
         return slots
 
     def __del__(self) -> None:

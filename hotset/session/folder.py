@@ -30,7 +30,7 @@ from pathlib import Path
 
 from hotset.errors import ArgumentError, FolderError
 
-__all__ = ["KNOB", "is_named", "open_at", "open_file", "open_folder", "runtime_folder"]
+__all__ = ["KNOB", "is_named", "open_at", "open_file", "open_folder", "open_private", "runtime_folder"]
 
 KNOB = "HOTSET_RUNTIME_DIR"
 
@@ -58,6 +58,25 @@ def open_folder() -> int:
         FolderError: as :func:`runtime_folder`.
     """
     return _find()[1]
+
+
+def open_private(path: Path) -> int:
+    """Return a descriptor of a folder, which the caller closes.
+
+    Raises:
+        FolderError: it is not there, or not safely this user's own.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        # With O_DIRECTORY the kernel says ENOTDIR for a symlink too.
+        why = "is a symlink" if path.is_symlink() else f"cannot be opened ({error.strerror})"
+        raise _refusal(path, why) from error
+    why = _not_private(os.fstat(fd))
+    if why:
+        os.close(fd)
+        raise _refusal(path, why)
+    return fd
 
 
 def open_file(name: str, *, create: bool = False) -> int:
@@ -147,7 +166,7 @@ def _find() -> tuple[Path, int]:
                 f"set {KNOB} to a folder that you may write to."
             )
             continue
-        return path, _open_private(path)
+        return path, open_private(path)
     assert failure is not None, "there is always a place to try"
     raise failure
 
@@ -163,20 +182,6 @@ def _places() -> Iterator[Path]:
     if session:
         yield Path(os.path.abspath(session)) / "hotset"
     yield Path(tempfile.gettempdir()) / f"hotset-{user}"
-
-
-def _open_private(path: Path) -> int:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        # With O_DIRECTORY the kernel says ENOTDIR for a symlink too.
-        why = "is a symlink" if path.is_symlink() else f"cannot be opened ({error.strerror})"
-        raise _refusal(path, why) from error
-    why = _not_private(os.fstat(fd))
-    if why:
-        os.close(fd)
-        raise _refusal(path, why)
-    return fd
 
 
 def _not_private(status: os.stat_result) -> str:

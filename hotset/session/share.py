@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hotset.errors import SegmentError
 from hotset.session import registry
@@ -34,7 +34,7 @@ from hotset.session.turn import turns
 from hotset.store.segment import Address, Segment
 from hotset.told import tell
 
-__all__ = ["HasSegment", "Shared", "address_of", "attach_again", "share"]
+__all__ = ["HasSegment", "Share", "Shared", "address_of", "attach_again", "share"]
 
 PATIENCE_SECONDS = 120.0
 
@@ -43,6 +43,16 @@ class HasSegment(Protocol):
     """What can be shared: something over a segment in a memfd, a :class:`~hotset.store.store.Store` say."""
 
     segment: Segment
+
+
+class Share(Protocol):
+    """A process's share in what others use too."""
+
+    def join(self, memory: int = -1) -> bool:
+        """Take a share of this process's own; False if there is nothing to share any more."""
+
+    def close(self) -> None:
+        """Give the share back."""
 
 
 S = TypeVar("S", bound=HasSegment)
@@ -58,7 +68,7 @@ class Shared(NamedTuple, Generic[S]):
     """
 
     value: S | None
-    registration: registry.Registration | None
+    registration: Share | None
     joined: bool
 
 
@@ -128,8 +138,12 @@ def _join(job: Job, key: str, attach: Callable[[Address], S]) -> Shared[S] | Non
     return None
 
 
-def attach_again(address: Address, attach: Callable[[Address], S]) -> S:
+def attach_again(address: Any, attach: Callable[[Any], S]) -> S:
     """Attach to a cache where it was when its address was sent, or to whoever has its memory open by now.
+
+    Args:
+        address: an :class:`Address`, or the path of a session's.
+        attach: takes that.
 
     Raises:
         OSError: what ``attach`` raises, if nobody within reach has.
@@ -137,7 +151,7 @@ def attach_again(address: Address, attach: Callable[[Address], S]) -> S:
     try:
         return attach(address)
     except OSError:
-        entry = registry.find(address.nonce.hex())
+        entry = registry.find(address.nonce.hex()) if isinstance(address, Address) else None
         if entry is None:
             raise
         return attach(address_of(entry))

@@ -16,7 +16,7 @@ from hotset.store import format as fmt
 from hotset.store.format import GENERATION_MASK, PRESENT, RECORD_HEADER, ROW_MASK, Live
 from hotset.store.segment import Segment
 
-__all__ = ["RECORD", "check_segment", "record_problem"]
+__all__ = ["RECORD", "check_segment", "content_problem", "record_problem"]
 
 RECORD = struct.Struct("<III4x")  # length, generation, checksum
 
@@ -25,25 +25,38 @@ def record_problem(segment: Segment, sample: int, word: int) -> str | None:
     """What is wrong with the record that ``word`` says belongs to ``sample``; None if it is sound."""
     geometry = segment.geometry
     row = word & ROW_MASK
-    generation = word >> fmt.GENERATION_SHIFT & fmt.GENERATION_MASK
     if row >= geometry.rows:
         return f"sample {sample}: its index word names row {row:,} of {geometry.rows:,}"
     at = geometry.rows_at + row * geometry.stride
     view = memoryview(segment.buffer)
-    length, written, crc = RECORD.unpack_from(view, at)
-    tail_bytes = length - (geometry.stride - RECORD_HEADER)
-    if written != generation or tail_bytes < 0 or (tail_bytes > 0) > geometry.has_tail:
-        return f"sample {sample}: its record's header is damaged"
     tail = None
-    if tail_bytes:
+    if geometry.has_tail:
         (place,) = struct.unpack_from("<Q", view, at + RECORD_HEADER)
         start = geometry.lines_at + (place >> fmt.TAIL_COUNT_BITS) * fmt.LINE
-        lines = place & ((1 << fmt.TAIL_COUNT_BITS) - 1)
-        if start + lines * fmt.LINE > geometry.size or not 0 <= lines * fmt.LINE - tail_bytes < fmt.LINE:
+        size = (place & ((1 << fmt.TAIL_COUNT_BITS) - 1)) * fmt.LINE
+        if start + size > geometry.size:
             return f"sample {sample}: its record's tail lies outside the segment"
-        tail = view[start : start + tail_bytes]
-    row_bytes = view[at + RECORD_HEADER : at + geometry.stride]
-    if fmt.checksum(sample, length, generation, row_bytes, tail) != crc:
+        tail = view[start : start + size]
+    return content_problem(sample, word, view[at : at + geometry.stride], tail)
+
+
+def content_problem(sample: int, word: int, row: memoryview, tail: memoryview | None) -> str | None:
+    """What is wrong with a record, wherever a copy of it lies; None if it is sound.
+
+    Args:
+        sample: whose record it should be.
+        word: its index word.
+        row: its row.
+        tail: the lines of its tail; None if it has none.
+    """
+    generation = word >> fmt.GENERATION_SHIFT & fmt.GENERATION_MASK
+    length, written, crc = RECORD.unpack_from(row)
+    tail_bytes = length - (len(row) - RECORD_HEADER)
+    lines = 0 if tail is None else len(tail)
+    if written != generation or not 0 <= lines - tail_bytes < fmt.LINE or tail_bytes < 0:
+        return f"sample {sample}: its record's header is damaged"
+    body = tail[:tail_bytes] if tail is not None and tail_bytes else None
+    if fmt.checksum(sample, length, generation, row[RECORD_HEADER:], body) != crc:
         return f"sample {sample}: its record's checksum does not fit"
     return None
 
@@ -58,6 +71,11 @@ def check_segment(segment: Segment) -> list[str]:
     tails: list[tuple[int, int, int, int]] = []
     for sample, word in enumerate(segment.index.tolist()):
         if word >= PRESENT:
+            if word & fmt.TIER_MASK:
+                # The other segment's, and looked at there.
+                if word & fmt.TIER_MASK != fmt.ON_DISK or "spill" not in segment.metadata:
+                    problems.append(f"sample {sample}: its index word names a tier that there is not")
+                continue
             row = word & ROW_MASK
             problem = record_problem(segment, sample, word)
             tail = _tail(segment, row) if problem is None else None

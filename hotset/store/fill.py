@@ -3,7 +3,8 @@
 ::
 
     absent ── claim a few ── read them ── take room ── write their records ── publish their words
-                                              └── no room, or another form: handed to the caller only
+                                              │ none in memory: on the disk, if there is a spill
+                                              └── none there, or another form: handed to the caller only
 
 Samples are claimed in chunks of about eight milliseconds' worth, so that processes which walk the same order
 share the work instead of waiting for one of them, and so that samples which cost nothing to read share the
@@ -27,6 +28,7 @@ from hotset.store.leaves import Misfit
 from hotset.store.records import Record, Records
 from hotset.store.room import Room
 from hotset.store.schema import Prepared, Schema
+from hotset.store.spill import Spill
 
 __all__ = ["Filler"]
 
@@ -43,12 +45,14 @@ class Filler:
     """Fills one store on behalf of this process.
 
     Attributes:
+        spill: the second tier, for what memory has no room for; None if there is none.
         reads: how many samples this process has read from the source for it.
         misfits: which of them did not fit the schema, and why: the first thousands.
         ahead: whether it reads ahead of use: what it reads is no miss then.
     """
 
     def __init__(self, member: Membership, index: Index, room: Room, schema: Schema) -> None:
+        self.spill: Spill | None = None
         self.ahead = False
         self.misfits: dict[int, str] = {}
         self.reads = 0
@@ -68,19 +72,24 @@ class Filler:
         in_hand: dict[int, Any] = {}
         missing = _unique(ids[self._index.words(ids) < PRESENT])
         while len(missing):
-            taken = missing[:0] if self._room.is_full else self.claims.take(missing, self._chunk)
+            taken = missing[:0] if self.is_full else self.claims.take(missing, self._chunk)
             if not len(taken):
                 # Whatever has come meanwhile, by others, is no longer missing.
                 missing = missing[self._index.words(missing) < PRESENT]
                 taken = np.fromiter(self._unclaimable(missing), np.int64)
                 if len(taken):
-                    if self._room.is_full:
+                    if self.is_full:
                         self.claims.refuse(taken)
                     in_hand.update(self._read(taken.tolist(), read))
             else:
                 self._fill_claimed(taken, read, in_hand, keep)
             missing = _without(missing, taken)
         return in_hand
+
+    @property
+    def is_full(self) -> bool:
+        """Whether room was refused less than half a second ago, in memory and on the disk."""
+        return self._room.is_full and (self.spill is None or self.spill.room.is_full)
 
     @property
     def _chunk(self) -> int:
@@ -141,6 +150,21 @@ class Filler:
     def _write(self, fitting: list[tuple[int, Prepared]]) -> int:
         """Write and publish as many of these as room is given for at once; returns how many."""
         samples = np.fromiter((sample for sample, _ in fitting), np.int64)
+        written = self._write_to_memory(samples, fitting)
+        if self.spill is not None and (self.spill.keeps_all or not written):
+            some = samples[: written or None]
+            prepared = [one for _, one in fitting[: len(some)]]
+            words = self.spill.write(some, self._index.generations(some), prepared)
+            if not written:
+                written = len(words)
+                self._index.put(samples[:written], words)
+        counters = self._member.row
+        counters[Slot.STORED] += written
+        lines = sum(one.tail_lines for _, one in fitting[:written])
+        counters[Slot.STORED_BYTES] += written * self._schema.stride + lines * fmt.LINE
+        return written
+
+    def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, Prepared]]) -> int:
         places, tails = self._index.places(samples), [prepared.tail_lines for _, prepared in fitting]
         with self._room.lent(places.tolist(), tails) as room:
             generations = self._index.generations(samples)
@@ -156,10 +180,6 @@ class Filler:
                 self._room.refuse(f"its file cannot be written ({error}); give it another place")
                 words = []
             self._index.put(samples[: len(words)], np.array(words, np.int64))
-        counters = self._member.row
-        counters[Slot.STORED] += len(words)
-        lines = sum(tails[: len(words)])
-        counters[Slot.STORED_BYTES] += len(words) * self._schema.stride + lines * fmt.LINE
         return len(words)
 
     def _unclaimable(self, missing: Ids) -> Iterator[int]:
@@ -168,7 +188,7 @@ class Filler:
         Without room nobody claims. Otherwise each is another process's, and waited for while that one gets
         on: until it has published nothing for two seconds, or for five times what a sample takes.
         """
-        if self._room.is_full or self._member.slot < 0:
+        if self.is_full or self._member.slot < 0:
             yield from missing.tolist()
             return
         admitted = self._index.admit(missing)

@@ -20,7 +20,7 @@ Every region begins on a page. All integers are little-endian.
     0                                      absent
     00 | lap + 1                           absent, and tried in vain in that lap (in a ring only)
     01 | slot:13 | incarnation:48          claimed by the process that holds that slot
-    1  | tier:2  | generation:20 | row:40  present
+    1  | tier:2  | generation:20 | row:40  present: in this segment (tier 0), or in that on the disk (1)
 
 The two top bits below the sign tell the state, so ``word >= PRESENT`` is one comparison for a whole batch,
 and ``word & ROW_MASK`` is its row number.
@@ -73,6 +73,7 @@ __all__ = [
     "LIVE_AT",
     "LIVE_WORDS",
     "METADATA_CRC_AT",
+    "ON_DISK",
     "PAGE",
     "PRESENT",
     "RECORD_HEADER",
@@ -81,6 +82,7 @@ __all__ = [
     "SLOT_SHIFT",
     "SLOT_WORDS",
     "TAIL_COUNT_BITS",
+    "TIER_MASK",
     "Geometry",
     "Live",
     "Slot",
@@ -109,6 +111,8 @@ GENERATION_MASK = (1 << 20) - 1
 SLOT_SHIFT = 48
 INCARNATION_MASK = (1 << 48) - 1
 TAIL_COUNT_BITS = 24
+ON_DISK = 1 << 60
+TIER_MASK = 3 << 60
 
 # magic, version, flags, samples, stride, rows, lines, metadata bytes, nonce; then the CRC of all that.
 _HEADER = struct.Struct("<8sIIQQQQQ16s")
@@ -126,7 +130,7 @@ class Live:
     ERA = 3  # counted up when a clear begins and when it ends: odd in between; the generation of records
     CLEAN = 4  # 1 after an orderly end (a segment on disk)
     TOLD = 5  # 1 once the user was told that samples stay uncached
-    CONDEMNED = 6  # 1 once a record was found that the source no longer gives: nothing is served any more
+    CONDEMNED = 6  # nothing is served any more: 1 as the source gave another record, 2 as it was destroyed
     EPOCH = 7  # of a window: how many epochs were begun, up to the one that the cursor belongs to
     CURSOR = 8  # of a window: how many samples have left it
     LATE = 9  # of a window: samples that were not ready at the boundary where they were due
@@ -151,6 +155,7 @@ class Slot:
     STORED_BYTES = 11
     EPOCH = 12  # of a window: the epoch that its holder and its workers are in
     CURSOR = 13  # the window's cursor in that epoch
+    WAIT_NS = 14  # time that its holder's training waited for batches
 
 
 def _page_up(offset: int) -> int:

@@ -29,6 +29,7 @@ from hotset.store.leaves import ArrayLeaf, Leaf, NumberLeaf, TextLeaf
 from hotset.store.ragged import Ragged
 from hotset.store.schema import Group, Node, Schema
 from hotset.store.segment import Words
+from hotset.store.spill import Staged
 from hotset.store.store import Store
 from hotset.store.tails import Tails
 
@@ -62,17 +63,23 @@ class Copy:
         self.lying: dict[int, torch.Tensor] = {}
         self.tails: Tails | None = None
         self.lines: torch.Tensor | None = None
+        self.staged: Staged | None = None
+        self.sound = True
         self.lines_at = 0
         self.line_numbers: Words | None = None
 
     def run(self) -> None:
         """Copy. The caller keeps torch to one thread."""
+        if self.staged is not None and not self.gather.load(self.staged):
+            self.sound = False
+            return
         for view, index, out in self.selections:
             torch.index_select(view, 0, index, out=out)
         if self.lines is not None and self.line_numbers is not None and len(self.line_numbers):
             # Lines are contiguous and short: numpy takes them twice as fast as torch.
             into = self.lines.numpy().reshape(-1, fmt.LINE)
-            self.gather.lines.take(self.line_numbers, axis=0, out=into, mode="clip")
+            lines = self.gather.lines if self.staged is None else self.staged.lines
+            lines.take(self.line_numbers, axis=0, out=into, mode="clip")
 
 
 class NotGathered(Exception):
@@ -124,9 +131,8 @@ class Gather:
         self._texts = False
         found = iter(range(len(self._schema.leaves)))
         self._assemble = self._compile(self._schema.tree, found)
-        rows = torch.from_numpy(store.rows)
         self.lines = store.lines
-        self._views = [rows[:, c.offset : c.offset + c.width] for c in self.columns]
+        self._views = self._views_of(store.rows)
 
     # ---- compiling the tree --------------------------------------------------------------------------
 
@@ -234,8 +240,15 @@ class Gather:
         rows = words & ROW_MASK
         count = len(ids)
         offsets, size = self.layout(count)
-        tails = None
-        if self._schema.has_tail:
+        tails, views, staged = None, self._views, None
+        if store.on_disk(words):
+            staged = store.stage(ids, words)
+            # Without tails the disk is read when the copy is run, which may be in a thread.
+            if self._schema.has_tail and not store.load(staged):
+                return None
+            tails, rows = staged.tails, np.arange(count)
+            views = self._views_of(staged.rows)
+        elif self._schema.has_tail:
             tails = store.tails(rows)
             if not store.unchanged(words, era):
                 return None  # their places may be half of one record and half of another
@@ -243,8 +256,9 @@ class Gather:
         if block is None:
             return None
         copy = Copy(self, count, words, era, block)
+        copy.staged = staged
         index = torch.from_numpy(rows)
-        for column, view, offset in zip(self.columns, self._views, offsets, strict=True):
+        for column, view, offset in zip(self.columns, views, offsets, strict=True):
             out = block.tensor(offset, count * column.width)
             copy.columns.append((out, offset))
             if column.lies is not None:
@@ -256,7 +270,7 @@ class Gather:
         if tails is not None:
             copy.tails, copy.lines = tails, block.tensor(size, tails.total * fmt.LINE)
             copy.lines_at = size
-            copy.line_numbers = tails.lines()
+            copy.line_numbers = tails.lines() if staged is None else np.arange(tails.total)
         return copy
 
     def finish(
@@ -272,7 +286,7 @@ class Gather:
             place: what becomes of a finished column, and its offset in the block.
             start, stop: which of the copy's samples the batch has.
         """
-        if not self._store.unchanged(copy.words, copy.era):
+        if not copy.sound or not self._store.unchanged(copy.words, copy.era):
             return None
         stop = copy.count if stop is None else stop
         count, whole = stop - start, stop - start == copy.count
@@ -291,6 +305,14 @@ class Gather:
             columns.append(place(done, offset))
         variables = self._variables(copy, start, stop) if copy.tails is not None else []
         return self._assemble(columns, variables)
+
+    def _views_of(self, rows: Any) -> list[torch.Tensor]:
+        whole = torch.from_numpy(rows)
+        return [whole[:, c.offset : c.offset + c.width] for c in self.columns]
+
+    def load(self, staged: Staged) -> bool:
+        """Copy staged records, if that was not done yet; False if one is damaged."""
+        return staged.is_loaded or self._store.load(staged)
 
     def _sound(self, ids: Ids) -> bool:
         return self._store.verified is None or bool(self._store.present(ids).all())

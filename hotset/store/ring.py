@@ -173,7 +173,7 @@ class _RingRoom(Room):
         if length:
             return not self.is_full
         # Where no file system ends, the look at the headroom was enough.
-        if not self._segment.trusted and not self._segment.reserve(at, stride):
+        if self._segment.bounded and not self._segment.reserve(at, stride):
             return self.refuse(self._file_system_full())
         return super().place(row)
 

@@ -3,7 +3,8 @@
 Two regions are handed out, rows and lines, each from its beginning to its end, in extents that belong to
 one slot. Inside its extent a process takes rows and lines without asking anyone. An extent is
 
-1. checked against the cache's own limit (the live word ``LIMIT``), to the byte;
+1. checked against the cache's own limit (the live word ``LIMIT``), to the byte, and where it is one of
+   several that share a budget (a session's), against what those have left;
 2. checked against what the machine and every enclosing control group still have: a control group's limit
    gives no error when a page is touched, the kernel kills;
 3. reserved with ``posix_fallocate``, so that a full tmpfs or disk is an error here and not SIGBUS later;
@@ -22,34 +23,52 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from hotset.store import memory
 from hotset.store.claims import Membership
 from hotset.store.format import LINE, Live, Slot
 
-__all__ = ["Room"]
+__all__ = ["Allowance", "Room"]
 
 _LARGEST_EXTENT = 4 << 20
 _RETRY_SECONDS = 0.5
 
 
+class Allowance(Protocol):
+    """A budget that this segment shares with others."""
+
+    def left(self) -> int:
+        """Bytes that this segment may hold in all, as things stand."""
+
+    def take(self, total: int) -> bool:
+        """Have this segment hold so many bytes in all; False if they are not there to be had."""
+
+
 class Room:
     """Hands out rows and lines of a segment to this process.
 
+    Args:
+        member: this process's place in the segment.
+        free: what a disk has left; None in memory, which the machine and its control groups bound.
+
     Attributes:
         knob: the argument that the user gave the limit by.
+        allowance: the budget that it shares with others; None if it is alone.
         why_full: a sentence that says what stands in the way, once something did; else None.
     """
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Membership, free: Callable[[], memory.Headroom] | None = None) -> None:
         self._member = member
+        self._free = free or (lambda: memory.headroom())
         self._segment = member.segment
         self._geometry = member.segment.geometry
         self._refused_until = 0.0
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
         self._affordable = 0
-        self.knob = "memory"
+        self.knob = "`memory=`"
+        self.allowance: Allowance | None = None
         self.why_full: str | None = None
 
     @property
@@ -98,7 +117,7 @@ class Room:
         stride, live = self._geometry.stride, self._segment.live
         with self._member.one_thread():
             if self._affordable < stride:
-                free = memory.headroom()
+                free = self._free()
                 room = free.bytes - self._geometry.rows_at
                 if stride > room:
                     return self.refuse(self._no_memory(free))
@@ -170,9 +189,12 @@ class Room:
                 return False
             first = max(int(live[live_word]), 0)
             taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
-            left = min(capacity - first, (int(live[Live.LIMIT]) - taken) // size)
+            limit = int(live[Live.LIMIT])
+            if self.allowance is not None:
+                limit = min(limit, self.allowance.left())
+            left = min(capacity - first, (limit - taken) // size)
             units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
-            free = memory.headroom()
+            free = self._free()
             # The index is touched word by word, as samples come in: what it may still take is spoken for.
             room = free.bytes - self._geometry.rows_at
             if units * size > room:
@@ -181,7 +203,12 @@ class Room:
                 return self.refuse(self._limit_reached())
             if units * size > room:
                 return self.refuse(self._no_memory(free))
+            # Entered before it is reserved: killed in between, this process leaves the budget too small.
+            if self.allowance is not None and not self.allowance.take(taken + units * size):
+                return self.refuse(self._limit_reached())
             if not self._segment.reserve(start + first * size, units * size):
+                if self.allowance is not None:
+                    self.allowance.take(taken)
                 return self.refuse(self._file_system_full())
             row = self._member.row
             live[live_word] = first + units
@@ -191,13 +218,13 @@ class Room:
         return True
 
     def _limit_reached(self) -> str:
-        return f"its memory limit is reached; raise `{self.knob}=`"
+        return f"its memory limit is reached; raise {self.knob}"
 
     def _file_system_full(self) -> str:
-        return f"the file system that holds it is full; lower `{self.knob}=` or free some"
+        return f"the file system that holds it is full; lower {self.knob} or free some"
 
     def _no_memory(self, free: memory.Headroom) -> str:
-        return f"{free.what} has no more to give; lower `{self.knob}=` or free some"
+        return f"{free.what} has no more to give; lower {self.knob} or free some"
 
     def refuse(self, why: str) -> bool:
         """Say that there is no room, and why; it is asked for again after half a second. Returns False."""

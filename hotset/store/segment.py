@@ -1,8 +1,18 @@
 """A segment: one sparse file, mapped whole, with numpy views of its words.
 
-The same class serves every tier. Without a path the file is a memfd: it has no name, so nothing can leak;
-other processes of the same user reach it through ``/proc/<pid>/fd/<fd>``, and know it by inode and nonce.
-A memfd is sealed against shrinking, so that no one can turn a mapped page into SIGBUS.
+The same class serves every tier:
+
+=================  ===========================================================================================
+a memfd            private caches, and the ranks of one job. It has no name, so nothing can leak; other
+                   processes of the same user reach it through ``/proc/<pid>/fd/<fd>``, and know it by inode
+                   and nonce. Sealed against shrinking, so that no one can turn a mapped page into SIGBUS
+a file, tmpfs      the caches of a session, which outlive jobs
+a nameless file    what a private cache spills to a disk: it ends with the last process that has it open
+a file, disk       what a session spills
+=================  ===========================================================================================
+
+What is in memory (the first two) is trusted: it is as young as the machine's last boot, only this user's
+processes ever wrote to it, and an index word is published after its record. A disk may give back anything.
 
 Creating a segment touches its header and nothing else: a 100 GiB one costs microseconds.
 """
@@ -68,15 +78,16 @@ class Segment:
         live: the header's live words (see :class:`hotset.store.format.Live`).
         slots: array of shape (1024, 16).
         index: array of shape (samples,).
-        trusted: True for a memfd, which only processes of this cache ever held; records in a file that
-            anyone may have damaged are verified on first touch.
+        trusted: True in memory; records on a disk, which may be damaged, are verified on first touch.
+        bounded: whether a file system's size bounds it, besides the machine's memory.
     """
 
-    def __init__(self, fd: int, geometry: Geometry, nonce: bytes, *, trusted: bool) -> None:
+    def __init__(self, fd: int, geometry: Geometry, nonce: bytes, *, named: bool) -> None:
         self.fd = fd
         self.geometry = geometry
         self.nonce = nonce
-        self.trusted = trusted
+        self.trusted = _is_in_memory(fd)
+        self.bounded = named or not self.trusted
         self.metadata: dict[str, Any] = _read_metadata(fd, geometry)
         self.buffer = mmap.mmap(fd, geometry.size)
         self.live: Words = np.frombuffer(self.buffer, np.int64, LIVE_WORDS, LIVE_AT)
@@ -87,14 +98,21 @@ class Segment:
 
     @classmethod
     def create(
-        cls, geometry: Geometry, metadata: bytes = b"", *, path: str | None = None, limit: int
+        cls,
+        geometry: Geometry,
+        metadata: bytes = b"",
+        *,
+        path: str | None = None,
+        folder: str | None = None,
+        limit: int,
     ) -> Segment:
-        """Make a segment of that geometry, a memfd unless ``path`` (which must not exist) is given.
+        """Make a segment of that geometry, a memfd unless ``path`` or ``folder`` is given.
 
         Args:
             geometry: with ``geometry.metadata == len(metadata)``.
             metadata: a JSON object, encoded.
-            path: a new file on a tmpfs or a disk.
+            path: a new file on a tmpfs or a disk, which must not exist.
+            folder: the disk on which a nameless file is made.
             limit: bytes that its extents may take together.
 
         Raises:
@@ -105,13 +123,17 @@ class Segment:
             raise UnsupportedPlatform(
                 f"hotset runs on Linux only, and this is {sys.platform}: it needs memfd and /proc."
             )
-        if path is None:
+        nameless = path is None and folder is None
+        if nameless:
             fd = os.memfd_create("hotset", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:
+        elif path is not None:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        else:
+            assert folder is not None
+            fd = _open_nameless(folder)
         try:
             os.ftruncate(fd, geometry.size)
-            if path is None:
+            if nameless:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             else:
                 # Up to the first row everything may be touched at any time: on a full file system that
@@ -123,7 +145,7 @@ class Segment:
             os.pwrite(fd, limit.to_bytes(8, "little"), LIVE_AT + 8 * Live.LIMIT)
             os.pwrite(fd, zlib.crc32(metadata).to_bytes(4, "little"), METADATA_CRC_AT)
             os.pwrite(fd, pack_header(geometry, nonce), 0)
-            return cls(fd, geometry, nonce, trusted=path is None)
+            return cls(fd, geometry, nonce, named=path is not None)
         except BaseException:
             os.close(fd)
             if path is not None:
@@ -158,14 +180,14 @@ class Segment:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise SegmentError(f"{name} is not a usable hotset segment: it is no file.")
-        if isinstance(where, str) and (status.st_nlink != 1 or status.st_uid != os.geteuid()):
+        if status.st_uid != os.geteuid() or (isinstance(where, str) and status.st_nlink != 1):
             raise SegmentError(f"{name} is not safely ours: it has another owner, or another name besides.")
         if isinstance(where, Address) and status.st_ino != where.inode:
             raise SegmentError(f"{name} is gone: process {where.pid} has another file there now.")
         geometry, nonce = unpack_header(os.pread(fd, HEADER_BYTES, 0), status.st_size, name)
         if isinstance(where, Address) and nonce != where.nonce:
             raise SegmentError(f"{name} is gone: process {where.pid} has another cache there now.")
-        return cls(fd, geometry, nonce, trusted=isinstance(where, Address))
+        return cls(fd, geometry, nonce, named=isinstance(where, str))
 
     @property
     def address(self) -> Address:
@@ -195,6 +217,23 @@ class Segment:
             written = os.pwrite(self.fd, data, offset)
             data, offset = data[written:], offset + written
 
+    def read(self, offset: int, into: memoryview) -> bool:
+        """Read from the file, past the mapping; False if it cannot be read (a disk that fails)."""
+        while len(into):
+            try:
+                count = os.preadv(self.fd, [into], offset)
+            except OSError:
+                return False
+            if not count:
+                return False
+            into, offset = into[count:], offset + count
+        return True
+
+    def read_ahead(self, offset: int, length: int) -> None:
+        """Have the kernel begin to read these bytes from the disk, without waiting for them."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
+
     def populate(self, offset: int, length: int, *, write: bool = False) -> None:
         """Map these pages into this process at once, so that no later touch faults (Linux 5.14)."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -213,6 +252,28 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _is_in_memory(fd: int) -> bool:
+    """Whether a file's pages are memory: only such files (memfds, tmpfs) have seals to ask for."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+def _open_nameless(folder: str) -> int:
+    """A file in that folder that never had a name, or has lost it at once."""
+    try:
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    path = f"{folder}/{secrets.token_hex(16)}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.unlink(path)
+    return fd
 
 
 def _read_metadata(fd: int, geometry: Geometry) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live
 from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
+from hotset.store.spill import Spill, SpillTo, Staged, attach_spill
 from hotset.store.tails import Tails
 from hotset.told import tell
 
@@ -59,16 +60,18 @@ class Store:
         schema: the tree that its samples share.
         index: which index word is whose.
         filler: brings samples in, and counts what it met.
-        room: what is left for them.
+        room: what is left for them in memory.
+        spill: the second tier, on a disk; None if there is none.
     """
 
     _index_type: type[Index] = Index
     _room_type: type[Room] = Room
     _is_ring = False  # entered in the metadata, for who attaches and who checks
 
-    def __init__(self, segment: Segment, schema: Schema) -> None:
+    def __init__(self, segment: Segment, schema: Schema, spill: Spill | None = None) -> None:
         self.segment = segment
         self.schema = schema
+        self.spill = spill
         geometry = segment.geometry
         self.member = Membership(segment)
         self.index = self._index_type(segment)
@@ -80,7 +83,9 @@ class Store:
             width, at = schema.head.itemsize, geometry.rows_at + RECORD_HEADER
             self._heads = np.ndarray((geometry.rows,), f"V{width}", segment.buffer, at, (geometry.stride,))
         self.filler = Filler(self.member, self.index, self.room, schema)
+        self.filler.spill = spill
         self._scratch: BlockPool | None = None
+        self._path: str | None = None
         # The index word under which each sample was found sound; None where that need not be looked at.
         self.verified: Words | None = None
         if FULL_CHECK or not segment.trusted:
@@ -98,6 +103,7 @@ class Store:
         *,
         about: dict[str, Any],
         path: str | None = None,
+        spill: SpillTo | None = None,
     ) -> AnyStore:
         """Make an empty store.
 
@@ -107,16 +113,27 @@ class Store:
             limit: bytes that rows and tails may take.
             about: what the metadata says besides the schema (name, fingerprint); JSON's types only.
             path: a new file; a memfd if None.
+            spill: where records go that memory has no room for; None: nowhere.
 
         Raises:
-            OSError: the file cannot be made, or its index alone takes more memory than there is.
+            OSError: a file cannot be made, or its index alone takes more memory than there is.
         """
-        about = {**about, "ring": True} if cls._is_ring else about
-        metadata = json.dumps({**about, "schema": schema.to_json()}).encode()
-        rows, lines = cls._address_space(schema, samples, limit)
-        geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
-        require_index_room(geometry)
-        return cls(Segment.create(geometry, metadata, path=path, limit=limit), schema)
+        about = {**about, "schema": schema.to_json(), **({"ring": True} if cls._is_ring else {})}
+        second = spill.create(schema, samples, about) if spill is not None else None
+        try:
+            if spill is not None and second is not None:
+                about = {**about, "spill": spill.said(second)}
+            metadata = json.dumps(about).encode()
+            rows, lines = cls._address_space(schema, samples, limit)
+            geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
+            require_index_room(geometry)
+            store = cls(Segment.create(geometry, metadata, path=path, limit=limit), schema, second)
+            store._path = path
+            return store
+        except BaseException:
+            if second is not None:
+                second.close()
+            raise
 
     @staticmethod
     def _address_space(schema: Schema, samples: int, limit: int) -> tuple[int, int]:
@@ -143,13 +160,25 @@ class Store:
                 raise SegmentError(
                     "of the cache that is there and the one asked for only one has a window; make them agree."
                 )
-            return cls(segment, schema)
+            store = cls(segment, schema, attach_spill(where, segment, schema))
+            store._path = where if isinstance(where, str) else None
+            return store
         except BaseException:
             segment.close()
             raise
 
     def __len__(self) -> int:
         return self.segment.geometry.samples
+
+    @property
+    def address(self) -> str | Address:
+        """Where other processes attach to it."""
+        return self._path or self.segment.address
+
+    @property
+    def why_full(self) -> str | None:
+        """What stands in the way of more samples, once something did; None otherwise."""
+        return self.room.why_full if self.spill is None else self.spill.room.why_full
 
     # ---- filling -------------------------------------------------------------------------------------
 
@@ -202,6 +231,8 @@ class Store:
             return None
         stride = self.segment.geometry.stride
         count = len(ids)
+        if self.on_disk(words):
+            return self._read_staged(ids, words, era)
         rows = words & ROW_MASK
         tails = self.tails(rows) if self.schema.has_tail else None
         if not self.unchanged(words, era):
@@ -220,6 +251,43 @@ class Store:
         if not self.unchanged(words, era):
             return None
         return self.schema.read(block, 0, starts.tolist())
+
+    def on_disk(self, words: Words) -> bool:
+        """Whether any of these words, of present samples, names a record on the disk."""
+        return self.spill is not None and bool((words & fmt.ON_DISK).any())
+
+    def stage(self, ids: Ids, words: Words) -> Staged:
+        """Make ready to copy these samples' records from both tiers side by side; see :class:`Staged`."""
+        assert self.spill is not None
+        return Staged(self.spill, self.rows, self.lines, ids, words, self._block)
+
+    def load(self, staged: Staged) -> bool:
+        """Copy staged records; False if one is damaged, which is forgotten then."""
+        sound = staged.load(self.schema.head if self.schema.has_tail else None)
+        for sample, word, why in staged.damaged:
+            with self.member.short_lock():
+                if self.spill is not None and int(self.segment.index[sample]) == word:
+                    self.spill.forget(sample)
+                    self.segment.index[sample] = 0
+            self._damaged += 1
+            if self._damaged == 1:
+                tell(f"sample {sample} is damaged on the disk ({why}), and is read from the source again.")
+        return sound
+
+    def _read_staged(self, ids: Ids, words: Words, era: int) -> list[Any] | None:
+        staged = self.stage(ids, words)
+        if not self.load(staged) or not self.unchanged(words, era):
+            return None
+        starts = np.zeros(len(ids), np.int64)
+        if staged.tails is not None:
+            starts = staged.lines_at + staged.tails.starts * fmt.LINE
+        return self.schema.read(staged.block, 0, starts.tolist())
+
+    def announce(self, ids: Ids) -> None:
+        """Say that these samples are wanted soon: what is on the disk is fetched meanwhile."""
+        if self.spill is not None:
+            words = self.words(ids)
+            self.spill.announce(words[words >= PRESENT])
 
     def words(self, ids: Ids) -> Words:
         """The index words of these samples: ``PRESENT`` or more where a record is."""
@@ -260,7 +328,7 @@ class Store:
         """In a file that may be damaged, never hand out room below what is in use, whatever its words say."""
         geometry, live = self.segment.geometry, self.segment.live
         words = self.segment.index[self.segment.index >= PRESENT]
-        rows = words & ROW_MASK
+        rows = words[words & fmt.ON_DISK == 0] & ROW_MASK
         rows = rows[rows < geometry.rows]
         if not len(rows):
             return
@@ -313,11 +381,16 @@ class Store:
 
     def problem(self, sample: int, word: int) -> str | None:
         """What is wrong with the record that this index word names, in words; None if it is sound."""
-        return record_problem(self.segment, sample, word)
+        if not word & fmt.TIER_MASK:
+            return record_problem(self.segment, sample, word)
+        if self.spill is not None and word & fmt.TIER_MASK == fmt.ON_DISK:
+            return None  # verified in the copy that is made of it
+        return f"sample {sample}: its index word names a tier that there is not"
 
     def check(self) -> list[str]:
         """Verify every record and every index word; an empty list if all is well."""
-        return check_segment(self.segment)
+        problems = check_segment(self.segment)
+        return problems if self.spill is None else [*problems, *check_segment(self.spill.segment)]
 
     def clear(self, timeout: float = 5.0) -> bool:
         """Forget every sample, in all processes; False if some process did not finish writing in time.
@@ -355,12 +428,16 @@ class Store:
         segment.index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.slots[:, Slot.STORED_BYTES] = 0
+        if self.spill is not None:
+            self.spill.clear()
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD, Live.CONDEMNED]] = 0
         segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         segment.live[Live.ERA] += 1
 
     def close(self) -> None:
         """Detach. What was read stays valid: it is no part of the segment."""
+        if self.spill is not None:
+            self.spill.close()
         self.member.leave()
         self.segment.close()
 

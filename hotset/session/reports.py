@@ -1,0 +1,170 @@
+"""What sessions hold and have served, in numbers, for people who look: no sample is touched for it.
+
+A cache counts itself, in the words of its segment; here they are read, through a mapping of its own, at the
+moment of asking. What others write meanwhile may be seen half a batch apart.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotset.errors import SegmentError
+from hotset.session.folder import open_folder
+from hotset.session.sessions import CACHE, Session, open_ledger
+from hotset.store import locks
+from hotset.store.format import ON_DISK, PRESENT, SLOTS, Live, Slot
+from hotset.store.segment import Segment
+
+__all__ = ["CacheReport", "SessionReport", "report"]
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """One cache of a session.
+
+    Attributes:
+        id: 32 bits that tell it from others, for people.
+        name: what its data set is called.
+        samples: length of the data set.
+        cached: how many of them it holds, in memory or on disk.
+        spilled: how many of those on disk alone.
+        memory: bytes that it has taken in memory.
+        disk: bytes that it has taken on disk.
+        limit: bytes that it may take in memory.
+        stored: bytes of the records that it holds.
+        hits: samples served from it.
+        misses: samples read from the source.
+        fill_seconds: spent in the source and the cached transforms, summed over processes.
+        waited_seconds: that loaders' consumers waited for batches, summed over them.
+        processes: how many living processes have it open and have read or written samples.
+        state: ``ok``, ``condemned`` (an audit found it stale), or a sentence if it cannot be opened.
+    """
+
+    id: int
+    name: str
+    samples: int = 0
+    cached: int = 0
+    spilled: int = 0
+    memory: int = 0
+    disk: int = 0
+    limit: int = 0
+    stored: int = 0
+    hits: int = 0
+    misses: int = 0
+    fill_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    processes: int = 0
+    state: str = "ok"
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of a record on average; 0 without any."""
+        return self.stored / self.cached if self.cached else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the samples served that came from the cache, 0 to 1; 0 before the first."""
+        served = self.hits + self.misses
+        return self.hits / served if served else 0.0
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    """A session and its caches.
+
+    Attributes:
+        session: what it is.
+        in_use: whether a living process uses it.
+        memory, disk: bytes that its caches have taken together.
+        caches: each of them, by name.
+    """
+
+    session: Session
+    in_use: bool
+    memory: int
+    disk: int
+    caches: tuple[CacheReport, ...]
+
+
+def report(session: Session) -> SessionReport:
+    """Look at a session.
+
+    Raises:
+        SessionError: it is gone.
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    folder = open_folder()
+    try:
+        with open_ledger(session) as ledger:
+            in_use = ledger.in_use
+        files = [file for file in os.listdir(folder) if _is_of(file, session.number)]
+        caches = tuple(
+            sorted((_look(folder, file) for file in files), key=lambda cache: (cache.name, cache.id))
+        )
+    finally:
+        os.close(folder)
+    memory, disk = (sum(getattr(cache, tier) for cache in caches) for tier in ("memory", "disk"))
+    return SessionReport(session, in_use, memory, disk, caches)
+
+
+def _is_of(file: str, number: int) -> bool:
+    found = CACHE.fullmatch(file)
+    return found is not None and int(found[1]) == number
+
+
+def _look(folder: int, file: str) -> CacheReport:
+    number = zlib.crc32(file.encode()) or 1
+    try:
+        segment = Segment.attach(f"/proc/self/fd/{folder}/{file}")
+    except SegmentError as error:
+        return CacheReport(number, file, state=str(error))
+    try:
+        disk = _disk_bytes(segment)
+        geometry, live = segment.geometry, segment.live
+        words = segment.index[segment.index >= PRESENT]
+        sums = segment.slots.sum(axis=0).tolist()
+        return CacheReport(
+            id=number,
+            name=str(segment.metadata.get("name", file)),
+            samples=geometry.samples,
+            cached=len(words),
+            spilled=int(np.count_nonzero(words & ON_DISK)),
+            memory=geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])),
+            disk=disk,
+            limit=int(live[Live.LIMIT]),
+            stored=sums[Slot.STORED_BYTES],
+            hits=sums[Slot.HITS],
+            misses=sums[Slot.MISSES],
+            fill_seconds=sums[Slot.FILL_NS] / 1e9,
+            waited_seconds=sums[Slot.WAIT_NS] / 1e9,
+            processes=_processes(segment),
+            state="condemned" if live[Live.CONDEMNED] else "ok",
+        )
+    finally:
+        segment.close()
+
+
+def _disk_bytes(segment: Segment) -> int:
+    """Bytes that a cache's records have taken on disk."""
+    said = segment.metadata.get("spill")
+    if not isinstance(said, dict) or not isinstance(said.get("path"), str):
+        return 0
+    try:
+        second = Segment.attach(said["path"])
+    except SegmentError:
+        return 0
+    try:
+        live = second.live
+        return second.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+    finally:
+        second.close()
+
+
+def _processes(segment: Segment) -> int:
+    """How many processes hold a slot; those that ever were are looked at, which are few."""
+    used = np.flatnonzero(segment.slots[:, Slot.INCARNATION]).tolist()
+    return sum(locks.is_locked(segment.fd, 1 + slot) for slot in used if slot < SLOTS)

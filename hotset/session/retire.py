@@ -1,0 +1,43 @@
+"""Retiring: a cache's memory is given back under whoever still uses it.
+
+A file's pages live as long as anybody has it mapped, so removing its name frees nothing while a job runs. So
+it is emptied first: the era becomes odd and the cache is condemned, which makes every reader, and every one
+that is in the midst of a copy, take its samples from the source; then the pages go. A writer that is late
+may put one more chunk there, which goes with the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from hotset.store.claims import Membership
+from hotset.store.format import Live
+from hotset.store.segment import Segment
+
+__all__ = ["DESTROYED", "retire"]
+
+DESTROYED = 2  # in the live word CONDEMNED: its session was destroyed
+
+
+def retire(path: str) -> int:
+    """Empty the cache in this file for good; returns the bytes that its records had taken.
+
+    Raises:
+        SegmentError: there is no usable cache.
+    """
+    segment = Segment.attach(path)
+    member = Membership(segment)
+    try:
+        live, geometry = segment.live, segment.geometry
+        taken = geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+        # Also without the lock, whose holder may be stopped: these words only ever say less.
+        with member.short_lock():
+            live[Live.CONDEMNED] = DESTROYED
+            live[Live.ERA] |= 1
+            segment.index[:] = 0
+            with contextlib.suppress(OSError):
+                segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        return taken
+    finally:
+        member.leave()
+        segment.close()

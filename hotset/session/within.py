@@ -1,0 +1,281 @@
+"""Within a session: jobs that ask for the same thing get one cache, whoever of them comes first.
+
+It is as between the ranks of a job (:mod:`hotset.session.share`), with files in place of processes: who has
+its turn looks for the cache's file, and makes it if there is none. The file gets its name under the ledger's
+lock, so that a session which is being destroyed gets no new cache:
+
+::
+
+    a job ── its turn ── a file for this key? ── yes ── attach ────────────────────────────────> joined
+                              └── no ── create, under another name ── ledger: enter, rename ──> made
+
+What was spilled before a reboot is found by its key as well: memory's part of the cache is made anew around
+it, and says of each sample that it is on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from hotset.errors import SegmentError, SessionError
+from hotset.session.folder import open_folder
+from hotset.session.ledger import Ledger
+from hotset.session.sessions import CACHE, Session, find, open_ledger
+from hotset.session.share import PATIENCE_SECONDS, HasSegment, Shared
+from hotset.session.spills import open_spill, spill_path
+from hotset.session.turn import turns
+from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry, Live
+from hotset.store.segment import Segment
+from hotset.told import tell
+
+__all__ = ["Place", "Use", "share_in"]
+
+S = TypeVar("S", bound=HasSegment)
+
+
+class Place(NamedTuple):
+    """Where a cache of a session is to be made.
+
+    Attributes:
+        path: of its file.
+        spill: the path of its second tier's; None if the session has none.
+        folder: the folder of that.
+        persist: whether the second tier gets every record.
+        limit: bytes that the session may hold.
+    """
+
+    path: str
+    spill: str | None
+    folder: str
+    persist: bool
+    limit: int
+
+
+class Use:
+    """A process's use of one cache of a session, and what that may hold of the session's memory.
+
+    It pickles; in the process that unpickles it the session counts as used once :meth:`join` is called. It
+    ends with :meth:`close`, with the object, or with the process.
+
+    Args:
+        number: of the session.
+        member: the cache's number in the session's ledger.
+    """
+
+    def __init__(self, number: int, member: int) -> None:
+        self._number = number
+        self._member = member
+        self._stack = contextlib.ExitStack()
+        self._ledger: Ledger | None = None
+        self._row = -1
+
+    def join(self, memory: int = -1) -> bool:
+        """Be known as one that uses the session; False if it is gone.
+
+        Args:
+            memory: of no meaning here: a cache of a session is reached by its name.
+        """
+        ledger = self._open()
+        if ledger is None:
+            return False
+        ledger.use()
+        return True
+
+    def left(self) -> int:
+        """See :class:`hotset.store.room.Allowance`."""
+        with contextlib.suppress(OSError):
+            ledger = self._open()
+            return ledger.left(self._row) if ledger is not None else 0
+        return 0
+
+    def take(self, total: int) -> bool:
+        """See :class:`hotset.store.room.Allowance`."""
+        with contextlib.suppress(OSError):
+            ledger = self._open()
+            return ledger is not None and ledger.take(self._row, total)
+        return False
+
+    def close(self) -> None:
+        """Use it no more."""
+        self._stack.close()
+        self._ledger = None
+
+    def _open(self) -> Ledger | None:
+        if self._ledger is None:
+            with contextlib.suppress(OSError):
+                ledger = self._stack.enter_context(open_ledger(find(self._number)))
+                row = ledger.members().get(self._member)
+                if row is not None:
+                    self._ledger, self._row = ledger, row
+        return self._ledger
+
+    def __reduce__(self) -> tuple[type[Use], tuple[int, int]]:
+        return Use, (self._number, self._member)
+
+
+def share_in(
+    session: Session,
+    key: str,
+    name: str,
+    *,
+    create: Callable[[Place], S | None],
+    attach: Callable[[str], S],
+) -> Shared[S]:
+    """Return the session's cache of that key; if there is none, make it.
+
+    Args:
+        session: which.
+        key: what is in the cache, all of it: two jobs with one key must want the same. Any length.
+        name: a label for people.
+        create: makes it where it is told, or returns None if that cannot be done.
+        attach: attaches to one that is there. What it refuses is somebody else's.
+
+    Returns:
+        The value, and this process's use of the session; None without a value.
+
+    Raises:
+        SessionError: the session is gone, or another job makes the cache and does not end.
+        Whatever ``create`` raises, untouched.
+    """
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    turn = hashlib.blake2b(f"{session.number} {digest}".encode(), digest_size=16).hexdigest()
+    with turns([turn], PATIENCE_SECONDS) as mine:
+        if not mine:
+            raise SessionError(
+                f"another process began to make the cache {name!r} in session {session.name!r} and has not "
+                f"ended for {PATIENCE_SECONDS:.0f} s; look whether one is stopped, or reads its first "
+                "samples that slowly."
+            )
+        folder = open_folder()
+        try:
+            place = os.readlink(f"/proc/self/fd/{folder}")
+            found = _join(session, digest, folder, place, attach)
+            if found is None:
+                _revive(session, digest, folder, place)
+                found = _join(session, digest, folder, place, attach)
+            if found is not None:
+                return Shared(*found, joined=True)
+            return Shared(*_make(session, digest, folder, place, create), joined=False)
+        finally:
+            os.close(folder)
+
+
+def _join(
+    session: Session, digest: str, folder: int, place: str, attach: Callable[[str], S]
+) -> tuple[S, Use] | None:
+    """Attach to a cache of that key: where there are several, they are of other transforms, but for one."""
+    files = [file for file in os.listdir(folder) if _is_for(file, session, digest, "cache")]
+    for file in sorted(files):
+        use = _use(session, file)
+        # The use first: what is attached and not used could expire.
+        if use.join():
+            with contextlib.suppress(SegmentError, FileNotFoundError):
+                return attach(f"{place}/{file}"), use
+        use.close()
+    return None
+
+
+def _make(
+    session: Session, digest: str, folder: int, place: str, create: Callable[[Place], S | None]
+) -> tuple[S | None, Use | None]:
+    base = f"{session.number}-{digest}-{secrets.token_hex(8)}"
+    spill, beside = None, ""
+    if session.spill is not None:
+        os.close(open_spill(session.spill, make=True))
+        beside = str(spill_path(session.spill))
+        spill = f"{beside}/{base}.spill"
+    with _unfinished(folder, f"{base}.cache") as temporary:
+        path = f"{place}/{temporary}"
+        value = create(Place(path, spill, beside, session.persist, session.memory))
+        if value is None:
+            return None, None
+        _name(session, folder, temporary, f"{base}.cache")
+    use = _use(session, f"{base}.cache")
+    use.join()
+    return value, use
+
+
+@contextlib.contextmanager
+def _unfinished(folder: int, file: str) -> Iterator[str]:
+    """A name for a file that is being made; nothing is left under it."""
+    temporary = f"{file}.{secrets.token_hex(4)}.new"
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+
+
+def _name(session: Session, folder: int, temporary: str, file: str) -> None:
+    """Give a cache its name, unless the session is being destroyed.
+
+    Raises:
+        SessionError: it is.
+    """
+    with open_ledger(session) as ledger, ledger.lock():
+        ledger.enter(_member(file))
+        os.rename(temporary, file, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _revive(session: Session, digest: str, folder: int, place: str) -> None:
+    """Make memory's part of the caches of that key anew whose spilled records have outlived a reboot."""
+    if not session.persist or session.spill is None:
+        return
+    with contextlib.suppress(OSError):
+        beside = open_spill(session.spill)
+        try:
+            files = [file for file in os.listdir(beside) if _is_for(file, session, digest, "spill")]
+        finally:
+            os.close(beside)
+        for file in files:
+            path = f"{spill_path(session.spill)}/{file}"
+            try:
+                with _unfinished(folder, file.removesuffix("spill") + "cache") as temporary:
+                    _revive_one(session, path, f"{place}/{temporary}")
+                    _name(session, folder, temporary, file.removesuffix("spill") + "cache")
+            except SegmentError as error:
+                tell(f"what session {session.name!r} kept on disk cannot be used, and is read again: {error}")
+
+
+def _revive_one(session: Session, spilled: str, path: str) -> None:
+    second = Segment.attach(spilled)
+    try:
+        old = second.geometry
+        metadata = {**second.metadata, "spill": {"path": spilled, "keeps_all": session.persist}}
+        encoded = json.dumps(metadata).encode()
+        rows = min(old.samples, session.memory // old.stride) + SLOTS
+        lines = max(session.memory // LINE, 1) if old.has_tail else 0
+        geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
+        first = Segment.create(geometry, encoded, path=path, limit=session.memory)
+        try:
+            first.live[Live.ERA] = second.live[Live.ERA]
+            words = second.index.copy()
+            first.index[:] = np.where(words >= PRESENT, words | ON_DISK, 0)
+        finally:
+            first.close()
+    finally:
+        second.close()
+
+
+def _use(session: Session, file: str) -> Use:
+    return Use(session.number, _member(file))
+
+
+def _member(file: str) -> int:
+    """What a cache is called in its session's ledger: above zero, as zero is nobody."""
+    found = CACHE.fullmatch(file)
+    assert found is not None
+    return int(found[3], 16) >> 2 | 1
+
+
+def _is_for(file: str, session: Session, digest: str, kind: str) -> bool:
+    found = CACHE.fullmatch(file)
+    return found is not None and (int(found[1]), found[2], found[4]) == (session.number, digest, kind)

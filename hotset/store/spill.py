@@ -1,0 +1,321 @@
+"""The second tier: records on a disk, for which memory had no room.
+
+A spill is a segment like any other, with an index and room of its own; the store's index is in charge, and
+says of each sample in which of the two it is. The spill's index says the same of its own records, so that it
+can be checked by itself, and a session that outlives a reboot is made again from it.
+
+Nothing is read through the mapping: a page fault at a time is slow, and a disk that fails would be SIGBUS.
+The kernel is told of all records of a batch at once, which it then fetches in parallel (and, as the order of
+samples is known, long before they are asked for: :meth:`Spill.announce`), and they are copied from its page
+cache. What memory is free for that, the kernel knows better than a cache of ours would.
+
+Of a batch that has records in both tiers the whole is *staged*: its rows side by side in private memory, in
+order, and its tails behind each other. From there on it looks like a segment of its own. A record is verified
+when a process first reads it, in its copy, so that what was verified is what is used; a damaged one is
+forgotten, and read from the source again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.errors import SegmentError
+from hotset.store import format as fmt
+from hotset.store.check import content_problem
+from hotset.store.claims import Ids, Membership
+from hotset.store.format import ON_DISK, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
+from hotset.store.memory import Headroom
+from hotset.store.records import Record, Records
+from hotset.store.room import Room
+from hotset.store.schema import Prepared, Schema
+from hotset.store.segment import Address, Segment, Words
+from hotset.store.tails import Tails
+
+__all__ = ["Spill", "SpillTo", "Staged", "attach_spill"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_ALIGN = 64
+_SMALLEST_MARGIN = 64 << 20
+
+
+class Spill:
+    """The segment on the disk, as this process sees it.
+
+    Args:
+        segment: of the same samples and schema as the store's.
+        schema: of the samples.
+        keeps_all: whether it gets the records too that memory has room for.
+    """
+
+    def __init__(self, segment: Segment, schema: Schema, *, keeps_all: bool) -> None:
+        self.segment = segment
+        self.keeps_all = keeps_all
+        self.member = Membership(segment)
+        self.room = Room(self.member, self._free)
+        self.room.knob = "`spill=`"
+        self._schema = schema
+        self._records = Records(segment, schema)
+        self._verified: Words | None = None
+
+    def _free(self) -> Headroom:
+        """What the disk has left, less a hundredth of it: others write there too."""
+        status = os.fstatvfs(self.segment.fd)
+        size = status.f_blocks * status.f_frsize
+        left = status.f_bavail * status.f_frsize - max(_SMALLEST_MARGIN, size // 100)
+        # Room holds back what the index may still take; here that is on the disk already.
+        return Headroom(left + self.segment.geometry.rows_at, size, "the file system of the spill folder")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the disk that records have taken."""
+        live = self.segment.live
+        return self.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+
+    def write(self, samples: Ids, generations: Words, prepared: Sequence[Prepared]) -> Words:
+        """Write as many of these records as room is given for at once; their words for the store's index."""
+        tails = [one.tail_lines for one in prepared]
+        with self.room.lent(samples.tolist(), tails) as places:
+            records = [
+                Record(sample, generation, one, *place)
+                for sample, generation, one, place in zip(
+                    samples.tolist(), generations.tolist(), prepared, places, strict=False
+                )
+            ]
+            try:
+                words = np.array(self._records.write(records), np.int64)
+            except OSError as error:
+                self.room.refuse(f"the spill folder cannot be written ({error}); name another by `spill=`")
+                words = np.empty(0, np.int64)
+        self.segment.index[samples[: len(words)]] = words
+        return words | ON_DISK
+
+    def announce(self, words: Words) -> None:
+        """Have the kernel fetch the records that these words name, without waiting for them."""
+        geometry = self.segment.geometry
+        rows = np.sort(words[words & ON_DISK != 0] & ROW_MASK)
+        # Neighbours are fetched as one.
+        for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
+            if len(run):
+                start = geometry.rows_at + int(run[0]) * geometry.stride
+                self.segment.read_ahead(start, len(run) * geometry.stride)
+
+    def read_row(self, word: int, into: memoryview) -> bool:
+        """Copy a record's row; False if it cannot be read."""
+        geometry = self.segment.geometry
+        row = word & ROW_MASK
+        return row < geometry.rows and self.segment.read(geometry.rows_at + row * geometry.stride, into)
+
+    def read_lines(self, first: int, into: memoryview) -> bool:
+        """Copy a run of lines; False if it cannot be read."""
+        geometry = self.segment.geometry
+        inside = first >= 0 and first * fmt.LINE + len(into) <= geometry.lines * fmt.LINE
+        return inside and self.segment.read(geometry.lines_at + first * fmt.LINE, into)
+
+    def has_verified(self, sample: int, word: int) -> bool:
+        """Whether this process has found this record sound before."""
+        return self._verified is not None and bool(self._verified[sample] == word)
+
+    def note_verified(self, sample: int, word: int) -> None:
+        """Note that this process has found this record sound."""
+        if self._verified is None:
+            self._verified = np.zeros(self.segment.geometry.samples, np.int64)
+        self._verified[sample] = word
+
+    def forget(self, sample: int) -> None:
+        """Forget a record that is damaged; its row is lost."""
+        self.segment.index[sample] = 0
+
+    def clear(self) -> None:
+        """Forget every record; the caller has the store's short lock, and nobody has claims."""
+        segment, geometry = self.segment, self.segment.geometry
+        segment.index[:] = 0
+        segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT]] = 0
+        segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+
+    def close(self) -> None:
+        """Detach."""
+        self.member.leave()
+        self.segment.close()
+
+
+class Staged:
+    """A batch's records side by side in private memory, from whichever tier.
+
+    Args:
+        spill: the second tier.
+        rows, lines: the first tier's.
+        ids, words: of the batch, which all are present.
+        block: gives memory for that many bytes.
+
+    Attributes:
+        rows: a row for each record, once :meth:`load` has run.
+        tails: where the records' tails lie in ``lines``; None if the schema has none.
+        lines: the tails' lines, one run behind the other.
+        damaged: samples whose records are not sound, each with its word and what is wrong.
+        is_loaded: whether :meth:`load` has run.
+        block: the memory: rows first, then lines from ``lines_at`` on.
+    """
+
+    def __init__(self, spill: Spill, rows: Bytes, lines: Bytes, ids: Ids, words: Words, block: Any) -> None:
+        self._spill = spill
+        self._from = rows, lines
+        self._ids, self._words = ids, words
+        self._disk = np.flatnonzero(words & ON_DISK).tolist()
+        self._memory = np.flatnonzero(words & ON_DISK == 0)
+        self._allocate = block
+        self.stride = rows.shape[1]
+        self.lines_at = -(-len(ids) * self.stride // _ALIGN) * _ALIGN
+        self.block = block(self.lines_at)
+        self.rows: Bytes = np.ndarray((len(ids), self.stride), np.uint8, self.block)
+        self.tails: Tails | None = None
+        self.lines: Bytes = np.empty((0, fmt.LINE), np.uint8)
+        self.damaged: list[tuple[int, int, str]] = []
+        self.is_loaded = False
+
+    def load(self, head: np.dtype[np.void] | None) -> bool:
+        """Copy the records; False if one is damaged or cannot be read.
+
+        Args:
+            head: how the beginning of a row is laid out that says where its tail is; None without tails.
+        """
+        self.is_loaded = True
+        self._spill.announce(self._words)
+        self.rows[self._memory] = self._from[0][self._words[self._memory] & ROW_MASK]
+        for place in self._disk:
+            if not self._spill.read_row(int(self._words[place]), memoryview(self.rows[place])):
+                self._refuse(place, "its record cannot be read")
+        if not self.damaged and head is not None:
+            self._load_tails(head)
+        if not self.damaged:
+            self._verify()
+        return not self.damaged
+
+    def _load_tails(self, head: np.dtype[np.void]) -> None:
+        width = head.itemsize
+        heads = np.ascontiguousarray(self.rows[:, RECORD_HEADER : RECORD_HEADER + width]).view(head)[:, 0]
+        tails = self.tails = Tails(heads)
+        limit = self._spill.segment.geometry.lines
+        for place in self._disk:
+            if int(tails.first[place]) + int(tails.counts[place]) > limit:
+                self._refuse(place, "its record's tail lies outside the segment")
+        if self.damaged:
+            return
+        rows, block = self.rows, self._allocate(self.lines_at + tails.total * fmt.LINE)
+        self.rows = np.ndarray(rows.shape, np.uint8, block)
+        self.rows[:] = rows
+        self.block = block
+        if tails.total:
+            self.lines = np.ndarray((tails.total, fmt.LINE), np.uint8, block, self.lines_at)
+        of = np.repeat(self._words & ON_DISK == 0, tails.counts)
+        self.lines[of] = self._from[1][tails.lines()[of]]
+        for place in self._disk:
+            start, count = int(tails.starts[place]), int(tails.counts[place])
+            if count and not self._spill.read_lines(
+                int(tails.first[place]), self.lines[start : start + count].data.cast("B")
+            ):
+                self._refuse(place, "its record's tail cannot be read")
+
+    def _verify(self) -> None:
+        for place in self._disk:
+            sample, word = int(self._ids[place]), int(self._words[place])
+            if self._spill.has_verified(sample, word):
+                continue
+            tail = None
+            if self.tails is not None and (count := int(self.tails.counts[place])):
+                start = int(self.tails.starts[place])
+                tail = self.lines[start : start + count].data.cast("B")
+            problem = content_problem(sample, word, memoryview(self.rows[place]), tail)
+            if problem is not None:
+                self._refuse(place, problem)
+            else:
+                self._spill.note_verified(sample, word)
+
+    def _refuse(self, place: int, why: str) -> None:
+        self.damaged.append((int(self._ids[place]), int(self._words[place]), why))
+
+
+@dataclass(frozen=True)
+class SpillTo:
+    """Where a second tier is to be made.
+
+    Attributes:
+        folder: hotset's own folder on the disk, for a nameless file.
+        path: a new file there instead; None for a nameless one.
+        keeps_all: whether it gets the records too that memory has room for.
+    """
+
+    folder: str
+    path: str | None = None
+    keeps_all: bool = False
+
+    def create(self, schema: Schema, samples: int, about: dict[str, Any]) -> Spill:
+        """Make it.
+
+        Raises:
+            OSError: the file cannot be made.
+        """
+        metadata = json.dumps(about).encode()
+        status = os.statvfs(self.folder)
+        size = status.f_blocks * status.f_frsize
+        rows = min(samples, size // schema.stride) + fmt.SLOTS
+        lines = max(size // fmt.LINE, 1) if schema.has_tail else 0
+        geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
+        folder = None if self.path is not None else self.folder
+        # The disk is the limit; a file of more than that is never written.
+        segment = Segment.create(geometry, metadata, path=self.path, folder=folder, limit=geometry.size)
+        return Spill(segment, schema, keeps_all=self.keeps_all)
+
+    def said(self, spill: Spill) -> dict[str, Any]:
+        """What the first tier's metadata say of it, by which other processes find it."""
+        if self.path is not None:
+            return {"path": self.path, "keeps_all": self.keeps_all}
+        segment = spill.segment
+        inode = os.fstat(segment.fd).st_ino
+        return {"inode": inode, "nonce": segment.nonce.hex(), "keeps_all": self.keeps_all}
+
+
+def attach_spill(where: str | Address, segment: Segment, schema: Schema) -> Spill | None:
+    """Attach to the second tier of a store; None if it has none.
+
+    Args:
+        where: the first tier's place. Who has that open has the second one open as well.
+        segment: the first tier.
+        schema: of the samples.
+
+    Raises:
+        SegmentError: it is gone, or damaged.
+    """
+    said = segment.metadata.get("spill")
+    if said is None:
+        return None
+    if "path" in said:
+        second = Segment.attach(str(said["path"]))
+    elif isinstance(where, Address):
+        second = _attach_nameless(where.pid, int(said["inode"]), bytes.fromhex(said["nonce"]))
+    else:
+        raise SegmentError("what it has spilled is out of reach.")
+    ours, theirs = segment.geometry, second.geometry
+    if (ours.samples, ours.stride, ours.has_tail) != (theirs.samples, theirs.stride, theirs.has_tail):
+        second.close()
+        raise SegmentError("what it has spilled is another cache's.")
+    return Spill(second, schema, keeps_all=bool(said["keeps_all"]))
+
+
+def _attach_nameless(pid: int, inode: int, nonce: bytes) -> Segment:
+    """Attach to a file without a name that a process has open, by whatever descriptor."""
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{pid}/fd/{fd}").st_ino == inode:
+                    return Segment.attach(Address(pid, int(fd), inode, nonce))
+    raise SegmentError(f"what it has spilled is out of reach: process {pid} has it open no more.")
