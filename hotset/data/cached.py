@@ -208,6 +208,28 @@ class CachedDataset(Dataset[T], Generic[T]):
         if due is not None:
             self._look_at(int(ids[due]), store)
 
+    def count_waiting(self, seconds: float) -> None:
+        """Count time that a loader's consumer in this process has waited for batches."""
+        store = self.store
+        if store is not None:
+            store.member.row[Slot.WAIT_NS] += int(seconds * 1e9)
+
+    def announce(self, ids: Ids) -> None:
+        """Say that these samples are wanted soon: what lies on a disk is fetched meanwhile.
+
+        Args:
+            ids: what :meth:`numbers` gave.
+        """
+        store = self.store
+        if store is not None:
+            store.announce(ids)
+
+    @property
+    def spills(self) -> bool:
+        """Whether some of its samples may lie on a disk."""
+        store = self.store
+        return store is not None and store.spill is not None
+
     def _look_at(self, number: int, store: Store) -> None:
         """Compare a cached sample with what the source gives now; if it is another, stop serving."""
         assert self._audit is not None

@@ -347,7 +347,7 @@ class DataLoader(TorchDataLoader[T]):
             return TorchDataLoader(
                 BatchMaker(self.dataset, self.collate_fn),
                 batch_size=None,
-                sampler=TaskSampler(self.batch_sampler, desks),
+                sampler=TaskSampler(self.batch_sampler, desks, route.announce if route.spills else None),
                 num_workers=self.num_workers,
                 collate_fn=_unchanged,  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,

@@ -45,6 +45,7 @@ __all__ = ["LocalBatches", "LocalGather"]
 
 _WORTH_A_THREAD = 2 << 20
 _AHEAD = 2
+_FETCHED_AHEAD = 64 << 20
 # Batches gathered at once take no more than this together: what is kept of one keeps the others' memory.
 _RUN_BYTES = 1 << 20
 _LONGEST_RUN = 16
@@ -185,6 +186,7 @@ class LocalBatches:
         self._handed_over = math.inf  # when the last batch was: before the first, nobody has been away
         self._cost = float("inf")  # seconds that gathering one took; unknown at first
         self._pid = os.getpid()
+        self._announced = 0 if route.spills else None  # how many of the next batches
 
     def __iter__(self) -> LocalBatches:
         return self
@@ -198,12 +200,28 @@ class LocalBatches:
             self._run.over = True
             self._summary.end()
             raise
+        if self._announced is not None:
+            self._announced = self._announce(self._announced - 1, len(indices))
         batch = self._make(indices, start - self._handed_over)
         self._draws.top_up()
         self._handed_over = time.perf_counter()
         self._run.count(len(indices))
         self._summary.count(len(indices), self._handed_over - start)
         return batch
+
+    def _announce(self, known: int, count: int) -> int:
+        """Have the disk fetch what the next batches need, as far as they are known; returns how many that is.
+
+        Args:
+            known: how many it is fetching already.
+            count: samples of a batch.
+        """
+        size = self._gather.size(count) if self._gather is not None else _FETCHED_AHEAD
+        known, most = max(known, 0), max(_FETCHED_AHEAD // max(size, 1), 2)
+        while known < most and (later := self._draws.peek(known)) is not None:
+            self._route.announce(later)
+            known += 1
+        return known
 
     def _make(self, indices: Any, away: float) -> Any:
         """The batch of these indices, for a consumer that was away for so many seconds."""
@@ -218,7 +236,9 @@ class LocalBatches:
             return self._build(indices, ids)
         local = self._route.local(ids)
         pending = self._ahead.pending if self._ahead is not None else 0
-        worth = self._gather.size(len(ids)) >= _WORTH_A_THREAD and away > self._cost / 2
+        # A disk is waited for in the thread while the next batches are announced here.
+        gains = away > self._cost / 2 or self._announced is not None
+        worth = self._gather.size(len(ids)) >= _WORTH_A_THREAD and gains
         if (pending or worth) and self._pid == os.getpid():  # a forked child has not got the thread
             batch = self._gather_ahead(local, _AHEAD if worth else 0)
         else:

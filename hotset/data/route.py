@@ -62,6 +62,21 @@ class Route:
         """What the single cache's store calls these samples."""
         return self.caches[0].numbers(self._places(ids))
 
+    @property
+    def spills(self) -> bool:
+        """Whether some of the samples may lie on a disk."""
+        return any(cached.spills for cached in self.caches)
+
+    def announce(self, indices: Any) -> None:
+        """Say that these indices' samples are wanted soon: what lies on a disk is fetched meanwhile."""
+        ids = self.resolve(indices)
+        if ids is None:
+            return
+        places = self._places(ids)
+        for number, cached in enumerate(self.caches):
+            mine = places if len(self.caches) == 1 else places[self._which[ids] == number]
+            cached.announce(cached.numbers(mine))
+
     def _places(self, ids: Ids) -> Ids:
         """The samples' places in their caches."""
         return ids if self._local is None else self._local[ids]

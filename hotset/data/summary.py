@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = ["EpochSummary"]
 
+_WORTH_TELLING = 0.05
+
 _log = logging.getLogger("hotset")
 
 
@@ -31,6 +33,7 @@ class EpochSummary:
         self.samples = 0
         self.waited = 0.0
         self._caches = caches
+        self._told = 0.0  # of the waiting, what was entered in the cache's counters
         self._before = self._served()
         self._begin = time.perf_counter()
         self._seconds: float | None = None
@@ -57,6 +60,8 @@ class EpochSummary:
         self.batches += 1
         self.samples += samples
         self.waited += waited
+        if self.waited - self._told > _WORTH_TELLING:
+            self._tell()
         if self.batches == self.batches_expected:
             self.end()  # who knows the length need not ask for a batch after the last
 
@@ -64,8 +69,15 @@ class EpochSummary:
         """The pass is over: the figures stay as they are."""
         if self._seconds is None:
             self._hit_rate = self.hit_rate
+            self._tell()
             self._seconds = time.perf_counter() - self._begin
             _log.info("%s", self)
+
+    def _tell(self) -> None:
+        """Enter the waiting in a counter that others can see; not for each batch, as that takes as long."""
+        if self._caches:
+            self._caches[0].count_waiting(self.waited - self._told)
+        self._told = self.waited
 
     def __str__(self) -> str:
         rate = self.samples / self.seconds if self.seconds else 0.0

@@ -89,11 +89,18 @@ class TaskSampler:
     """The inner loader's sampler: the user's batch sampler, with a free block for each batch.
 
     ``iter()`` calls the user's sampler's ``iter()`` at once, as torch's loader would.
+
+    Args:
+        batches: the user's batch sampler.
+        desks: where blocks come from.
+        announce: is told of each batch as it is drawn, some batches before it is handed over; None if
+            nobody wants to know.
     """
 
-    def __init__(self, batches: Any, desks: Desks) -> None:
+    def __init__(self, batches: Any, desks: Desks, announce: Callable[[Any], None] | None) -> None:
         self._batches = batches
         self._desks = desks
+        self._announce = announce
         self._out: dict[tuple[int, int], BlockPool] = {}
         self._idle = 0
         self._states: dict[int, Any] = {}
@@ -119,6 +126,8 @@ class TaskSampler:
             number = pool.take()
             address = pool.address
             self._out[address.inode, number] = pool
+            if self._announce is not None and indices is not None:
+                self._announce(indices)
             yield Task(indices, address, pool.block_bytes, number, self._states.get(turn))
 
     def __len__(self) -> int:

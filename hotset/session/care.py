@@ -1,23 +1,26 @@
 """Looking after the caches on this machine: which there are, what they hold, and whether they are sound.
 
-A cache that only another container's processes hold is listed, because its file's lock shows that it
-lives, and cannot be opened from here, because its memory has no name: it is reported as out of reach, and
-left alone.
+Private caches are found in the list of the runtime folder, those of sessions by their files. A cache that
+only another container's processes hold is listed, because its file's lock shows that it lives, and cannot be
+opened from here, because its memory has no name: it is reported as out of reach, and left alone.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hotset.errors import SegmentError
-from hotset.session import registry
+from hotset.session import registry, sessions
+from hotset.session.entry import Entry
+from hotset.session.folder import runtime_folder
 from hotset.session.share import address_of
 from hotset.store.check import check_segment
 from hotset.store.format import PRESENT, Live
-from hotset.store.segment import Segment
+from hotset.store.segment import Address, Segment
 
-__all__ = ["Report", "reports"]
+__all__ = ["Report", "gc", "reports"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class Report:
     """What was found of one cache.
 
     Attributes:
-        entry: how it is listed.
+        name: what it is called.
+        owner: ``process 123``, or ``session NAME``.
         state: ``ok``, ``damaged``, ``dead`` (nobody holds it: ``hotset gc`` frees it) or ``out of reach``.
         samples: length of its data set; 0 if it could not be opened.
         cached: how many of them it holds.
@@ -34,7 +38,8 @@ class Report:
         problems: a sentence for each.
     """
 
-    entry: registry.Entry
+    name: str
+    owner: str
     state: str
     samples: int = 0
     cached: int = 0
@@ -44,31 +49,60 @@ class Report:
 
 
 def reports() -> Iterator[Report]:
-    """Open every listed cache within reach, and verify every record in it.
+    """Open every cache within reach, and verify every record in it, in memory and on disk.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
     """
     for entry in registry.entries():
-        yield _report(entry)
+        yield _private(entry)
+    names = {session.number: session.name for session in sessions.sessions()}
+    folder = runtime_folder()
+    for file in sorted(os.listdir(folder)):
+        found = sessions.CACHE.fullmatch(file)
+        if found:
+            number = int(found[1])
+            if number in names:
+                yield _opened(f"{folder}/{file}", file, f"session {names[number]}")
+            else:
+                yield Report(file, f"session {number}", "dead")
 
 
-def _report(entry: registry.Entry) -> Report:
+def gc() -> list[str]:
+    """Free what dead processes left, and sessions whose time is over; return a sentence for each.
+
+    Raises:
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    return [*registry.gc(), *sessions.recover()]
+
+
+def _private(entry: Entry) -> Report:
+    name, pid = entry.name or entry.file, entry.at[0] if entry.at else entry.pid
+    owner = f"process {pid}" if pid > 0 else ""
     if entry.problem:
-        return Report(entry, "damaged", problems=(entry.problem,))
+        return Report(name, owner, "damaged", problems=(entry.problem,))
     if not entry.alive:
-        return Report(entry, "dead")
+        return Report(name, owner, "dead")
     if entry.at is None:
-        return Report(entry, "out of reach")
+        return Report(name, owner, "out of reach")
     try:
-        segment = Segment.attach(address_of(entry))
+        return _opened(address_of(entry), name, owner)
     except SegmentError as error:
-        return Report(entry, "damaged", problems=(str(error),))
+        return Report(name, owner, "damaged", problems=(str(error),))
+
+
+def _opened(where: str | Address, name: str, owner: str) -> Report:
     try:
-        problems = tuple(check_segment(segment))
+        segment = Segment.attach(where)
+    except SegmentError as error:
+        return Report(name, owner, "damaged", problems=(str(error),))
+    try:
+        problems = (*check_segment(segment), *_check_spilled(segment))
         live = segment.live
         return Report(
-            entry,
+            str(segment.metadata.get("name", name)),
+            owner,
             "damaged" if problems else "ok",
             samples=segment.geometry.samples,
             cached=int((segment.index >= PRESENT).sum()),
@@ -78,3 +112,18 @@ def _report(entry: registry.Entry) -> Report:
         )
     finally:
         segment.close()
+
+
+def _check_spilled(segment: Segment) -> list[str]:
+    """Verify what a session's cache has on disk. A private one's ends with its processes, and has no name."""
+    said = segment.metadata.get("spill")
+    if not isinstance(said, dict) or "path" not in said:
+        return []
+    try:
+        second = Segment.attach(str(said["path"]))
+    except SegmentError as error:
+        return [str(error)]
+    try:
+        return check_segment(second)
+    finally:
+        second.close()

@@ -100,13 +100,13 @@ class Spill:
 
     def announce(self, words: Words) -> None:
         """Have the kernel fetch the records that these words name, without waiting for them."""
-        geometry = self.segment.geometry
+        stride, rows_at = self.segment.geometry.stride, self.segment.geometry.rows_at
         rows = np.sort(words[words & ON_DISK != 0] & ROW_MASK)
         # Neighbours are fetched as one.
-        for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
-            if len(run):
-                start = geometry.rows_at + int(run[0]) * geometry.stride
-                self.segment.read_ahead(start, len(run) * geometry.stride)
+        begins = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
+        lengths = np.diff(begins, append=len(rows))
+        for row, length in zip(rows[begins].tolist(), lengths.tolist(), strict=True):
+            self.segment.read_ahead(rows_at + row * stride, length * stride)
 
     def read_row(self, word: int, into: memoryview) -> bool:
         """Copy a record's row; False if it cannot be read."""
