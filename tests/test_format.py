@@ -48,7 +48,7 @@ def page_of(geometry: Geometry) -> bytes:
 
 
 def forged(
-    *sizes: int, magic: bytes = b"hotset\x00\x1a", version: int = 1, flags: int | None = None
+    *sizes: int, magic: bytes = b"hotset\x00\x1a", version: int = 2, flags: int | None = None
 ) -> bytes:
     """A header of any content, with a checksum that fits: samples, stride, rows, lines, metadata."""
     flags = int(sizes[3] > 0) if flags is None else flags
@@ -79,7 +79,7 @@ def test_what_is_packed_is_unpacked(geometry: Geometry, nonce: bytes) -> None:
 def test_the_header_is_the_one_that_is_drawn() -> None:
     fixed = pack_header(GEOMETRY, NONCE)
     assert len(fixed) == FIXED <= fmt.LIVE_AT
-    assert HEADER.unpack_from(fixed) == (b"hotset\x00\x1a", 1, 1, 1000, 4096, 500, 300, 700, NONCE)
+    assert HEADER.unpack_from(fixed) == (b"hotset\x00\x1a", 2, 1, 1000, 4096, 500, 300, 700, NONCE)
 
 
 @fuzz
@@ -103,7 +103,7 @@ def test_live_words_lie_in_the_header_behind_what_its_checksum_covers() -> None:
     assert fmt.LIVE_AT % 8 == 0
     assert fmt.LIVE_AT + 8 * 8 <= fmt.HEADER_BYTES
     slot_words = [value for name, value in vars(fmt.Slot).items() if name.isupper()]
-    assert sorted(slot_words) == list(range(14))
+    assert sorted(slot_words) == list(range(15))
     assert max(slot_words) < fmt.SLOT_WORDS
 
 
@@ -161,7 +161,7 @@ def test_each_refusal_says_what_is_wrong() -> None:
     size = Geometry(*sizes).size
     unpack_header(forged(*sizes), size, NAME)
     assert "magic" in refused(forged(*sizes, magic=b"safetens"), size)
-    assert "format version 2" in refused(forged(*sizes, version=2), size)
+    assert "format version 1" in refused(forged(*sizes, version=1), size)
     assert "format version 0" in refused(forged(*sizes, version=0), size)
     assert "flags" in refused(forged(*sizes, flags=1), size)
     assert "flags" in refused(forged(*sizes, flags=2), size)

@@ -138,6 +138,7 @@ def create(
         spill = os.path.abspath(spill)
         os.close(open_spill(spill, make=True))
         remember(spill)
+    expire()
     if memory is None:
         limit = server_limit(server) if server is not None else None
         memory = machine.headroom().bytes // 2 if limit is None else limit

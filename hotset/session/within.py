@@ -32,7 +32,9 @@ from hotset.session.sessions import CACHE, Session, find, open_ledger
 from hotset.session.share import PATIENCE_SECONDS, HasSegment, Shared
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.turn import turns
-from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry, Live
+from hotset.store.claims import Membership
+from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry
+from hotset.store.room import distrust_room
 from hotset.store.segment import Segment
 from hotset.told import tell
 
@@ -247,7 +249,9 @@ def _revive(session: Session, digest: str, folder: int, place: str) -> None:
 
 def _revive_one(session: Session, spilled: str, path: str) -> None:
     second = Segment.attach(spilled)
+    member = Membership(second)
     try:
+        distrust_room(member)
         old = second.geometry
         metadata = {**second.metadata, "spill": {"path": spilled, "keeps_all": session.persist}}
         encoded = json.dumps(metadata).encode()
@@ -256,12 +260,12 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
         first = Segment.create(geometry, encoded, path=path, limit=session.memory)
         try:
-            first.live[Live.ERA] = second.live[Live.ERA]
             words = second.index.copy()
             first.index[:] = np.where(words >= PRESENT, words | ON_DISK, 0)
         finally:
             first.close()
     finally:
+        member.leave()
         second.close()
 
 

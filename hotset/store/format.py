@@ -92,7 +92,7 @@ __all__ = [
 ]
 
 MAGIC = b"hotset\x00\x1a"
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 HEADER_BYTES = PAGE
 METADATA_CRC_AT = 256
@@ -128,14 +128,13 @@ class Live:
     LINES_NEXT = 1  # lines handed out so far
     LIMIT = 2  # bytes that extents may take
     ERA = 3  # counted up when a clear begins and when it ends: odd in between; the generation of records
-    CLEAN = 4  # 1 after an orderly end (a segment on disk)
-    TOLD = 5  # 1 once the user was told that samples stay uncached
-    CONDEMNED = 6  # nothing is served any more: 1 as the source gave another record, 2 as it was destroyed
-    EPOCH = 7  # of a window: how many epochs were begun, up to the one that the cursor belongs to
-    CURSOR = 8  # of a window: how many samples have left it
-    LATE = 9  # of a window: samples that were not ready at the boundary where they were due
-    LATE_TOLD = 10  # 1 once the user was told of that
-    BEHIND = 11  # of a window: how many of those that were due have not come in yet
+    TOLD = 4  # 1 once the user was told that samples stay uncached
+    CONDEMNED = 5  # nothing is served any more: 1 as the source gave another record, 2 as it was destroyed
+    EPOCH = 6  # of a window: how many epochs were begun, up to the one that the cursor belongs to
+    CURSOR = 7  # of a window: how many samples have left it
+    LATE = 8  # of a window: samples that were not ready at the boundary where they were due
+    LATE_TOLD = 9  # 1 once the user was told of that
+    BEHIND = 10  # of a window: how many of those that were due have not come in yet
 
 
 class Slot:

@@ -28,9 +28,18 @@ from typing import Protocol
 
 from hotset.store import memory
 from hotset.store.claims import Membership
-from hotset.store.format import LINE, Live, Slot
+from hotset.store.format import (
+    LINE,
+    PRESENT,
+    RECORD_HEADER,
+    ROW_MASK,
+    TAIL_COUNT_BITS,
+    TIER_MASK,
+    Live,
+    Slot,
+)
 
-__all__ = ["Allowance", "Room"]
+__all__ = ["Allowance", "Room", "distrust_room"]
 
 _LARGEST_EXTENT = 4 << 20
 _RETRY_SECONDS = 0.5
@@ -231,3 +240,30 @@ class Room:
         self.why_full = why
         self._refused_until = time.monotonic() + _RETRY_SECONDS
         return False
+
+
+def distrust_room(member: Membership) -> None:
+    """In a file that may be damaged, never hand out room below what is in use, whatever its words say.
+
+    After a crash of the machine the words that count what was handed out may be older than the index.
+    """
+    segment, geometry, live = member.segment, member.segment.geometry, member.segment.live
+    words = segment.index[segment.index >= PRESENT]
+    rows = words[words & TIER_MASK == 0] & ROW_MASK
+    rows = rows[rows < geometry.rows].tolist()
+    if not rows:
+        return
+    lines = max((_end_of_tail(member, row) for row in rows), default=0) if geometry.has_tail else 0
+    with member.short_lock() as held:
+        if held:
+            live[Live.ROWS_NEXT] = max(int(live[Live.ROWS_NEXT]), max(rows) + 1)
+            live[Live.LINES_NEXT] = max(int(live[Live.LINES_NEXT]), lines)
+
+
+def _end_of_tail(member: Membership, row: int) -> int:
+    """The line after a record's tail; 0 if it says nothing sensible. Read past the mapping: maybe a disk."""
+    segment, geometry = member.segment, member.segment.geometry
+    word = os.pread(segment.fd, 8, geometry.rows_at + row * geometry.stride + RECORD_HEADER)
+    place = int.from_bytes(word, "little")
+    end = (place >> TAIL_COUNT_BITS) + (place & ((1 << TAIL_COUNT_BITS) - 1))
+    return end if end <= geometry.lines else 0

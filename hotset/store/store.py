@@ -36,7 +36,7 @@ from hotset.store.check import check_segment, record_problem
 from hotset.store.claims import Ids, Index, Membership
 from hotset.store.fill import Filler
 from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
-from hotset.store.room import Room
+from hotset.store.room import Room, distrust_room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
 from hotset.store.spill import Spill, SpillTo, Staged, attach_spill
@@ -91,7 +91,9 @@ class Store:
         if FULL_CHECK or not segment.trusted:
             self.verified = np.zeros(geometry.samples, np.int64)
         if not segment.trusted:
-            self._distrust_room()
+            distrust_room(self.member)
+            if spill is not None:
+                distrust_room(spill.member)
         self._damaged = 0
 
     @classmethod
@@ -323,24 +325,6 @@ class Store:
             before = bool(self.segment.live[Live.CONDEMNED])
             self.segment.live[Live.CONDEMNED] = 1
         return not before
-
-    def _distrust_room(self) -> None:
-        """In a file that may be damaged, never hand out room below what is in use, whatever its words say."""
-        geometry, live = self.segment.geometry, self.segment.live
-        words = self.segment.index[self.segment.index >= PRESENT]
-        rows = words[words & fmt.ON_DISK == 0] & ROW_MASK
-        rows = rows[rows < geometry.rows]
-        if not len(rows):
-            return
-        with self.member.short_lock() as held:
-            if held:
-                live[Live.ROWS_NEXT] = max(int(live[Live.ROWS_NEXT]), int(rows.max()) + 1)
-                if geometry.has_tail:
-                    tails = self.tails(rows)
-                    ends = tails.first + tails.counts
-                    ends = ends[(ends > 0) & (ends <= geometry.lines)]
-                    highest = int(ends.max()) if len(ends) else 0
-                    live[Live.LINES_NEXT] = max(int(live[Live.LINES_NEXT]), highest)
 
     def tails(self, rows: Words) -> Tails:
         """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
