@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from hotset.data.cached import CachedDataset, attach_store
 from hotset.data.identity import Identity
+from hotset.data.mapping import map_ahead
 from hotset.data.planning import Made, Wanted, joined_plan, make_plan
 from hotset.data.residents import Residents
 from hotset.data.source import Uncut
@@ -154,6 +155,8 @@ def cache(
         )
     for note in made.plan.warnings:
         tell(note)
+    if joined and store is not None and store.segment.trusted:
+        map_ahead(store.segment)
     residents = _residents(made, window, store)
     return CachedDataset(dataset, made.source, made.plan, store, registration, residents)
 

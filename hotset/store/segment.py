@@ -20,6 +20,7 @@ Creating a segment touches its header and nothing else: a 100 GiB one costs micr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -51,6 +52,8 @@ from hotset.store.format import (
 __all__ = ["Address", "Segment"]
 
 Words = npt.NDArray[np.int64]
+
+_libc = ctypes.CDLL(None)
 
 _LARGEST_METADATA = 16 << 20
 _MADV_POPULATE_READ = 22
@@ -237,10 +240,11 @@ class Segment:
     def populate(self, offset: int, length: int, *, write: bool = False) -> None:
         """Map these pages into this process at once, so that no later touch faults (Linux 5.14)."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        with contextlib.suppress(OSError):  # an older kernel: pages are mapped one by one, as ever
-            self.buffer.madvise(
-                _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ, start, offset + length - start
-            )
+        # Not mmap's own method, which holds the interpreter meanwhile. An older kernel refuses, and
+        # pages are mapped one by one, as ever.
+        address = ctypes.c_void_p(self.live.ctypes.data - LIVE_AT + start)
+        size = ctypes.c_size_t(offset + length - start)
+        _libc.madvise(address, size, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
 
     def discard(self, offset: int, length: int) -> None:
         """Give the memory of these whole pages back; they read as zeros from then on."""
