@@ -49,6 +49,7 @@ _FETCHED_AHEAD = 64 << 20
 # Batches gathered at once take no more than this together: what is kept of one keeps the others' memory.
 _RUN_BYTES = 1 << 20
 _LONGEST_RUN = 16
+_LONGEST_RUN_OF_A_DISK = 256
 
 
 @contextlib.contextmanager
@@ -93,10 +94,10 @@ class LocalGather:
         """The batch, once the copy was run; None if the cache was cleared meanwhile."""
         return self.gather.finish(copy, _keep, start, stop)
 
-    def run_length(self, count: int) -> int:
+    def run_length(self, count: int, most: int) -> int:
         """How many batches of so many samples are worth gathering at once."""
         # Page-locked memory is torch's: it is given for one tensor at a time.
-        return 1 if self._pinned else min(_RUN_BYTES // max(self.size(count), 1), _LONGEST_RUN)
+        return 1 if self._pinned else min(_RUN_BYTES // max(self.size(count), 1), most)
 
     def _memory(self, size: int) -> Memory:
         if self._pinned:
@@ -187,6 +188,7 @@ class LocalBatches:
         self._cost = float("inf")  # seconds that gathering one took; unknown at first
         self._pid = os.getpid()
         self._announced = 0 if route.spills else None  # how many of the next batches
+        self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
 
     def __iter__(self) -> LocalBatches:
         return self
@@ -218,9 +220,14 @@ class LocalBatches:
         """
         size = self._gather.size(count) if self._gather is not None else _FETCHED_AHEAD
         known, most = max(known, 0), max(_FETCHED_AHEAD // max(size, 1), 2)
+        if known > most // 2:
+            return known  # many at once: of tiny samples, most are neighbours of others then
+        batches = []
         while known < most and (later := self._draws.peek(known)) is not None:
-            self._route.announce(later)
+            batches.append(later)
             known += 1
+        if batches:
+            self._route.announce(np.concatenate(batches))
         return known
 
     def _make(self, indices: Any, away: float) -> Any:
@@ -255,7 +262,7 @@ class LocalBatches:
         """The batch, and with it the next ones, if they are small."""
         assert self._gather is not None
         start = time.perf_counter()
-        run = [local, *self._known(self._gather.run_length(len(local)) - 1)]
+        run = [local, *self._known(self._gather.run_length(len(local), self._longest) - 1)]
         copy = self._gather.prepare(local if len(run) == 1 else np.concatenate(run))
         if copy is None:
             return None

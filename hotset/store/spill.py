@@ -31,7 +31,7 @@ from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store.check import content_problem
 from hotset.store.claims import Ids, Membership
-from hotset.store.format import ON_DISK, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
+from hotset.store.format import ON_DISK, PAGE, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.memory import Headroom
 from hotset.store.records import Record, Records
 from hotset.store.room import Room
@@ -45,6 +45,9 @@ Bytes = npt.NDArray[np.uint8]
 
 _ALIGN = 64
 _SMALLEST_MARGIN = 64 << 20
+# Rows nearer to each other than this are read together, and so much of them at once.
+_NEAR = 16 << 10
+_AT_ONCE = 4 << 20
 
 
 class Spill:
@@ -101,18 +104,60 @@ class Spill:
     def announce(self, words: Words) -> None:
         """Have the kernel fetch the records that these words name, without waiting for them."""
         stride, rows_at = self.segment.geometry.stride, self.segment.geometry.rows_at
-        rows = np.sort(words[words & ON_DISK != 0] & ROW_MASK)
-        # Neighbours are fetched as one.
-        begins = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
-        lengths = np.diff(begins, append=len(rows))
-        for row, length in zip(rows[begins].tolist(), lengths.tolist(), strict=True):
-            self.segment.read_ahead(rows_at + row * stride, length * stride)
+        starts = np.sort(words[words & ON_DISK != 0] & ROW_MASK) * stride + rows_at
+        if not len(starts):
+            return
+        first, last = starts // PAGE, (starts + stride - 1) // PAGE
+        # What lies on neighbouring pages is fetched as one: of tiny rows, many.
+        apart = np.flatnonzero(first[1:] > last[:-1] + 1)
+        begins, ends = first[np.append(0, apart + 1)], last[np.append(apart, -1)]
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            self.segment.read_ahead(begin * PAGE, (end + 1 - begin) * PAGE)
 
-    def read_row(self, word: int, into: memoryview) -> bool:
-        """Copy a record's row; False if it cannot be read."""
+    def read_rows(self, words: Words, places: Ids, into: Bytes) -> list[int]:
+        """Copy the rows that these words name to these places; returns the places that could not be had."""
         geometry = self.segment.geometry
-        row = word & ROW_MASK
-        return row < geometry.rows and self.segment.read(geometry.rows_at + row * geometry.stride, into)
+        stride = geometry.stride
+        rows = words[places] & ROW_MASK
+        outside = rows >= geometry.rows
+        lost: list[int] = places[outside].tolist()
+        if lost:
+            places, rows = places[~outside], rows[~outside]
+        if stride >= _NEAR:
+            alone, places_alone = rows, places
+        else:
+            order = np.argsort(rows, kind="stable")
+            rows, places = rows[order], places[order]
+            # Tiny rows near each other are read as one: what lies between them costs less than a call.
+            cuts = np.flatnonzero(np.diff(rows) * stride > _NEAR) + 1
+            begins, ends = np.append(0, cuts), np.append(cuts, len(rows))
+            single = ends - begins == 1
+            alone, places_alone = rows[begins[single]], places[begins[single]]
+            for begin, end in zip(begins[~single].tolist(), ends[~single].tolist(), strict=True):
+                lost += self._read_run(rows[begin:end], places[begin:end], into)
+        flat = into.reshape(-1).data
+        starts = (alone * stride + geometry.rows_at).tolist()
+        for place, start in zip(places_alone.tolist(), starts, strict=True):
+            if not self.segment.read(start, flat[place * stride : (place + 1) * stride]):
+                lost.append(place)
+        return lost
+
+    def _read_run(self, rows: Words, places: Ids, into: Bytes) -> list[int]:
+        geometry = self.segment.geometry
+        stride = geometry.stride
+        lost: list[int] = []
+        at_once = max(_AT_ONCE // stride, 1)
+        begin = 0
+        while begin < len(rows):
+            first = int(rows[begin])
+            end = int(np.searchsorted(rows, first + at_once))
+            run = np.empty((int(rows[end - 1]) - first + 1, stride), np.uint8)
+            if self.segment.read(geometry.rows_at + first * stride, run.reshape(-1).data):
+                into[places[begin:end]] = run[rows[begin:end] - first]
+            else:
+                lost += places[begin:end].tolist()
+            begin = end
+        return lost
 
     def read_lines(self, first: int, into: memoryview) -> bool:
         """Copy a run of lines; False if it cannot be read."""
@@ -120,9 +165,9 @@ class Spill:
         inside = first >= 0 and first * fmt.LINE + len(into) <= geometry.lines * fmt.LINE
         return inside and self.segment.read(geometry.lines_at + first * fmt.LINE, into)
 
-    def has_verified(self, sample: int, word: int) -> bool:
-        """Whether this process has found this record sound before."""
-        return self._verified is not None and bool(self._verified[sample] == word)
+    def unverified(self, ids: Ids, words: Words) -> npt.NDArray[np.bool_]:
+        """Which of these records this process has not found sound before."""
+        return np.ones(len(ids), np.bool_) if self._verified is None else self._verified[ids] != words
 
     def note_verified(self, sample: int, word: int) -> None:
         """Note that this process has found this record sound."""
@@ -170,7 +215,8 @@ class Staged:
         self._spill = spill
         self._from = rows, lines
         self._ids, self._words = ids, words
-        self._disk = np.flatnonzero(words & ON_DISK).tolist()
+        self._on_disk = np.flatnonzero(words & ON_DISK)
+        self._disk = self._on_disk.tolist()
         self._memory = np.flatnonzero(words & ON_DISK == 0)
         self._allocate = block
         self.stride = rows.shape[1]
@@ -189,11 +235,9 @@ class Staged:
             head: how the beginning of a row is laid out that says where its tail is; None without tails.
         """
         self.is_loaded = True
-        self._spill.announce(self._words)
         self.rows[self._memory] = self._from[0][self._words[self._memory] & ROW_MASK]
-        for place in self._disk:
-            if not self._spill.read_row(int(self._words[place]), memoryview(self.rows[place])):
-                self._refuse(place, "its record cannot be read")
+        for place in self._spill.read_rows(self._words, self._on_disk, self.rows):
+            self._refuse(place, "its record cannot be read")
         if not self.damaged and head is not None:
             self._load_tails(head)
         if not self.damaged:
@@ -226,10 +270,9 @@ class Staged:
                 self._refuse(place, "its record's tail cannot be read")
 
     def _verify(self) -> None:
-        for place in self._disk:
-            sample, word = int(self._ids[place]), int(self._words[place])
-            if self._spill.has_verified(sample, word):
-                continue
+        ids, words = self._ids[self._disk], self._words[self._disk]
+        for number in np.flatnonzero(self._spill.unverified(ids, words)).tolist():
+            place, sample, word = self._disk[number], int(ids[number]), int(words[number])
             tail = None
             if self.tails is not None and (count := int(self.tails.counts[place])):
                 start = int(self.tails.starts[place])

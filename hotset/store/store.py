@@ -277,6 +277,8 @@ class Store:
         return sound
 
     def _read_staged(self, ids: Ids, words: Words, era: int) -> list[Any] | None:
+        assert self.spill is not None
+        self.spill.announce(words)
         staged = self.stage(ids, words)
         if not self.load(staged) or not self.unchanged(words, era):
             return None
