@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, however deep in hotset or torch they are found."""
+"""What is said to people: warnings, each at their own line however deep it is found, and names made safe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 
 from hotset.errors import HotsetWarning
 
-__all__ = ["tell"]
+__all__ = ["printable", "tell"]
 
 _OURS = os.path.dirname(__file__) + os.sep
 
@@ -24,3 +24,16 @@ def tell(sentence: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(theirs):
         level, frame = level + 1, frame.f_back
     warnings.warn(sentence, HotsetWarning, stacklevel=level)
+
+
+def printable(text: str, longest: int = 200) -> str:
+    """Return ``text`` in one line that cannot move a cursor, colour a terminal or forge a line of a log.
+
+    What is longer than ``longest`` characters is cut.
+
+    Example:
+        >>> print(printable("two\\nlines"))
+        two\\nlines
+    """
+    cut = text if len(text) <= longest else text[: longest - 3] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)

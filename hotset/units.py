@@ -7,6 +7,7 @@ a bare number is bytes. Lower and upper case mean the same, as nobody who types 
 from __future__ import annotations
 
 import re
+import reprlib
 
 from hotset.errors import QuantityError
 
@@ -38,11 +39,12 @@ def parse_bytes(quantity: int | str, *, name: str = "memory") -> int:
         if quantity < 0:
             raise QuantityError(f"{name}={quantity} is negative; give a number of bytes, zero or more.")
         return quantity
-    match = _PATTERN.fullmatch(quantity) if isinstance(quantity, str) else None
+    # More digits than any memory has are no number that Python would read.
+    match = _PATTERN.fullmatch(quantity) if isinstance(quantity, str) and len(quantity) < 60 else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise QuantityError(
-            f"{name}={quantity!r} is not an amount of memory; give bytes as an int, "
+            f"{name}={reprlib.repr(quantity)} is not an amount of memory; give bytes as an int, "
             'or a string such as "64GiB" or "500MB".'
         )
     return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * int(factor)

@@ -1,4 +1,4 @@
-"""``hotset``: the demo, and a look after the caches on this machine."""
+"""``hotset``: the demo, the cache server and its sessions, and a look after the caches on this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from hotset.errors import HotsetError
+from hotset.told import printable
 
 __all__ = ["app", "main"]
 
@@ -96,23 +97,22 @@ def check() -> None:
     from hotset.session.care import reports
     from hotset.units import format_bytes
 
-    table = Table("cache", "state", "process", "samples", "cached", "memory", "of")
+    table = Table("cache", "state", "of", "samples", "cached", "memory", "limit")
     problems: list[str] = []
     count = 0
     for report in reports():
         count += 1
-        entry = report.entry
         opened = report.state in ("ok", "damaged") and report.samples > 0
         table.add_row(
-            Text(_printable(entry.name or entry.file)),
+            Text(printable(report.name)),
             report.state,
-            str(entry.at[0] if entry.at else entry.pid) if entry.pid > 0 else "",
+            Text(report.owner),
             f"{report.samples:,}" if opened else "",
             f"{report.cached:,}" if opened else "",
             format_bytes(report.bytes) if opened else "",
             format_bytes(report.limit) if opened else "",
         )
-        problems += [_printable(f"{entry.name or entry.file}: {problem}") for problem in report.problems]
+        problems += [printable(f"{report.name}: {problem}") for problem in report.problems]
     console = Console()
     if count == 0:
         console.print("There are no caches on this machine.")
@@ -126,23 +126,191 @@ def check() -> None:
 
 @app.command()
 def gc() -> None:
-    """Free what dead processes left; what any process still holds, in whatever container, is left alone."""
-    from hotset.session import registry
+    """Free what dead processes left, and sessions whose time is over; what anybody uses is left alone."""
+    from hotset.server import remains
+    from hotset.session import care
 
-    freed = registry.gc()
+    freed = [*care.gc(), *remains.collect()]
     for sentence in freed:
         typer.echo(sentence)
     if not freed:
         typer.echo("There is nothing to free.")
 
 
-def _printable(text: str) -> str:
-    """A label as it can be shown: whoever gave it, it must not move the cursor or colour the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def start(
+    host: Annotated[str, typer.Option(help="The one address or name to answer at.")] = "127.0.0.1",
+    port: Port = 50052,
+    memory: Annotated[str, typer.Option(help="What its sessions may hold together: 80%, or 120GiB.")] = "80%",
+    spill: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Where its sessions spill, if they name no folder."),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning, error or critical.")] = "info",
+    foreground: Annotated[bool, typer.Option(help="Stay here, and log to the terminal.")] = False,
+) -> None:
+    """Start the cache server: a daemon with a budget for sessions, an API, a status page and metrics."""
+    from hotset.server.options import Options
+
+    options = Options.parse(
+        host=host, port=port, memory=memory, spill=spill, level=log_level, logs_to_file=not foreground
+    )
+    if foreground:
+        from hotset.server.daemon import serve
+
+        raise typer.Exit(serve(options))
+    from hotset.cli import server
+
+    place = server.start(options)
+    typer.echo(f"The cache server is process {place.pid} and answers at {place.url}.")
+    typer.echo(f"Its log is {place.log}; `hotset stop` ends it and its sessions.")
+
+
+@app.command()
+def status(
+    port: Port = 50052,
+    as_json: AsJson = False,
+    token: Annotated[bool, typer.Option("--token", help="Print the token alone.")] = False,
+) -> None:
+    """Tell how the cache server is doing."""
+    from hotset.cli import server
+
+    if token:
+        typer.echo(server.token(port))
+        return
+    found = server.status(port)
+    if as_json:
+        _print_json(found)
+    else:
+        from hotset.cli.session import print_status
+
+        print_status(found)
+
+
+@app.command()
+def stop(port: Port = 50052) -> None:
+    """Stop the cache server: its sessions are destroyed, and their memory is freed."""
+    from hotset.cli import server
+
+    place = server.stop(port)
+    typer.echo(f"The cache server of port {port} (process {place.pid}) has been stopped.")
+
+
+@app.command()
+def top(
+    port: Port = 50052,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+) -> None:
+    """Watch the sessions of the cache server in the terminal."""
+    from hotset.cli.top import top as run
+
+    run(port, interval, once)
+
+
+@app.command(
+    "cache-admin",
+    add_help_option=False,
+    context_settings={
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "help_option_names": [],
+        "ignore_unknown_options": True,
+    },
+)
+def cache_admin(context: typer.Context) -> None:
+    """The command line of MindSpore's cache_admin; `hotset cache-admin --help` lists its options."""
+    from hotset.cli.cache_admin import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+session_app = typer.Typer(help="Make, list, show and destroy sessions.", no_args_is_help=True)
+app.add_typer(session_app, name="session")
+
+Which = Annotated[str, typer.Argument(metavar="NAME", help="Name or number.")]
+
+
+@session_app.command("create")
+def create_session(
+    name: Annotated[str, typer.Argument(help="Letters, digits, dot, underscore and hyphen.")],
+    memory: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What its caches may hold together in memory: 120GiB."),
+    ] = None,
+    spill: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Where what is beyond goes."),
+    ] = None,
+    ttl: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="How long it lasts after its last use: 24h."),
+    ] = None,
+    persist: Annotated[bool, typer.Option("--persist", help="Keep what is spilled over a reboot.")] = False,
+    port: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, max=65535, help="Of the server that is to own it."),
+    ] = None,
+) -> None:
+    """Make a session: the server's if one answers, else nobody's."""
+    from hotset.cli import session
+
+    made = session.create(name, memory=memory, spill=spill, ttl=ttl, persist=persist, port=port)
+    session.console().print(session.describe(made))
+
+
+@session_app.command("list")
+def list_sessions(as_json: AsJson = False) -> None:
+    """List the sessions on this machine."""
+    from hotset.cli import session
+
+    found = session.list_all()
+    if as_json:
+        _print_json(found)
+    elif found:
+        session.console().print(session.sessions_table(found))
+    else:
+        typer.echo("There are no sessions on this machine; `hotset session create NAME` makes one.")
+
+
+@session_app.command("show")
+def show_session(name: Which, as_json: AsJson = False) -> None:
+    """Show a session and its caches."""
+    from hotset.cli import session
+
+    found = session.show(name)
+    if as_json:
+        _print_json(found)
+    else:
+        session.console().print(session.describe(found))
+
+
+@session_app.command("destroy")
+def destroy_session(name: Which) -> None:
+    """Destroy a session; jobs that use it go on from their source."""
+    from hotset.cli import session
+    from hotset.units import format_bytes
+
+    typer.echo(f"Destroyed session {printable(name)}; {format_bytes(session.destroy(name))} freed.")
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=2))
 
 
 def main() -> None:
     """Run the command line; an error of hotset's is one sentence and exit code 2."""
+    if sys.argv[1:2] == ["cache-admin"]:
+        # Scripts call it in loops: it does not wait for what typer imports to take its commands apart.
+        from hotset.cli.cache_admin import main as run
+
+        sys.exit(run(sys.argv[2:]))
     try:
         app()
     except HotsetError as error:

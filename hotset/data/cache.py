@@ -115,16 +115,21 @@ def cache(
             f"window={window!r} is no window; write window=hotset.Window(resident={window!r})."
         )
     found = _session(session, window, spill)
-    spill = os.fspath(spill) if spill is not None and spill is not False else spill
+    spill = _folder(spill)
     wanted = Wanted(memory, strict, cut, window, spill, found)
     uncut = Uncut.of(dataset, transform)
     running = None if window is None else [str(field) for field in astuple(window)]
     identity = Identity.of(uncut, key, strict, cut, running)
     made: Made | None = None
+    theirs: OSError | None = None  # what the data set raised, and no session
 
     def create(place: Place | None = None) -> Store | None:
-        nonlocal made
-        made = make_plan(uncut, wanted, identity)
+        nonlocal made, theirs
+        try:
+            made = make_plan(uncut, wanted, identity)
+        except OSError as error:
+            theirs = error
+            raise
         return _create(made, wanted, place)
 
     def attach(address: Address | str) -> Store:
@@ -143,6 +148,8 @@ def cache(
         try:
             shared = share_in(found, identity.meeting, name, create=create, attach=attach)
         except OSError as error:
+            if error is theirs:
+                raise
             tell(f"{name} is cached for this job alone, as session {found.name!r} cannot be used: {error}")
     if shared is None:
         shared = share(identity.meeting, name, create=create, attach=attach)
@@ -155,8 +162,14 @@ def cache(
         )
     for note in made.plan.warnings:
         tell(note)
-    if joined and store is not None and store.segment.trusted:
-        map_ahead(store.segment)
+    if joined and store is not None:
+        if store.condemned:
+            tell(
+                f"{name}: an audit has found that what is cached of it in session {session!r} is not what "
+                "the source gives, so samples come from the source; call clear() to cache them anew."
+            )
+        elif store.segment.trusted:
+            map_ahead(store.segment)
     residents = _residents(made, window, store)
     return CachedDataset(dataset, made.source, made.plan, store, registration, residents)
 
@@ -164,6 +177,20 @@ def cache(
 def _is_steady(dataset: object) -> bool:
     """Whether nothing that is cached of a data set with a ``set_epoch`` depends on the epoch."""
     return isinstance(dataset, CachedDataset) or declared(dataset) == "deterministic"
+
+
+def _folder(spill: Any) -> str | Literal[False] | None:
+    """A spill folder's path; None and False stay.
+
+    Raises:
+        ArgumentError: it is no path.
+    """
+    if spill is None or spill is False:
+        return spill
+    path = os.fspath(spill) if isinstance(spill, (str, os.PathLike)) else b""
+    if not isinstance(path, str) or not path:
+        raise ArgumentError(f"spill={spill!r} is no folder; give the path of one on a disk of this machine.")
+    return path
 
 
 def _session(session: str | int | None, window: Window | None, spill: object) -> Session | None:
@@ -200,7 +227,9 @@ def _create(made: Made, wanted: Wanted, place: Place | None) -> Store | None:
             ring.room.knob = "`resident=`"
             return ring
         path, spill = place.path if place is not None else None, _spill_to(plan.name, wanted, place)
-        return Store.create(schema, plan.samples, plan.limit, about=about, path=path, spill=spill)
+        store = Store.create(schema, plan.samples, plan.limit, about=about, path=path, spill=spill)
+        store.path = place.name if place is not None else None
+        return store
     except UnsupportedPlatform:
         raise
     except (OSError, MemoryError, ValueError, OverflowError) as error:

@@ -257,6 +257,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         if store.why_full is not None:
             cached = int((store.segment.index >= PRESENT).sum())
             why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.why_full}"
+            if cached == len(self):  # and a disk was to have all of them too
+                why = f"not every sample is kept on the disk: {store.why_full}"
         elif (misfits := self._misfits(store)) >= max(_MISFITS_WORTH_TELLING, self.plan.samples // 100):
             first, form = next(iter(store.filler.misfits.items()))
             why = (
@@ -343,6 +345,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         if store is not None and isinstance(self._registration, Use):
             store.room.allowance = self._registration
             store.room.knob = "the session's `--memory`"
+            if store.spill is not None:
+                store.spill.room.knob = "a new session's `--spill`"
 
     def stats(self) -> Stats:
         """What the cache holds and has served, over all processes."""

@@ -16,7 +16,7 @@ from hotset.session import registry, sessions
 from hotset.session.entry import Entry
 from hotset.session.folder import runtime_folder
 from hotset.session.share import address_of
-from hotset.store.check import check_segment
+from hotset.store.check import check_segment, check_tiers
 from hotset.store.format import PRESENT, Live
 from hotset.store.segment import Address, Segment
 
@@ -124,6 +124,6 @@ def _check_spilled(segment: Segment) -> list[str]:
     except SegmentError as error:
         return [str(error)]
     try:
-        return check_segment(second)
+        return [*check_segment(second), *check_tiers(segment, second)]
     finally:
         second.close()

@@ -74,17 +74,18 @@ class Ledger:
     """
 
     def __init__(self, folder: int, file: str) -> None:
-        self._fd = open_at(folder, file)
+        fd = open_at(folder, file)
         self._pid = os.getpid()
         self._thread_lock = threading.RLock()
         self._holds = False
         self._parent: tuple[Ledger, int] | None = None
         try:
-            self.head: dict[str, Any] = _read_head(self._fd, file)
-            words = np.frombuffer(mmap.mmap(self._fd, _SIZE), np.int64, _WORDS, _HEAD_BYTES)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            self.head: dict[str, Any] = _read_head(fd, file)
+            words = np.frombuffer(mmap.mmap(fd, _SIZE), np.int64, _WORDS, _HEAD_BYTES)
+            # For locks, a description of its own: the mapping keeps the other open while it is there.
+            self._fd = locks.reopen(fd)
+        finally:
+            os.close(fd)
         self._words: npt.NDArray[np.int64] = words
         self._rows = words[_FIRST_ROW : _FIRST_ROW + _ROWS * _ROW_WORDS].reshape(_ROWS, _ROW_WORDS)
         _ledgers.add(self)
@@ -154,7 +155,7 @@ class Ledger:
         with self.lock() as held:
             own = int(self._rows[row, _MEMORY])
             after = self.held - own + memory
-            if not held or (memory > own and after > self.limit):
+            if not held or self.ended or (memory > own and after > self.limit):
                 return False
             if self._parent is not None:
                 parent, above = self._parent

@@ -33,13 +33,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotset.errors import HotsetError, SegmentError, SessionError
-from hotset.session.folder import open_at, open_folder
+from hotset.session.folder import KNOB, open_at, open_folder
 from hotset.session.ledger import Ledger
 from hotset.session.retire import retire
 from hotset.session.spills import known_folders, open_spill, remember
 from hotset.session.turn import turns
 from hotset.store import memory as machine
 from hotset.units import format_bytes
+
+_ELSEWHERE = f"set {KNOB} to another folder"
 
 __all__ = [
     "CACHE",
@@ -60,11 +62,16 @@ CACHE = re.compile(r"(\d{1,10})-([0-9a-f]{32})-([0-9a-f]{16})\.(cache|spill)")
 
 _SESSION = re.compile(r"(\d{1,10})\.session")
 _DEFINITION = re.compile(r"(\d{1,10})\.session\.json")
-_UNFINISHED = re.compile(r"(?:\d{1,10}(?:-[0-9a-f]{32}-[0-9a-f]{16})?|server-\d{1,5})\.\w+\.[0-9a-f]{8}\.new")
+_UNFINISHED = re.compile(
+    r"(?:\d{1,10}(?:-[0-9a-f]{32}-[0-9a-f]{16})?|server-\d{1,5})\.\w+(?:\.json)?\.[0-9a-f]{8}\.new"
+)
+_NAMELESS = re.compile(r"[0-9a-f]{32}")  # for a moment, where the file system knows no nameless files
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _LARGEST_NUMBER = (1 << 32) - 1
 _TURN = "5e55105" + "0" * 25
+_RESTORING = "5e55104" + "0" * 25
 _TURN_SECONDS = 30.0
+_MOST_MEMORY = 1 << 60
 _YOUNG_SECONDS = 60.0
 
 
@@ -132,6 +139,8 @@ def create(
         raise SessionError("persist needs a spill folder, where the records are kept; name one by spill.")
     if memory is not None and memory < 0:
         raise SessionError(f"memory={memory} is negative; give a number of bytes, zero or more.")
+    if memory is not None and memory > _MOST_MEMORY:
+        raise SessionError(f"memory={memory} is more than any machine has; give a number of bytes.")
     if ttl is not None and not 0 < ttl < float("inf"):
         raise SessionError(f"ttl={ttl} is no time to live; give a number of seconds above zero.")
     if spill is not None:
@@ -148,9 +157,19 @@ def create(
             raise SessionError(f"there is a session {name!r} already; destroy it, or take another name.")
         number = _draw(set(there.values()))
         session = Session(number, name or str(number), memory, spill, persist, ttl, time.time(), server)
-        if persist:
-            _define(session)
-        Ledger.create(folder, session.file, asdict(session), memory)
+        try:
+            if persist:
+                _define(session)
+            Ledger.create(folder, session.file, asdict(session), memory)
+        except OSError as error:
+            _undefine(session)
+            if isinstance(error, HotsetError):
+                raise
+            where = os.readlink(f"/proc/self/fd/{folder}")
+            why = error.strerror or error
+            raise SessionError(
+                f"no session can be made in {where}: {why}; free some, or {_ELSEWHERE}."
+            ) from error
     return session
 
 
@@ -215,10 +234,7 @@ def destroy(session: Session) -> int:
         with _ledger(folder, session.file) as ledger:
             ledger.end()
             freed = 0
-            if session.spill is not None:
-                # Its definition first: what is half destroyed is not to come back after a reboot.
-                with contextlib.suppress(OSError):
-                    _unlink_spilled(session.spill, f"{session.number}.session.json")
+            _undefine(session)  # first: what is half destroyed is not to come back after a reboot
             for file in _caches(folder, session.number):
                 freed += _remove_cache(folder, file, session.spill)
             freed += _collect_spilled(session)
@@ -263,6 +279,12 @@ def recover(port: int | None = None) -> list[str]:
         FolderError: the runtime folder is not safely this user's own.
     """
     told = []
+    with _one_at_a_time(), _runtime() as folder:
+        half = [session for session in sessions() if _has_ended(folder, session)]
+    for session in half:  # by a process that died over it
+        with contextlib.suppress(SessionError):
+            destroy(session)
+            told.append(f"Destroyed session {session.name!r}, as a process that has died had begun to.")
     with _one_at_a_time(), _runtime() as folder:
         alive = {session.number: session for session in sessions()}
         for file in sorted(os.listdir(folder)):
@@ -439,7 +461,7 @@ def _recover_spilled(spill: str, alive: dict[int, Session], runtime: int) -> lis
                 if not kept and _is_old(place, file):
                     _unlink(place, file)
                     told.append(f"Removed {file} in {spill}: the cache that it belongs to is no more.")
-            elif _UNFINISHED.fullmatch(file) and _is_old(place, file):
+            elif (_UNFINISHED.fullmatch(file) or _NAMELESS.fullmatch(file)) and _is_old(place, file):
                 _unlink(place, file)
                 told.append(f"Removed {file} in {spill}: the process that was making it has died.")
     finally:
@@ -464,10 +486,16 @@ def _define(session: Session) -> None:
     assert session.spill is not None
     place = open_spill(session.spill)
     try:
-        fd = open_at(place, f"{session.number}.session.json", create=True)
+        name = f"{session.number}.session.json"
+        temporary = f"{name}.{secrets.token_hex(4)}.new"
+        fd = open_at(place, temporary, create=True)
         try:
             os.write(fd, json.dumps(asdict(session)).encode())
             os.fsync(fd)
+            os.rename(temporary, name, src_dir_fd=place, dst_dir_fd=place)
+        except BaseException:
+            _unlink(place, temporary)
+            raise
         finally:
             os.close(fd)
     except OSError as error:
@@ -475,6 +503,18 @@ def _define(session: Session) -> None:
         raise SessionError(f"nothing can be written to {session.spill}: {why}.") from error
     finally:
         os.close(place)
+
+
+def _undefine(session: Session) -> None:
+    if session.spill is not None:
+        with contextlib.suppress(OSError):
+            _unlink_spilled(session.spill, f"{session.number}.session.json")
+
+
+def _has_ended(folder: int, session: Session) -> bool:
+    with contextlib.suppress(OSError), _ledger(folder, session.file) as ledger:
+        return ledger.ended
+    return False
 
 
 def _restore(folder: int) -> None:
@@ -485,8 +525,13 @@ def _restore(folder: int) -> None:
             for file in os.listdir(place):
                 found = _DEFINITION.fullmatch(file)
                 if found and not _is_there(folder, f"{found[1]}.session"):
-                    with contextlib.suppress(OSError, ValueError, TypeError, HotsetError):
-                        _restore_one(folder, place, file, spill)
+                    with (
+                        contextlib.suppress(OSError, ValueError, TypeError, HotsetError),
+                        turns([_RESTORING], _TURN_SECONDS) as mine,
+                    ):
+                        # Another process may have done it while this one waited for its turn.
+                        if mine and not _is_there(folder, f"{found[1]}.session"):
+                            _restore_one(folder, place, file, spill)
         finally:
             os.close(place)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 from hotset.errors import FolderError, SessionError
@@ -105,10 +106,10 @@ def _file_system(folder: str) -> str:
     """The kind of the file system that a folder is on, or would be; empty if unknown."""
     place = os.path.realpath(folder)
     best, kind = -1, ""
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as lines:
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", errors="surrogateescape") as lines:
         for line in lines:
             before, _, after = line.partition(" - ")
-            point = before.split(" ")[4].encode().decode("unicode_escape")
+            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
             if len(point) >= best and os.path.commonpath([point, place]) == point:
                 best, kind = len(point), after.split(" ")[0]
     return kind

@@ -33,7 +33,7 @@ from hotset.session.share import PATIENCE_SECONDS, HasSegment, Shared
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.turn import turns
 from hotset.store.claims import Membership
-from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry
+from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry, Live
 from hotset.store.room import distrust_room
 from hotset.store.segment import Segment
 from hotset.told import tell
@@ -47,7 +47,8 @@ class Place(NamedTuple):
     """Where a cache of a session is to be made.
 
     Attributes:
-        path: of its file.
+        path: of its file, while it is made.
+        name: of its file, once it is whole.
         spill: the path of its second tier's; None if the session has none.
         folder: the folder of that.
         persist: whether the second tier gets every record.
@@ -55,6 +56,7 @@ class Place(NamedTuple):
     """
 
     path: str
+    name: str
     spill: str | None
     folder: str
     persist: bool
@@ -196,7 +198,8 @@ def _make(
         spill = f"{beside}/{base}.spill"
     with _unfinished(folder, f"{base}.cache") as temporary:
         path = f"{place}/{temporary}"
-        value = create(Place(path, spill, beside, session.persist, session.memory))
+        whole = f"{place}/{base}.cache"
+        value = create(Place(path, whole, spill, beside, session.persist, session.memory))
         if value is None:
             return None, None
         _name(session, folder, temporary, f"{base}.cache")
@@ -239,11 +242,14 @@ def _revive(session: Session, digest: str, folder: int, place: str) -> None:
             os.close(beside)
         for file in files:
             path = f"{spill_path(session.spill)}/{file}"
+            if _is_there(folder, file.removesuffix("spill") + "cache"):
+                continue
             try:
                 with _unfinished(folder, file.removesuffix("spill") + "cache") as temporary:
                     _revive_one(session, path, f"{place}/{temporary}")
                     _name(session, folder, temporary, file.removesuffix("spill") + "cache")
             except SegmentError as error:
+                os.unlink(path)
                 tell(f"what session {session.name!r} kept on disk cannot be used, and is read again: {error}")
 
 
@@ -251,14 +257,17 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
     second = Segment.attach(spilled)
     member = Membership(second)
     try:
+        if second.live[Live.CONDEMNED]:
+            raise SegmentError("an audit had found that the source no longer gives what is in it.")
         distrust_room(member)
         old = second.geometry
         metadata = {**second.metadata, "spill": {"path": spilled, "keeps_all": session.persist}}
         encoded = json.dumps(metadata).encode()
-        rows = min(old.samples, session.memory // old.stride) + SLOTS
-        lines = max(session.memory // LINE, 1) if old.has_tail else 0
+        limit = min(int(metadata.get("limit", session.memory)), session.memory)
+        rows = min(old.samples, limit // old.stride) + SLOTS
+        lines = max(limit // LINE, 1) if old.has_tail else 0
         geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
-        first = Segment.create(geometry, encoded, path=path, limit=session.memory)
+        first = Segment.create(geometry, encoded, path=path, limit=limit)
         try:
             words = second.index.copy()
             first.index[:] = np.where(words >= PRESENT, words | ON_DISK, 0)
@@ -267,6 +276,14 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
     finally:
         member.leave()
         second.close()
+
+
+def _is_there(folder: int, file: str) -> bool:
+    try:
+        os.stat(file, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _use(session: Session, file: str) -> Use:

@@ -10,13 +10,16 @@ at is none of its concern: in a ring that is how a row gets its next record.
 from __future__ import annotations
 
 import itertools
+import os
 import struct
+
+import numpy as np
 
 from hotset.store import format as fmt
 from hotset.store.format import GENERATION_MASK, PRESENT, RECORD_HEADER, ROW_MASK, Live
 from hotset.store.segment import Segment
 
-__all__ = ["RECORD", "check_segment", "content_problem", "record_problem"]
+__all__ = ["RECORD", "check_segment", "check_tiers", "content_problem", "record_problem"]
 
 RECORD = struct.Struct("<III4x")  # length, generation, checksum
 
@@ -27,17 +30,26 @@ def record_problem(segment: Segment, sample: int, word: int) -> str | None:
     row = word & ROW_MASK
     if row >= geometry.rows:
         return f"sample {sample}: its index word names row {row:,} of {geometry.rows:,}"
-    at = geometry.rows_at + row * geometry.stride
-    view = memoryview(segment.buffer)
+    content = _part(segment, geometry.rows_at + row * geometry.stride, geometry.stride)
     tail = None
-    if geometry.has_tail:
-        (place,) = struct.unpack_from("<Q", view, at + RECORD_HEADER)
+    if content is not None and geometry.has_tail:
+        (place,) = struct.unpack_from("<Q", content, RECORD_HEADER)
         start = geometry.lines_at + (place >> fmt.TAIL_COUNT_BITS) * fmt.LINE
         size = (place & ((1 << fmt.TAIL_COUNT_BITS) - 1)) * fmt.LINE
         if start + size > geometry.size:
             return f"sample {sample}: its record's tail lies outside the segment"
-        tail = view[start : start + size]
-    return content_problem(sample, word, view[at : at + geometry.stride], tail)
+        tail = _part(segment, start, size)
+    if content is None or (geometry.has_tail and tail is None):
+        return f"sample {sample}: its record cannot be read"
+    return content_problem(sample, word, content, tail)
+
+
+def _part(segment: Segment, offset: int, length: int) -> memoryview | None:
+    """A part of the file; None if it cannot be read. Of a disk, past the mapping, which would be SIGBUS."""
+    if segment.trusted:
+        return memoryview(segment.buffer)[offset : offset + length]
+    content = memoryview(bytearray(length))
+    return content if segment.read(offset, content) else None
 
 
 def content_problem(sample: int, word: int, row: memoryview, tail: memoryview | None) -> str | None:
@@ -65,6 +77,8 @@ def check_segment(segment: Segment) -> list[str]:
     """Verify every record, every index word and the extents of a segment; a sentence for each problem."""
     problems: list[str] = []
     geometry = segment.geometry
+    if os.fstat(segment.fd).st_size < geometry.rows_at:
+        return ["the file was cut off before its first record"]
     owners: dict[int, int] = {}
     # In a ring a small word is the lap in which a sample was tried in vain.
     refusals = GENERATION_MASK + 1 if segment.metadata.get("ring") is True else 0
@@ -105,13 +119,28 @@ def check_segment(segment: Segment) -> list[str]:
     return problems
 
 
+def check_tiers(first: Segment, second: Segment) -> list[str]:
+    """Verify that two tiers agree on what is in the second one; a sentence for each problem."""
+    if os.fstat(second.fd).st_size < second.geometry.rows_at:
+        return []  # said already
+    words = first.index.copy()
+    there = np.flatnonzero((words >= PRESENT) & (words & fmt.TIER_MASK == fmt.ON_DISK))
+    apart = there[words[there] & ~fmt.TIER_MASK != second.index[there]]
+    return [
+        f"sample {sample}: the two tiers' index words disagree"
+        for sample in apart.tolist()
+        if first.index[sample] == words[sample]
+    ]
+
+
 def _tail(segment: Segment, row: int) -> tuple[int, int] | None:
     """The first line of a sound record's tail, and the one after its last; None if it has none."""
     geometry = segment.geometry
     if not geometry.has_tail:
         return None
-    (place,) = struct.unpack_from(
-        "<Q", segment.buffer, geometry.rows_at + row * geometry.stride + RECORD_HEADER
-    )
+    word = _part(segment, geometry.rows_at + row * geometry.stride + RECORD_HEADER, 8)
+    if word is None:
+        return None
+    (place,) = struct.unpack("<Q", word)
     first, lines = place >> fmt.TAIL_COUNT_BITS, place & ((1 << fmt.TAIL_COUNT_BITS) - 1)
     return (first, first + lines) if lines else None

@@ -205,9 +205,9 @@ class Segment:
         try:
             os.posix_fallocate(self.fd, offset, length)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG, errno.EIO):
-                return False
-            raise
+            if error.errno in (errno.EBADF, errno.EINVAL):
+                raise  # closed, or nothing that could be reserved: ours
+            return False  # full, failing, read-only by now
         return True
 
     def write(self, data: memoryview, offset: int) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
-from hotset.store.check import content_problem
+from hotset.store.check import RECORD, content_problem
 from hotset.store.claims import Ids, Membership
 from hotset.store.format import ON_DISK, PAGE, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.memory import Headroom
@@ -45,9 +45,27 @@ Bytes = npt.NDArray[np.uint8]
 
 _ALIGN = 64
 _SMALLEST_MARGIN = 64 << 20
+_LARGEST_FILE = 15 << 40  # a little less than ext4's
 # Rows nearer to each other than this are read together, and so much of them at once.
 _NEAR = 16 << 10
 _AT_ONCE = 4 << 20
+
+
+class _DiskRoom(Room):
+    """Room on a disk: what ends it is the disk, and other knobs turn it."""
+
+    def __init__(self, member: Membership, free: Callable[[], Headroom]) -> None:
+        super().__init__(member, free)
+        self.knob = "`spill=`"
+
+    def _limit_reached(self) -> str:
+        return f"the spill file is as large as it may be; name another folder by {self.knob}"
+
+    def _file_system_full(self) -> str:
+        return f"the file system of the spill folder is full; free some, or name another by {self.knob}"
+
+    def _no_memory(self, free: Headroom) -> str:
+        return f"{free.what} has no more to give; free some, or name another by {self.knob}"
 
 
 class Spill:
@@ -63,8 +81,7 @@ class Spill:
         self.segment = segment
         self.keeps_all = keeps_all
         self.member = Membership(segment)
-        self.room = Room(self.member, self._free)
-        self.room.knob = "`spill=`"
+        self.room = _DiskRoom(self.member, self._free)
         self._schema = schema
         self._records = Records(segment, schema)
         self._verified: Words | None = None
@@ -117,45 +134,47 @@ class Spill:
     def read_rows(self, words: Words, places: Ids, into: Bytes) -> list[int]:
         """Copy the rows that these words name to these places; returns the places that could not be had."""
         geometry = self.segment.geometry
-        stride = geometry.stride
         rows = words[places] & ROW_MASK
         outside = rows >= geometry.rows
         lost: list[int] = places[outside].tolist()
         if lost:
             places, rows = places[~outside], rows[~outside]
-        if stride >= _NEAR:
-            alone, places_alone = rows, places
-        else:
-            order = np.argsort(rows, kind="stable")
-            rows, places = rows[order], places[order]
-            # Tiny rows near each other are read as one: what lies between them costs less than a call.
-            cuts = np.flatnonzero(np.diff(rows) * stride > _NEAR) + 1
-            begins, ends = np.append(0, cuts), np.append(cuts, len(rows))
-            single = ends - begins == 1
-            alone, places_alone = rows[begins[single]], places[begins[single]]
-            for begin, end in zip(begins[~single].tolist(), ends[~single].tolist(), strict=True):
-                lost += self._read_run(rows[begin:end], places[begin:end], into)
+        if geometry.stride >= _NEAR:
+            return lost + self._read_each(rows, places, into)
+        order = np.argsort(rows, kind="stable")
+        rows, places = rows[order], places[order]
+        # Tiny rows near each other are read as one: what lies between them costs less than a call.
+        cuts = np.flatnonzero(np.diff(rows) * geometry.stride > _NEAR) + 1
+        begins, ends = np.append(0, cuts), np.append(cuts, len(rows))
+        single = ends - begins == 1
+        lost += self._read_each(rows[begins[single]], places[begins[single]], into)
+        for begin, end in zip(begins[~single].tolist(), ends[~single].tolist(), strict=True):
+            lost += self._read_run(rows[begin:end], places[begin:end], into)
+        return lost
+
+    def _read_each(self, rows: Words, places: Ids, into: Bytes) -> list[int]:
+        stride, lost = self.segment.geometry.stride, []
         flat = into.reshape(-1).data
-        starts = (alone * stride + geometry.rows_at).tolist()
-        for place, start in zip(places_alone.tolist(), starts, strict=True):
+        starts = (rows * stride + self.segment.geometry.rows_at).tolist()
+        for place, start in zip(places.tolist(), starts, strict=True):
             if not self.segment.read(start, flat[place * stride : (place + 1) * stride]):
                 lost.append(place)
         return lost
 
     def _read_run(self, rows: Words, places: Ids, into: Bytes) -> list[int]:
+        """Read rows, in order, with all that lies between them."""
         geometry = self.segment.geometry
         stride = geometry.stride
         lost: list[int] = []
-        at_once = max(_AT_ONCE // stride, 1)
         begin = 0
         while begin < len(rows):
             first = int(rows[begin])
-            end = int(np.searchsorted(rows, first + at_once))
-            run = np.empty((int(rows[end - 1]) - first + 1, stride), np.uint8)
+            end = int(np.searchsorted(rows, first + max(_AT_ONCE // stride, 1)))
+            some, run = rows[begin:end], np.empty((int(rows[end - 1]) - first + 1, stride), np.uint8)
             if self.segment.read(geometry.rows_at + first * stride, run.reshape(-1).data):
-                into[places[begin:end]] = run[rows[begin:end] - first]
-            else:
-                lost += places[begin:end].tolist()
+                into[places[begin:end]] = run[some - first]
+            else:  # one of them, perhaps
+                lost += self._read_each(some, places[begin:end], into)
             begin = end
         return lost
 
@@ -184,8 +203,9 @@ class Spill:
         segment, geometry = self.segment, self.segment.geometry
         segment.index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
-        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT]] = 0
-        segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.CONDEMNED]] = 0
+        with contextlib.suppress(OSError):  # a file system without holes: the room is written again
+            segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
 
     def close(self) -> None:
         """Detach."""
@@ -250,8 +270,12 @@ class Staged:
         tails = self.tails = Tails(heads)
         limit = self._spill.segment.geometry.lines
         for place in self._disk:
-            if int(tails.first[place]) + int(tails.counts[place]) > limit:
-                self._refuse(place, "its record's tail lies outside the segment")
+            first, count = int(tails.first[place]), int(tails.counts[place])
+            # Two places say how long it is: what neither vouches for takes no memory.
+            length, *_ = RECORD.unpack_from(self.rows[place].data)
+            size = length - (self.stride - RECORD_HEADER)
+            if first + count > limit or not 0 <= count * fmt.LINE - size < fmt.LINE:
+                self._refuse(place, "its record's header is damaged")
         if self.damaged:
             return
         rows, block = self.rows, self._allocate(self.lines_at + tails.total * fmt.LINE)
@@ -309,7 +333,7 @@ class SpillTo:
         """
         metadata = json.dumps(about).encode()
         status = os.statvfs(self.folder)
-        size = status.f_blocks * status.f_frsize
+        size = min(status.f_blocks * status.f_frsize, _LARGEST_FILE // 2)
         rows = min(samples, size // schema.stride) + fmt.SLOTS
         lines = max(size // fmt.LINE, 1) if schema.has_tail else 0
         geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))

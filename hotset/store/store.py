@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store import memory
 from hotset.store.blocks import BlockPool
-from hotset.store.check import check_segment, record_problem
+from hotset.store.check import check_segment, check_tiers, record_problem
 from hotset.store.claims import Ids, Index, Membership
 from hotset.store.fill import Filler
 from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
@@ -62,6 +63,7 @@ class Store:
         filler: brings samples in, and counts what it met.
         room: what is left for them in memory.
         spill: the second tier, on a disk; None if there is none.
+        path: of the segment's file; None if it has no name.
     """
 
     _index_type: type[Index] = Index
@@ -72,6 +74,7 @@ class Store:
         self.segment = segment
         self.schema = schema
         self.spill = spill
+        self.path: str | None = None
         geometry = segment.geometry
         self.member = Membership(segment)
         self.index = self._index_type(segment)
@@ -85,7 +88,6 @@ class Store:
         self.filler = Filler(self.member, self.index, self.room, schema)
         self.filler.spill = spill
         self._scratch: BlockPool | None = None
-        self._path: str | None = None
         # The index word under which each sample was found sound; None where that need not be looked at.
         self.verified: Words | None = None
         if FULL_CHECK or not segment.trusted:
@@ -121,7 +123,7 @@ class Store:
             OSError: a file cannot be made, or its index alone takes more memory than there is.
         """
         about = {**about, "schema": schema.to_json(), **({"ring": True} if cls._is_ring else {})}
-        second = spill.create(schema, samples, about) if spill is not None else None
+        second = _create_spill(spill, schema, samples, about) if spill is not None else None
         try:
             if spill is not None and second is not None:
                 about = {**about, "spill": spill.said(second)}
@@ -130,11 +132,13 @@ class Store:
             geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
             require_index_room(geometry)
             store = cls(Segment.create(geometry, metadata, path=path, limit=limit), schema, second)
-            store._path = path
+            store.path = path
             return store
         except BaseException:
             if second is not None:
                 second.close()
+            if second is not None and spill is not None and spill.path is not None:
+                os.unlink(spill.path)
             raise
 
     @staticmethod
@@ -163,7 +167,7 @@ class Store:
                     "of the cache that is there and the one asked for only one has a window; make them agree."
                 )
             store = cls(segment, schema, attach_spill(where, segment, schema))
-            store._path = where if isinstance(where, str) else None
+            store.path = where if isinstance(where, str) else None
             return store
         except BaseException:
             segment.close()
@@ -175,7 +179,7 @@ class Store:
     @property
     def address(self) -> str | Address:
         """Where other processes attach to it."""
-        return self._path or self.segment.address
+        return self.path or self.segment.address
 
     @property
     def why_full(self) -> str | None:
@@ -267,14 +271,24 @@ class Store:
         """Copy staged records; False if one is damaged, which is forgotten then."""
         sound = staged.load(self.schema.head if self.schema.has_tail else None)
         for sample, word, why in staged.damaged:
-            with self.member.short_lock():
-                if self.spill is not None and int(self.segment.index[sample]) == word:
-                    self.spill.forget(sample)
-                    self.segment.index[sample] = 0
+            if not self._forget(sample, word):
+                continue  # not damaged: cleared under our hands
             self._damaged += 1
             if self._damaged == 1:
                 tell(f"sample {sample} is damaged on the disk ({why}), and is read from the source again.")
         return sound
+
+    def _forget(self, sample: int, word: int) -> bool:
+        """Forget a record on the disk that is damaged; False if it is not there any more."""
+        assert self.spill is not None
+        with self.member.short_lock():
+            if self.era() is None or int(self.segment.index[sample]) != word:
+                return False
+            self.spill.forget(sample)
+            self.segment.index[sample] = 0
+            # What it had in its tail is not known any more.
+            self.member.row[Slot.STORED_BYTES] -= self.segment.geometry.stride
+            return True
 
     def _read_staged(self, ids: Ids, words: Words, era: int) -> list[Any] | None:
         assert self.spill is not None
@@ -326,6 +340,8 @@ class Store:
         with self.member.short_lock():
             before = bool(self.segment.live[Live.CONDEMNED])
             self.segment.live[Live.CONDEMNED] = 1
+            if self.spill is not None:
+                self.spill.segment.live[Live.CONDEMNED] = 1  # it may outlive the machine's memory
         return not before
 
     def tails(self, rows: Words) -> Tails:
@@ -376,7 +392,10 @@ class Store:
     def check(self) -> list[str]:
         """Verify every record and every index word; an empty list if all is well."""
         problems = check_segment(self.segment)
-        return problems if self.spill is None else [*problems, *check_segment(self.spill.segment)]
+        if self.spill is None:
+            return problems
+        second = self.spill.segment
+        return [*problems, *check_segment(second), *check_tiers(self.segment, second)]
 
     def clear(self, timeout: float = 5.0) -> bool:
         """Forget every sample, in all processes; False if some process did not finish writing in time.
@@ -418,6 +437,8 @@ class Store:
             self.spill.clear()
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD, Live.CONDEMNED]] = 0
         segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        if self.room.allowance is not None:
+            self.room.allowance.take(0)
         segment.live[Live.ERA] += 1
 
     def close(self) -> None:
@@ -426,6 +447,17 @@ class Store:
             self.spill.close()
         self.member.leave()
         self.segment.close()
+
+
+def _create_spill(spill: SpillTo, schema: Schema, samples: int, about: dict[str, Any]) -> Spill | None:
+    try:
+        return spill.create(schema, samples, about)
+    except OSError as error:
+        tell(
+            f"nothing is spilled to {spill.folder}, and what memory has no room for comes from the source: "
+            f"{error.strerror or error}. Name another folder by `spill=`, or free some."
+        )
+        return None
 
 
 def require_index_room(geometry: Geometry) -> None:

@@ -1,0 +1,64 @@
+"""Requests to this machine's server, with the standard library alone, so that a command answers at once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+
+from hotset.server.place import Place, ServerError, find, is_claimed, read_token
+
+__all__ = ["Client", "client", "no_server"]
+
+_SECONDS = 60.0
+
+
+class Client:
+    """Speaks to the server at a place, with the token from the runtime folder."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._token = read_token(place.port)
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send a request and return the answer's JSON.
+
+        Raises:
+            ServerError: the server refuses, in its own words, or does not answer.
+        """
+        port = self.place.port
+        connection = http.client.HTTPConnection(self.place.host, port, timeout=_SECONDS)
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            content = json.loads(answer.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerError(
+                f"The server of port {port} (process {self.place.pid}) does not answer ({error}); "
+                f"its log is {self.place.log}."
+            ) from error
+        finally:
+            connection.close()
+        if answer.status >= 400:
+            raise ServerError(content["error"])
+        return content
+
+
+def client(port: int) -> Client:
+    """Return a client of the server of this port.
+
+    Raises:
+        ServerError: there is none, or it is still starting.
+    """
+    place = find(port)
+    if place is None:
+        if is_claimed(port):
+            raise ServerError(f"The server of port {port} is just starting; try again in a second.")
+        raise no_server(port)
+    return Client(place)
+
+
+def no_server(port: int) -> ServerError:
+    """The error of whoever needs a server and finds none."""
+    return ServerError(f"No server runs on port {port}; `hotset start --port {port}` starts one.")

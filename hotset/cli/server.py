@@ -1,0 +1,130 @@
+"""``hotset start``, ``status`` and ``stop``: the cache server as a daemon.
+
+The daemon is a new process in a session of its own, so that a terminal that closes does not end it, with its
+output in the log file and nothing of the caller's open. ``start`` returns when the daemon has answered a
+request, or says why it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from hotset.cli.client import Client, client, no_server
+from hotset.server.options import Options
+from hotset.server.place import (
+    Place,
+    ServerError,
+    already_running,
+    ending,
+    find,
+    is_claimed,
+    open_log,
+    read_token,
+)
+from hotset.session.folder import KNOB, runtime_folder
+
+__all__ = ["start", "status", "stop", "token"]
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 60.0
+_PAUSE = 0.02
+
+
+def start(options: Options) -> Place:
+    """Start a daemon; return where it answers.
+
+    Raises:
+        ServerError: it did not come up; with the last line of its log.
+    """
+    if is_claimed(options.port):
+        raise already_running(options.port)
+    log = open_log(options.port)
+    try:
+        begin = os.fstat(log).st_size
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hotset.server", *options.arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+            # The folder in effect here, which may have been named relative to another place than "/".
+            env={**os.environ, KNOB: str(runtime_folder())},
+        )
+        deadline = time.monotonic() + _START_SECONDS
+        while (place := _answering(options.port, process.pid)) is None:
+            if process.poll() is not None:
+                raise ServerError(f"The server did not start. The last line of its log: {_last(log, begin)}")
+            if time.monotonic() > deadline:
+                process.terminate()
+                raise ServerError(
+                    f"The server has not answered for {_START_SECONDS:.0f} s, and was told to end. "
+                    f"The last line of its log: {_last(log, begin)}"
+                )
+            time.sleep(_PAUSE)
+    finally:
+        os.close(log)
+    process.returncode = 0  # it lives on: not a child that somebody forgot to wait for
+    return place
+
+
+def stop(port: int) -> Place:
+    """Stop the server of this port, which destroys its sessions; return where it was, once it has gone.
+
+    Raises:
+        ServerError: there is none, or it does not end.
+    """
+    server = client(port)
+    with ending(port) as has_gone:
+        server.call("POST", "/api/stop")
+        deadline = time.monotonic() + _STOP_SECONDS
+        while not has_gone():
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"The server of port {port} (process {server.place.pid}) has not ended for "
+                    f"{_STOP_SECONDS:.0f} s; `kill -9 {server.place.pid}` ends it."
+                )
+            time.sleep(_PAUSE)
+    return server.place
+
+
+def status(port: int) -> dict[str, Any]:
+    """Return what the server of this port says of itself.
+
+    Raises:
+        ServerError: there is none, or it does not answer.
+    """
+    found: dict[str, Any] = client(port).call("GET", "/api/status")
+    return found
+
+
+def token(port: int) -> str:
+    """Return the token of the server of this port.
+
+    Raises:
+        ServerError: there is no server.
+    """
+    if not is_claimed(port):
+        raise no_server(port)
+    return read_token(port)
+
+
+def _answering(port: int, pid: int) -> Place | None:
+    place = find(port)
+    if place is not None and place.pid == pid:
+        with contextlib.suppress(ServerError):
+            Client(place).call("GET", "/api/status")
+            return place
+    return None
+
+
+def _last(log: int, begin: int) -> str:
+    """The last line that was written since ``begin``; an older one would be another start's."""
+    lines = os.pread(log, 1 << 16, max(begin, os.fstat(log).st_size - (1 << 16))).decode("utf-8", "replace")
+    written = [line for line in lines.splitlines() if line.strip()]
+    return written[-1].strip() if written else "there is none."

@@ -1,0 +1,192 @@
+"""``hotset session``: make, list, show and destroy sessions.
+
+Where a server answers, a new session is the server's, and ends with it; without one it is nobody's, and lasts
+until it is destroyed, expires, or the machine is switched off. Everything else is the same with and without
+a server, since sessions are files of this user, so it is done here and asks nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hotset.cli.client import client
+from hotset.errors import HotsetError
+from hotset.server.amounts import parse_memory, parse_seconds
+from hotset.server.place import DEFAULT_PORT, is_claimed
+from hotset.server.views import session_view
+from hotset.session import reports, sessions
+from hotset.told import printable
+from hotset.units import format_bytes
+
+__all__ = [
+    "console",
+    "create",
+    "describe",
+    "destroy",
+    "list_all",
+    "print_status",
+    "sessions_table",
+    "show",
+    "time_text",
+]
+
+
+def create(
+    name: str,
+    *,
+    memory: str | None,
+    spill: str | None,
+    ttl: str | None,
+    persist: bool,
+    port: int | None,
+) -> dict[str, Any]:
+    """Make a session; return it as the API shows it.
+
+    Args:
+        port: of the server that is to have it. None: the server of the default port if there is one, else
+            nobody.
+
+    Raises:
+        HotsetError: it cannot be made as asked for, or the server that was named is not there.
+    """
+    wanted: dict[str, Any] = {"name": name, "memory": memory, "ttl": ttl}
+    wanted = {key: value for key, value in wanted.items() if value is not None}
+    if spill is not None:
+        wanted["spill"] = os.path.abspath(spill)
+    if port is not None or is_claimed(DEFAULT_PORT):
+        server = client(DEFAULT_PORT if port is None else port)
+        made: dict[str, Any] = server.call("POST", "/api/sessions", {**wanted, "persist": persist})
+        return made
+    session = sessions.create(
+        name,
+        memory=None if memory is None else parse_memory(memory),
+        spill=wanted.get("spill"),
+        ttl=None if ttl is None else parse_seconds(ttl),
+        persist=persist,
+    )
+    return session_view(reports.report(session))
+
+
+def list_all() -> list[dict[str, Any]]:
+    """Return every session of this user on this machine, oldest first."""
+    found = []
+    for session in sessions.sessions():
+        try:
+            found.append(session_view(reports.report(session)))
+        except HotsetError:
+            continue  # destroyed since it was listed
+    return found
+
+
+def show(which: str) -> dict[str, Any]:
+    """Return one session, by name or number.
+
+    Raises:
+        SessionError: there is none.
+    """
+    return session_view(reports.report(sessions.find(which)))
+
+
+def destroy(which: str) -> int:
+    """Destroy a session, by name or number; return the bytes that it frees.
+
+    Raises:
+        SessionError: there is none.
+    """
+    return sessions.destroy(sessions.find(which))
+
+
+def sessions_table(found: list[dict[str, Any]]) -> Table:
+    """A line for each session."""
+    table = Table("session", "number", "memory", "of", "disk", "caches", "cached", "hits", "use", "server")
+    for session in found:
+        caches = session["caches"]
+        reads = sum(cache["hits"] + cache["misses"] for cache in caches)
+        hits = sum(cache["hits"] for cache in caches)
+        table.add_row(
+            Text(printable(session["name"])),
+            str(session["number"]),
+            format_bytes(session["memory"]["used"]),
+            format_bytes(session["memory"]["limit"]),
+            format_bytes(session["disk"]["used"]) if session["disk"]["folder"] else "-",
+            str(len(caches)),
+            f"{sum(cache['cached'] for cache in caches):,}",
+            f"{hits / reads:.1%}" if reads else "-",
+            "in use" if session["in_use"] else "-",
+            str(session["server"] or "-"),
+        )
+    return table
+
+
+def describe(session: dict[str, Any]) -> RenderableType:
+    """One session and its caches."""
+    facts = Table.grid(padding=(0, 2))
+    disk = session["disk"]
+    of = f"{format_bytes(session['memory']['used'])} of {format_bytes(session['memory']['limit'])}"
+    facts.add_row("session", Text(f"{printable(session['name'])} ({session['number']})"))
+    facts.add_row("memory", of)
+    spills = f"{format_bytes(disk['used'])} in {printable(disk['folder'])}" if disk["folder"] else "none"
+    facts.add_row("disk", Text(spills + (", kept after a reboot" if session["persist"] else "")))
+    ttl = session["ttl"]
+    facts.add_row("expires", "never" if ttl is None else f"{time_text(ttl)} after its last use")
+    server = session["server"]
+    facts.add_row("owner", "nobody" if server is None else f"the server of port {server}")
+    facts.add_row("in use", "yes" if session["in_use"] else "no")
+    if not session["caches"]:
+        return Group(facts, "It has no caches yet.")
+    table = Table("cache", "id", "samples", "cached", "on disk", "memory", "disk", "a row", "hits", "state")
+    for cache in session["caches"]:
+        rate = cache["hit_rate"]
+        table.add_row(
+            Text(printable(cache["name"])),
+            str(cache["id"]),
+            f"{cache['samples']:,}",
+            f"{cache['cached']:,}",
+            f"{cache['spilled']:,}",
+            format_bytes(cache["memory"]),
+            format_bytes(cache["disk"]),
+            format_bytes(cache["mean_bytes"]),
+            "-" if rate is None else f"{rate:.1%}",
+            Text(printable(cache["state"])),
+        )
+    return Group(facts, table)
+
+
+def print_status(status: dict[str, Any]) -> None:
+    """Print what ``GET /api/status`` answered."""
+    facts = Table.grid(padding=(0, 2))
+    memory, spill = status["memory"], status["spill"]
+    facts.add_row("server", f"hotset {status['version']}, process {status['pid']}")
+    facts.add_row("address", Text(f"{status['host']} port {status['port']}"))
+    facts.add_row("memory", f"{format_bytes(memory['used'])} of {format_bytes(memory['limit'])}")
+    if spill:
+        free = "unknown" if spill["free"] is None else format_bytes(spill["free"])
+        facts.add_row("spill", Text(f"{format_bytes(spill['used'])} in {spill['folder']}, {free} free"))
+    facts.add_row("log", Text(status["log"] or "its terminal"))
+    out = console()
+    out.print(facts)
+    out.print(sessions_table(status["sessions"]) if status["sessions"] else "There are no sessions.")
+
+
+def time_text(seconds: float) -> str:
+    """A time for a person.
+
+    Example:
+        >>> time_text(86400), time_text(90)
+        ('1 d', '90 s')
+    """
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit and seconds % unit == 0:
+            return f"{seconds / unit:,.0f} {name}"
+    return f"{seconds:,.0f} s"
+
+
+def console() -> Console:
+    """Where tables go; wide enough for their columns where there is no terminal."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=160)

@@ -1,0 +1,234 @@
+"""``hotset top``: the status page's numbers in a terminal.
+
+A frame is a function of what ``/api/status`` and ``/api/history`` answer and of the terminal's size: columns
+that do not fit are left out, the least important ones first, and so are rows, with a word on how many. The
+server of the port is looked up anew for each frame, as another one may have taken its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hotset.cli.client import client
+from hotset.cli.session import console
+from hotset.server.place import ServerError
+from hotset.told import printable
+from hotset.units import format_bytes
+
+__all__ = ["frame", "top"]
+
+_NOTHING = "-"
+
+Answer = dict[str, Any]
+
+
+def top(port: int, interval: float, once: bool) -> None:
+    """Show the sessions of a server and their caches, until Ctrl-C.
+
+    What is no terminal gets one frame. A server that ends meanwhile is said so, and waited for.
+
+    Args:
+        port: the server's.
+        interval: seconds between two frames.
+        once: print one frame and return.
+
+    Raises:
+        ServerError: no server answers at that port, at the first look.
+        FolderError: the runtime folder, or a file in it, is not safely this user's own.
+    """
+    terminal = console()
+    status, history = _look(port)
+    if once or not terminal.is_terminal:
+        terminal.print(frame(status, history, width=terminal.width))
+        return
+    trouble = ""
+    try:
+        with Live(console=terminal, screen=True, auto_refresh=False) as live:
+            while True:
+                shown = frame(status, history, width=terminal.width, height=terminal.height, trouble=trouble)
+                live.update(shown, refresh=True)
+                time.sleep(interval)
+                try:
+                    (status, history), trouble = _look(port), ""
+                except ServerError as error:
+                    trouble = trouble or f"{time.strftime('%H:%M:%S')} {error}"
+    except KeyboardInterrupt:
+        return
+
+
+def _look(port: int) -> tuple[Answer, Answer]:
+    server = client(port)
+    return server.call("GET", "/api/status"), server.call("GET", "/api/history")
+
+
+def frame(
+    status: Answer, history: Answer, *, width: int, height: int | None = None, trouble: str = ""
+) -> RenderableType:
+    """Return what is shown at one moment, for :meth:`rich.console.Console.print`.
+
+    Args:
+        status, history: what the API answers.
+        width, height: columns and lines that there are; None for no bound on lines.
+        trouble: what is wrong with the server, in a sentence.
+
+    Example:
+        >>> memory = {"limit": 1 << 30, "used": 0}
+        >>> server = {"version": "1.0", "host": "127.0.0.1", "port": 50052, "pid": 7, "started": 0.0}
+        >>> status = server | {"memory": memory, "spill": None, "sessions": []}
+        >>> from rich.console import Console
+        >>> Console(width=60).print(frame(status, {"sessions": {}}, width=60).renderables[-1])
+        There are no sessions; make one with `hotset session create
+        NAME --memory 8GiB`.
+    """
+    parts: list[RenderableType] = [_server_line(status)]
+    if trouble:
+        parts.append(Text(trouble, "bold red"))
+    parts += [_budgets(status, width), Text()]
+    rows = _rows(status, history)
+    if not rows:
+        parts.append(Text("There are no sessions; make one with `hotset session create NAME --memory 8GiB`."))
+        return Group(*parts)
+    room = None if height is None else max(2, height - 9)
+    parts.append(_table(rows if room is None else rows[:room], width))
+    if room is not None and len(rows) > room:
+        parts.append(Text(f"and {len(rows) - room} more rows, for which the terminal is too low", "dim"))
+    return Group(*parts)
+
+
+def _server_line(status: Answer) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append("hotset ", "bold")
+    host, up = printable(status["host"]), _span(time.time() - status["started"])
+    line.append(f"{status['version']}  {host}:{status['port']}  process {status['pid']}  up {up}")
+    return line
+
+
+def _budgets(status: Answer, width: int) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    memory, spill = status["memory"], status["spill"]
+    bars = [("memory", "blue", memory["used"], memory["limit"], f" of {format_bytes(memory['limit'])}")]
+    if spill is not None:
+        free = spill["free"] or 0
+        room = "" if spill["free"] is None else f", {format_bytes(free)} free"
+        bars.append(("disk", "magenta", spill["used"], spill["used"] + free, room))
+    for label, colour, used, whole, rest in bars:
+        bar = ProgressBar(max(whole, 1), used, max(4, min(60, width - 40)), complete_style=colour)
+        grid.add_row(label, bar, Text(f"{format_bytes(used)}{rest}"))
+    return grid
+
+
+# The table: a row for each session, and below it one for each of its caches
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A session, or one of its caches: the values of the columns, as text."""
+
+    name: str
+    style: str
+    cells: dict[str, str]
+
+
+_COLUMNS = ("cached", "of", "hit rate", "samples/s", "wait s/s", "memory", "disk", "processes", "state")
+_GO_FIRST = ("disk", "processes", "memory", "state", "of", "wait s/s", "samples/s", "hit rate")
+_GAP = 2
+_LONGEST_CELL = 40
+
+
+def _rows(status: Answer, history: Answer) -> list[_Row]:
+    rows = []
+    for session in status["sessions"]:
+        series = history["sessions"].get(str(session["number"]), {})
+        rows.append(_session_row(session, series))
+        rows += [_cache_row(cache) for cache in session["caches"]]
+    return rows
+
+
+def _session_row(session: Answer, series: dict[str, list[float | None]]) -> _Row:
+    caches: list[Answer] = session["caches"]
+
+    def total(name: str) -> int:
+        return sum(cache[name] for cache in caches)
+
+    memory = session["memory"]
+    cells = {
+        "cached": f"{total('cached'):,}",
+        "of": f"{total('samples'):,}",
+        "hit rate": _share(total("hits"), total("hits") + total("misses")),
+        "samples/s": _now(series, "samples_per_second", lambda value: f"{value:,.0f}"),
+        "wait s/s": _now(series, "waited", lambda value: f"{value:.3f}"),
+        "memory": f"{format_bytes(memory['used'])} of {format_bytes(memory['limit'])}",
+        "disk": format_bytes(session["disk"]["used"]),
+        "processes": f"{total('processes'):,}",
+        "state": "in use" if session["in_use"] else "idle",
+    }
+    return _Row(printable(session["name"]), "bold", cells)
+
+
+def _cache_row(cache: Answer) -> _Row:
+    well = cache["state"] == "ok"
+    cells = {
+        "cached": f"{cache['cached']:,}",
+        "of": f"{cache['samples']:,}",
+        "hit rate": _share(cache["hits"], cache["hits"] + cache["misses"]),
+        "memory": format_bytes(cache["memory"]),
+        "disk": format_bytes(cache["disk"]),
+        "processes": f"{cache['processes']:,}",
+        "state": "stale" if cache["state"] == "condemned" else printable(cache["state"]),
+    }
+    return _Row(f"  {printable(cache['name'])}", "" if well else "red", cells)
+
+
+def _table(rows: list[_Row], width: int) -> Table:
+    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", pad_edge=False)
+    shown = _fitting(rows, width)
+    table.add_column("session, cache", no_wrap=True, overflow="ellipsis", max_width=_LONGEST_CELL)
+    for title in shown:
+        side: Literal["left", "right"] = "left" if title == "state" else "right"
+        table.add_column(title, justify=side, no_wrap=True, overflow="ellipsis", max_width=_LONGEST_CELL)
+    for row in rows:
+        # As Text, since a name may look like rich's markup.
+        cells = [Text(row.cells.get(title, "")) for title in shown]
+        table.add_row(Text(row.name), *cells, style=row.style)
+    return table
+
+
+def _fitting(rows: list[_Row], width: int) -> list[str]:
+    """The columns that there is room for beside the names, in their order."""
+
+    def widest(*texts: str) -> int:
+        return min(_LONGEST_CELL, max(cell_len(text) for text in texts)) + _GAP
+
+    widths = {title: widest(title, *(row.cells.get(title, "") for row in rows)) for title in _COLUMNS}
+    room = width - widest("session, cache", *(row.name for row in rows)) + _GAP
+    for title in _GO_FIRST:
+        if sum(widths.values()) > room:
+            del widths[title]
+    return list(widths)
+
+
+def _now(series: dict[str, list[float | None]], name: str, text: Callable[[float], str]) -> str:
+    last = (series.get(name) or [None])[-1]
+    return _NOTHING if last is None else text(last)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else _NOTHING
+
+
+def _span(seconds: float) -> str:
+    minutes = max(0, int(seconds)) // 60
+    days, hours = minutes // 1440, minutes // 60 % 24
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"

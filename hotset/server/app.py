@@ -1,0 +1,171 @@
+"""The HTTP API: routes, and how an error becomes an answer.
+
+A route is one call of the keeper. It runs in a thread of the framework's pool, since it reads files.
+
+======================================  ======
+an argument that cannot be used         400
+no such session, no such path           404
+a name that is taken, no room, ...      409
+a body that is not of the right form    422
+======================================  ======
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import BackgroundTasks, FastAPI, Request, Response, Security
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+
+import hotset
+from hotset.errors import HotsetError
+from hotset.server import models
+from hotset.server.history import History
+from hotset.server.keeper import Keeper, Refusal
+from hotset.server.metrics import CONTENT_TYPE, Metrics
+from hotset.told import printable
+
+__all__ = ["make_app"]
+
+# The guard checks the token before anything else looks at a request; this only describes it.
+_BEARER = Security(HTTPBearer(auto_error=False, description="`hotset status --token` prints it."))
+
+_WHY = {
+    400: "It cannot be done as asked for.",
+    401: "It needs the token.",
+    403: "The host or the origin is not this server's.",
+    404: "There is no such session.",
+    409: "It cannot be done as things are.",
+    413: "The body is too long.",
+    422: "The body is not of the right form.",
+}
+
+
+def make_app(keeper: Keeper, history: History, page: str, stop: Callable[[], None]) -> FastAPI:
+    """Return the API, unguarded.
+
+    Args:
+        keeper: of the sessions.
+        history: of the last minutes.
+        page: what ``GET /`` answers.
+        stop: ends the server; called when the answer to ``POST /api/stop`` is out.
+    """
+    app = FastAPI(
+        title="hotset",
+        version=hotset.__version__,
+        description="The cache server of one machine: sessions, caches, and how they are doing.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    _add_errors(app)
+    metrics = Metrics(keeper.options, keeper.look)
+
+    @app.get("/", response_class=HTMLResponse, responses=_errors(401, 403, 413))
+    def status_page() -> str:
+        """The status page."""
+        return page
+
+    @app.get("/api/status", response_model=models.Status, responses=_errors(401, 403, 413))
+    def status() -> dict[str, Any]:
+        """The server, and every session."""
+        return keeper.status()
+
+    @app.get("/api/sessions", response_model=list[models.SessionModel], responses=_errors(401, 403, 413))
+    def list_sessions() -> list[dict[str, Any]]:
+        """Every session of this user on this machine, oldest first."""
+        found: list[dict[str, Any]] = keeper.status()["sessions"]
+        return found
+
+    @app.post(
+        "/api/sessions",
+        status_code=201,
+        response_model=models.SessionModel,
+        responses=_errors(400, 401, 403, 409, 413, 422),
+        dependencies=[_BEARER],
+    )
+    def create_session(new: models.NewSession) -> dict[str, Any]:
+        """Make a session that this server owns."""
+        return keeper.create(new.model_dump(exclude_unset=True))
+
+    @app.get(
+        "/api/sessions/{which}",
+        response_model=models.SessionModel,
+        responses=_errors(401, 403, 404, 413, 422),
+    )
+    def show_session(which: str) -> dict[str, Any]:
+        """One session, by name or number."""
+        return keeper.show(which)
+
+    @app.delete(
+        "/api/sessions/{which}",
+        response_model=models.Freed,
+        responses=_errors(401, 403, 404, 413, 422),
+        dependencies=[_BEARER],
+    )
+    def destroy_session(which: str) -> dict[str, int]:
+        """Destroy a session; jobs that use it go on from their source."""
+        return {"freed": keeper.destroy(which)}
+
+    @app.get("/api/history", response_model=models.History, responses=_errors(401, 403, 413))
+    def last_minutes() -> dict[str, Any]:
+        """The last ten minutes of each session."""
+        return history.view()
+
+    @app.post(
+        "/api/stop",
+        response_model=models.Stopped,
+        responses=_errors(401, 403, 413),
+        dependencies=[_BEARER],
+    )
+    def stop_server(after: BackgroundTasks) -> dict[str, bool]:
+        """Destroy the server's sessions, free the memory, and end the server."""
+        keeper.end()
+        after.add_task(stop)
+        return {"stopped": True}
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={
+            200: {"content": {CONTENT_TYPE: {"schema": {"type": "string"}}}},
+            **_errors(401, 403, 413),
+        },
+    )
+    def scrape() -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    return app
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": models.Error, "description": _WHY[status]} for status in statuses}
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(HotsetError)
+    def refused(request: Request, error: HotsetError) -> JSONResponse:
+        return _error(error.status if isinstance(error, Refusal) else 400, str(error))
+
+    @app.exception_handler(OSError)
+    def out_of_something(request: Request, error: OSError) -> JSONResponse:
+        return _error(409, f"The machine does not allow it: {error.strerror or error}.")
+
+    @app.exception_handler(RequestValidationError)
+    def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return _error(422, f"The request's {printable(where) or 'body'} cannot be used: {first['msg']}.")
+
+    @app.exception_handler(HTTPException)
+    def no_such_route(request: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, f"{error.detail}: /openapi.json says what there is.")
+
+
+def _error(status: int, sentence: str) -> JSONResponse:
+    return JSONResponse({"error": sentence}, status_code=status)
