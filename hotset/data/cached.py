@@ -92,6 +92,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         self._store: Store | Address | str | None = store
         self._length = plan.used
         self._own_misses = 0
+        self._ended = False  # and that was told
         self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
         self.tell: Callable[[str], None] = tell
         self.epoch = 0
@@ -257,7 +258,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         if store.why_full is not None:
             cached = int((store.segment.index >= PRESENT).sum())
             why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.why_full}"
-            if cached == len(self):  # and a disk was to have all of them too
+            if store.room.why_full is None:  # memory has room, and the disk was to have all of them too
                 why = f"not every sample is kept on the disk: {store.why_full}"
         elif (misfits := self._misfits(store)) >= max(_MISFITS_WORTH_TELLING, self.plan.samples // 100):
             first, form = next(iter(store.filler.misfits.items()))
@@ -320,9 +321,10 @@ class CachedDataset(Dataset[T], Generic[T]):
             self._registration.join(self._store.segment.fd)
 
     def _tell_of_the_end(self, store: Store) -> None:
-        live = store.segment.live
-        if live[Live.CONDEMNED] == DESTROYED and live[Live.TOLD] != DESTROYED:
-            live[Live.TOLD] = DESTROYED
+        if self._ended or store.segment.live[Live.CONDEMNED] != DESTROYED:
+            return
+        self._ended = True
+        if get_worker_info() is None:  # each job is to hear it, and not from all of its processes
             self.tell(
                 f"{self.plan.name}: its session was destroyed, so samples come from the source from now on; "
                 "make another with `hotset session create`, and call hotset.cache again."

@@ -461,6 +461,11 @@ def _recover_spilled(spill: str, alive: dict[int, Session], runtime: int) -> lis
                 if not kept and _is_old(place, file):
                     _unlink(place, file)
                     told.append(f"Removed {file} in {spill}: the cache that it belongs to is no more.")
+            elif _DEFINITION.fullmatch(file) and not _is_there(runtime, file.removesuffix(".json")):
+                # It was not made again from that, so it cannot be.
+                if _is_old(place, file):
+                    _unlink(place, file)
+                    told.append(f"Removed {file} in {spill}: it does not say what session that was.")
             elif (_UNFINISHED.fullmatch(file) or _NAMELESS.fullmatch(file)) and _is_old(place, file):
                 _unlink(place, file)
                 told.append(f"Removed {file} in {spill}: the process that was making it has died.")

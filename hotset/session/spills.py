@@ -26,7 +26,17 @@ from hotset.errors import FolderError, SessionError
 from hotset.session.folder import open_private
 
 # Files there are shared with other machines, which this one's locks and liveness know nothing of.
-_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs"}
+_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "afs", "ceph", "lustre", "gpfs", "beegfs"}
+_REMOTE |= {
+    "ocfs2",
+    "gfs2",
+    "glusterfs",
+    "orangefs",
+    "fuse.glusterfs",
+    "fuse.sshfs",
+    "fuse.s3fs",
+    "fuse.gcsfuse",
+}
 
 __all__ = ["known_folders", "open_spill", "remember", "spill_path"]
 

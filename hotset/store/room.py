@@ -235,6 +235,11 @@ class Room:
     def _no_memory(self, free: memory.Headroom) -> str:
         return f"{free.what} has no more to give; lower {self.knob} or free some"
 
+    def reopen(self) -> None:
+        """Forget that there was no room: it was emptied."""
+        self.why_full = None
+        self._refused_until = 0.0
+
     def refuse(self, why: str) -> bool:
         """Say that there is no room, and why; it is asked for again after half a second. Returns False."""
         self.why_full = why

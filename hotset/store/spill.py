@@ -201,6 +201,7 @@ class Spill:
     def clear(self) -> None:
         """Forget every record; the caller has the store's short lock, and nobody has claims."""
         segment, geometry = self.segment, self.segment.geometry
+        self.room.reopen()
         segment.index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.CONDEMNED]] = 0

@@ -439,6 +439,7 @@ class Store:
         segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         if self.room.allowance is not None:
             self.room.allowance.take(0)
+        self.room.reopen()
         segment.live[Live.ERA] += 1
 
     def close(self) -> None:

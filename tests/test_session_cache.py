@@ -1,0 +1,522 @@
+"""Jobs that share a session: who comes second reads nothing, nobody gets another's samples, and it may go."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Walkers, equal_batches, eventually, is_a_sentence, seed_everything
+from live import draw_all, halve
+from samples import big_image_and_label, image_and_label, jpeg_like, kilobyte, mapping
+from sources import PlainError, ReadLog, Samples
+from stores import child, ended, in_child, kill
+from torch.utils.data import DataLoader
+
+import hotset
+from hotset import HotsetWarning, Window
+from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
+from hotset.session import sessions, within
+from hotset.session.reports import report
+
+N = 48
+MIB = 1 << 20
+DECIDING = 24  # readings of eight samples, by who comes first
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder in memory, which is where it is; it goes with what is in it."""
+    folder = Path(tempfile.mkdtemp(prefix="test-hotset-", dir="/dev/shm"))
+    monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for variable in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> str:
+    return str(tmp_path / "spill")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> ReadLog:
+    return ReadLog(tmp_path / "reads")
+
+
+class Counted(Samples):
+    """Samples whose every read is logged; neither the log nor what a read takes is part of what they are."""
+
+    def __init__(self, make: Callable[[int], Any], log: ReadLog, n: int = N, seconds: float = 0.0) -> None:
+        super().__init__(make, n)
+        self._hotset_log, self._hotset_seconds = log, seconds
+
+    def __getitem__(self, index: int) -> Any:
+        self._hotset_log.add(index)
+        time.sleep(self._hotset_seconds)
+        return super().__getitem__(index)
+
+
+def read_all(cached: Any, make: Callable[[int], Any], n: int = N) -> None:
+    equal_batches([cached[i] for i in range(n)], [make(i) for i in range(n)])
+
+
+def job(make: Callable[[int], Any], log: ReadLog, order: Any = range(N), **arguments: Any) -> None:
+    """All that a job does, in a process of its own."""
+    with hotset.cache(Counted(make, log, **arguments), session="shared") as cached:
+        for i in order:
+            equal_batches(cached[i], make(i))
+
+
+# Second jobs
+
+
+@pytest.mark.parametrize("memory", [MIB, 3000, 0])
+def test_a_second_job_reads_nothing(memory: int, log: ReadLog, disk: str) -> None:
+    session = sessions.create("shared", memory=memory, spill=disk)
+    in_child(lambda: job(mapping, log))
+    assert 2 * N >= log.total() >= N
+    assert not report(session).in_use
+    log.reset()
+    in_child(lambda: job(mapping, log))
+    with hotset.cache(Counted(mapping, log), session=session.number) as cached:
+        read_all(cached, mapping)
+        assert "session" in str(cached.plan)
+        assert cached.stats().cached == N
+        assert cached.check() == []
+        (found,) = report(session).caches
+        assert (found.cached, found.spilled, found.samples) == (N, cached.stats().spilled, N)
+        assert (found.spilled > 0) == (memory < MIB)
+        assert found.memory <= memory
+        assert found.hits == 2 * N
+    assert log.total() == 0
+
+
+def test_a_second_program_reads_nothing(log: ReadLog, tmp_path: Path) -> None:
+    sessions.create("shared", memory=MIB)
+    script = tmp_path / "job.py"
+    script.write_text(RANK)
+    for reads in (range(N, 2 * N), range(1)):
+        log.reset()
+        subprocess.run([sys.executable, script, log.path], check=True, env=environment(), timeout=100)
+        assert log.total() in reads
+
+
+def environment() -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+
+
+@pytest.mark.parametrize("spill", [False, True])
+@pytest.mark.parametrize("order", ["one order", "own orders"])
+def test_four_jobs_at_once_read_each_sample_about_once(
+    order: str, spill: bool, log: ReadLog, disk: str
+) -> None:
+    n = 160
+    sessions.create("shared", memory=20_000 if spill else 4 * MIB, spill=disk if spill else None)
+    seeds = [0] * 4 if order == "one order" else range(4)
+    orders = [np.random.default_rng(seed).permutation(n).tolist() for seed in seeds]
+    pids = [child(partial(job, jpeg_like, log, mine, n=n, seconds=1e-3)) for mine in orders]
+    assert [ended(pid) for pid in pids] == [0] * 4
+    assert set(log.counts()) == set(range(n))
+    assert log.total() <= 1.05 * n + DECIDING
+    with hotset.cache(Counted(jpeg_like, log, n), session="shared") as cached:
+        assert cached.stats().cached == n
+        assert (cached.stats().spilled > 0) == spill
+        assert cached.check() == []
+
+
+def test_a_job_killed_in_its_midst_holds_up_nobody(log: ReadLog, disk: str) -> None:
+    sessions.create("shared", memory=20_000, spill=disk)
+    for reads in (3, 20, 25, 40):
+        pid = child(lambda: job(jpeg_like, log, range(N), seconds=3e-3))
+        eventually(lambda reads=reads: log.total() >= reads)  # type: ignore[misc]
+        kill(pid)
+    in_child(lambda: job(jpeg_like, log))
+    with hotset.cache(Counted(jpeg_like, log), session="shared") as cached:
+        assert cached.stats().cached == N
+        assert cached.check() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_in_a_session_gives_what_torchs_gives(workers: int, log: ReadLog, disk: str) -> None:
+    sessions.create("shared", memory=300_000, spill=disk)
+    options: Any = {"batch_size": 7, "shuffle": True}
+    seed_everything()
+    loader = DataLoader(Samples(big_image_and_label, N), **options)
+    expected = [list(loader) for _ in range(2)]
+    for second in (False, True):
+        log.reset()
+        seed_everything()
+        with hotset.cache(Counted(big_image_and_label, log), session="shared") as cached:
+            loader = hotset.DataLoader(cached, num_workers=workers, **options)
+            for epoch in expected:
+                equal_batches(list(loader), epoch)
+            assert 0 < cached.stats().spilled < N
+        assert (log.total() == 0) == second
+
+
+@pytest.mark.parametrize("who", ["made", "joined"])
+def test_a_cache_of_a_session_pickles(who: str, log: ReadLog) -> None:
+    sessions.create("shared", memory=MIB)
+    if who == "joined":
+        in_child(lambda: job(mapping, log))
+    log.reset()
+
+    def reads() -> int:
+        with hotset.cache(Counted(mapping, log), session="shared") as cached:
+            read_all(cached, mapping)
+            log.reset()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                again = pickle.loads(pickle.dumps(cached))
+                read_all(again, mapping)
+            again.close()
+            return log.total()
+
+    assert reads() == 0
+
+
+def test_spawned_workers_reach_a_session(log: ReadLog, disk: str) -> None:
+    sessions.create("shared", memory=3000, spill=disk)
+    in_child(lambda: job(mapping, log))
+    log.reset()
+    with hotset.cache(Counted(mapping, log), session="shared") as cached:
+        walkers = Walkers(cached, [range(N)], mapping, "spawn")
+        walkers.go()
+        walkers.finish()
+    assert log.total() == 0
+
+
+def test_workers_that_outlive_their_loader_count_as_use(log: ReadLog) -> None:
+    session = sessions.create("shared", memory=MIB, ttl=1000.0)
+    with hotset.cache(Counted(mapping, log), session="shared") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8, num_workers=1, persistent_workers=True)
+        for _ in range(2):
+            equal_batches(list(loader), list(DataLoader(Samples(mapping, N), batch_size=8)))
+        assert report(session).in_use
+        del loader
+    assert eventually(lambda: not report(session).in_use)
+
+
+RANK = """
+import os, sys, warnings
+warnings.simplefilter("error")
+import hotset
+from samples import mapping
+from helpers import equal_batches
+from sources import ReadLog
+from test_session_cache import Counted
+
+log = ReadLog.__new__(ReadLog)
+log.path = sys.argv[1]
+with hotset.cache(Counted(mapping, log), session="shared") as cached:
+    equal_batches([cached[i] for i in range(48)], [mapping(i) for i in range(48)])
+    os.write(1, b"ended well\\n")
+"""
+
+
+def test_ranks_of_torchrun_share_a_session(log: ReadLog, tmp_path: Path) -> None:
+    session = sessions.create("shared", memory=MIB)
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    ran = subprocess.run(
+        [*command, script, log.path], env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("ended well") == 2
+    assert log.total() <= 1.05 * N + DECIDING
+    (found,) = report(session).caches
+    assert found.cached == N
+
+
+# Who is who
+
+
+def test_two_transforms_in_one_session_stay_apart(log: ReadLog) -> None:
+    session = sessions.create("shared", memory=MIB)
+    for _ in range(2):
+        log.reset()
+        with (
+            hotset.cache(Counted(image_and_label, log), session="shared") as plain,
+            hotset.cache(Counted(image_and_label, log), transform=[halve], session="shared") as halved,
+            hotset.cache(Counted(image_and_label, log), transform=[halve], session="shared", cut=0) as live,
+        ):
+            read_all(plain, image_and_label)
+            read_all(halved, lambda i: halve(image_and_label(i)))
+            read_all(live, lambda i: halve(image_and_label(i)))
+    assert log.total() == 0
+    assert len(report(session).caches) == 3
+
+
+def test_a_live_part_shares_what_is_before_it(log: ReadLog) -> None:
+    session = sessions.create("shared", memory=MIB)
+    found = []
+    for _ in range(2):
+        log.reset()
+        seed_everything()
+        with hotset.cache(Counted(mapping, log), transform=[draw_all], session="shared") as cached:
+            found.append([cached[i] for i in range(N)])
+    assert log.total() == 0
+    equal_batches(found[0], found[1])
+    assert len(report(session).caches) == 1
+
+
+def test_two_bodies_of_one_name_stay_apart() -> None:
+    session = sessions.create("shared", memory=MIB)
+
+    def body(factor: int) -> Any:
+        scope: dict[str, Any] = {"__name__": "users"}
+        exec(f"def make(i):\n    import torch\n    return torch.full((4,), i * {factor})", scope)
+        return scope["make"]
+
+    for factor in (2, 3, 2):
+        make = body(factor)
+        with hotset.cache(Samples(make, N), session="shared") as cached:
+            read_all(cached, make)
+    assert len(report(session).caches) == 2
+
+
+def test_one_key_is_one_cache_and_another_another(log: ReadLog) -> None:
+    session = sessions.create("shared", memory=MIB)
+    for key in ("one", "two", "one", "../x" * 5000, "\udcff"):
+        with hotset.cache(Counted(mapping, log), session="shared", key=key) as cached:
+            read_all(cached, mapping)
+    assert len(report(session).caches) == 4
+
+
+def test_sessions_stay_apart(log: ReadLog) -> None:
+    for name in ("shared", "other"):
+        sessions.create(name, memory=MIB)
+    in_child(lambda: job(mapping, log))
+    with hotset.cache(Counted(mapping, log), session="other") as cached:
+        assert cached.stats().cached == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"session": "shared", "window": Window(resident=5)}, ArgumentError),
+        ({"spill": "/tmp", "window": Window(resident=5)}, ArgumentError),
+        ({"session": "shared", "spill": "/tmp"}, ArgumentError),
+        ({"spill": False}, ArgumentError),
+        ({"session": "nobody"}, SessionError),
+        ({"session": ""}, SessionError),
+        ({"session": 0}, SessionError),
+        ({"session": "../shared"}, SessionError),
+        ({"session": "shared", "memory": "much"}, QuantityError),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_words(arguments: Any, error: Any, runtime: Path) -> None:
+    sessions.create("shared", memory=MIB)
+    before = os.listdir(runtime)
+    with pytest.raises(error) as refused:
+        hotset.cache(Samples(mapping, N), **arguments)
+    assert is_a_sentence(str(refused.value))
+    assert os.listdir(runtime) == before
+
+
+@pytest.mark.parametrize("spill", [5, True, b"/tmp", ""])
+def test_a_spill_that_is_no_folder_is_refused_in_a_sentence(
+    spill: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def refused() -> str:
+        try:
+            hotset.cache(Samples(mapping, N), spill=spill).close()
+        except ArgumentError as error:
+            return str(error)
+        except Exception as error:
+            return type(error).__name__
+        return ""
+
+    assert is_a_sentence(refused())
+
+
+class Broken(Samples):
+    def __getitem__(self, index: int) -> Any:
+        raise FileNotFoundError(2, "No such file or directory", f"{index}.png")
+
+
+class Wrong(Samples):
+    def __getitem__(self, index: int) -> Any:
+        raise PlainError(f"sample {index} is broken")
+
+
+class Draws(Samples):
+    def __getitem__(self, index: int) -> Any:
+        return np.random.rand(3)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"), [(Wrong, PlainError), (Draws, NotCacheable), (Broken, FileNotFoundError)]
+)
+def test_a_data_sets_own_error_is_its_own(source: Any, error: Any, runtime: Path) -> None:
+    sessions.create("shared", memory=MIB)
+    before = sorted(os.listdir(runtime))
+    with pytest.raises(error):
+        hotset.cache(source(mapping, N), session="shared")
+    assert sorted(os.listdir(runtime)) == before
+
+
+def test_a_job_that_joins_a_condemned_cache_is_told() -> None:
+    sessions.create("shared", memory=MIB)
+    with hotset.cache(Samples(mapping, N), session="shared") as cached:
+        read_all(cached, mapping)
+        cached.store.condemn()  # type: ignore[union-attr]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with hotset.cache(Samples(mapping, N), session="shared") as cached:
+            read_all(cached, mapping)
+    del cached
+    assert len(told) == 1
+
+
+def test_a_full_disk_of_a_session_that_persists_is_told_as_what_it_is(disk: str) -> None:
+    sessions.create("shared", memory=MIB, spill=disk, persist=True)
+
+    def told() -> str:
+        from test_spill import no_room
+
+        with hotset.cache(Samples(mapping, N), session="shared") as cached:
+            assert cached.store is not None
+            assert cached.store.spill is not None
+            cached.store.spill.room._free = no_room
+            with pytest.warns(HotsetWarning) as caught:
+                read_all(cached, mapping)
+            assert cached.stats().cached == N
+        return str(caught[0].message)
+
+    assert f"of {N} samples are cached, and no more fit" not in told()
+
+
+# Ends
+
+
+def test_jobs_end_well_when_their_session_goes(log: ReadLog, disk: str, runtime: Path) -> None:
+    session = sessions.create("shared", memory=20_000, spill=disk)
+    ready, tell = os.pipe()
+
+    def body(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with hotset.cache(Counted(jpeg_like, log), session="shared") as cached:
+                begun = False
+                while cached.store is not None:
+                    i = int(rng.integers(N))
+                    equal_batches(cached[i], jpeg_like(i))
+                    if not begun and cached.stats().cached > N // 2:
+                        os.write(tell, b"x")
+                        begun = True
+                read_all(cached, jpeg_like)
+                assert cached.check() == []
+        texts = [str(one.message) for one in caught]
+        assert all("was destroyed" in text for text in texts), texts
+        os.write(tell, bytes([len(texts)]))
+
+    pids = [child(lambda seed=seed: body(seed)) for seed in range(2)]  # type: ignore[misc]
+    for _ in pids:
+        assert os.read(ready, 1) == b"x"
+    assert sessions.destroy(session) > 0
+    codes = [ended(pid) for pid in pids]
+    os.close(tell)
+    told = os.read(ready, 10)
+    os.close(ready)
+    assert codes == [0, 0]
+    assert list(told) == [1, 1], "each is told, and once"
+    assert os.listdir(runtime) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_ends_its_epoch_when_its_session_goes_and_comes_again(
+    workers: int, log: ReadLog, disk: str
+) -> None:
+    session = sessions.create("shared", memory=20_000, spill=disk)
+    seed_everything()
+    expected = list(DataLoader(Samples(kilobyte, N), batch_size=4))
+    with hotset.cache(Counted(kilobyte, log), session="shared") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)
+        equal_batches(list(loader), expected)
+        batches = iter(loader)
+        found = [next(batches)]
+        sessions.destroy(session)
+        again = sessions.create("shared", memory=MIB)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found += list(batches)
+            equal_batches(found, expected)
+            equal_batches(list(loader), expected)
+        assert len(told) == 1
+        assert "was destroyed" in str(told[0].message)
+        with pytest.raises(SegmentError, match="was destroyed"):
+            cached.clear()
+    log.reset()
+    with hotset.cache(Counted(kilobyte, log), session="shared") as cached:
+        read_all(cached, kilobyte)
+        assert cached.stats().cached == N
+    assert log.total() >= N
+    assert report(again).caches[0].cached == N
+
+
+def test_a_session_that_is_being_destroyed_gets_no_cache(log: ReadLog, disk: str, runtime: Path) -> None:
+    session = sessions.create("shared", memory=MIB, spill=disk)
+    with sessions.open_ledger(session) as book:
+        book.end()
+    with pytest.warns(HotsetWarning, match="for this job alone") as told:
+        cached = hotset.cache(Counted(mapping, log), session="shared")
+    with cached:
+        assert is_a_sentence(str(told[0].message))
+        read_all(cached, mapping)
+        assert cached.stats().cached == N
+    sessions.destroy(session)
+    assert os.listdir(runtime) == []
+    assert list(Path(disk).rglob("*.spill")) == []
+
+
+def test_a_stopped_job_holds_up_nobody_for_ever(log: ReadLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions.create("shared", memory=MIB)
+    monkeypatch.setattr("hotset.session.within.PATIENCE_SECONDS", 0.2)
+
+    def stall() -> None:
+        def never(*_: Any) -> None:
+            os.write(tell, b"x")
+            signal.pause()
+
+        within._join = never  # type: ignore[assignment]
+        job(mapping, log)
+
+    ready, tell = os.pipe()
+    pid = child(stall)
+    try:
+        assert os.read(ready, 1) == b"x"
+        with pytest.warns(HotsetWarning, match="has not ended for") as told:
+            cached = hotset.cache(Counted(mapping, log), session="shared")
+        with cached:
+            assert is_a_sentence(str(told[0].message))
+            read_all(cached, mapping)
+    finally:
+        kill(pid)
+        os.close(ready)
+        os.close(tell)
