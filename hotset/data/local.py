@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from hotset.data.draws import Draws
+from hotset.data.fetching import Fetching
 from hotset.data.resume import Pass
 from hotset.data.route import Route
 from hotset.data.summary import EpochSummary
@@ -188,6 +189,7 @@ class LocalBatches:
         self._cost = float("inf")  # seconds that gathering one took; unknown at first
         self._pid = os.getpid()
         self._announced = 0 if route.spills else None  # how many of the next batches
+        self._fetching: Fetching | None = None
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
 
     def __iter__(self) -> LocalBatches:
@@ -227,7 +229,9 @@ class LocalBatches:
             batches.append(later)
             known += 1
         if batches:
-            self._route.announce(np.concatenate(batches))
+            if self._fetching is None:
+                self._fetching = Fetching(self._route.announce)
+            self._fetching.ask(np.concatenate(batches))
         return known
 
     def _make(self, indices: Any, away: float) -> Any:
@@ -309,6 +313,9 @@ class LocalBatches:
         return self._gather.finish(copy) if copy is not None else None
 
     def _stop(self) -> None:
+        if self._fetching is not None:
+            self._fetching.stop()
+            self._fetching = None
         if self._ahead is not None:
             self._ahead.stop()
             self._ahead = None
