@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench stress clean
+.PHONY: demo test check bench stress chaos clean
 
 # torch comes first and by exact version: with it in place no other package pulls in another one.
 $(VENV)/.installed: pyproject.toml
@@ -28,6 +28,9 @@ bench: $(VENV)/.installed
 
 stress: $(VENV)/.installed
 	$(BIN)/python -m tests.stress --seconds 300
+
+chaos: $(VENV)/.installed
+	$(BIN)/python -m tests.chaos --kills 50 --seconds 600
 
 clean:
 	rm -rf $(VENV) build dist bench-out

@@ -26,6 +26,9 @@ with the reason and without a figure.
     window_job      the processes whose memory "window" measures
     digits          the accuracy of windows and of full passes, a program of its own
     attach_job      the second process of "attach"
+    jobs            processes that answer questions, in any interpreter
+    session_job     a job that uses a session
+    mindspore_job   a pipeline in mindspore, torch or hotset
     truth           what a batch must hold
     harness         rounds, ratios, targets
     report          tables, JSON, plot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import Walkers, equal_batches, eventually, is_a_sentence, seed_everything
 from live import draw_all, halve
 from samples import big_image_and_label, image_and_label, jpeg_like, kilobyte, mapping
@@ -29,8 +32,10 @@ from torch.utils.data import DataLoader
 import hotset
 from hotset import HotsetWarning, Window
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
-from hotset.session import sessions, within
+from hotset.session import care, sessions, spills, within
 from hotset.session.reports import report
+from hotset.session.retire import retire
+from hotset.store.segment import Segment
 
 N = 48
 MIB = 1 << 20
@@ -520,3 +525,107 @@ def test_a_stopped_job_holds_up_nobody_for_ever(log: ReadLog, monkeypatch: pytes
         kill(pid)
         os.close(ready)
         os.close(tell)
+
+
+def test_a_copy_that_its_sessions_end_comes_into_is_no_sigbus(tmp_path: Path) -> None:
+    """A reader is stopped before its copy; the session goes, and its memory to others, to the last page."""
+    small = tmp_path / "small"
+    small.mkdir(mode=0o700)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "test", small], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HOTSET_RUNTIME_DIR", str(small))
+            session = sessions.create("a", memory=4 * MIB)
+            reader = child(lambda: stopped_in_its_copy())
+            os.waitpid(reader, os.WUNTRACED)
+            sessions.destroy(session)
+            ballast = os.open(small / "ballast", os.O_WRONLY | os.O_CREAT)
+            with contextlib.suppress(OSError):
+                while True:
+                    os.write(ballast, bytes(4096))
+            os.close(ballast)
+            os.kill(reader, signal.SIGCONT)
+            assert ended(reader) == 0
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+
+
+def stopped_in_its_copy() -> None:
+    make = kilobyte
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cached = hotset.cache(Samples(make, N), session="a")
+        read_all(cached, make)
+        store = cached.store
+        assert store is not None
+        block = store._block
+
+        def stopping(size: int) -> Any:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return block(size)
+
+        store._block = stopping  # type: ignore[method-assign]
+        equal_batches(cached[3], make(3))
+
+
+def test_mapping_ahead_takes_nothing_of_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = sessions.create("a", memory=64 * MIB)
+    big = partial(torch.full, (MIB,), dtype=torch.uint8)
+    with hotset.cache(Samples(big, 8), session="a") as cached:
+        for i in range(8):
+            cached[i]
+    go, populate = threading.Event(), Segment.populate
+
+    def late(segment: Segment, *where: Any) -> None:
+        assert go.wait(30)
+        populate(segment, *where)
+
+    monkeypatch.setattr(Segment, "populate", late)
+    with hotset.cache(Samples(big, 8), session="a") as cached:
+        store = cached.store
+        assert store is not None
+        assert sessions.destroy(session) > 8 * MIB
+        go.set()
+        for thread in threading.enumerate():
+            if thread.name == "hotset-map":
+                thread.join()
+        assert os.fstat(store.segment.fd).st_blocks * 512 < MIB
+
+
+def test_the_check_takes_no_session_for_damaged_that_is_being_destroyed(
+    monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    session = sessions.create("a", memory=20_000, spill=disk)
+    with hotset.cache(Samples(mapping, N), session="a") as cached:
+        read_all(cached, mapping)
+    listdir, names = os.listdir, sessions.sessions
+
+    def meanwhile() -> Any:
+        found = names()
+        monkeypatch.setattr(care.os, "listdir", then)
+        return found
+
+    def then(folder: Any) -> Any:
+        monkeypatch.setattr(care.os, "listdir", listdir)
+        files = listdir(folder)
+        sessions.destroy(session)
+        return files
+
+    monkeypatch.setattr(care.sessions, "sessions", meanwhile)
+    assert list(care.reports()) == []
+
+
+def test_the_check_knows_what_is_half_destroyed(disk: str, runtime: Path) -> None:
+    session = sessions.create("a", memory=20_000, spill=disk)
+    with hotset.cache(Samples(mapping, N), session="a") as cached:
+        read_all(cached, mapping)
+    (cache,) = runtime.glob("*.cache")
+    retire(str(cache))
+    for file in spills.spill_path(disk).glob("*.spill"):
+        file.unlink()  # and killed there
+    assert [(one.state, one.problems) for one in care.reports()] == [("dead", ())]
+    assert sessions.destroy(session) >= 0

@@ -20,7 +20,7 @@ __all__ = ["map_ahead"]
 
 _log = logging.getLogger("hotset")
 
-_AT_ONCE = 64 << 20
+_AT_ONCE = 8 << 20
 _WORTH_MAPPING = 1 << 20
 
 
@@ -46,8 +46,12 @@ def _map(segment: Segment, parts: list[tuple[int, int]], total: int) -> None:
     start = time.perf_counter()
     for begin, length in parts:
         for offset in range(begin, begin + length, _AT_ONCE):
-            if segment.fd < 0:
+            if segment.fd < 0 or segment.live[Live.CONDEMNED]:
                 return
-            segment.populate(offset, min(_AT_ONCE, begin + length - offset))
+            part = min(_AT_ONCE, begin + length - offset)
+            segment.populate(offset, part)
+            if segment.live[Live.CONDEMNED]:  # its memory was given back, and this has taken some again
+                segment.discard(offset, part)
+                return
     seconds = time.perf_counter() - start
     _log.info("mapped %s of a cache that was there in %.2f s", format_bytes(total), seconds)

@@ -15,6 +15,7 @@ from hotset.errors import SegmentError
 from hotset.session import registry, sessions
 from hotset.session.entry import Entry
 from hotset.session.folder import runtime_folder
+from hotset.session.retire import DESTROYED
 from hotset.session.share import address_of
 from hotset.store.check import check_segment, check_tiers
 from hotset.store.format import PRESENT, Live
@@ -62,10 +63,12 @@ def reports() -> Iterator[Report]:
         found = sessions.CACHE.fullmatch(file)
         if found:
             number = int(found[1])
-            if number in names:
-                yield _opened(f"{folder}/{file}", file, f"session {names[number]}")
-            else:
+            if number not in names:
                 yield Report(file, f"session {number}", "dead")
+                continue
+            seen = _opened(f"{folder}/{file}", file, f"session {names[number]}")
+            if seen.state != "damaged" or os.path.exists(f"{folder}/{file}"):  # else destroyed meanwhile
+                yield seen
 
 
 def gc() -> list[str]:
@@ -98,8 +101,10 @@ def _opened(where: str | Address, name: str, owner: str) -> Report:
     except SegmentError as error:
         return Report(name, owner, "damaged", problems=(str(error),))
     try:
-        problems = (*check_segment(segment), *_check_spilled(segment))
         live = segment.live
+        if live[Live.CONDEMNED] == DESTROYED:  # and its files are not removed yet, or their remover died
+            return Report(name, owner, "dead")
+        problems = (*check_segment(segment), *_check_spilled(segment))
         return Report(
             str(segment.metadata.get("name", name)),
             owner,

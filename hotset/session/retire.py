@@ -1,9 +1,10 @@
 """Retiring: a cache's memory is given back under whoever still uses it.
 
 A file's pages live as long as anybody has it mapped, so removing its name frees nothing while a job runs. So
-it is emptied first: the era becomes odd and the cache is condemned, which makes every reader, and every one
-that is in the midst of a copy, take its samples from the source; then the pages go. A writer that is late
-may put one more chunk there, which goes with the file.
+it is emptied first: the era becomes odd and the cache is condemned, so that nobody begins to read; who was in
+the midst of a copy is waited for, and finds that it is no good; then the pages go. (If somebody is stopped in
+the midst of one, they stay until he ends: touching a page that is gone would be SIGBUS on a full file
+system.) A writer that is late may put one more chunk there, which goes with the file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from hotset.store.format import Live
 from hotset.store.segment import Segment
 
 __all__ = ["DESTROYED", "retire"]
+
+_READERS_SECONDS = 5.0
 
 DESTROYED = 2  # in the live word CONDEMNED: its session was destroyed
 
@@ -35,6 +38,7 @@ def retire(path: str) -> int:
             live[Live.CONDEMNED] = DESTROYED
             live[Live.ERA] |= 1
             segment.index[:] = 0
+        if member.unread(_READERS_SECONDS):
             with contextlib.suppress(OSError):
                 segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         return taken

@@ -33,12 +33,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotset.errors import HotsetError, SegmentError, SessionError
-from hotset.session.folder import KNOB, open_at, open_folder
+from hotset.session.folder import KNOB, open_at, open_folder, runtime_folder
 from hotset.session.ledger import Ledger
 from hotset.session.retire import retire
 from hotset.session.spills import known_folders, open_spill, remember
 from hotset.session.turn import turns
 from hotset.store import memory as machine
+from hotset.told import tell
 from hotset.units import format_bytes
 
 _ELSEWHERE = f"set {KNOB} to another folder"
@@ -120,7 +121,7 @@ def create(
         name: up to 100 of the characters A-Z, a-z, 0-9, dot, underscore and hyphen, no dot first and not a
             number; its number if None.
         memory: bytes that its caches may hold together. None: what the server has, or without a server half
-            of what is free.
+            of what is free; but no more than the runtime folder's file system has.
         spill: a folder for what is beyond; it is made if it is not there.
         ttl: seconds after its last use at which it expires.
         persist: write every record to ``spill`` too, and keep it there over a reboot.
@@ -129,6 +130,9 @@ def create(
     Raises:
         SessionError: the name is no such name or taken, or the spill folder cannot be used.
         FolderError: the runtime folder is not safely this user's own.
+
+    Warns:
+        HotsetWarning: the runtime folder's file system has less than ``memory``.
     """
     if name is not None and (not _NAME.fullmatch(name) or name.isdigit()):
         raise SessionError(
@@ -151,6 +155,12 @@ def create(
     if memory is None:
         limit = server_limit(server) if server is not None else None
         memory = machine.headroom().bytes // 2 if limit is None else limit
+        memory = min(memory, _room_here())  # in a container that may be 64 MB
+    elif memory > (room := _room_here()):
+        tell(
+            f"memory={format_bytes(memory)} is more than the {format_bytes(room)} that the file system of "
+            f"{runtime_folder()} has; give it more (docker's --shm-size), or {_ELSEWHERE}."
+        )
     with _one_at_a_time(), _runtime() as folder:
         there = {known.name: known.number for known in sessions()}
         if name in there:
@@ -158,9 +168,12 @@ def create(
         number = _draw(set(there.values()))
         session = Session(number, name or str(number), memory, spill, persist, ttl, time.time(), server)
         try:
-            if persist:
-                _define(session)
-            Ledger.create(folder, session.file, asdict(session), memory)
+            # Or whoever looks in between would make it again from its definition.
+            with turns([_RESTORING], _TURN_SECONDS):
+                if persist:
+                    _define(session)
+                Ledger.create(folder, session.file, asdict(session), memory)
+            _enter_server(folder, session)
         except OSError as error:
             _undefine(session)
             if isinstance(error, HotsetError):
@@ -287,6 +300,8 @@ def recover(port: int | None = None) -> list[str]:
             told.append(f"Destroyed session {session.name!r}, as a process that has died had begun to.")
     with _one_at_a_time(), _runtime() as folder:
         alive = {session.number: session for session in sessions()}
+        for session in alive.values():  # its server may have begun after it was made again
+            _enter_server(folder, session)
         for file in sorted(os.listdir(folder)):
             cache = CACHE.fullmatch(file)
             if cache and int(cache[1]) not in alive:
@@ -335,6 +350,15 @@ def _server_file(port: int) -> str:
     return f"server-{port}.ledger"
 
 
+def _enter_server(folder: int, session: Session) -> None:
+    """Have a session count in its server's budget, if that server has one."""
+    if session.server is None:
+        return
+    file = _server_file(session.server)
+    with contextlib.suppress(FileNotFoundError), _ledger(folder, file) as ledger, ledger.lock():
+        ledger.enter(session.number)
+
+
 def _leave_server(session: Session) -> None:
     if session.server is None:
         return
@@ -375,8 +399,11 @@ def _ledger(folder: int, file: str) -> Iterator[Ledger]:
         if isinstance(port, int) and isinstance(number, int):
             with contextlib.suppress(OSError):
                 parent = Ledger(folder, _server_file(port))
-                with parent.lock():
-                    ledger.stand_under(parent, parent.enter(number))
+                row = parent.members().get(number)
+                if row is not None:
+                    ledger.stand_under(parent, row)
+                else:
+                    parent.close()
         yield ledger
     finally:
         ledger.close()
@@ -551,6 +578,7 @@ def _restore_one(folder: int, place: int, file: str, spill: str) -> None:
     session = Session(**{**head, "spill": spill})
     if f"{session.number}.session.json" == file and type(session.memory) is int:
         Ledger.create(folder, session.file, asdict(session), session.memory)
+        _enter_server(folder, session)
 
 
 def _is_there(folder: int, file: str) -> bool:
@@ -570,6 +598,11 @@ def _one_at_a_time() -> Iterator[None]:
                 f"{_TURN_SECONDS:.0f} s; look whether one is stopped."
             )
         yield
+
+
+def _room_here() -> int:
+    """Bytes that the runtime folder's file system has to give."""
+    return machine.tmpfs_free(str(runtime_folder()))
 
 
 def _draw(taken: set[int]) -> int:

@@ -45,8 +45,12 @@ def record_problem(segment: Segment, sample: int, word: int) -> str | None:
 
 
 def _part(segment: Segment, offset: int, length: int) -> memoryview | None:
-    """A part of the file; None if it cannot be read. Of a disk, past the mapping, which would be SIGBUS."""
-    if segment.trusted:
+    """A part of the file; None if it cannot be read.
+
+    Past the mapping where a touch of it may be SIGBUS: a disk that fails, a full tmpfs whose pages were given
+    back meanwhile.
+    """
+    if not segment.bounded:
         return memoryview(segment.buffer)[offset : offset + length]
     content = memoryview(bytearray(length))
     return content if segment.read(offset, content) else None

@@ -50,9 +50,10 @@ from hotset.store.format import (
 )
 from hotset.store.segment import Segment, Words
 
-__all__ = ["Claims", "Index", "Membership"]
+__all__ = ["Claims", "Index", "Membership", "Reading"]
 
 _SHORT_LOCK = 0
+_READING = 1 << 11  # and the slot's number
 _LOCK_SECONDS = 2.0
 _AFTER_TIMEOUT_SECONDS = 1.0
 
@@ -64,6 +65,7 @@ class Membership:
 
     Attributes:
         segment: the segment that it belongs to.
+        reading: held while records are looked at through the mapping; see :class:`Reading`.
         inherits: whether extents that a slot's last holder left are taken over with the slot.
     """
 
@@ -71,6 +73,9 @@ class Membership:
         self.segment = segment
         # In a file that may be damaged, an inherited extent might be somebody's record.
         self.inherits = segment.trusted
+        self.reading: contextlib.AbstractContextManager[None] = (
+            Reading(self) if segment.bounded else contextlib.nullcontext()
+        )
         self._fd = -1
         self._slot = -1
         self._thread_lock = threading.RLock()
@@ -142,6 +147,29 @@ class Membership:
         """Whether a process holds ``slot`` at this moment."""
         return slot == self._slot or locks.is_locked(self._descriptor(), 1 + slot)
 
+    def say_reading(self, begins: bool) -> None:
+        """Say that this process begins to look at records, or has ended."""
+        slot = self.slot
+        if slot >= 0:
+            byte = _READING + slot
+            (locks.try_lock if begins else locks.unlock)(self._descriptor(), byte)
+
+    def unread(self, timeout: float) -> bool:
+        """Wait until nobody looks at records, in whatever process; False if somebody did for so long.
+
+        To be asked once the era says that nobody is to begin.
+        """
+        if not isinstance(self.reading, Reading):
+            return True
+        deadline = time.monotonic() + timeout
+        used = np.flatnonzero(self.segment.slots[:, Slot.INCARNATION]).tolist()
+        fd = self._descriptor()
+        while self.reading.busy or any(locks.is_locked(fd, _READING + slot) for slot in used):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        return True
+
     def leave(self) -> None:
         """Give slot and descriptor back; claims that are still open become void."""
         if self._fd >= 0:
@@ -151,6 +179,42 @@ class Membership:
     def _after_fork_in_child(self) -> None:
         self.leave()
         self._thread_lock = threading.RLock()
+
+
+class Reading:
+    """Says that this process is looking at records through its mapping, while it does: ``with reading: ...``.
+
+    A cache that is destroyed gives its pages back under whoever has it mapped. A touch of such a page takes
+    memory anew, and where the file system has none left by then, that is SIGBUS. So whoever destroys it says
+    so first (an odd era), then waits for those who hold the lock here, and who takes it looks at the era
+    after that: one of them sees the other. A microsecond for a batch; where no file system bounds the
+    segment, nothing.
+    """
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._lock = threading.Lock()
+        self._depth = 0  # threads of one process share the lock
+        self._pid = os.getpid()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread of this process is looking."""
+        return self._depth > 0 and self._pid == os.getpid()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._pid != os.getpid():  # a forked child has not got its parent's lock
+                self._depth, self._pid = 0, os.getpid()
+            self._depth += 1
+            if self._depth == 1:
+                self._member.say_reading(True)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._member.say_reading(False)
 
 
 _members: weakref.WeakSet[Membership] = weakref.WeakSet()

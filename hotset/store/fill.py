@@ -23,7 +23,7 @@ import numpy as np
 
 from hotset.store import format as fmt
 from hotset.store.claims import Claims, Ids, Index, Membership
-from hotset.store.format import PRESENT, Slot
+from hotset.store.format import PRESENT, Live, Slot
 from hotset.store.leaves import Misfit
 from hotset.store.records import Record, Records
 from hotset.store.room import Room
@@ -166,7 +166,10 @@ class Filler:
 
     def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, Prepared]]) -> int:
         places, tails = self._index.places(samples), [prepared.tail_lines for _, prepared in fitting]
-        with self._room.lent(places.tolist(), tails) as room:
+        # Large records are laid out in the mapping: see Reading for what else may be done to that.
+        with self._room.lent(places.tolist(), tails) as room, self._member.reading:
+            if int(self._member.segment.live[Live.ERA]) % 2:
+                return 0
             generations = self._index.generations(samples)
             records = [
                 Record(place, generation, prepared, *where)

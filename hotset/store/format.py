@@ -49,7 +49,8 @@ A holder's extents pass to the next: room that a killed process had reserved is 
 where the generation of a record is its lap, and what a dead process had is free: :mod:`hotset.store.ring`.)
 
 **Locks** are open-file-description locks on the file's own bytes: byte 0 is the short lock under which
-claims and extents are handed out; byte 1 + k is held by the process in slot k for as long as it lives.
+claims and extents are handed out; byte 1 + k is held by the process in slot k for as long as it lives, and
+byte 2048 + k, where the segment is a file with a name, while that one looks at records.
 """
 
 from __future__ import annotations

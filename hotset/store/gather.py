@@ -73,6 +73,12 @@ class Copy:
         if self.staged is not None and not self.gather.load(self.staged):
             self.sound = False
             return
+        with self.gather.reading:
+            self.sound = self.gather.is_current(self)
+            if self.sound:
+                self._copy()
+
+    def _copy(self) -> None:
         for view, index, out in self.selections:
             torch.index_select(view, 0, index, out=out)
         if self.lines is not None and self.line_numbers is not None and len(self.line_numbers):
@@ -132,6 +138,7 @@ class Gather:
         found = iter(range(len(self._schema.leaves)))
         self._assemble = self._compile(self._schema.tree, found)
         self.lines = store.lines
+        self.reading = store.member.reading
         self._views = self._views_of(store.rows)
 
     # ---- compiling the tree --------------------------------------------------------------------------
@@ -249,7 +256,10 @@ class Gather:
             tails, rows = staged.tails, np.arange(count)
             views = self._views_of(staged.rows)
         elif self._schema.has_tail:
-            tails = store.tails(rows)
+            with self.reading:
+                if not store.unchanged(words, era):
+                    return None
+                tails = store.tails(rows)
             if not store.unchanged(words, era):
                 return None  # their places may be half of one record and half of another
         block = memory(size + tails.total * fmt.LINE if tails is not None else size)
@@ -309,6 +319,10 @@ class Gather:
     def _views_of(self, rows: Any) -> list[torch.Tensor]:
         whole = torch.from_numpy(rows)
         return [whole[:, c.offset : c.offset + c.width] for c in self.columns]
+
+    def is_current(self, copy: Copy) -> bool:
+        """Whether the records that a copy is to be made of are still there."""
+        return self._store.unchanged(copy.words, copy.era)
 
     def load(self, staged: Staged) -> bool:
         """Copy staged records, if that was not done yet; False if one is damaged."""

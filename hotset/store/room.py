@@ -230,7 +230,7 @@ class Room:
         return f"its memory limit is reached; raise {self.knob}"
 
     def _file_system_full(self) -> str:
-        return f"the file system that holds it is full; lower {self.knob} or free some"
+        return f"its file system is full; give it more (docker's --shm-size), free some, or lower {self.knob}"
 
     def _no_memory(self, free: memory.Headroom) -> str:
         return f"{free.what} has no more to give; lower {self.knob} or free some"

@@ -51,6 +51,7 @@ AnyStore = TypeVar("AnyStore", bound="Store")
 
 FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
 _ALIGN = 64
+_READERS_SECONDS = 2.0
 
 
 class Store:
@@ -240,22 +241,25 @@ class Store:
         if self.on_disk(words):
             return self._read_staged(ids, words, era)
         rows = words & ROW_MASK
-        tails = self.tails(rows) if self.schema.has_tail else None
-        if not self.unchanged(words, era):
-            return None  # the tails' places may be half of one record and half of another
-        tails_at = -(-count * stride // _ALIGN) * _ALIGN
-        block = self._block(tails_at + (tails.total * fmt.LINE if tails else 0))
-        # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone:
-        # torch would wake its team, whose spinning beside a busy process cost a factor of 400.
-        np.take(self.rows, rows, axis=0, out=_view(block, 0, count, stride), mode="clip")
-        starts = np.zeros(count, np.int64)
-        if tails is not None:
-            starts = tails_at + tails.starts * fmt.LINE
-            if tails.total:
-                out = _view(block, tails_at, tails.total, fmt.LINE)
-                np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
-        if not self.unchanged(words, era):
-            return None
+        with self.member.reading:
+            if not self.unchanged(words, era):
+                return None
+            tails = self.tails(rows) if self.schema.has_tail else None
+            if tails is not None and not self.unchanged(words, era):
+                return None  # the tails' places may be half of one record and half of another
+            tails_at = -(-count * stride // _ALIGN) * _ALIGN
+            block = self._block(tails_at + (tails.total * fmt.LINE if tails else 0))
+            # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone:
+            # torch would wake its team, whose spinning beside a busy process cost a factor of 400.
+            np.take(self.rows, rows, axis=0, out=_view(block, 0, count, stride), mode="clip")
+            starts = np.zeros(count, np.int64)
+            if tails is not None:
+                starts = tails_at + tails.starts * fmt.LINE
+                if tails.total:
+                    out = _view(block, tails_at, tails.total, fmt.LINE)
+                    np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
+            if not self.unchanged(words, era):
+                return None
         return self.schema.read(block, 0, starts.tolist())
 
     def on_disk(self, words: Words) -> bool:
@@ -269,7 +273,10 @@ class Store:
 
     def load(self, staged: Staged) -> bool:
         """Copy staged records; False if one is damaged, which is forgotten then."""
-        sound = staged.load(self.schema.head if self.schema.has_tail else None)
+        with self.member.reading:
+            if self.era() is None:
+                return False
+            sound = staged.load(self.schema.head if self.schema.has_tail else None)
         for sample, word, why in staged.damaged:
             if not self._forget(sample, word):
                 continue  # not damaged: cleared under our hands
@@ -436,7 +443,8 @@ class Store:
         if self.spill is not None:
             self.spill.clear()
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD, Live.CONDEMNED]] = 0
-        segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        if self.member.unread(_READERS_SECONDS):  # else its pages are written again as they are
+            segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         if self.room.allowance is not None:
             self.room.allowance.take(0)
         self.room.reopen()
