@@ -587,11 +587,16 @@ class Director:
                 self.hotset("session", "destroy", known.name)
         self.daemon = None
         self.hotset("stop", "--port", str(self.port))
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + PATIENCE / 4
         while children() and time.monotonic() < until:
             self.reap()
             time.sleep(0.01)
-        self.failures += [f"process {pid} is left: {_command_line(pid)!r}" for pid in children()]
+        for pid in children():
+            where = _stack(pid)
+            if "hotset/" in where or "queues.py" not in where:
+                self.failures.append(f"process {pid} is left: {_command_line(pid)!r}\n{where}")
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         # What is young is left alone, as somebody may be making it; here nobody is left.
         registry._YOUNG_SECONDS = sessions._YOUNG_SECONDS = 0.0
         print(*care.gc(), sep="\n")
@@ -606,6 +611,20 @@ class Director:
         code, said = run(*arguments)
         if code:
             self.failures.append(f"`hotset {' '.join(arguments)}` ends with {code}:\n{said}")
+
+
+def _stack(pid: int) -> str:
+    """Where a process is that does not end; it writes that to its log.
+
+    A worker that is killed in the midst of sending holds torch's queue for ever, and another worker of that
+    job, once the job itself is killed, waits at its end for its turn with it: that is torch's, and no frame
+    of it is hotset's.
+    """
+    with open(f"/proc/{pid}/fd/2", "rb") as log:
+        log.seek(0, os.SEEK_END)
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(1)
+        return log.read().decode(errors="replace")
 
 
 def reader(name: str, kind: str) -> int:

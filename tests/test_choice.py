@@ -153,8 +153,7 @@ def test_a_chain_is_found_where_users_keep_it(name: str) -> None:
         equal_batches(epochs(cached, 1), epochs(source(), 1), "warm")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize(("workers", "context"), [(0, "fork"), (2, "fork"), (1, "spawn")])
 def test_cached_and_uncached_runs_agree_with_a_random_suffix(workers: int, context: str) -> None:
     def run(cached: bool) -> list[Any]:
         source: Any = Both(LiveCompose([image_to_float, image_jitter]), double)

@@ -33,6 +33,7 @@ import hotset
 from hotset import HotsetWarning, Window
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
 from hotset.session import care, sessions, spills, within
+from hotset.session import retire as retire_module
 from hotset.session.reports import report
 from hotset.session.retire import retire
 from hotset.store.segment import Segment
@@ -539,6 +540,7 @@ def test_a_copy_that_its_sessions_end_comes_into_is_no_sigbus(tmp_path: Path) ->
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOTSET_RUNTIME_DIR", str(small))
+            patch.setattr(retire_module, "_READERS_SECONDS", 0.5)
             session = sessions.create("a", memory=4 * MIB)
             reader = child(lambda: stopped_in_its_copy())
             os.waitpid(reader, os.WUNTRACED)
