@@ -24,6 +24,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m benchmark
 	$(BIN)/python -m benchmarks
 
 stress: $(VENV)/.installed

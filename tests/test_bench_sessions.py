@@ -22,6 +22,8 @@ from benchmarks.suite import mindspore, sessions, spill
 from benchmarks.truth import WrongData
 from hotset.session.sessions import sessions as all_sessions
 
+pytestmark = pytest.mark.benchmark
+
 ECHO = """
 import sys
 from benchmarks.jobs import serve

@@ -19,6 +19,8 @@ from benchmarks.suite import attach, sweep
 from benchmarks.training import train
 from benchmarks.truth import WrongData
 
+pytestmark = pytest.mark.benchmark
+
 
 def training(later: float, held: float, first: float = 1.0) -> sweep._Training:
     return sweep._Training(first, later, held, opened=0.1, requested=0.0, losses=[(0.5,), (0.25,)])

@@ -16,6 +16,8 @@ from benchmarks.digits import train_once
 from benchmarks.suite.window import Turns, Work
 from benchmarks.truth import RowTruth, WrongData
 
+pytestmark = pytest.mark.benchmark
+
 ROOT = Path(__file__).parents[1]
 ROWS = np.arange(12 * 3, dtype=np.uint8).reshape(12, 3)
 
