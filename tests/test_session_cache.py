@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from hotset.session import care, sessions, spills, within
 from hotset.session import retire as retire_module
 from hotset.session.reports import report
 from hotset.session.retire import retire
+from hotset.store.format import ROW_MASK, Live
 from hotset.store.segment import Segment
 
 N = 48
@@ -631,3 +633,67 @@ def test_the_check_knows_what_is_half_destroyed(disk: str, runtime: Path) -> Non
         file.unlink()  # and killed there
     assert [(one.state, one.problems) for one in care.reports()] == [("dead", ())]
     assert sessions.destroy(session) >= 0
+
+
+@pytest.mark.parametrize("live", [None, halve], ids=["gathered here", "made by workers"])
+def test_what_lies_on_a_disk_is_announced_before_it_is_read(
+    live: Any, disk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        Segment, "read_ahead", lambda segment, at, length: announced.append((at, at + length))
+    )
+    with hotset.cache(Samples(image_and_label, N), transform=live, memory=0, spill=disk, cut=0) as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, shuffle=True, num_workers=2 if live else 0)
+        list(loader)
+        announced.clear()  # workers' own lists are theirs: what is in this one, the main process has said
+        list(loader)
+        store = cached.store
+        assert store is not None
+        assert store.spill is not None
+        geometry = store.spill.segment.geometry
+        starts = (store.words(np.arange(N)) & ROW_MASK) * geometry.stride + geometry.rows_at
+
+        def all_announced() -> bool:
+            return all(
+                any(begin <= start and start + geometry.stride <= end for begin, end in list(announced))
+                for start in starts.tolist()
+            )
+
+        assert eventually(all_announced, within=5.0)
+
+
+def test_who_joins_a_full_cache_maps_what_it_holds_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions.create("a", memory=64 * MIB)
+    mapped: list[tuple[int, int]] = []
+    monkeypatch.setattr(Segment, "populate", lambda segment, at, length: mapped.append((at, at + length)))
+    big = partial(torch.full, (MIB,), dtype=torch.uint8)
+    with hotset.cache(Samples(big, 8), session="a") as cached:
+        for i in range(5):
+            cached[i]
+        assert mapped == [], "who fills it maps nothing"
+    with hotset.cache(Samples(big, 8), session="a") as cached:
+        store = cached.store
+        assert store is not None
+        geometry, rows = store.segment.geometry, int(store.segment.live[Live.ROWS_NEXT])
+        end = geometry.rows_at + rows * geometry.stride
+        assert eventually(lambda: bool(mapped) and mapped[-1][1] == end, within=5.0)
+    assert mapped[0][0] == geometry.rows_at
+    assert all(one[1] == other[0] for one, other in pairwise(mapped))
+
+
+def test_a_session_tells_how_long_its_consumers_waited() -> None:
+    session = sessions.create("a", memory=MIB)
+
+    def slow(index: int) -> Any:
+        time.sleep(0.02)
+        return kilobyte(index)
+
+    with hotset.cache(Samples(slow, N), session="a") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        list(loader)
+        assert loader.last_epoch is not None
+        waited = loader.last_epoch.waited
+        (seen,) = report(session).caches
+    assert seen.waited_seconds == pytest.approx(waited, abs=1e-3)
+    assert waited > 0.02 * N / 2
