@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -39,7 +38,7 @@ from hotset.units import format_bytes, parse_bytes
 __all__ = ["Made", "Wanted", "joined_plan", "make_plan"]
 
 _PROBED = 8
-_PROBE_SECONDS = 2.0
+_PROBE_SECONDS = 1.0
 
 
 class Wanted(NamedTuple):
@@ -246,35 +245,16 @@ def _decide(uncut: Uncut, wanted: Wanted, limit: int) -> tuple[Choice, Source, P
 
 
 def _probe(source: Source, length: int) -> Probe:
-    """Read samples spread over the data set twice each, as many as two seconds allow, at least two.
+    """Read samples spread over the data set twice each, as many as the time allows, at least two.
 
     A sample that cannot be read is left out: training may never ask for it. If none can be, the data set's
     own exception is raised.
     """
     spread = sorted({place * (length - 1) // max(_PROBED - 1, 1) for place in range(_PROBED)})
-    held = (source.dataset, source.prefix)
-    readable: list[Probe] = []
-    error: Exception | None = None
-    begin = time.perf_counter()
     # From both ends inwards: lengths and shapes differ most often there, in sorted data sets.
-    for index in sorted(spread, key=lambda place: min(place, length - 1 - place)):
-        if readable and time.perf_counter() - begin > _PROBE_SECONDS / 2 and len(readable) >= 2:
-            break
-        try:
-            found = probe(source.read, [index], held)
-        except Exception as raised:
-            error = error or raised
-            continue
-        readable.append(found)
-    if not readable:
-        assert error is not None
-        raise error
-    return Probe(
-        samples=[found.samples[0] for found in readable],
-        seconds=sum(found.seconds for found in readable) / len(readable),
-        moved=tuple(dict.fromkeys(text for found in readable for text in found.moved)),
-        differs=tuple(dict.fromkeys(text for found in readable for text in found.differs)),
-    )
+    inwards = sorted(spread, key=lambda place: min(place, length - 1 - place))
+    held = (source.dataset, source.prefix)
+    return probe(source.read, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
 
 
 def _judge(dataset: Any, source: Source, probed: Probe) -> list[str]:

@@ -4,24 +4,27 @@ A probe can only *demote*. That two readings agree proves nothing (a crop of exa
 that they differ proves everything. So it looks for every sign at once:
 
 1. *A generator's state moved*, global or held by the source: see :mod:`hotset.determinism.generators`.
-2. *Two readings of one sample differ.* Each index is read several times in a row, which catches what changes
-   with every call, and the first index once more at the very end, which catches what changes with the calls
-   in between (a counter modulo two, a memory of the last sample).
+2. *Two readings of one sample differ.* The indices are read in order, then backwards, and so on. Each way
+   back begins with its first index twice, so that it is read three times in a row, which catches what
+   changes with every call; the others are read at ever larger distances, all even ones, and after another
+   neighbour, which catches what changes with the calls in between (a counter modulo anything, a memory of
+   the sample before).
 3. *A second reading is the first, changed in place*: the source works on what it holds, and comparing the two
    readings compares an object with itself. So a digest of the first is taken before the second is read. (One
    buffer filled anew for each sample is no fault: reading the sample again makes it what it was.)
 
-Everything is read in the order in which a user would read it; no generator is put back in between, as that
-would hide a source that differs only because its generator moves on. At the end, and when the source raises,
+No generator is put back in between, as that would hide a source that differs only because its generator
+moves on. At the end, and when the source raises,
 every generator gets its state back: a program that builds a cache draws what it would have drawn without.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hotset.determinism.equality import changeable, same
 from hotset.determinism.generators import Generators
@@ -34,7 +37,7 @@ class Probe:
     """What was seen while samples were read.
 
     Attributes:
-        samples: the first reading of each index, in the order of the indices.
+        samples: the first reading of each index that was read, in the order of the indices.
         seconds: the mean time of a first reading; 0.0 if there was none.
         moved: a sentence for each generator whose state moved; empty is good.
         differs: a sentence for each sample whose readings differ; empty is good.
@@ -46,19 +49,31 @@ class Probe:
     differs: tuple[str, ...]
 
 
+class _Reading(NamedTuple):
+    asked: int
+    sample: Any
+    digests: dict[str, bytes]
+    seconds: float
+
+
 def probe(
     read: Callable[[int], object],
     indices: Sequence[int],
     holders: Sequence[object] = (),
     repeats: int = 2,
+    seconds: float = float("inf"),
+    forgive: tuple[type[Exception], ...] = (),
 ) -> Probe:
-    """Read each index ``repeats`` times, and the first once more at the end; report what gave itself away.
+    """Read each index ``repeats`` times, to and fro; report what gave itself away.
 
     Args:
         read: returns the sample of an index.
         indices: which to read.
         holders: objects on which generators may hang: the data set, its transforms, functions.
-        repeats: readings of each index in a row, at least 1.
+        repeats: readings of each index, at least 1.
+        seconds: about how long the first readings may take, of at least two indices. Each way back may take
+            a tenth of that, and reads the last and the first index at least.
+        forgive: a reading that raises one of these is left out, unless nothing can be read.
 
     Returns:
         A :class:`Probe`. All generators have the state that they had before.
@@ -73,43 +88,76 @@ def probe(
     """
     reach = [*holders, read]
     generators = Generators(reach)
-    samples: list[Any] = []
-    differs: list[str] = []
-    seconds = 0.0
+    readings: list[_Reading] = []
+    differs: dict[int, str] = {}
     try:
-        for index in indices:
-            begun = time.perf_counter()
-            first = read(index)
-            seconds += time.perf_counter() - begun
-            samples.append(first)
-            digests = changeable(first)
-            if len(samples) == 1:
+        begun = time.perf_counter()
+        for reading in _readings(read, indices, forgive):
+            readings.append(reading)
+            if len(readings) == 1:
                 generators.look_again(reach)
-                at_first = digests
-            differs += _first(_differs(index, first, digests, read(index), "") for _ in range(repeats - 1))
-        if samples:
-            index, first = indices[0], samples[0]
-            again = _differs(index, first, at_first, read(index), ", read again at the end")
-            differs += _first([again])
+            elif time.perf_counter() - begun > seconds:
+                break
+        for number in range(1, repeats):
+            way = readings[:: -1 if number % 2 else 1]
+            _read_again(read, [*way[:1], *way], seconds / 10, forgive, differs)
         moved = generators.moved()
     finally:
         generators.restore()
-    return Probe(samples, seconds / max(1, len(samples)), moved, tuple(differs))
+    mean = sum(reading.seconds for reading in readings) / max(1, len(readings))
+    return Probe([reading.sample for reading in readings], mean, moved, tuple(differs.values()))
 
 
-def _first(found: Iterable[str | None]) -> list[str]:
-    """At most one sentence, after all that the iterable reads was read."""
-    return [sentence for sentence in found if sentence][:1]
+def _readings(
+    read: Callable[[int], object], indices: Sequence[int], forgive: tuple[type[Exception], ...]
+) -> Iterator[_Reading]:
+    """The first readings.
+
+    Raises:
+        Exception: the first that ``read`` raised and that is not forgiven, or if nothing could be read.
+    """
+    failed: Exception | None = None
+    any_read = False
+    for index in indices:
+        begun = time.perf_counter()
+        try:
+            sample = read(index)
+        except forgive as error:
+            failed = failed or error
+            continue
+        took = time.perf_counter() - begun
+        any_read = True
+        yield _Reading(index, sample, changeable(sample), took)
+    if failed and not any_read:
+        raise failed
 
 
-def _differs(index: int, first: object, digests: dict[str, bytes], again: object, when: str) -> str | None:
+def _read_again(
+    read: Callable[[int], object],
+    way: Sequence[_Reading],
+    seconds: float,
+    forgive: tuple[type[Exception], ...],
+    differs: dict[int, str],
+) -> None:
+    """Compare another reading of each with its first; where time is short, at both ends of the way only."""
+    begun = time.perf_counter()
+    for place, (index, first, digests, _) in enumerate(way):
+        if 0 < place < len(way) - 1 and time.perf_counter() - begun > seconds:
+            continue
+        with contextlib.suppress(*forgive):
+            told = _differs(index, first, digests, read(index))
+            if told:
+                differs.setdefault(index, told)
+
+
+def _differs(index: int, first: object, digests: dict[str, bytes], again: object) -> str | None:
     """A sentence about how another reading differs from the first, or None."""
     found = same(first, again)
     if found:
-        return f"sample {index}{when}, {found}"
+        return f"sample {index}, {found}"
     now = changeable(again)
     for place in digests | now:
         if digests.get(place) != now.get(place):
             where = f", at {place}" if place else ""
-            return f"sample {index}{when}{where}: changed in place as it was read again"
+            return f"sample {index}{where}: changed in place as it was read again"
     return None

@@ -55,7 +55,7 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
     Args:
         step: the transform.
         inputs: real samples, as they arrive at it; they are copied for each call.
-        seconds: about how long this may take. Each input is tried three times in any case, and up to 16.
+        seconds: about how long this may take. Each input is tried four times in any case, and up to 16.
 
     Raises:
         Exception: whatever the transform raises, untouched; all state is put back then too.
@@ -73,8 +73,8 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
     try:
         first = probe(call, range(len(inputs)), (step,), repeats=2)
         settled = _State(step)
-        calls = int(seconds / max(first.seconds * len(inputs), 1e-6)) - 3
-        again = probe(call, range(len(inputs)), (step,), repeats=max(1, min(calls, _REPEATS - 2)))
+        calls = int(seconds / max(first.seconds * len(inputs), 1e-6)) - 2
+        again = probe(call, range(len(inputs)), (step,), repeats=max(2, min(calls, _REPEATS - 2)))
         changed = settled.changed()
     finally:
         before.put_back()
