@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hotset.data.window import Window
     from hotset.determinism.declare import deterministic, nondeterministic
     from hotset.determinism.split import split
+    from hotset.device.queue import DeviceQueue
+    from hotset.device.sink import Sink, data_sink
     from hotset.errors import (
         ArgumentError,
         FolderError,
@@ -43,9 +45,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "CachedDataset": "hotset.data.cached",
     "DataLoader": "hotset.data.loader",
+    "DeviceQueue": "hotset.device.queue",
     "SharedCache": "hotset.data.shared_cache",
+    "Sink": "hotset.device.sink",
     "Window": "hotset.data.window",
     "cache": "hotset.data.cache",
+    "data_sink": "hotset.device.sink",
     "deterministic": "hotset.determinism.declare",
     "get_shm_size": "hotset.data.shared_cache",
     "nondeterministic": "hotset.determinism.declare",
@@ -72,6 +77,7 @@ __all__ = [
     "ArgumentError",
     "CachedDataset",
     "DataLoader",
+    "DeviceQueue",
     "FolderError",
     "HotsetError",
     "HotsetWarning",
@@ -80,11 +86,13 @@ __all__ = [
     "SegmentError",
     "SessionError",
     "SharedCache",
+    "Sink",
     "StateError",
     "UnsupportedPlatform",
     "Window",
     "cache",
     "collate",
+    "data_sink",
     "deterministic",
     "get_shm_size",
     "nondeterministic",

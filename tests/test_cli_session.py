@@ -17,6 +17,7 @@ from hotset.errors import HotsetError
 from hotset.server import place
 from hotset.server.views import session_view
 from hotset.session import reports, sessions
+from hotset.session.definition import Session
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def test_a_cache_is_described() -> None:
     found = reports.CacheReport(
         id=7, name="Images\x1b[31m", samples=1000, cached=250, spilled=50, hits=3, misses=1, stored=250 << 10
     )
-    session = sessions.Session(9, "one", 1 << 30, "/nvme", False, None, 0.0, 50052)
+    session = Session(9, "one", 1 << 30, "/nvme", False, None, 0.0, 50052)
     view = session_view(reports.SessionReport(session, True, 1 << 20, 2 << 20, (found,)))
     out = commands.console()
     with out.capture() as captured:

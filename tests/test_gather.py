@@ -26,8 +26,9 @@ from hotset.collate import Ragged, pad, ragged
 from hotset.data.collate import bound
 from hotset.store.arrays import TORCH_DTYPES
 from hotset.store.blocks import BlockPool
+from hotset.store.columns import NotGathered
 from hotset.store.format import PRESENT
-from hotset.store.gather import Copy, Gather, NotGathered
+from hotset.store.gather import Copy, Gather
 from hotset.store.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

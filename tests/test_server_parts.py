@@ -26,7 +26,8 @@ from hotset.server.history import History
 from hotset.server.keeper import Keeper, Refusal
 from hotset.server.metrics import Metrics
 from hotset.server.options import Options
-from hotset.session import sessions
+from hotset.session import servers, sessions
+from hotset.session.definition import Session
 from hotset.session.reports import CacheReport, SessionReport
 from hotset.told import printable
 
@@ -134,7 +135,7 @@ def test_the_policy_admits_the_pages_own_script_and_style() -> None:
 def report(
     number: int, *, hits: int = 0, misses: int = 0, waited: float = 0.0, cached: int = 0, caches: int = 1
 ) -> SessionReport:
-    session = sessions.Session(number, f"s{number}", 1 << 30, None, False, None, 0.0, 50052)
+    session = Session(number, f"s{number}", 1 << 30, None, False, None, 0.0, 50052)
     cache = CacheReport(id=1, name="Data", samples=100, cached=cached, hits=hits, misses=misses)
     cache = CacheReport(**{**vars(cache), "waited_seconds": waited, "memory": 10 * cached, "disk": cached})
     found = tuple(CacheReport(**{**vars(cache), "id": number}) for number in range(caches))
@@ -381,12 +382,12 @@ def test_gc_leaves_living_servers_alone_and_clears_dead_ones(
     monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "runtime"))
     os.close(place.open_log(50097))
     (tmp_path / "runtime" / "server-50097.token").touch(0o600)
-    sessions.set_server_budget(50097, 1 << 20)
+    servers.set_limit(50097, 1 << 20)
     others = tmp_path / "runtime" / "server-x.json"
     others.touch(0o600)
     with place.claim(50098):
         os.close(place.open_log(50098))
-        sessions.set_server_budget(50098, 1 << 20)
+        servers.set_limit(50098, 1 << 20)
         before = set(os.listdir(tmp_path / "runtime"))
         assert len(remains.collect()) == 3
         left = set(os.listdir(tmp_path / "runtime"))
@@ -417,7 +418,7 @@ def test_a_session_that_cannot_be_destroyed_keeps_nobody_from_the_end(
         keeper.create({"name": name, "memory": "1MiB"})
     destroy = sessions.destroy
 
-    def fail_first(session: sessions.Session) -> int:
+    def fail_first(session: Session) -> int:
         if session.name == "one":
             raise OSError("the disk is gone")
         return destroy(session)

@@ -35,6 +35,7 @@ from hotset import HotsetWarning, Window
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
 from hotset.session import care, sessions, spills, within
 from hotset.session import retire as retire_module
+from hotset.session.definition import open_ledger
 from hotset.session.reports import report
 from hotset.session.retire import retire
 from hotset.store.format import ROW_MASK, Live
@@ -490,7 +491,7 @@ def test_a_loader_ends_its_epoch_when_its_session_goes_and_comes_again(
 
 def test_a_session_that_is_being_destroyed_gets_no_cache(log: ReadLog, disk: str, runtime: Path) -> None:
     session = sessions.create("shared", memory=MIB, spill=disk)
-    with sessions.open_ledger(session) as book:
+    with open_ledger(session) as book:
         book.end()
     with pytest.warns(HotsetWarning, match="for this job alone") as told:
         cached = hotset.cache(Counted(mapping, log), session="shared")

@@ -7,6 +7,7 @@ sample's way into the store, and besides, wherever a line of the store's code be
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -435,7 +436,7 @@ def test_an_index_word_that_means_nothing_is_a_miss() -> None:
                     assert stored(store).keys() == {1, 2, 3, 4}
                     assert wrong(stored(store), sample) == {}
                 else:
-                    assert store.problem(3, word) is not None
+                    assert store.soundness.problem(3, word) is not None
 
         in_child(fill, within=10)
 
@@ -530,3 +531,22 @@ def test_the_stress_run_ends_well() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed 7" in done.stdout
+
+
+def test_a_clear_is_not_finished_over_a_store_that_was_condemned_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(sample, N) as store:
+        store.segment.live[Live.ERA] += 1  # whoever began to clear has died
+        take = store.member.short_lock
+
+        @contextlib.contextmanager
+        def condemned_first() -> Iterator[bool]:
+            store.segment.live[Live.CONDEMNED] = 1
+            with take() as held:
+                yield held
+
+        monkeypatch.setattr(store.member, "short_lock", condemned_first)
+        store.fill(ids(0), sample)
+        assert store.condemned
+        assert store.segment.live[Live.ERA] % 2 == 1

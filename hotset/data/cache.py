@@ -27,7 +27,8 @@ from hotset.data.source import Uncut
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, FolderError, SessionError, UnsupportedPlatform
-from hotset.session.sessions import Session, find
+from hotset.session.definition import Session
+from hotset.session.sessions import find
 from hotset.session.share import Shared, share
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.within import Place, share_in

@@ -221,8 +221,9 @@ class CachedDataset(Dataset[T], Generic[T]):
         Args:
             ids: what :meth:`numbers` gave.
         """
-        store = self.store
-        if store is not None:
+        store = self._attached()
+        # Asked in a thread, whose warnings nobody hears: that the cache has ended is told with the batches.
+        if store is not None and not store.condemned:
             store.announce(ids)
 
     @property

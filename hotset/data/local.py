@@ -11,10 +11,8 @@ Small batches are gathered several at once, as far as their indices are known wi
 32 rows of 210 bytes, looking up and laying out took ten times as long as copying. Each still is a batch of
 its own, and counts when it is handed over.
 
-The thread receives copies that are looked up and laid out already, and does nothing but run them: between
-two of them it needs the interpreter for microseconds, not for as long as the consumer holds it. It draws
-nothing, holds nothing of the iterator, and ends when the iterator does. What goes wrong in it is raised at
-the consumer's next batch.
+Who gathers elsewhere, on a device that keeps samples, asks for a batch's samples instead of the batch
+(:meth:`LocalBatches.select`); it counts as handed over either way.
 """
 
 from __future__ import annotations
@@ -23,16 +21,15 @@ import contextlib
 import itertools
 import math
 import os
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from hotset.data.copying import Copying
 from hotset.data.draws import Draws
 from hotset.data.fetching import Fetching
 from hotset.data.resume import Pass
@@ -41,6 +38,7 @@ from hotset.data.summary import EpochSummary
 from hotset.store.blocks import BlockPool
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy, Gather, Memory
+from hotset.store.threads import one_thread
 
 __all__ = ["LocalBatches", "LocalGather"]
 
@@ -51,20 +49,6 @@ _FETCHED_AHEAD = 64 << 20
 _RUN_BYTES = 1 << 20
 _LONGEST_RUN = 16
 _LONGEST_RUN_OF_A_DISK = 256
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch to this thread: its team's spinning beside a busy process costs more than it brings."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class LocalGather:
@@ -183,11 +167,12 @@ class LocalBatches:
         self._build = build
         self._run = run
         self._summary = summary
-        self._ahead: _Ahead | None = None
+        self._ahead: Copying | None = None
         self._several: _Several | None = None
         self._handed_over = math.inf  # when the last batch was: before the first, nobody has been away
         self._cost = float("inf")  # seconds that gathering one took; unknown at first
         self._pid = os.getpid()
+        self._selected: Any = None
         self._announced = 0 if route.spills else None  # how many of the next batches
         self._fetching: Fetching | None = None
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
@@ -197,21 +182,73 @@ class LocalBatches:
 
     def __next__(self) -> Any:
         start = time.perf_counter()
+        indices = self._draw()
+        if self._announced is not None:
+            self._announced = self._announce(self._announced - 1, len(indices))
+        batch = self._make(indices, start - self._handed_over)
+        self._hand_over(len(indices), start)
+        return batch
+
+    def _draw(self) -> Any:
         try:
-            indices = self._draws.take()
+            return self._draws.take()
         except StopIteration:
             self._stop()
             self._run.over = True
             self._summary.end()
             raise
-        if self._announced is not None:
-            self._announced = self._announce(self._announced - 1, len(indices))
-        batch = self._make(indices, start - self._handed_over)
+
+    def _hand_over(self, samples: int, start: float) -> None:
         self._draws.top_up()
         self._handed_over = time.perf_counter()
-        self._run.count(len(indices))
-        self._summary.count(len(indices), self._handed_over - start)
-        return batch
+        self._run.count(samples)
+        self._summary.count(samples, self._handed_over - start)
+
+    # ---- for who gathers elsewhere -------------------------------------------------------------------
+
+    def names(self) -> Ids | None:
+        """The store's numbers of all samples that may come, ascending; None if batches are not gathered."""
+        single = self._route.single
+        if self._gather is None or single is None or single.residents is not None:
+            return None
+        return np.unique(self._route.local(np.arange(self._route.length)))
+
+    def edition(self) -> Any:
+        """Another value after the cache was cleared; None while its content is not to be used."""
+        single = self._route.single
+        store = single.store if single is not None else None
+        return (id(store), store.era()) if store is not None else None
+
+    def select(self) -> Ids | None:
+        """The store's numbers of the next batch's samples, which count as handed over; None if it has none.
+
+        Raises:
+            StopIteration: the pass is over.
+        """
+        start = time.perf_counter()
+        self._selected = self._draw()
+        ids = self._route.resolve(self._selected)
+        if ids is not None:
+            ids = self._route.local(ids)
+            self._counted(None, ids)
+        self._hand_over(len(self._selected), start)
+        return ids
+
+    def gather(self, ids: Ids) -> Any | None:
+        """A batch of these samples; None if one is not in the cache any more."""
+        assert self._gather is not None
+        copy = self._gather.prepare(ids)
+        if copy is None:
+            return None
+        with one_thread():
+            copy.run()
+        return self._gather.finish(copy)
+
+    def build(self) -> Any:
+        """The batch that :meth:`select` gave last, made the slow way."""
+        return self._build(self._selected, self._route.resolve(self._selected))
+
+    # ---- making --------------------------------------------------------------------------------------
 
     def _announce(self, known: int, count: int) -> int:
         """Have the disk fetch what the next batches need, as far as they are known; returns how many that is.
@@ -298,7 +335,7 @@ class LocalBatches:
         """The batch from the thread, which is asked for up to ``distance`` batches, this one counted."""
         assert self._gather is not None
         if self._ahead is None:
-            self._ahead = _Ahead()
+            self._ahead = Copying()
         ahead = self._ahead
         if ahead.pending == 0:
             ahead.ask(self._gather.prepare(local))
@@ -325,58 +362,3 @@ class LocalBatches:
 
     def __del__(self) -> None:
         self._stop()
-
-
-class _Ahead:
-    """A thread that runs the copies it is asked for, in order."""
-
-    def __init__(self) -> None:
-        self.pending = 0
-        # SimpleQueue.put may be called by a destructor that runs inside another put; Queue's may not.
-        self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[_Made] = queue.SimpleQueue()
-        started = threading.Event()
-        threading.Thread(
-            target=_copy_loop, args=(self._asked, self._made, started), name="hotset-gather", daemon=True
-        ).start()
-        started.wait()
-        # The thread has set its own number of threads, and with it the default of threads yet to come.
-        torch.set_num_threads(torch.get_num_threads())
-
-    def ask(self, copy: Copy | None) -> None:
-        self._asked.put((copy,))
-        self.pending += 1
-
-    def next(self) -> Copy | None:
-        made = self._made.get()
-        self.pending -= 1
-        if isinstance(made, BaseException):
-            raise made
-        return made
-
-    def stop(self) -> None:
-        self._asked.put(None)
-
-
-# A copy to run (None: nothing to copy, the batch is made otherwise), or the end.
-_Asked = tuple[Copy | None] | None
-_Made = Copy | BaseException | None
-
-
-def _copy_loop(
-    asked: queue.SimpleQueue[_Asked], made: queue.SimpleQueue[_Made], started: threading.Event
-) -> None:
-    torch.set_num_threads(1)
-    # A thread's number is set from the process-wide default when it first asks: let that happen now, while
-    # the default is ours.
-    torch.get_num_threads()
-    started.set()
-    while (job := asked.get()) is not None:
-        (copy,) = job
-        try:
-            if copy is not None:
-                copy.run()
-            made.put(copy)
-        except BaseException as error:
-            made.put(error)
-        del job, copy  # or the last batch's block would stay lent until the next one comes

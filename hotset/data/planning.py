@@ -28,11 +28,11 @@ from hotset.determinism.declare import declared
 from hotset.determinism.probe import Probe, probe
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
-from hotset.session.sessions import Session
+from hotset.session.definition import Session
 from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
-from hotset.store.store import FULL_CHECK
+from hotset.store.soundness import FULL_CHECK
 from hotset.units import format_bytes, parse_bytes
 
 __all__ = ["Made", "Wanted", "joined_plan", "make_plan"]

@@ -34,7 +34,8 @@ from hotset.data.route import Route, route_to
 from hotset.determinism.generators import Generators
 from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
-from hotset.store.gather import Gather, NotGathered
+from hotset.store.columns import NotGathered
+from hotset.store.gather import Gather
 from hotset.store.segment import Address
 
 __all__ = ["BatchMaker", "Desks", "Letter", "Task", "TaskSampler", "WorkerInit", "make_gather"]

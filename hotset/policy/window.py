@@ -28,14 +28,7 @@ Nothing that draws cycles independently of one another could mix more: two place
 not be more than S apart, or it could come back too early. (At S = 0 every cycle is the same, by necessity.)
 Repairing free permutations where they collide was rejected: a cycle would depend on all that came before.
 
-**Permutations without a table.** Entry k must be found in any process without drawing the whole cycle.
-Write the numbers below n into a rectangle of about sqrt(n) columns. A round slides each row (round and round)
-by an amount drawn for that row, then each column by one drawn for that column. Each slide can be undone, so
-together they permute the rectangle. A number that lands on one of the few cells numbered n or more goes on
-from there until it lands below n, which leaves a permutation of the numbers below n. This is an alternating
-Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
-amounts are SplitMix64's (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), read
-at a counter: 64-bit integer arithmetic, the same on every machine and in every version of numpy.
+Any entry is found without drawing the cycle that it is in: see :mod:`hotset.policy.permutation`.
 """
 
 from __future__ import annotations
@@ -44,12 +37,12 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import ArgumentError
+from hotset.policy.permutation import key, permute
 from hotset.units import format_bytes, parse_bytes
 
 __all__ = [
@@ -65,7 +58,8 @@ __all__ = [
 # In place of a rate: whatever is ready at a boundary goes in, up to half of the residents.
 AUTO = "auto"
 
-_Words: TypeAlias = npt.NDArray[np.uint64]
+# What a permutation is for, so that no two uses draw the same numbers.
+_LINE, _CYCLE, _EPOCH = range(3)
 
 
 # How large
@@ -270,8 +264,8 @@ class RunningWindow:
         segment = np.maximum(place // (shorter + 1), (place - longer_ones) // shorter)
         first = segment * shorter + np.minimum(segment, longer_ones)
         length = shorter + (segment < longer_ones)
-        place = first + _permute(place - first, length, _key(self.seed, _CYCLE, cycle, segment))
-        return _permute(place, np.full_like(place, self.samples), _key(self.seed, _LINE))
+        place = first + permute(place - first, length, key(self.seed, _CYCLE, cycle, segment))
+        return permute(place, np.full_like(place, self.samples), key(self.seed, _LINE))
 
 
 def epoch_order(seed: int, epoch: int, cursor: int, resident: int) -> npt.NDArray[np.int64]:
@@ -294,72 +288,7 @@ def epoch_order(seed: int, epoch: int, cursor: int, resident: int) -> npt.NDArra
     """
     _check_resident(resident)
     place = np.arange(resident, dtype=np.int64)
-    return _permute(place, np.full_like(place, resident), _key(seed, _EPOCH, epoch, cursor))
-
-
-# Permutations without a table
-
-# What a key is for, so that no two uses draw the same numbers.
-_LINE, _CYCLE, _EPOCH = range(3)
-
-# The smallest rectangles draw least and need most rounds: all permutations of 5 or 6 samples come equally
-# often to within 30 % after 4 rounds, 8 % after 6, 3 % after 8 (root mean square, 4 million keys).
-_ROUNDS = 8
-
-_GOLDEN, _MIX1, _MIX2 = (
-    np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-_27, _30, _31, _32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
-
-
-def _mix(words: _Words) -> _Words:
-    """SplitMix64's output function: each bit of a word changes about half the bits of the result."""
-    words = (words ^ (words >> _30)) * _MIX1
-    words = (words ^ (words >> _27)) * _MIX2
-    return words ^ (words >> _31)
-
-
-def _key(*words: int | npt.NDArray[np.int64]) -> _Words:
-    """Fold words, each one int or one for each number to permute, into a key: shape ``[1]`` or theirs."""
-    # Arrays throughout, even of one element: unlike numpy's scalars, they wrap around without a warning.
-    key = np.zeros(1, np.uint64)
-    for word in words:
-        unsigned = np.array([word % 2**64], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
-        key = _mix((key ^ unsigned) + _GOLDEN)
-    return key
-
-
-def _permute(
-    numbers: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], keys: _Words
-) -> npt.NDArray[np.int64]:
-    """Send each number below its size (at most 2**62) by the permutation that the size and the key name."""
-    x, size = numbers.astype(np.uint64), sizes.astype(np.uint64)
-    key = np.broadcast_to(keys, x.shape)
-    # Evenly many, as a row's slide by one is then an odd permutation; by even ones half could not be reached.
-    columns = np.uint64(2) * np.ceil(np.sqrt(size) / 2).astype(np.uint64)
-    rows = (size + columns - np.uint64(1)) // columns
-    walking = np.arange(len(x))
-    while len(walking):
-        at = x[walking], columns[walking], rows[walking], key[walking]
-        x[walking] = _slide(*at)
-        walking = walking[x[walking] >= size[walking]]
-    return x.astype(np.int64)
-
-
-def _slide(x: _Words, columns: _Words, rows: _Words, key: _Words) -> _Words:
-    row, column = np.divmod(x, columns)
-    for turn in range(_ROUNDS):
-        column = (column + _draw(key, 2 * turn, row, columns)) % columns
-        row = (row + _draw(key, 2 * turn + 1, column, rows)) % rows
-    cell: _Words = row * columns + column
-    return cell
-
-
-def _draw(key: _Words, turn: int, line: _Words, below: _Words) -> _Words:
-    """Draw an amount for a row or column: output ``turn * 2**32 + line`` of a SplitMix64 seeded ``key``."""
-    counter = line + np.uint64((turn << 32) + 1)
-    amount: _Words = ((_mix(key + counter * _GOLDEN) >> _32) * below) >> _32
-    return amount
+    return permute(place, np.full_like(place, resident), key(seed, _EPOCH, epoch, cursor))
 
 
 # Bad values

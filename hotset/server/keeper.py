@@ -22,7 +22,8 @@ from hotset.server.amounts import parse_memory, parse_seconds
 from hotset.server.options import Options
 from hotset.server.place import Place
 from hotset.server.views import session_view
-from hotset.session import registry, reports, sessions
+from hotset.session import recovery, registry, reports, servers, sessions
+from hotset.session.definition import Session
 from hotset.told import printable
 
 __all__ = ["Keeper", "Refusal"]
@@ -54,8 +55,8 @@ class Keeper:
         Raises:
             HotsetError: the runtime folder cannot be used.
         """
-        sessions.set_server_budget(self.options.port, self.options.memory)
-        for sentence in sessions.recover(self.options.port):
+        servers.set_limit(self.options.port, self.options.memory)
+        for sentence in recovery.recover():
             _log.info("%s", sentence)
 
     def end(self) -> None:
@@ -74,7 +75,7 @@ class Keeper:
                     _log.warning("session %s was not destroyed at the end: %s", session.name, error)
                 else:
                     _log.info("destroyed session %s at the end: %d bytes freed", session.name, freed)
-            sessions.drop_server(self.options.port)
+            servers.drop(self.options.port)
 
     def look(self) -> list[reports.SessionReport]:
         """Report on every session of this user on this machine, oldest first."""
@@ -100,7 +101,7 @@ class Keeper:
             "sessions": [session_view(report) for report in found],
         }
 
-    def find(self, which: str) -> sessions.Session:
+    def find(self, which: str) -> Session:
         """Return a session by name or number.
 
         Raises:

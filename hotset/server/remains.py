@@ -12,7 +12,7 @@ import os
 import re
 
 from hotset.server.place import ServerError, claim
-from hotset.session import sessions
+from hotset.session import servers, sessions
 from hotset.session.folder import open_folder
 
 __all__ = ["collect"]
@@ -38,7 +38,7 @@ def collect() -> list[str]:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"server-{port}.log", dir_fd=folder)
                 if all(session.server != port for session in sessions.sessions()):
-                    sessions.drop_server(port)
+                    servers.drop(port)
         after = set(os.listdir(folder))
     finally:
         os.close(folder)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hotset.errors import SegmentError
-from hotset.session import registry, sessions
+from hotset.session import recovery, registry, sessions
 from hotset.session.entry import Entry
+from hotset.session.files import CACHE
 from hotset.session.folder import runtime_folder
 from hotset.session.retire import DESTROYED
 from hotset.session.share import address_of
@@ -60,7 +61,7 @@ def reports() -> Iterator[Report]:
     names = {session.number: session.name for session in sessions.sessions()}
     folder = runtime_folder()
     for file in sorted(os.listdir(folder)):
-        found = sessions.CACHE.fullmatch(file)
+        found = CACHE.fullmatch(file)
         if found:
             number = int(found[1])
             if number not in names:
@@ -77,7 +78,7 @@ def gc() -> list[str]:
     Raises:
         FolderError: the runtime folder is not safely this user's own.
     """
-    return [*registry.gc(), *sessions.recover()]
+    return [*registry.gc(), *recovery.recover()]
 
 
 def _private(entry: Entry) -> Report:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotset.errors import SegmentError
+from hotset.session.definition import Session, open_ledger
+from hotset.session.files import CACHE
 from hotset.session.folder import open_folder
-from hotset.session.sessions import CACHE, Session, open_ledger
 from hotset.store import locks
 from hotset.store.format import ON_DISK, PRESENT, SLOTS, Live, Slot
 from hotset.store.segment import Segment

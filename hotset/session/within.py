@@ -26,9 +26,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from hotset.errors import SegmentError, SessionError
+from hotset.session.definition import Session, open_ledger
+from hotset.session.files import CACHE, is_there
 from hotset.session.folder import open_folder
 from hotset.session.ledger import Ledger
-from hotset.session.sessions import CACHE, Session, find, open_ledger
+from hotset.session.sessions import find
 from hotset.session.share import PATIENCE_SECONDS, HasSegment, Shared
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.turn import turns
@@ -242,7 +244,7 @@ def _revive(session: Session, digest: str, folder: int, place: str) -> None:
             os.close(beside)
         for file in files:
             path = f"{spill_path(session.spill)}/{file}"
-            if _is_there(folder, file.removesuffix("spill") + "cache"):
+            if is_there(folder, file.removesuffix("spill") + "cache"):
                 continue
             try:
                 with _unfinished(folder, file.removesuffix("spill") + "cache") as temporary:
@@ -276,14 +278,6 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
     finally:
         member.leave()
         second.close()
-
-
-def _is_there(folder: int, file: str) -> bool:
-    try:
-        os.stat(file, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _use(session: Session, file: str) -> Use:

@@ -1,21 +1,23 @@
 """The gather: from index words to a whole batch, one copy for each leaf, no Python for each sample.
 
-A fixed leaf is a column of strided rows, and ``torch.index_select`` copies the rows of a batch straight to
-where the batch will be (strided rows as fast as contiguous ones). Variable leaves come as runs of lines, one
-more selection with an index that numpy builds.
+A fixed leaf is a column of strided rows (:mod:`hotset.store.columns`), and ``torch.index_select`` copies the
+rows of a batch straight to where the batch will be (strided rows as fast as contiguous ones). Variable leaves
+come as runs of lines, one more selection with an index that numpy builds.
 
-What comes out must be exactly what the collate function makes of the same samples: tensors stacked, ints
-int64, floats float64, text in lists, tuples as lists, namedtuples kept, tv_tensors plain. Where a schema
-holds something that collating treats otherwise (None, PIL images, MetaTensors, a type that the user has
-taught ``default_collate``), it is not gathered: :class:`NotGathered` says why, and the samples are read
-one by one and collated as ever. To be sure, the first samples are collated both ways and compared.
+::
+
+    prepare    look the words up, lay the batch out, list the selections    the consumer's thread
+    run        select: nothing but copies                                   any thread
+    finish     look whether the records still are what they were, and       the consumer's thread
+               put the columns together
+
+What comes out must be exactly what the collate function makes of the same samples. To be sure, a
+sample is collated both ways once, and compared.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,19 +25,18 @@ import torch
 
 from hotset.store import format as fmt
 from hotset.store.claims import Ids
-from hotset.store.codecs import codec_named
+from hotset.store.columns import BatchTree, NotGathered, torch_dtype
 from hotset.store.format import PRESENT, ROW_MASK
-from hotset.store.leaves import ArrayLeaf, Leaf, NumberLeaf, TextLeaf
+from hotset.store.leaves import ArrayLeaf, Leaf, TextLeaf
 from hotset.store.ragged import Ragged
-from hotset.store.schema import Group, Node, Schema
+from hotset.store.schema import Schema
 from hotset.store.segment import Words
 from hotset.store.spill import Staged
 from hotset.store.store import Store
 from hotset.store.tails import Tails
 
-__all__ = ["Column", "Copy", "Gather", "Memory", "NotGathered"]
+__all__ = ["Copy", "Gather", "Memory"]
 
-_ALIGN = 64
 _ALIGN_TAIL = 16
 
 
@@ -88,37 +89,14 @@ class Copy:
             lines.take(self.line_numbers, axis=0, out=into, mode="clip")
 
 
-class NotGathered(Exception):
-    """This schema's batches are not made by copying columns; the message says why."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A fixed leaf in a batch.
-
-    Attributes:
-        offset: of the leaf in a row.
-        width: bytes of the leaf.
-        dtype: of the batch's tensor.
-        shape: of one sample in it.
-        lies: stored shape and the permutation back from it, where samples are not stored as they count.
-    """
-
-    offset: int
-    width: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    lies: tuple[tuple[int, ...], tuple[int, ...]] | None
-
-
 class Gather:
     """Batches of one store, for one way of collating.
 
     Args:
         store: where the samples are.
-        variable: what a variable array becomes: ``None`` (not gathered), ``"ragged"`` or a pad value.
         collate: the function whose batches these must equal.
-        sample: a number of a sample that is present, to compare with.
+        variable: makes of a variable array's ragged batch what the collate function makes of its samples;
+            None: such arrays are not gathered.
 
     Raises:
         NotGathered: the batches of this schema are not columns.
@@ -132,102 +110,10 @@ class Gather:
         self._variable = variable
         self._collate = collate
         self._compared = False
-        self._layouts: dict[int, tuple[list[int], int]] = {}
-        self.columns: list[Column] = []
-        self._texts = False
-        found = iter(range(len(self._schema.leaves)))
-        self._assemble = self._compile(self._schema.tree, found)
+        self._tree = BatchTree(self._schema, variable=variable is not None)
         self.lines = store.lines
         self.reading = store.member.reading
-        self._views = self._views_of(store.rows)
-
-    # ---- compiling the tree --------------------------------------------------------------------------
-
-    def _compile(self, node: Node, places: Iterator[int]) -> Callable[[list[Any], list[Any]], Any]:
-        """Return a function from (columns, variable leaves) to this node's part of the batch."""
-        if isinstance(node, Group):
-            return self._compile_group(node, places)
-        place = next(places)
-        offset = self._schema.offsets[place]
-        if isinstance(node, TextLeaf) or (isinstance(node, ArrayLeaf) and node.shape is None):
-            number = self._schema.variable.index(place)
-            if isinstance(node, ArrayLeaf) and (self._variable is None or not node.is_plain):
-                raise NotGathered("its shapes vary")
-            return lambda columns, variables: variables[number]
-        if isinstance(node, ArrayLeaf):
-            dtype = node.torch_dtype if node.library == "torch" else _torch_dtype(node.dtype)
-            shape: tuple[int, ...] = node.shape or ()
-            lies = None
-            if node.as_lies and not node.is_plain:
-                inverse = np.argsort(node.order).tolist()
-                lies = (node.stored_shape(shape), tuple(1 + axis for axis in inverse))
-            column = Column(offset, node.fixed_bytes or 0, dtype, shape, lies)
-        elif isinstance(node, NumberLeaf):
-            names = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
-            column = Column(
-                offset, node.fixed_bytes, names.get(node.kind) or _torch_dtype(node.kind), (), None
-            )
-        else:
-            raise NotGathered(f"it holds {type(node).__name__}")
-        number = len(self.columns)
-        self.columns.append(column)
-        return lambda columns, variables: columns[number]
-
-    def _compile_group(self, group: Group, places: Iterator[int]) -> Callable[[list[Any], list[Any]], Any]:
-        if group.kind == "object":
-            codec = codec_named(group.codec or "")
-            if codec is None or codec.stacks is None or not isinstance(group.children[0], Group):
-                raise NotGathered(f"it holds {group.codec}")
-            parts = [self._compile_part(child, places) for child in group.children[0].children]
-            stacked = parts[codec.stacks]
-            if stacked is None:
-                raise NotGathered(f"its {group.codec} vary in shape")
-            return stacked
-        parts_of: list[Callable[[list[Any], list[Any]], Any]] = [
-            self._compile(child, places) for child in group.children
-        ]
-        if group.kind in ("list", "tuple", "namedtuple"):
-            # Columns of text in a sequence are what ``zip`` made of it: tuples, and lists everywhere else.
-            parts_of = [
-                _as_tuple(part) if isinstance(child, TextLeaf) else part
-                for child, part in zip(group.children, parts_of, strict=True)
-            ]
-        if group.kind in ("dict", "OrderedDict"):
-            make = dict if group.kind == "dict" else OrderedDict
-            return lambda c, v: make(
-                (key, part(c, v)) for key, part in zip(group.keys, parts_of, strict=True)
-            )
-        if group.kind in ("list", "tuple"):
-            return lambda c, v: [part(c, v) for part in parts_of]
-        if group.kind == "namedtuple":
-            cls: Any = group.type
-            return lambda c, v: cls(*(part(c, v) for part in parts_of))
-        raise NotGathered(f"it holds a {group.kind}")
-
-    def _compile_part(
-        self, node: Node, places: Iterator[int]
-    ) -> Callable[[list[Any], list[Any]], Any] | None:
-        """As :meth:`_compile`, for parts of an object of which only one is stacked."""
-        before = len(self.columns)
-        own = [next(places) for _ in range(_count_leaves(node))]
-        try:
-            return self._compile(node, iter(own))
-        except NotGathered:
-            del self.columns[before:]
-            return None
-
-    # ---- gathering -----------------------------------------------------------------------------------
-
-    def layout(self, count: int) -> tuple[list[int], int]:
-        """Offsets of the columns in the block of a batch of ``count``, and the bytes of them all."""
-        known = self._layouts.get(count)
-        if known is None:
-            offsets, at = [], 0
-            for column in self.columns:
-                offsets.append(at)
-                at += -(-column.width * count // _ALIGN) * _ALIGN
-            known = self._layouts[count] = (offsets, at)
-        return known
+        self._views = self._tree.views(store.rows)
 
     def prepare(self, ids: Ids, memory: Callable[[int], Memory | None]) -> Copy | None:
         """Look up a batch and say what has to be copied where.
@@ -239,14 +125,14 @@ class Gather:
         Returns:
             The copy to be made; None if a sample is not in the store (any more), or there is no memory.
         """
-        store = self._store
+        store, tree = self._store, self._tree
         era = store.era()
         words = store.words(ids)
         if era is None or not len(ids) or int(np.minimum.reduce(words)) < PRESENT or not self._sound(ids):
             return None
         rows = words & ROW_MASK
         count = len(ids)
-        offsets, size = self.layout(count)
+        offsets, size = tree.layout(count)
         tails, views, staged = None, self._views, None
         if store.on_disk(words):
             staged = store.stage(ids, words)
@@ -254,7 +140,7 @@ class Gather:
             if self._schema.has_tail and not store.load(staged):
                 return None
             tails, rows = staged.tails, np.arange(count)
-            views = self._views_of(staged.rows)
+            views = tree.views(staged.rows)
         elif self._schema.has_tail:
             with self.reading:
                 if not store.unchanged(words, era):
@@ -268,7 +154,7 @@ class Gather:
         copy = Copy(self, count, words, era, block)
         copy.staged = staged
         index = torch.from_numpy(rows)
-        for column, view, offset in zip(self.columns, views, offsets, strict=True):
+        for column, view, offset in zip(tree.columns, views, offsets, strict=True):
             out = block.tensor(offset, count * column.width)
             copy.columns.append((out, offset))
             if column.lies is not None:
@@ -298,10 +184,11 @@ class Gather:
         """
         if not copy.sound or not self._store.unchanged(copy.words, copy.era):
             return None
+        tree = self._tree
         stop = copy.count if stop is None else stop
         count, whole = stop - start, stop - start == copy.count
         columns = []
-        for number, (column, (out, offset)) in enumerate(zip(self.columns, copy.columns, strict=True)):
+        for number, (column, (out, offset)) in enumerate(zip(tree.columns, copy.columns, strict=True)):
             if whole:
                 done = out.view(column.dtype).view(count, *column.shape)
             else:
@@ -314,11 +201,7 @@ class Gather:
                 done.copy_(lying[start:stop].permute(0, *back))
             columns.append(place(done, offset))
         variables = self._variables(copy, start, stop) if copy.tails is not None else []
-        return self._assemble(columns, variables)
-
-    def _views_of(self, rows: Any) -> list[torch.Tensor]:
-        whole = torch.from_numpy(rows)
-        return [whole[:, c.offset : c.offset + c.width] for c in self.columns]
+        return tree.assemble(columns, variables)
 
     def is_current(self, copy: Copy) -> bool:
         """Whether the records that a copy is to be made of are still there."""
@@ -329,7 +212,7 @@ class Gather:
         return staged.is_loaded or self._store.load(staged)
 
     def _sound(self, ids: Ids) -> bool:
-        return self._store.verified is None or bool(self._store.present(ids).all())
+        return self._store.soundness.verified is None or bool(self._store.present(ids).all())
 
     def _variables(self, copy: Copy, start: int, stop: int) -> list[Any]:
         """The variable leaves of a batch: text as lists, arrays ragged or padded."""
@@ -366,7 +249,7 @@ class Gather:
             return [part.decode("utf-8", "surrogatepass") for part in parts]
         assert isinstance(leaf, ArrayLeaf)
         assert self._variable is not None
-        dtype = leaf.torch_dtype if leaf.library == "torch" else _torch_dtype(leaf.dtype)
+        dtype = leaf.torch_dtype if leaf.library == "torch" else torch_dtype(leaf.dtype)
         return self._variable(Ragged(lines, starts, shapes, dtype))
 
     # ---- being sure ----------------------------------------------------------------------------------
@@ -406,26 +289,6 @@ Variable = Callable[[Ragged], Any]
 class _Fresh:
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(size // dtype.itemsize, dtype=dtype)
-
-
-def _as_tuple(part: Callable[[list[Any], list[Any]], Any]) -> Callable[[list[Any], list[Any]], Any]:
-    return lambda columns, variables: tuple(part(columns, variables))
-
-
-def _count_leaves(node: Node) -> int:
-    return sum(_count_leaves(child) for child in node.children) if isinstance(node, Group) else 1
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    """The dtype that collating gives to numpy's of that name.
-
-    Raises:
-        NotGathered: torch has none (text, dates, another byte order).
-    """
-    try:
-        return torch.from_numpy(np.empty(1, np.dtype(name))).dtype
-    except (TypeError, ValueError) as error:
-        raise NotGathered(f"it holds numpy's {name}") from error
 
 
 def _alike(a: Any, b: Any) -> bool:

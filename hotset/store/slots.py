@@ -42,7 +42,9 @@ from hotset.store.claims import Claims
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, Geometry, Live, Slot
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment
-from hotset.store.store import FULL_CHECK, Store, require_index_room
+from hotset.store.soundness import FULL_CHECK
+from hotset.store.store import Store
+from hotset.store.tiers import require_index_room
 
 __all__ = ["Slots"]
 

@@ -7,10 +7,10 @@
     check()           every record's checksum, every index word, every extent
 
 A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and looks at
-the era: only ``clear()`` ever gives rows to other samples, it counts the era up before and after, and a
-reader that sees it odd, or changed, forgets its copy. (In :mod:`hotset.store.ring` rows are used again all
-the time, and the words are looked at a second time too.) What it returns is always a copy: a user may write
-to it, and the cache never knows.
+the era: only a clear ever gives rows to other samples, it counts the era up before and after, and a reader
+that sees it odd, or changed, forgets its copy (:mod:`hotset.store.clearing`). In :mod:`hotset.store.ring`
+rows are used again all the time, and the words are looked at a second time too. What a reader returns is
+always a copy: a user may write to it, and the cache never knows.
 
 Nothing in here fails because there is no room, a claimant died, or a record is damaged: such samples are
 simply not in the store, and come from the source.
@@ -18,40 +18,33 @@ simply not in the store, and come from the source.
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import platform
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hotset.errors import SegmentError
 from hotset.store import format as fmt
-from hotset.store import memory
 from hotset.store.blocks import BlockPool
-from hotset.store.check import check_segment, check_tiers, record_problem
+from hotset.store.check import check_segment, check_tiers
 from hotset.store.claims import Ids, Index, Membership
+from hotset.store.clearing import Clearing, era_of
 from hotset.store.fill import Filler
-from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
+from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
 from hotset.store.room import Room, distrust_room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
-from hotset.store.spill import Spill, SpillTo, Staged, attach_spill
+from hotset.store.soundness import Soundness
+from hotset.store.spill import Spill, SpillTo, Staged
 from hotset.store.tails import Tails
-from hotset.told import tell
+from hotset.store.tiers import found_tiers, new_tiers
 
-__all__ = ["FULL_CHECK", "Store", "require_index_room"]
+__all__ = ["Store"]
 
 Bytes = npt.NDArray[np.uint8]
 AnyStore = TypeVar("AnyStore", bound="Store")
 
-FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
 _ALIGN = 64
-_READERS_SECONDS = 2.0
 
 
 class Store:
@@ -63,6 +56,7 @@ class Store:
         index: which index word is whose.
         filler: brings samples in, and counts what it met.
         room: what is left for them in memory.
+        soundness: which of them were verified.
         spill: the second tier, on a disk; None if there is none.
         path: of the segment's file; None if it has no name.
     """
@@ -88,16 +82,13 @@ class Store:
             self._heads = np.ndarray((geometry.rows,), f"V{width}", segment.buffer, at, (geometry.stride,))
         self.filler = Filler(self.member, self.index, self.room, schema)
         self.filler.spill = spill
+        self.soundness = Soundness(self.member, spill)
+        self._clearing = Clearing(self.member, self.filler.claims, self.room, spill)
         self._scratch: BlockPool | None = None
-        # The index word under which each sample was found sound; None where that need not be looked at.
-        self.verified: Words | None = None
-        if FULL_CHECK or not segment.trusted:
-            self.verified = np.zeros(geometry.samples, np.int64)
         if not segment.trusted:
             distrust_room(self.member)
             if spill is not None:
                 distrust_room(spill.member)
-        self._damaged = 0
 
     @classmethod
     def create(
@@ -123,24 +114,13 @@ class Store:
         Raises:
             OSError: a file cannot be made, or its index alone takes more memory than there is.
         """
-        about = {**about, "schema": schema.to_json(), **({"ring": True} if cls._is_ring else {})}
-        second = _create_spill(spill, schema, samples, about) if spill is not None else None
-        try:
-            if spill is not None and second is not None:
-                about = {**about, "spill": spill.said(second)}
-            metadata = json.dumps(about).encode()
-            rows, lines = cls._address_space(schema, samples, limit)
-            geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
-            require_index_room(geometry)
-            store = cls(Segment.create(geometry, metadata, path=path, limit=limit), schema, second)
-            store.path = path
-            return store
-        except BaseException:
-            if second is not None:
-                second.close()
-            if second is not None and spill is not None and spill.path is not None:
-                os.unlink(spill.path)
-            raise
+        space = cls._address_space(schema, samples, limit)
+        with new_tiers(
+            schema, samples, space, limit, ring=cls._is_ring, about=about, path=path, spill=spill
+        ) as (segment, second):
+            store = cls(segment, schema, second)
+        store.path = path
+        return store
 
     @staticmethod
     def _address_space(schema: Schema, samples: int, limit: int) -> tuple[int, int]:
@@ -154,25 +134,12 @@ class Store:
         """Attach to an existing store.
 
         Raises:
-            SegmentError: see :meth:`Segment.attach`, :meth:`Schema.from_json`.
+            SegmentError: it is gone, damaged, or not such a store.
         """
-        segment = Segment.attach(where)
-        try:
-            if schema is None:
-                schema = Schema.from_json(segment.metadata.get("schema"))
-            geometry = segment.geometry
-            if (schema.stride, schema.has_tail) != (geometry.stride, geometry.has_tail):
-                raise SegmentError("the segment's schema does not describe its rows; `hotset gc` frees it.")
-            if segment.metadata.get("ring", False) is not cls._is_ring:
-                raise SegmentError(
-                    "of the cache that is there and the one asked for only one has a window; make them agree."
-                )
-            store = cls(segment, schema, attach_spill(where, segment, schema))
-            store.path = where if isinstance(where, str) else None
-            return store
-        except BaseException:
-            segment.close()
-            raise
+        with found_tiers(where, schema, ring=cls._is_ring) as (segment, described, second):
+            store = cls(segment, described, second)
+        store.path = where if isinstance(where, str) else None
+        return store
 
     def __len__(self) -> int:
         return self.segment.geometry.samples
@@ -207,7 +174,7 @@ class Store:
             Whatever ``read`` raises, untouched.
         """
         if self.era() is None and not self.condemned:
-            self._finish_clear()
+            self._clearing.finish()
         return self.filler.fill(ids, read, keep)
 
     # ---- reading -------------------------------------------------------------------------------------
@@ -221,10 +188,10 @@ class Store:
         """Which of these samples are in the store, and sound."""
         words = self.words(ids)
         here = (words >= PRESENT) & (self.era() is not None)
-        if self.verified is not None:
+        if self.soundness.verified is not None:
             places = self.index.places(ids)
             for i in np.flatnonzero(here):
-                here[i] = self._sound(int(places[i]), int(words[i]))
+                here[i] = self.soundness.is_sound(int(places[i]), int(words[i]))
         return here
 
     def read(self, ids: Ids) -> list[Any] | None:
@@ -277,25 +244,8 @@ class Store:
             if self.era() is None:
                 return False
             sound = staged.load(self.schema.head if self.schema.has_tail else None)
-        for sample, word, why in staged.damaged:
-            if not self._forget(sample, word):
-                continue  # not damaged: cleared under our hands
-            self._damaged += 1
-            if self._damaged == 1:
-                tell(f"sample {sample} is damaged on the disk ({why}), and is read from the source again.")
+        self.soundness.forget(staged)
         return sound
-
-    def _forget(self, sample: int, word: int) -> bool:
-        """Forget a record on the disk that is damaged; False if it is not there any more."""
-        assert self.spill is not None
-        with self.member.short_lock():
-            if self.era() is None or int(self.segment.index[sample]) != word:
-                return False
-            self.spill.forget(sample)
-            self.segment.index[sample] = 0
-            # What it had in its tail is not known any more.
-            self.member.row[Slot.STORED_BYTES] -= self.segment.geometry.stride
-            return True
 
     def _read_staged(self, ids: Ids, words: Words, era: int) -> list[Any] | None:
         assert self.spill is not None
@@ -334,8 +284,7 @@ class Store:
 
     def era(self) -> int | None:
         """Which clear the store's content comes after; None while one is under way, or once condemned."""
-        era = int(self.segment.live[Live.ERA])
-        return era if era % 2 == 0 and not self.condemned else None
+        return era_of(self.segment)
 
     @property
     def condemned(self) -> bool:
@@ -373,29 +322,6 @@ class Store:
 
     # ---- care ----------------------------------------------------------------------------------------
 
-    def _sound(self, sample: int, word: int) -> bool:
-        """Whether a record is what its writer wrote; looked at once in a process (always off x86-64)."""
-        assert self.verified is not None
-        if self.verified[sample] == word:
-            return True
-        problem = self.problem(sample, word)
-        if problem is not None:
-            self._damaged += 1
-            if self._damaged == 1:
-                tell(f"{problem}; it is read from the source, like all others that are found damaged.")
-            return False
-        if not FULL_CHECK:
-            self.verified[sample] = word
-        return True
-
-    def problem(self, sample: int, word: int) -> str | None:
-        """What is wrong with the record that this index word names, in words; None if it is sound."""
-        if not word & fmt.TIER_MASK:
-            return record_problem(self.segment, sample, word)
-        if self.spill is not None and word & fmt.TIER_MASK == fmt.ON_DISK:
-            return None  # verified in the copy that is made of it
-        return f"sample {sample}: its index word names a tier that there is not"
-
     def check(self) -> list[str]:
         """Verify every record and every index word; an empty list if all is well."""
         problems = check_segment(self.segment)
@@ -407,48 +333,10 @@ class Store:
     def clear(self, timeout: float = 5.0) -> bool:
         """Forget every sample, in all processes; False if some process did not finish writing in time.
 
-        A clear while another process writes would let its record land in a row that is somebody else's by
-        then; so it waits until no living process has a claim open.
+        Args:
+            timeout: seconds.
         """
-        deadline = time.monotonic() + timeout
-        segment = self.segment
-        while True:
-            with self.member.short_lock() as held:
-                words = segment.index
-                claimed = words[(words >= fmt.CLAIMED) & (words < PRESENT)]
-                if held and not any(self.filler.claims.is_open(word) for word in set(claimed.tolist())):
-                    self._forget_everything()
-                    return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(2e-3)
-
-    def _finish_clear(self) -> None:
-        """Bring to an end what a process began to clear and died over."""
-        with self.member.short_lock() as held:
-            if held and self.era() is None:
-                self._forget_everything()
-
-    def _forget_everything(self) -> None:
-        """Empty the segment; the caller has the short lock.
-
-        The era is odd meanwhile, so that nobody begins to read, and another one after that, so that who had
-        begun before drops what he read.
-        """
-        segment, geometry = self.segment, self.segment.geometry
-        segment.live[Live.ERA] |= 1
-        segment.index[:] = 0
-        segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
-        segment.slots[:, Slot.STORED_BYTES] = 0
-        if self.spill is not None:
-            self.spill.clear()
-        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD, Live.CONDEMNED]] = 0
-        if self.member.unread(_READERS_SECONDS):  # else its pages are written again as they are
-            segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
-        if self.room.allowance is not None:
-            self.room.allowance.take(0)
-        self.room.reopen()
-        segment.live[Live.ERA] += 1
+        return self._clearing.clear(timeout)
 
     def close(self) -> None:
         """Detach. What was read stays valid: it is no part of the segment."""
@@ -456,32 +344,6 @@ class Store:
             self.spill.close()
         self.member.leave()
         self.segment.close()
-
-
-def _create_spill(spill: SpillTo, schema: Schema, samples: int, about: dict[str, Any]) -> Spill | None:
-    try:
-        return spill.create(schema, samples, about)
-    except OSError as error:
-        tell(
-            f"nothing is spilled to {spill.folder}, and what memory has no room for comes from the source: "
-            f"{error.strerror or error}. Name another folder by `spill=`, or free some."
-        )
-        return None
-
-
-def require_index_room(geometry: Geometry) -> None:
-    """Refuse a segment whose index alone is too much: it is touched wherever samples are asked for.
-
-    Raises:
-        OSError: there is not so much memory; nothing checks that again.
-    """
-    free = memory.headroom()
-    if geometry.rows_at > free.bytes:
-        raise OSError(
-            errno.ENOMEM,
-            f"the index of {geometry.samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
-            f"and {free.what} has {free.bytes:,} to give",
-        )
 
 
 def _bytes_view(segment: Segment, offset: int, rows: int, width: int) -> Bytes:

@@ -1,0 +1,303 @@
+"""``hotset.data_sink``: many training steps for one word from the host.
+
+    sink = hotset.data_sink(train_step, loader, sink_size=100)
+    loss = sink()                    # 100 steps; the host hears of the last one
+
+A call draws batches from the queue, going round the loader without end, and runs the step on each. On a GPU
+the step is captured as one graph and replayed (:mod:`hotset.device.graph`), and nothing in a call waits for
+the device: the host is as far ahead as the device's queue of work lets it be. On the CPU the same call runs
+the same steps, in the same order, with the same draws.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+
+from hotset.device.graph import CudaGraphs, Graphs, Step
+from hotset.device.queue import DeviceQueue
+from hotset.device.resident import Serving
+from hotset.device.rounds import Drawn, Rounds
+from hotset.device.trees import call, difference, map_tensors, signature_of
+from hotset.errors import ArgumentError
+from hotset.policy.sinking import SizeSearch
+from hotset.told import tell
+
+__all__ = ["Sink", "data_sink"]
+
+
+def data_sink(
+    fn: Callable[..., Any],
+    loader: Iterable[Any],
+    sink_size: int | Literal["auto"] = 1,
+    *,
+    graph: bool | Literal["auto"] = "auto",
+    device: Any = None,
+    input_signature: Any = None,
+    outputs: Literal["last", "all"] = "last",
+) -> Sink:
+    """Bind a training step and its data into a callable that runs ``sink_size`` steps at a time.
+
+    Each call goes on where the last one stopped, and round the data without end: sinks of 1 step, of an
+    epoch (``len(loader)``) and of all epochs at once train alike.
+
+    Args:
+        fn: the step: ``fn(*batch)`` for batches that are tuples or lists, ``fn(batch)`` for others. It does
+            all that a step does, from ``zero_grad()`` to ``optimizer.step()``, and returns its loss, or any
+            tree of tensors and numbers, or nothing.
+        loader: a DataLoader, any other iterable of batches, or a :class:`hotset.DeviceQueue`.
+        sink_size: steps of a call. ``"auto"`` tries sizes in the first calls, and stays with the smallest one
+            past which throughput no longer grows.
+        graph: on a GPU, ``"auto"`` captures the step as one graph after a few eager steps (they are steps of
+            the training like any others); what cannot be captured is run eagerly, after one warning that
+            says why. ``True`` raises instead of warning, ``False`` never captures. On the CPU every step is
+            eager.
+        device: where the batches go: see :class:`hotset.DeviceQueue`.
+        input_signature: tensors (of the meta device, say) of the shapes and dtypes that batches must have;
+            the last batch of a pass may have fewer samples.
+        outputs: ``"last"`` returns the last step's result, ``"all"`` those of all steps, stacked.
+
+    Raises:
+        ArgumentError: an argument is not what it may be.
+
+    Note:
+        After Mindspore's ``mindspore.data_sink``, whose three ways of calling work here. A captured step is
+        replayed without its Python: what that does besides (prints, counts in lists) happens once. An
+        optimizer within reach of ``fn`` is made ``capturable`` where it can be.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros((), requires_grad=True)
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> def step(x, y):
+        ...     optimizer.zero_grad()
+        ...     loss = (weight * x - y).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> sink = data_sink(step, [(torch.ones(2), torch.ones(2))], sink_size=20, device="cpu")
+        >>> sink().item() < 0.01, sink.steps
+        (True, 20)
+    """
+    return Sink(fn, loader, sink_size, graph, device, input_signature, outputs)
+
+
+class Sink:
+    """A training step bound to its data; made by :func:`data_sink`.
+
+    Attributes:
+        queue: where its batches come from.
+        steps: that were run so far, over all calls.
+        sink_size: as it was given.
+
+    Example:
+        >>> sink = data_sink(lambda batch: batch.sum(), [torch.ones(2), torch.zeros(2)], device="cpu")
+        >>> sink(), sink(steps=3), sink.steps, sink.epoch
+        (tensor(2.), tensor(0.), 4, 2)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        loader: Any,
+        sink_size: Any,
+        graph: Any,
+        device: Any,
+        input_signature: Any,
+        outputs: Any,
+    ) -> None:
+        if not callable(fn):
+            raise ArgumentError(f"{fn!r} cannot be called; give the function of one training step.")
+        if graph not in (True, False, "auto"):
+            raise ArgumentError(f'graph={graph!r} is none of "auto", True and False.')
+        if outputs not in ("last", "all"):
+            raise ArgumentError(f'outputs={outputs!r} is neither "last" nor "all".')
+        self.sink_size = sink_size
+        self._search = SizeSearch() if sink_size == "auto" else None
+        self._size = 1 if sink_size == "auto" else _checked(sink_size)
+        self.queue: DeviceQueue[Any] = _queue(loader, device)
+        self.steps = 0
+        self._fn = fn
+        self._graph = graph
+        self._all = outputs == "all"
+        self._expected = signature_of(input_signature) if input_signature is not None else None
+        if self._expected == ():
+            raise ArgumentError("input_signature holds no tensor; give one for each tensor of a batch.")
+        self._rounds = Rounds(self.queue)
+        cuda = self.queue.device.type == "cuda"
+        self._graphs: Graphs | None = CudaGraphs(self.queue.device) if cuda and graph is not False else None
+        self._step = Step(lambda batch: call(fn, batch), fn, self._graphs)
+        self._resident: tuple[Any, Step] | None = None
+        self._told = False
+
+    # ---- what it is ----------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the steps' batches are."""
+        return self.queue.device
+
+    @property
+    def size(self) -> int:
+        """Steps of the next call."""
+        return self._search.size if self._search is not None else self._size
+
+    @property
+    def batches(self) -> int | None:
+        """Steps of one pass over the data; None if the loader has no length."""
+        return self._rounds.length
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that were completed."""
+        return self._rounds.epoch
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed as a graph."""
+        return self._current.captured
+
+    @property
+    def why(self) -> str | None:
+        """Why they are not; None if they are, or may be after the first few."""
+        if self.device.type != "cuda":
+            return f"there are no graphs on {self.device.type}"
+        return "graph=False" if self._graphs is None else self._current.why
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def __call__(self, steps: int | None = None) -> Any:
+        """Run ``steps`` steps (``sink_size`` if None); return the last one's result, or all, stacked.
+
+        Results carry no gradient.
+
+        Raises:
+            ArgumentError: the loader is empty; a batch is not as ``input_signature`` says.
+            Exception: what the step or the loader raises. What came before counts, and the next call goes on
+                after it.
+        """
+        count = self.size if steps is None else _checked(steps)
+        begun = time.perf_counter()
+        self._current.begin()
+        found: list[Any] = []
+        result: Any = None
+        for left in range(count, 0, -1):
+            drawn = self._rounds.draw(left)
+            if self._expected is not None and drawn.serving is None:
+                self._check(drawn.batch)
+            step = self._step_for(drawn)
+            result = step(drawn.batch)
+            self.steps += 1
+            if step.why is not None:
+                self._say_why(step.why)
+            if self._all:
+                found.append(self._kept(result))
+        if self._search is not None and not self._search.done:
+            _wait_for(self.device)
+            self._search.record(count, count / max(time.perf_counter() - begun, 1e-9))
+        return _stacked(found) if self._all else self._kept(result)
+
+    @property
+    def _current(self) -> Step:
+        return self._resident[1] if self._resident is not None else self._step
+
+    def _step_for(self, drawn: Drawn) -> Step:
+        if drawn.serving is None:
+            self._resident = None
+            return self._step
+        columns = drawn.serving.columns
+        if self._resident is None or self._resident[0] is not columns:
+            self._resident = (columns, Step(_from_rows(self._fn, drawn.serving), self._fn, self._graphs))
+        return self._resident[1]
+
+    def _check(self, batch: Any) -> None:
+        assert self._expected is not None
+        wrong = difference(self._expected, batch, shorter=True)
+        if wrong:
+            raise ArgumentError(f"a batch is not as input_signature says: {wrong}.")
+
+    def _say_why(self, why: str) -> None:
+        if self._told:
+            return
+        self._told = True
+        if self._graph is True:
+            raise ArgumentError(f"graph=True, and the step cannot be one graph: {why}.")
+        tell(f"steps are run one kernel at a time, as the step cannot be one graph: {why}.")
+
+    def _kept(self, result: Any) -> Any:
+        """A result that the next step does not overwrite."""
+        if self._current.captured:
+            return map_tensors(lambda tensor: tensor.detach().clone(), result)
+        return map_tensors(torch.Tensor.detach, result)
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the data it stands, in plain values; model, optimizer and random states are not in it.
+
+        Raises:
+            StateError: the loader cannot say where it stands (hotset.DataLoader can).
+        """
+        return {"steps": self.steps, **self._rounds.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where the sink that gave this state stood.
+
+        Raises:
+            StateError: it is no such state, or the loader cannot go on from it.
+        """
+        self._rounds.load_state_dict(state)
+        self.steps = int(state["steps"])
+
+    def close(self) -> None:
+        """Let go of the loader. The next call begins a new pass."""
+        self._rounds.close()
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _from_rows(fn: Callable[..., Any], serving: Serving) -> Callable[[torch.Tensor], Any]:
+    residents = serving.residents
+    return lambda rows: call(fn, residents.select(rows))
+
+
+def _checked(size: Any) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ArgumentError(f'sink_size={size!r} is no number of steps; give 1 or more, or "auto".')
+    return size
+
+
+def _queue(loader: Any, device: Any) -> DeviceQueue[Any]:
+    if not isinstance(loader, DeviceQueue):
+        return DeviceQueue(loader, device=device)
+    if device is not None and DeviceQueue([], device=device).device != loader.device:
+        raise ArgumentError(f"device={device!r}, and the queue's is {loader.device}; give it to one of them.")
+    return loader
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _stacked(results: list[Any]) -> Any:
+    """The results of several steps as one tree, each leaf with the steps as its first dimension."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(results) if len({one.shape for one in results}) == 1 else results
+    if isinstance(first, (bool, int, float)):
+        return torch.tensor(results)
+    if isinstance(first, dict):
+        return {key: _stacked([one[key] for one in results]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_make"):
+        return first._make(_stacked(list(part)) for part in zip(*results, strict=True))
+    if isinstance(first, (list, tuple)):
+        return type(first)(_stacked(list(part)) for part in zip(*results, strict=True))
+    return None if all(one is None for one in results) else results

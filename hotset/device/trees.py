@@ -1,0 +1,124 @@
+"""Batches as trees: their tensors apart from the rest, so that these can be copied and compared.
+
+A batch is a tensor, or tensors in dicts, lists, tuples, namedtuples and dataclasses, to any depth; whatever
+else is in it (strings, numbers, objects) is a leaf that stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Signature", "call", "difference", "map_tensors", "others", "signature_of", "tensors_of"]
+
+
+class Signature(NamedTuple):
+    """Shape and dtype of a tensor of a batch, and where it is in it (``"[0]"``, ``"['image']"``)."""
+
+    place: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _parts(node: Any) -> list[tuple[str, Any]] | None:
+    """The parts of a container, each with what leads to it; None for a leaf."""
+    if isinstance(node, Mapping):
+        return [(f"[{key!r}]", value) for key, value in node.items()]
+    if isinstance(node, (list, tuple)):
+        return [(f"[{number}]", value) for number, value in enumerate(node)]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node)]
+    return None
+
+
+def _leaves(node: Any, place: str) -> Iterator[tuple[str, Any]]:
+    parts = _parts(node)
+    if parts is None:
+        yield place, node
+        return
+    for step, part in parts:
+        yield from _leaves(part, place + step)
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    return [leaf for _, leaf in _leaves(batch, "") if isinstance(leaf, torch.Tensor)]
+
+
+def others(batch: Any) -> list[tuple[str, Any]]:
+    """What of a batch is no tensor, each with its place."""
+    return [(place, leaf) for place, leaf in _leaves(batch, "") if not isinstance(leaf, torch.Tensor)]
+
+
+def signature_of(batch: Any) -> tuple[Signature, ...]:
+    """Shapes and dtypes of a batch's tensors.
+
+    Example:
+        >>> signature_of((torch.zeros(2, 3), "a"))
+        (Signature(place='[0]', shape=(2, 3), dtype=torch.float32),)
+    """
+    return tuple(
+        Signature(place, tuple(leaf.shape), leaf.dtype)
+        for place, leaf in _leaves(batch, "")
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def difference(expected: Sequence[Signature], batch: Any, *, shorter: bool = False) -> str | None:
+    """What a batch has another than expected, in words; None if nothing.
+
+    Args:
+        expected: its signature.
+        batch: it.
+        shorter: whether it may have fewer samples (first dimension), like the last one of a pass.
+    """
+    found = signature_of(batch)
+    if len(found) != len(expected):
+        return f"it has {len(found)} tensors, not {len(expected)}"
+    for want, have in zip(expected, found, strict=True):
+        fewer = have.shape[:1] < want.shape[:1] and have.shape[1:] == want.shape[1:]
+        if have.dtype != want.dtype or (have.shape != want.shape and not (shorter and fewer)):
+            where = f"at {have.place} " if have.place else ""
+            return f"{where}it is {have.dtype} {have.shape}, not {want.dtype} {want.shape}"
+    return None
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """A batch of the same make, with ``change`` of each tensor in its place."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    kind = type(batch)
+    if kind is tuple or kind is list:
+        return kind(map_tensors(change, part) for part in batch)
+    if isinstance(batch, Mapping):
+        values = {key: map_tensors(change, part) for key, part in batch.items()}
+        return values if kind is dict else _like(batch, values)
+    if isinstance(batch, tuple) and hasattr(kind, "_make"):
+        return kind._make(map_tensors(change, part) for part in batch)
+    if isinstance(batch, (list, tuple)):
+        return kind(map_tensors(change, part) for part in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        made: Any = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(made, field.name, map_tensors(change, getattr(batch, field.name)))
+        return made
+    return batch
+
+
+def _like(mapping: Any, values: dict[Any, Any]) -> Any:
+    """A mapping of the same class: an OrderedDict, a BatchEncoding."""
+    made = copy.copy(mapping)
+    try:
+        made.update(values)
+    except AttributeError:  # it cannot be changed
+        return values
+    return made
+
+
+def call(fn: Callable[..., Any], batch: Any) -> Any:
+    """A step's result on a batch: its elements are the arguments, if it is a list or tuple."""
+    return fn(*batch) if isinstance(batch, (list, tuple)) else fn(batch)

@@ -1,0 +1,58 @@
+"""How many steps to sink: the smallest number past which throughput no longer grows.
+
+Each size is tried for a few calls, from one step on, doubled each time; the best of its calls counts, as what
+disturbs a measurement only ever makes it slower. A size that is not clearly faster than the best so far ends
+the search, if its double is not either: one poor measurement must not end it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["SizeSearch"]
+
+_CALLS = 3
+_GAIN = 1.05
+_MOST = 1 << 12
+_PATIENCE = 2
+
+
+class SizeSearch:
+    """Finds a sink size from the rates of the calls that are made anyway.
+
+    Attributes:
+        size: of the next call; when :attr:`done`, of all calls.
+        done: whether the search is over.
+
+    Example:
+        >>> search = SizeSearch()
+        >>> while not search.done:
+        ...     search.record(search.size, min(search.size, 8) * 1000.0)
+        >>> search.size
+        8
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self.size = 1
+        self.done = most <= 1
+        self._most = most
+        self._rates: dict[int, float] = {}
+        self._calls = 0
+
+    def record(self, size: int, rate: float) -> None:
+        """Take note of a call of ``size`` steps that ran at ``rate`` steps a second."""
+        if self.done or size != self.size:
+            return
+        self._rates[size] = max(self._rates.get(size, 0.0), rate)
+        self._calls += 1
+        if self._calls < _CALLS:
+            return
+        self._calls = 0
+        best = self._smallest_good()
+        if self.size >= self._most or self.size >= best << _PATIENCE:
+            self.size, self.done = best, True
+        else:
+            self.size = min(self.size * 2, self._most)
+
+    def _smallest_good(self) -> int:
+        """The smallest size of which no larger one is clearly faster."""
+        fastest = max(self._rates.values())
+        return min(size for size, rate in self._rates.items() if rate * _GAIN >= fastest)

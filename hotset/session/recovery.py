@@ -1,0 +1,130 @@
+"""Recovery: what processes leave that die in the midst of a session's life, and how it is put right.
+
+Nothing of it harms anybody; it takes room. Whoever collects (``hotset gc``, a server that begins) looks
+through the runtime folder and all spill folders that are known:
+
+======================================  ==============================================================
+found                                   put right
+======================================  ==============================================================
+a ledger that has ended                 who was destroying the session has died: it is destroyed
+a session that its server's ledger      it was made again after a reboot, and the server has begun since:
+does not name                           it enters
+a cache whose session is no more        removed, at once: it got its name under the lock of a ledger
+a spill file without a cache            removed, unless its session persists: the next job goes on from it
+a definition without a session          removed: it does not say what session that was
+``.new``, and 32 digits for a name      removed: the process that was making it has died
+======================================  ==============================================================
+
+A ledger without caches, and a cache without jobs, are what they should be: sessions outlive both. What a
+living process may just be making looks like what a dead one has left, so the other files stay for a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+
+from hotset.errors import SessionError
+from hotset.session import servers
+from hotset.session.definition import Session, ledger_in
+from hotset.session.files import CACHE, DEFINITION, is_there, remove_cache, runtime, unlink
+from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
+from hotset.session.spills import known_folders, open_spill
+
+__all__ = ["recover"]
+
+_UNFINISHED = re.compile(
+    r"(?:\d{1,10}(?:-[0-9a-f]{32}-[0-9a-f]{16})?|server-\d{1,5})\.\w+(?:\.json)?\.[0-9a-f]{8}\.new"
+)
+_NAMELESS = re.compile(r"[0-9a-f]{32}")  # for a moment, where the file system knows no nameless files
+_YOUNG_SECONDS = 60.0
+
+
+def recover() -> list[str]:
+    """Put right what crashes left, and destroy what has expired; return a sentence for each.
+
+    Raises:
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    told = _destroy_half_destroyed()
+    with one_at_a_time(), runtime() as folder:
+        alive = {session.number: session for session in sessions()}
+        for session in alive.values():  # its server may have begun after it was made again
+            servers.enter(folder, session.server, session.number)
+        told += _recover_runtime(folder, alive)
+        for spill in known_folders():
+            told += _recover_spilled(spill, alive, folder)
+    told += expire()
+    return told
+
+
+def _destroy_half_destroyed() -> list[str]:
+    told = []
+    with one_at_a_time(), runtime() as folder:
+        half = [session for session in sessions() if _has_ended(folder, session)]
+    for session in half:  # by a process that died over it
+        with contextlib.suppress(SessionError):
+            destroy(session)
+            told.append(f"Destroyed session {session.name!r}, as a process that has died had begun to.")
+    return told
+
+
+def _has_ended(folder: int, session: Session) -> bool:
+    with contextlib.suppress(OSError), ledger_in(folder, session.file) as ledger:
+        return ledger.ended
+    return False
+
+
+def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
+    """Remove caches without a session, and what was being made."""
+    told = []
+    for file in sorted(os.listdir(folder)):
+        cache = CACHE.fullmatch(file)
+        if cache and int(cache[1]) not in alive:
+            remove_cache(folder, file)
+            told.append(f"Removed {file}: its session is no more.")
+        elif _UNFINISHED.fullmatch(file) and _is_old(folder, file):
+            unlink(folder, file)
+            told.append(f"Removed {file}: the process that was making it has died.")
+    return told
+
+
+def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list[str]:
+    """Remove spill files without a session, and those whose cache is gone and that do not persist."""
+    told = []
+    caches = set(os.listdir(folder))
+    place = open_spill(spill)
+    try:
+        files = sorted(os.listdir(place))
+        for file in files:
+            found = CACHE.fullmatch(file)
+            if found:
+                session = alive.get(int(found[1]))
+                kept = session is not None and (
+                    session.persist or file.removesuffix("spill") + "cache" in caches
+                )
+                if not kept and _is_old(place, file):
+                    unlink(place, file)
+                    told.append(f"Removed {file} in {spill}: the cache that it belongs to is no more.")
+            elif DEFINITION.fullmatch(file) and not is_there(folder, file.removesuffix(".json")):
+                # It was not made again from that, so it cannot be.
+                if _is_old(place, file):
+                    unlink(place, file)
+                    told.append(f"Removed {file} in {spill}: it does not say what session that was.")
+            elif (_UNFINISHED.fullmatch(file) or _NAMELESS.fullmatch(file)) and _is_old(place, file):
+                unlink(place, file)
+                told.append(f"Removed {file} in {spill}: the process that was making it has died.")
+    finally:
+        os.close(place)
+    return told
+
+
+def _is_old(folder: int, file: str) -> bool:
+    """Whether nobody can be in the midst of making it."""
+    try:
+        changed = os.stat(file, dir_fd=folder, follow_symlinks=False).st_ctime
+    except OSError:
+        return False
+    return abs(time.time() - changed) > _YOUNG_SECONDS

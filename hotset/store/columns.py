@@ -1,0 +1,196 @@
+"""Columns: what a batch consists of, worked out from the schema before there is any batch.
+
+Samples that share a tree are collated to batches that share one too. Each fixed leaf becomes one tensor, a
+*column*, which lies as strided bytes in the rows. So all that is left to do for a batch is to copy its
+columns, and to put them into the containers that collating would make.
+
+The rules are those of ``default_collate``: tensors stacked, ints int64, floats float64, text in lists, tuples
+as lists, namedtuples kept, tv_tensors plain. Where a schema holds something that collating treats otherwise
+(None, PIL images, MetaTensors, a type that the user has taught ``default_collate``), there are no columns:
+:class:`NotGathered` says why, and the samples are read one by one and collated as ever.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.store.codecs import codec_named
+from hotset.store.leaves import ArrayLeaf, NumberLeaf, TextLeaf
+from hotset.store.schema import Group, Node, Schema
+
+__all__ = ["BatchTree", "Column", "NotGathered", "torch_dtype"]
+
+# Makes a part of the batch of its columns and its variable leaves.
+Part = Callable[[list[Any], list[Any]], Any]
+
+_ALIGN = 64
+
+
+class NotGathered(Exception):
+    """This schema's batches are not made by copying columns; the message says why."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A fixed leaf in a batch.
+
+    Attributes:
+        offset: of the leaf in a row.
+        width: bytes of the leaf.
+        dtype: of the batch's tensor.
+        shape: of one sample in it.
+        lies: stored shape and the permutation back from it, where samples are not stored as they count.
+    """
+
+    offset: int
+    width: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    lies: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+class BatchTree:
+    """The tree that all batches of a schema share.
+
+    Args:
+        schema: of the samples.
+        variable: whether arrays whose shapes vary are gathered.
+
+    Attributes:
+        columns: the fixed leaves, in the schema's order.
+        assemble: makes a batch of a tensor for each column and a value for each variable leaf.
+
+    Raises:
+        NotGathered: the batches of this schema are not columns.
+    """
+
+    def __init__(self, schema: Schema, *, variable: bool) -> None:
+        self.columns: list[Column] = []
+        self._schema = schema
+        self._variable = variable
+        self._layouts: dict[int, tuple[list[int], int]] = {}
+        self.assemble: Part = self._compile(schema.tree, iter(range(len(schema.leaves))))
+
+    def views(self, rows: Any) -> list[torch.Tensor]:
+        """Each column as it lies in these rows (uint8, as many as a row has bytes): ``[rows, width]``."""
+        whole = torch.from_numpy(rows)
+        return [whole[:, c.offset : c.offset + c.width] for c in self.columns]
+
+    def layout(self, count: int) -> tuple[list[int], int]:
+        """Offsets of the columns in the block of a batch of ``count``, and the bytes of them all."""
+        known = self._layouts.get(count)
+        if known is None:
+            offsets, at = [], 0
+            for column in self.columns:
+                offsets.append(at)
+                at += -(-column.width * count // _ALIGN) * _ALIGN
+            known = self._layouts[count] = (offsets, at)
+        return known
+
+    # ---- compiling -----------------------------------------------------------------------------------
+
+    def _compile(self, node: Node, places: Iterator[int]) -> Part:
+        """What makes this node's part of a batch; enters its columns.
+
+        Args:
+            node: of the schema's tree.
+            places: of the leaves from this node on, among the schema's.
+        """
+        if isinstance(node, Group):
+            return self._compile_group(node, places)
+        place = next(places)
+        offset = self._schema.offsets[place]
+        if isinstance(node, TextLeaf) or (isinstance(node, ArrayLeaf) and node.shape is None):
+            number = self._schema.variable.index(place)
+            if isinstance(node, ArrayLeaf) and not (self._variable and node.is_plain):
+                raise NotGathered("its shapes vary")
+            return lambda columns, variables: variables[number]
+        if isinstance(node, ArrayLeaf):
+            dtype = node.torch_dtype if node.library == "torch" else torch_dtype(node.dtype)
+            shape: tuple[int, ...] = node.shape or ()
+            lies = None
+            if node.as_lies and not node.is_plain:
+                inverse = np.argsort(node.order).tolist()
+                lies = (node.stored_shape(shape), tuple(1 + axis for axis in inverse))
+            column = Column(offset, node.fixed_bytes or 0, dtype, shape, lies)
+        elif isinstance(node, NumberLeaf):
+            names = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+            column = Column(
+                offset, node.fixed_bytes, names.get(node.kind) or torch_dtype(node.kind), (), None
+            )
+        else:
+            raise NotGathered(f"it holds {type(node).__name__}")
+        number = len(self.columns)
+        self.columns.append(column)
+        return lambda columns, variables: columns[number]
+
+    def _compile_group(self, group: Group, places: Iterator[int]) -> Part:
+        if group.kind == "object":
+            return self._compile_object(group, places)
+        parts = [self._compile(child, places) for child in group.children]
+        if group.kind in ("list", "tuple", "namedtuple"):
+            # Columns of text in a sequence are what ``zip`` made of it: tuples, and lists everywhere else.
+            parts = [
+                _as_tuple(part) if isinstance(child, TextLeaf) else part
+                for child, part in zip(group.children, parts, strict=True)
+            ]
+        if group.kind in ("dict", "OrderedDict"):
+            make = dict if group.kind == "dict" else OrderedDict
+            return lambda c, v: make((key, part(c, v)) for key, part in zip(group.keys, parts, strict=True))
+        if group.kind in ("list", "tuple"):
+            return lambda c, v: [part(c, v) for part in parts]
+        if group.kind == "namedtuple":
+            cls: Any = group.type
+            return lambda c, v: cls(*(part(c, v) for part in parts))
+        raise NotGathered(f"it holds a {group.kind}")
+
+    def _compile_object(self, group: Group, places: Iterator[int]) -> Part:
+        """An object of which collating stacks one part, and forgets the others."""
+        codec = codec_named(group.codec or "")
+        if codec is None or codec.stacks is None or not isinstance(group.children[0], Group):
+            raise NotGathered(f"it holds {group.codec}")
+        parts = [self._compile_if_gathered(child, places) for child in group.children[0].children]
+        stacked = parts[codec.stacks]
+        if stacked is None:
+            raise NotGathered(f"its {group.codec} vary in shape")
+        return stacked
+
+    def _compile_if_gathered(self, node: Node, places: Iterator[int]) -> Part | None:
+        """As :meth:`_compile`; None if it is not gathered, with its leaves passed over."""
+        before = len(self.columns)
+        own = [next(places) for _ in range(_count_leaves(node))]
+        try:
+            return self._compile(node, iter(own))
+        except NotGathered:
+            del self.columns[before:]
+            return None
+
+
+def _as_tuple(part: Part) -> Part:
+    return lambda columns, variables: tuple(part(columns, variables))
+
+
+def _count_leaves(node: Node) -> int:
+    return sum(_count_leaves(child) for child in node.children) if isinstance(node, Group) else 1
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that collating gives to numpy's of that name.
+
+    Raises:
+        NotGathered: torch has none (text, dates, another byte order).
+
+    Example:
+        >>> torch_dtype("float32")
+        torch.float32
+    """
+    try:
+        return torch.from_numpy(np.empty(1, np.dtype(name))).dtype
+    except (TypeError, ValueError) as error:
+        raise NotGathered(f"it holds numpy's {name}") from error

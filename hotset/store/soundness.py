@@ -1,0 +1,99 @@
+"""Soundness: a record that may be damaged is verified before it is served, and a damaged one never is.
+
+========================  ===============================================  ==============================
+where the record is       when it is verified                              a damaged one
+========================  ===============================================  ==============================
+in memory                 never: only its writer wrote there               \\
+in a file on a disk       on this process's first touch, and again         is not there, for this process
+                          when its index word has changed
+in the second tier        on the first touch too, in the copy that is      is forgotten, and read and
+                          made of it (:class:`hotset.store.spill.Staged`)  stored again
+========================  ===============================================  ==============================
+
+Off x86-64, whose order of stores the format rests on, the first two are verified at every read.
+
+A process tells of the first damaged record that it meets; all of them come from the source.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+
+from hotset.store.check import record_problem
+from hotset.store.claims import Membership
+from hotset.store.clearing import era_of
+from hotset.store.format import ON_DISK, TIER_MASK, Slot
+from hotset.store.segment import Words
+from hotset.store.spill import Spill, Staged
+from hotset.told import tell
+
+__all__ = ["FULL_CHECK", "Soundness"]
+
+FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
+
+
+class Soundness:
+    """What this process knows of the soundness of one store's records.
+
+    Args:
+        member: this process's place in the segment.
+        spill: the second tier; None if there is none.
+
+    Attributes:
+        verified: the index word under which each sample was found sound; None where nobody need look.
+    """
+
+    def __init__(self, member: Membership, spill: Spill | None) -> None:
+        self._member = member
+        self._segment = member.segment
+        self._spill = spill
+        self._damaged = 0
+        self.verified: Words | None = None
+        if FULL_CHECK or not self._segment.trusted:
+            self.verified = np.zeros(self._segment.geometry.samples, np.int64)
+
+    def is_sound(self, sample: int, word: int) -> bool:
+        """Whether the record that this index word names is what its writer wrote, as far as is looked at."""
+        assert self.verified is not None
+        if self.verified[sample] == word:
+            return True
+        problem = self.problem(sample, word)
+        if problem is not None:
+            self._damaged += 1
+            if self._damaged == 1:
+                tell(f"{problem}; it is read from the source, like all others that are found damaged.")
+            return False
+        if not FULL_CHECK:
+            self.verified[sample] = word
+        return True
+
+    def problem(self, sample: int, word: int) -> str | None:
+        """What is wrong with the record that this index word names, in words; None if it is sound."""
+        if not word & TIER_MASK:
+            return record_problem(self._segment, sample, word)
+        if self._spill is not None and word & TIER_MASK == ON_DISK:
+            return None  # verified in the copy that is made of it
+        return f"sample {sample}: its index word names a tier that there is not"
+
+    def forget(self, staged: Staged) -> None:
+        """Forget what was found damaged in a copy from the second tier."""
+        for sample, word, why in staged.damaged:
+            if not self._forget(sample, word):
+                continue  # not damaged: cleared under our hands
+            self._damaged += 1
+            if self._damaged == 1:
+                tell(f"sample {sample} is damaged on the disk ({why}), and is read from the source again.")
+
+    def _forget(self, sample: int, word: int) -> bool:
+        """Forget a record in the second tier; False if it is not there any more."""
+        assert self._spill is not None
+        with self._member.short_lock():
+            if era_of(self._segment) is None or int(self._segment.index[sample]) != word:
+                return False
+            self._spill.forget(sample)
+            self._segment.index[sample] = 0
+            # What it had in its tail is not known any more.
+            self._member.row[Slot.STORED_BYTES] -= self._segment.geometry.stride
+            return True

@@ -1,0 +1,49 @@
+"""Threads, and how many of them torch uses.
+
+torch runs larger operations on a team of OpenMP threads, whose members spin while they wait for the next
+one: beside a busy process that has cost 400 times what the copying took. So a thread of ours has a team of
+one, and copies in the user's thread are made by it alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["one_thread", "start_thread"]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to this thread."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def start_thread(name: str, run: Callable[..., None], *arguments: Any) -> None:
+    """Run ``run(*arguments)`` in a daemon thread in which torch uses one thread only."""
+    started = threading.Event()
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        # A thread's number is set from the process-wide default when it first asks: let that happen now,
+        # while the default is ours.
+        torch.get_num_threads()
+        started.set()
+        run(*arguments)
+
+    threading.Thread(target=begin, name=name, daemon=True).start()
+    started.wait()
+    # The thread has set its own number of threads, and with it the default of threads yet to come.
+    torch.set_num_threads(torch.get_num_threads())

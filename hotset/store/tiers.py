@@ -1,0 +1,136 @@
+"""The tiers: the segments of one store, made together and found together.
+
+::
+
+    first     in memory, always        its index is in charge; its metadata say what the samples are (schema),
+                                       whether it is a ring, and where the second tier is (spill)
+    second    on a disk, if wanted     for records that memory has no room for (hotset.store.spill)
+
+The second is made first, as the metadata of the first name it. A disk where none can be made costs a warning
+and the second tier, nothing else. What cannot be finished leaves no file there: both functions are context
+managers, which undo their work if what is done with the tiers in the block fails.
+
+Who finds a store believes nothing of it: the schema must describe the rows that are there, and the second
+tier must be of the same samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from hotset.errors import SegmentError
+from hotset.store import memory
+from hotset.store.format import Geometry
+from hotset.store.schema import Schema
+from hotset.store.segment import Address, Segment
+from hotset.store.spill import Spill, SpillTo, attach_spill
+from hotset.told import tell
+
+__all__ = ["found_tiers", "new_tiers", "require_index_room"]
+
+
+@contextlib.contextmanager
+def new_tiers(
+    schema: Schema,
+    samples: int,
+    space: tuple[int, int],
+    limit: int,
+    *,
+    ring: bool,
+    about: dict[str, Any],
+    path: str | None,
+    spill: SpillTo | None,
+) -> Iterator[tuple[Segment, Spill | None]]:
+    """Make the empty tiers of a store.
+
+    Args:
+        schema: of its samples.
+        samples: how many index words it has.
+        space: how many rows and lines there may ever be in memory.
+        limit: bytes that these may take.
+        ring: whether its rows are used again.
+        about: what the metadata say besides; JSON's types only.
+        path: a new file for the first tier; a memfd if None.
+        spill: where the second tier is to be made; None: there is none.
+
+    Raises:
+        OSError: the first tier cannot be made, or its index alone takes more memory than there is.
+    """
+    about = {**about, "schema": schema.to_json(), **({"ring": True} if ring else {})}
+    second = _create_spill(spill, schema, samples, about) if spill is not None else None
+    try:
+        if spill is not None and second is not None:
+            about = {**about, "spill": spill.said(second)}
+        metadata = json.dumps(about).encode()
+        geometry = Geometry(samples, schema.stride, *space, len(metadata))
+        require_index_room(geometry)
+        yield Segment.create(geometry, metadata, path=path, limit=limit), second
+    except BaseException:
+        if second is not None:
+            second.close()
+        if second is not None and spill is not None and spill.path is not None:
+            os.unlink(spill.path)
+        raise
+
+
+def _create_spill(spill: SpillTo, schema: Schema, samples: int, about: dict[str, Any]) -> Spill | None:
+    try:
+        return spill.create(schema, samples, about)
+    except OSError as error:
+        tell(
+            f"nothing is spilled to {spill.folder}, and what memory has no room for comes from the source: "
+            f"{error.strerror or error}. Name another folder by `spill=`, or free some."
+        )
+        return None
+
+
+def require_index_room(geometry: Geometry) -> None:
+    """Refuse a segment whose index alone is too much: it is touched wherever samples are asked for.
+
+    Raises:
+        OSError: there is not so much memory; nothing checks that again.
+    """
+    free = memory.headroom()
+    if geometry.rows_at > free.bytes:
+        raise OSError(
+            errno.ENOMEM,
+            f"the index of {geometry.samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
+            f"and {free.what} has {free.bytes:,} to give",
+        )
+
+
+@contextlib.contextmanager
+def found_tiers(
+    where: str | Address, schema: Schema | None, *, ring: bool
+) -> Iterator[tuple[Segment, Schema, Spill | None]]:
+    """Attach to the tiers of a store that exists.
+
+    Args:
+        where: the first tier's place.
+        schema: of its samples, where it is known; read from the metadata if None.
+        ring: whether its rows should be used again.
+
+    Raises:
+        SegmentError: see :meth:`Segment.attach`, :meth:`Schema.from_json`, :func:`attach_spill`; or it is not
+            such a store.
+    """
+    segment = Segment.attach(where)
+    try:
+        if schema is None:
+            schema = Schema.from_json(segment.metadata.get("schema"))
+        geometry = segment.geometry
+        if (schema.stride, schema.has_tail) != (geometry.stride, geometry.has_tail):
+            raise SegmentError("the segment's schema does not describe its rows; `hotset gc` frees it.")
+        if segment.metadata.get("ring", False) is not ring:
+            raise SegmentError(
+                "of the cache that is there and the one asked for only one has a window; make them agree."
+            )
+        yield segment, schema, attach_spill(where, segment, schema)
+    except BaseException:
+        segment.close()
+        raise
