@@ -195,3 +195,8 @@ def test_the_example_goes_on_to_the_same_weights(capfd: pytest.CaptureFixture[st
     printed = capfd.readouterr().out
     assert "100.0% from the cache" in printed
     assert "middle: equal" in printed
+
+
+def test_the_example_on_the_device_prints_equal_losses(capfd: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE.with_name("device_accelerate.py")), run_name="__main__")
+    assert "losses: equal" in capfd.readouterr().out

@@ -213,7 +213,8 @@ class DeviceQueue(Generic[T]):
 
 
 class _Pass:
-    """One pass over a queue's loader.
+    """One pass over a queue's loader. It begins with its first batch: who only looks whether a queue can be
+    iterated over (Lightning does) begins nothing, and draws nothing.
 
     Attributes:
         state: of the loader before the first batch that is not handed over yet; None if that is the loader's
@@ -230,13 +231,23 @@ class _Pass:
         self._sent: deque[tuple[Any, dict[str, Any] | None]] = deque()
         self._took: deque[float] = deque(maxlen=_LAST_FETCHES)
         self.state: dict[str, Any] | None = None
-        self._claim(loader)
-        own = isinstance(loader, DataLoader) or queue.depth == 0
         self._ahead = queue.depth if lane.ahead else 0
         self._snapshot = loader.state_dict if self._ahead and hasattr(loader, "state_dict") else None
-        self._source: Iterator[Any] = iter(loader) if own else Ahead(loader, queue.depth)
-        self._residents = queue.residents.serve(self._source) if queue.residents is not None else None
-        self._watch = Watch(queue.timeout, _Starving(self._took, queue))
+        self._source: Iterator[Any] | None = None
+        self._residents: Serving | None = None
+        self._watch: Watch | None = None
+
+    def _begin(self) -> Iterator[Any]:
+        """What gives the batches, begun now if it has not been."""
+        if self._source is None:
+            queue, loader = self._queue, self._loader
+            self._claim(loader)
+            own = isinstance(loader, DataLoader) or queue.depth == 0
+            self._source = iter(loader) if own else Ahead(loader, queue.depth)
+            self._residents = queue.residents.serve(self._source) if queue.residents is not None else None
+            # After the loader's workers were forked: threads are better begun then.
+            self._watch = Watch(queue.timeout, _Starving(self._took, queue))
+        return self._residents if self._residents is not None else self._source
 
     def _claim(self, loader: Any) -> None:
         try:
@@ -254,7 +265,7 @@ class _Pass:
     @property
     def reads(self) -> bool:
         """Whether it is under way."""
-        return not (self._closed or self._over)
+        return self._source is not None and not (self._closed or self._over)
 
     def __iter__(self) -> _Pass:
         return self
@@ -273,7 +284,7 @@ class _Pass:
             error, self._ended = self._ended, None
             if isinstance(error, StopIteration):
                 self._over = True
-                self._watch.stop()
+                self._stop_watch()
             assert error is not None
             raise error
         sent, _ = self._sent.popleft()
@@ -284,11 +295,13 @@ class _Pass:
 
     def _send_one(self) -> None:
         """Draw a batch and send it; what is raised is kept until its turn comes."""
+        source = self._begin()
+        assert self._watch is not None
         state = self._snapshot() if self._snapshot is not None else None
         begun = time.perf_counter()
         try:
             with self._watch:
-                batch = next(self._residents if self._residents is not None else self._source)
+                batch = next(source)
         except Exception as error:  # StopIteration, or whatever the user's code raises
             self._ended = error
             return
@@ -299,14 +312,19 @@ class _Pass:
 
     def close(self) -> None:
         self._closed = True
-        self._watch.stop()
+        self._stop_watch()
         self._sent.clear()
         if isinstance(self._source, Ahead):
             self._source.stop()
 
+    def _stop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+
     @property
     def serving(self) -> Serving | None:
         """The resident samples; None if there are none."""
+        self._begin()
         return self._residents
 
 
