@@ -23,8 +23,12 @@ with the reason and without a figure.
     training        a small network and its training, for what waits for data
     curves          the sweep's plot
     volumes         files of volumes, and the windows that MONAI and hotset keep of them
-    window_job      the processes whose memory "window" measures
+    footprint       what several processes take together
+    memory_job      the processes whose memory "memory" measures
+    window_job      and those of "window"
+    ranks_job       a rank of "ranks"
     digits          the accuracy of windows and of full passes, a program of its own
+    reader          timed epochs of a full cache
     attach_job      the second process of "attach"
     jobs            processes that answer questions, in any interpreter
     session_job     a job that uses a session

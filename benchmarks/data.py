@@ -14,6 +14,7 @@ Fixed rows hold noise from a fixed seed: no two are alike, so a wrong row is see
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,7 @@ from torch.utils.data import Dataset
 
 __all__ = [
     "CROP",
+    "Counted",
     "Files",
     "Generated",
     "Photographs",
@@ -105,19 +107,6 @@ class Samples(Dataset[Sample]):
         return self._suffix(sample) if self._suffix is not None else sample
 
 
-class Photographs(Dataset[Sample]):
-    """``(picture, i)``: a JPEG file decoded and resized to 224x224, uint8 ``(3, 224, 224)``."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = [str(file) for file in files]
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, i: int) -> Sample:
-        return decode(self._files[i]), i
-
-
 class Files(Dataset[Sample]):
     """``(bytes, i)``: a file as it is, a one-dimensional uint8 array."""
 
@@ -129,6 +118,13 @@ class Files(Dataset[Sample]):
 
     def __getitem__(self, i: int) -> Sample:
         return np.fromfile(self._files[i], dtype=np.uint8), i
+
+
+class Photographs(Files):
+    """``(picture, i)``: a JPEG file decoded and resized to 224x224, uint8 ``(3, 224, 224)``."""
+
+    def __getitem__(self, i: int) -> Sample:
+        return decode(self._files[i]), i
 
 
 class Generated(Dataset[Sample]):
@@ -144,6 +140,24 @@ class Generated(Dataset[Sample]):
         if not 0 <= i < self._count:
             raise IndexError(i)
         return torch.from_numpy(np.random.default_rng(i).integers(0, 256, _IMAGE, dtype=np.uint8)), i
+
+
+class Counted(Dataset[Sample]):
+    """The samples of another data set; each reading adds a byte to a file, which all processes share."""
+
+    def __init__(self, samples: Generated | Photographs, log: Path) -> None:
+        self._samples = samples
+        # By this name it is no part of what the samples are: the file changes with every reading.
+        self._hotset_log = str(log)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, i: int) -> Sample:
+        fd = os.open(self._hotset_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(fd, b".")
+        os.close(fd)
+        return self._samples[i]
 
 
 def decode(file: str | BinaryIO) -> torch.Tensor:

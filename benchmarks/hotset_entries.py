@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from benchmarks import peers
 from benchmarks.harness import Unfit
-from benchmarks.peers import Epoch, closing
-from benchmarks.peers import loader as torch_loader
+from benchmarks.peers import Epoch
 
 __all__ = ["loader", "require_filled", "unmodified", "warm"]
 
@@ -29,15 +29,7 @@ def loader(
     """hotset's DataLoader over ``cached``, shuffled, with workers that stay."""
     from hotset import DataLoader
 
-    made = DataLoader(
-        cached,
-        batch_size=batch_size,
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        collate_fn=collate,
-    )
-    return closing(stack, made)
+    return peers.loader(stack, cached, batch_size, workers, collate, DataLoader)
 
 
 def warm(
@@ -61,7 +53,7 @@ def unmodified(stack: ExitStack, dataset: Dataset[Any], batch_size: int, workers
     from hotset import cache
 
     cached = stack.enter_context(cache(dataset))
-    return _filled(cached, torch_loader(stack, cached, batch_size, workers))
+    return _filled(cached, peers.loader(stack, cached, batch_size, workers))
 
 
 def _filled(cached: Any, epoch: Epoch) -> Epoch:

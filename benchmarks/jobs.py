@@ -3,7 +3,8 @@
 A job is a program of its own (``python -m benchmarks.session_job``), in whichever interpreter: nothing is
 inherited from who asks, no page table and no import. It answers one line for each line that it reads, and
 ends when its input does. What it or its libraries print goes to a file, of which only the last words are
-ever looked at: why it ended.
+ever looked at: why it ended. A measurement that needs nothing kept between its questions is one program, run
+once for each: :func:`run_once`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import Any
 
 from benchmarks.harness import Unfit, explain
 
-__all__ = ["Job", "serve"]
+__all__ = ["Job", "run_once", "serve"]
 
+_ROOT = Path(__file__).parents[1]
 _PATIENCE_SECONDS = 180.0
 
 Content = dict[str, Any]
@@ -42,7 +44,7 @@ class Job:
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (closed with the job)
         self._process = subprocess.Popen(
             [python, "-m", module],
-            cwd=Path(__file__).parents[1],
+            cwd=_ROOT,
             env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -110,6 +112,27 @@ class Job:
         lines = self._log.read().decode(errors="replace").splitlines()
         said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
         return f"a job ended with status {status}: {said}"
+
+
+def run_once(module: str, *words: str) -> Content:
+    """Run ``python -m module words``; return the JSON of the last line that it prints.
+
+    Raises:
+        Unfit: it failed; its last words.
+        subprocess.TimeoutExpired: it hung.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    if done.returncode != 0:
+        raise Unfit(done.stderr.strip().rpartition("\n")[2])
+    answer: Content = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def serve(answers: Callable[[Content], Content]) -> None:

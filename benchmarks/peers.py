@@ -108,9 +108,10 @@ def loader(
     batch_size: int,
     workers: int,
     collate: Callable[[Any], Any] | None = None,
+    loader_type: type[DataLoader[Any]] = DataLoader,
 ) -> Epoch:
-    """torch's DataLoader over ``dataset``, shuffled, with workers that stay."""
-    made = DataLoader(
+    """torch's DataLoader over ``dataset``, or one of its subclasses, shuffled, with workers that stay."""
+    made = loader_type(
         dataset,
         batch_size=batch_size,
         shuffle=True,

@@ -17,28 +17,13 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from benchmarks.data import Generated, Sample
+from benchmarks.data import Counted, Generated, Sample
 
-__all__ = ["Counted", "main"]
+__all__ = ["main"]
 
 _WORKERS = 2
 _BATCH = 64
 _PATIENCE = 240.0
-
-
-class Counted(Generated):
-    """Pictures made on the spot, each of whose makings is written down."""
-
-    def __init__(self, count: int, log: Path) -> None:
-        super().__init__(count)
-        # By this name it is no part of what the samples are: the file changes with every read.
-        self._hotset_log = str(log)
-
-    def __getitem__(self, i: int) -> Sample:
-        fd = os.open(self._hotset_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(fd, b".")
-        os.close(fd)
-        return super().__getitem__(i)
 
 
 def main() -> None:
@@ -46,7 +31,7 @@ def main() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Imported by kind: the cache's job has to carry hotset's own modules, and the other not.
     library: Any = import_module("hotset" if kind == "hotset" else "torch.utils.data")
-    dataset: Any = Counted(count, folder / "reads")
+    dataset: Any = Counted(Generated(count), folder / "reads")
     if kind == "hotset":
         dataset = library.cache(dataset)
     sampler: DistributedSampler[Sample] = DistributedSampler(dataset, ranks, rank)
@@ -68,9 +53,9 @@ def main() -> None:
         if problems := dataset.check():
             raise SystemExit(problems[0])
         cached = dataset.stats().bytes
-    done = folder / f"done.{rank}"
-    done.with_suffix(".part").write_text(str(cached))
-    done.with_suffix(".part").rename(done)
+    part = folder / f"part.{rank}"
+    part.write_text(str(cached))
+    part.rename(folder / f"done.{rank}")
 
 
 def _wait_for(file: Path) -> None:

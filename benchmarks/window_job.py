@@ -1,15 +1,14 @@
 """Processes with two loader workers each that train on nothing from a window, and what they take together.
 
-Run as ``python -m benchmarks.window_job KIND RANKS COUNT SIDE``; prints one line of JSON, in bytes: see
-:mod:`benchmarks.memory_job`, whose measure this is. With hotset all ranks have one window, with MONAI each
-has its own. The sizes are read in the midst of the third epoch: the window has moved, every worker lives.
+Run as ``python -m benchmarks.window_job KIND RANKS COUNT SIDE``; prints one line of JSON, the fields of
+:class:`benchmarks.footprint.Footprint`. With hotset all ranks have one window, with MONAI each has its own.
+They stand still in the midst of the third epoch: the window has moved, every worker lives.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -19,13 +18,12 @@ from typing import Any
 import torch
 
 from benchmarks import volumes
-from benchmarks.memory_job import family, summed_pss, unmapped_shared
+from benchmarks.footprint import of_ranks, ready_to_stand, stand
 
 __all__ = ["HOTSET", "MONAI", "NONE", "main"]
 
 NONE, HOTSET, MONAI = "no cache", "hotset.Window", "MONAI SmartCacheDataset"
 _WORKERS = 2
-_PATIENCE = 240.0
 
 
 def main() -> None:
@@ -33,7 +31,6 @@ def main() -> None:
     # Forked, and so are their workers: with another start method MONAI's window cannot have any.
     context = multiprocessing.get_context("fork")
     torch.set_num_threads(1)
-    barrier = context.Barrier(ranks + 1)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         items = volumes.write(Path(folder), count, side)
         volumes.volumes(items, side // 2)[0]  # what is imported at first use all processes then share
@@ -43,41 +40,24 @@ def main() -> None:
 
             sizes = hotset.Window(count // 2, replace=volumes.RATE)
             given = stack.enter_context(hotset.cache(volumes.volumes(items, side // 2), window=sizes))
-        # Not daemons, which may have no children; what fails ends all of them by the barrier.
-        processes = [context.Process(target=_rank, args=(kind, given, side, barrier)) for _ in range(ranks)]
-        for process in processes:
-            process.start()
-        barrier.wait(_PATIENCE)
-        pids = family(os.getpid())
-        pss, unmapped = summed_pss(pids), unmapped_shared(pids)
-        barrier.wait(_PATIENCE)
-        for process in processes:
-            process.join(_PATIENCE)
-        failed = [process.exitcode for process in processes if process.exitcode != 0]
-        if failed:
-            raise SystemExit(f"{len(failed)} of {ranks} processes failed")
-    print(json.dumps({"pss": pss, "unmapped": unmapped}))
+        taken = of_ranks(context, ranks, _rank, kind, given, side)
+    print(json.dumps(taken._asdict()))
 
 
 def _rank(kind: str, given: Any, side: int, barrier: Any) -> None:
-    try:
-        with ExitStack() as stack:
-            if kind == HOTSET:
-                epoch = volumes.running_window(stack, given, _WORKERS)
-            elif kind == MONAI:
-                epoch, _ = volumes.monai_window(stack, given, side // 2, len(given) // 2, _WORKERS)
-            else:
-                epoch = volumes.plain(given, side // 2, _WORKERS)
-            for _ in range(2):
-                for _ in epoch():
-                    pass
-            for number, _ in enumerate(epoch()):
-                if number == 2:
-                    barrier.wait(_PATIENCE)
-                    barrier.wait(_PATIENCE)
-    except BaseException:
-        barrier.abort()
-        raise
+    with ready_to_stand(barrier), ExitStack() as stack:
+        if kind == HOTSET:
+            epoch = volumes.running_window(stack, given, _WORKERS)
+        elif kind == MONAI:
+            epoch, _ = volumes.monai_window(stack, given, side // 2, len(given) // 2, _WORKERS)
+        else:
+            epoch = volumes.plain(given, side // 2, _WORKERS)
+        for _ in range(2):
+            for _ in epoch():
+                pass
+        for number, _ in enumerate(epoch()):
+            if number == 2:
+                stand(barrier)
 
 
 if __name__ == "__main__":

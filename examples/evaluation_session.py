@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from common import descend, draw_epochs, print_table
 from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
@@ -137,23 +138,12 @@ def train(loader: Iterable[Any], evaluated: Iterable[Any], epochs: int, classes:
     net = small_resnet(classes)
     found = []
     for number in range(epochs):
-        losses = [step(net.train(), pictures, labels) for pictures, labels in loader]
+        losses = [descend(net.train(), pictures, labels, LEARNING_RATE) for pictures, labels in loader]
         begin = time.perf_counter()
         accuracy = evaluate(net.eval(), evaluated)
         found.append(Epoch(statistics.fmean(losses), accuracy, time.perf_counter() - begin))
         print("epoch: {}, loss: {:.4f}, acc: {:.4f}, eval_cost: {:.2f}".format(number, *found[-1]))
     return found
-
-
-def step(net: nn.Module, pictures: torch.Tensor, labels: torch.Tensor) -> float:
-    loss = nn.functional.cross_entropy(net(pictures), labels)
-    net.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
-    return loss.item()
 
 
 @torch.no_grad()
@@ -179,7 +169,7 @@ def run(words: argparse.Namespace, folder: Path) -> dict[str, list[Epoch]]:
         return train(loader, evaluated, words.epochs, len(photographs.classes))
 
     # What torch prepares at a first step is nobody's data loading.
-    step(small_resnet(2), torch.zeros(16, 3, CROPPED, CROPPED), torch.zeros(16).long())
+    descend(small_resnet(2), torch.zeros(16, 3, CROPPED, CROPPED), torch.zeros(16).long(), LEARNING_RATE)
     found = {"without cache": trained(torch.utils.data.DataLoader(evaluation, batch_size=64, **loading))}
     with hotset.cache(evaluation, session=words.cache_session_id) as cached:
         print(cached.plan)
@@ -190,33 +180,16 @@ def run(words: argparse.Namespace, folder: Path) -> dict[str, list[Epoch]]:
 # ---- what came of it -------------------------------------------------------------------------------------
 
 
-def print_table(found: dict[str, list[Epoch]]) -> None:
-    print("\n{:<22}{:>16}{:>16}".format("evaluation, seconds", *found))
-    print("{:<22}{:>16.2f}{:>16.2f}".format("first", *(run[0].eval_seconds for run in found.values())))
-    later = (statistics.fmean(epoch.eval_seconds for epoch in run[1:]) for run in found.values())
-    print("{:<22}{:>16.2f}{:>16.2f}".format("later, mean", *later))
-    one, other = ([epoch[:2] for epoch in run] for run in found.values())
+def print_times(found: dict[str, list[Epoch]]) -> None:
+    runs = found.values()
+    later = [statistics.fmean(epoch.eval_seconds for epoch in run[1:]) for run in runs]
+    rows = {
+        "first": (f"{run[0].eval_seconds:.2f}" for run in runs),
+        "later, mean": (f"{seconds:.2f}" for seconds in later),
+    }
+    print_table("evaluation, seconds", found, rows)
+    one, other = ([epoch[:2] for epoch in run] for run in runs)
     print(f"losses and accuracies with and without: {'equal' if one == other else 'DIFFERENT'}")
-
-
-def draw(found: dict[str, list[Epoch]], path: Path) -> None:
-    """Save the plot: seconds of each evaluation."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    for side, (name, run), colour in zip((-1, 1), found.items(), ("#8c8c8c", "#d9480f"), strict=True):
-        seconds = [epoch.eval_seconds for epoch in run]
-        places = [number + side * 0.2 for number in range(1, len(run) + 1)]
-        bars = axes.bar(places, seconds, 0.38, color=colour, label=name)
-        axes.bar_label(bars, [f"{s:.2f}" for s in seconds], padding=2, fontsize=9)
-    axes.set_xticks(range(1, len(run) + 1))
-    axes.set_xlabel("evaluation after epoch")
-    axes.set_ylabel("seconds")
-    axes.margins(y=0.14)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, ncols=2, loc="outside upper center")
-    figure.savefig(path, format="png")
 
 
 def main() -> None:
@@ -232,8 +205,9 @@ def main() -> None:
     torch.set_num_threads(1)  # the workers want the other core
     with tempfile.TemporaryDirectory() as temporary:
         found = run(words, Path(temporary))
-    print_table(found)
-    draw(found, words.plot)
+    print_times(found)
+    seconds = {name: [epoch.eval_seconds for epoch in run] for name, run in found.items()}
+    draw_epochs(seconds, "evaluation after epoch", "%.2f", words.plot)
     print(f"saved {words.plot}")
 
 

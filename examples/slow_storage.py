@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from common import descend, draw_epochs, print_table, session_for
 from PIL import Image
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +42,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 import hotset
 from hotset.demo.photographs import Photographs, build
-from hotset.session import sessions
 
 CROPPED = 32
 LEARNING_RATE = 0.02
@@ -203,14 +203,7 @@ def train(loader: Any, epochs: int, classes: int, clock: Clock) -> list[Epoch]:
 
 
 def step(net: nn.Module, pictures: torch.Tensor, labels: torch.Tensor) -> float:
-    loss = nn.functional.cross_entropy(net(pictures / 64 - 2), labels)
-    net.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
-    return loss.item()
+    return descend(net, pictures / 64 - 2, labels, LEARNING_RATE)
 
 
 def compare(words: argparse.Namespace, link: Link) -> dict[str, list[Epoch]]:
@@ -240,39 +233,20 @@ def compare(words: argparse.Namespace, link: Link) -> dict[str, list[Epoch]]:
 # ---- what came of it -------------------------------------------------------------------------------------
 
 
-def print_table(found: dict[str, list[Epoch]], samples: int) -> None:
+def print_times(found: dict[str, list[Epoch]], samples: int) -> None:
     runs = found.values()
-    print("\n{:<24}{:>16}{:>16}{:>10}".format("seconds", *found, "ratio"))
     later = [statistics.fmean(epoch.seconds for epoch in run[1:]) for run in runs]
-    for name, (one, other) in {
-        "first epoch": [run[0].seconds for run in runs],
-        "later epochs, mean": later,
-    }.items():
-        print(f"{name:<24}{one:>16.2f}{other:>16.2f}{other / one:>9.2f}x")
-    reads = [sum(epoch.requests for epoch in run) / samples for run in runs]
-    print("{:<24}{:>16.3f}{:>16.3f}".format("reads of each file", *reads))
+    rows = {
+        name: (f"{one:.2f}", f"{other:.2f}", f"{other / one:.2f}x")
+        for name, (one, other) in {
+            "first epoch": [run[0].seconds for run in runs],
+            "later epochs, mean": later,
+        }.items()
+    }
+    reads = tuple(f"{sum(epoch.requests for epoch in run) / samples:.3f}" for run in runs)
+    print_table("seconds", (*found, "ratio"), {**rows, "reads of each file": reads})
     plain, cached = ([epoch.loss for epoch in run] for run in runs)
     print(f"losses with and without: {'equal' if plain == cached else 'DIFFERENT'}")
-
-
-def draw(found: dict[str, list[Epoch]], path: Path) -> None:
-    """Save the plot: seconds of each epoch."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    for side, (name, run), colour in zip((-1, 1), found.items(), ("#8c8c8c", "#d9480f"), strict=True):
-        seconds = [epoch.seconds for epoch in run]
-        places = [number + side * 0.2 for number in range(1, len(run) + 1)]
-        bars = axes.bar(places, seconds, 0.38, color=colour, label=name)
-        axes.bar_label(bars, [f"{s:.1f}" for s in seconds], padding=2, fontsize=9)
-    axes.set_xticks(range(1, len(run) + 1))
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("seconds")
-    axes.margins(y=0.14)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, ncols=2, loc="outside upper center")
-    figure.savefig(path, format="png")
 
 
 # ---- one process, or ranks -------------------------------------------------------------------------------
@@ -285,10 +259,7 @@ def prepared(words: argparse.Namespace) -> Iterator[argparse.Namespace]:
         words.folder = build(Path(temporary) / "pictures", count=words.samples, size=words.size)
         words.link = Path(temporary) / "link"
         words.link.touch()
-        if words.session is None:
-            made = sessions.create(ttl=3600)  # `hotset session create NAME --ttl 1h` does the same
-            stack.callback(sessions.destroy, made)
-            words.session = str(made.number)
+        words.session = stack.enter_context(session_for(words.session))
         yield words
 
 
@@ -298,8 +269,9 @@ def work(words: argparse.Namespace) -> None:
     link = Link(words.link, words.mb_per_second * 1e6, words.latency / 1e3)
     found = compare(words, link)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print_table(found, words.samples)
-        draw(found, words.plot)
+        print_times(found, words.samples)
+        seconds = {name: [epoch.seconds for epoch in run] for name, run in found.items()}
+        draw_epochs(seconds, "epoch", "%.1f", words.plot)
         print(f"saved {words.plot}")
 
 

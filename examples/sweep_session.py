@@ -17,23 +17,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from common import COLOURS, descend, print_table, session_for
 from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
 
 import hotset
 from hotset.demo.photographs import Photographs, build
-from hotset.session import sessions
 from hotset.units import format_bytes
 
 WAYS = ("no cache", "a cache each", "one session")
@@ -84,18 +84,11 @@ def train(loader: Any, rate: float, epochs: int) -> list[float]:
     net = network(6)
     means = []
     for _ in range(epochs):
-        total = torch.zeros(())
+        losses = []
         for pictures, labels in loader:
             flipped = pictures.flip(3) if torch.rand(()) < 0.5 else pictures
-            loss = nn.functional.cross_entropy(net(flipped / 64 - 2), labels)
-            net.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    if parameter.grad is not None:
-                        parameter.sub_(parameter.grad, alpha=rate)
-            total += loss.detach()
-        means.append(total.item() / len(loader))
+            losses.append(descend(net, flipped / 64 - 2, labels, rate))
+        means.append(statistics.fmean(losses))
     return means
 
 
@@ -154,10 +147,12 @@ def sweep(way: str, words: argparse.Namespace, folder: Path) -> Sweep:
     return Sweep(seconds, reads.stat().st_size, held, [answer["losses"] for answer in answers])
 
 
-def print_table(found: dict[str, Sweep], samples: int) -> None:
-    print(f"\n{'':<14}{'seconds':>10}{'reads of a sample':>20}{'cached':>14}")
-    for way, one in found.items():
-        print(f"{way:<14}{one.seconds:>10.1f}{one.reads / samples:>20.3f}{format_bytes(one.bytes):>14}")
+def print_sums(found: dict[str, Sweep], samples: int) -> None:
+    rows = {
+        way: (f"{one.seconds:.1f}", f"{one.reads / samples:.3f}", format_bytes(one.bytes))
+        for way, one in found.items()
+    }
+    print_table("", ("seconds", "reads of a sample", "cached"), rows)
     same = all(one.losses == found["no cache"].losses for one in found.values())
     print(f"losses of the jobs, all three ways: {'equal' if same else 'DIFFERENT'}")
 
@@ -168,7 +163,7 @@ def draw(found: dict[str, Sweep], samples: int, path: Path) -> None:
 
     figure = Figure(figsize=(7, 2.8), dpi=110, layout="constrained")
     seconds, reads = figure.subplots(1, 2, sharey=True)
-    colours = ("#8c8c8c", "#e8a87c", "#d9480f")
+    colours = (COLOURS[0], "#e8a87c", COLOURS[1])
     for axes, title, values, form in (
         (seconds, "seconds, all jobs", [one.seconds for one in found.values()], "%.1f"),
         (reads, "reads of a sample", [one.reads / samples for one in found.values()], "%.2f"),
@@ -199,14 +194,10 @@ def main() -> None:
     if words.way is not None:
         job(words)
         return
-    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        if words.session is None:
-            made = sessions.create(ttl=3600)  # `hotset session create NAME --ttl 1h` does the same
-            stack.callback(sessions.destroy, made)
-            words.session = str(made.number)
+    with tempfile.TemporaryDirectory() as temporary, session_for(words.session) as words.session:
         folder = build(Path(temporary) / "pictures", count=words.samples, size=words.size)
         found = {way: sweep(way, words, folder) for way in WAYS}
-    print_table(found, words.samples)
+    print_sums(found, words.samples)
     draw(found, words.samples, words.plot)
     print(f"saved {words.plot}")
 

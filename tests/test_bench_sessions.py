@@ -15,7 +15,7 @@ import hotset
 from benchmarks import session_job
 from benchmarks.data import Generated, photographs
 from benchmarks.harness import Unfit
-from benchmarks.jobs import Job
+from benchmarks.jobs import Job, run_once
 from benchmarks.session_job import new_session
 from benchmarks.settings import Settings
 from benchmarks.suite import mindspore, sessions, spill
@@ -51,6 +51,17 @@ def test_a_job_answers_in_order_and_says_why_it_could_not_or_why_it_ended(tmp_pa
         assert job.ask(what=3) == {"got": 3}
         with pytest.raises(Unfit, match="status 3: its last words"):
             job.ask(what="end")
+
+
+def test_a_program_run_once_answers_by_its_last_line_or_is_unfit_by_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import sys; print('noise'); print(sys.argv[1]); sys.exit(' '.join(sys.argv[2:]) or 0)"
+    (tmp_path / "once_job.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_once("once_job", '{"got": 7}') == {"got": 7}
+    with pytest.raises(Unfit, match=r"^its last words$"):
+        run_once("once_job", "{}", "first\nits last words")
 
 
 def test_jobs_at_once_take_as_long_as_the_slowest_and_in_turn_as_long_as_all() -> None:
@@ -106,7 +117,8 @@ def test_readings_are_counted_over_jobs_that_share_a_session_and_apart_from_it(t
 
     with new_session() as session:
         alone, first, again = train(None, True), train(session, True), train(session, True)
-    assert alone == first > 12
+    # Twelve for the cache, and those that decide what can be cached: how many is a matter of time.
+    assert min(alone, first) > 12
     assert again == 0
     assert train(None, False) == 24
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,8 @@ from rich.console import Console
 
 from benchmarks.__main__ import main
 from benchmarks.data import CROP, Samples, flip_and_crop, image_rows, ragged_samples
+from benchmarks.footprint import family, of_ranks, ready_to_stand, stand, summed_pss, unmapped_shared
 from benchmarks.harness import Comparison, Epochs, Outcome, Spread, Target, Unfit, batches, compare
-from benchmarks.memory_job import family, summed_pss, unmapped_shared
 from benchmarks.peers import bare_loop, limit
 from benchmarks.report import Report
 from benchmarks.suite.contest import ahead_of_all, lead
@@ -282,6 +284,23 @@ def test_shared_memory_counts_as_unmapped_until_somebody_maps_it() -> None:
             assert unmapped_shared([os.getpid()]) == before
     finally:
         os.close(fd)
+
+
+def _hold(size: int, fails: bool, barrier: Any) -> None:
+    with ready_to_stand(barrier):
+        held = b"x" * size
+        if fails:
+            raise SystemExit(0)  # even so: who does not stand is not measured
+        stand(barrier)
+        del held
+
+
+def test_ranks_are_measured_while_they_stand_and_not_at_all_if_one_does_not() -> None:
+    context = multiprocessing.get_context("fork")
+    less, more = (of_ranks(context, 2, _hold, size, False) for size in (1 << 10, 32 << 20))
+    assert 60 << 20 < more.pss - less.pss < 96 << 20
+    with pytest.raises(threading.BrokenBarrierError):
+        of_ranks(context, 2, _hold, 1 << 10, True)
 
 
 def test_the_command_measures_hotset_and_saves_json_and_a_plot(tmp_path: Path) -> None:

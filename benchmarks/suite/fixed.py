@@ -34,16 +34,8 @@ STOCACHING_2 = "stocaching, 2 workers"
 def warm(settings: Settings) -> Outcome:
     """Images in memory, batch 64: 0.9 of the limit, ahead of every peer, 8 times stocaching's workers."""
     rows, batch = image_rows(settings.images), 64
-    loaders: Loaders = {
-        LIMIT: lambda stack: peers.limit(rows, batch),
-        SHARED_LIMIT: lambda stack: peers.limit(peers.in_shared_memory(rows), batch),
-        HOTSET: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 2),
-        HOTSET_0: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 0),
-        RAM_0: lambda stack: peers.ram(stack, rows, batch, 0),
-        RAM_2: lambda stack: peers.ram(stack, rows, batch, 2),
-        RAM_BATCHED: lambda stack: peers.ram_batched(stack, rows, batch, 0),
-        STOCACHING_0: lambda stack: peers.stocaching(stack, rows, batch, 0),
-        STOCACHING_2: lambda stack: peers.stocaching(stack, rows, batch, 2),
+    loaders = {
+        **_loaders(rows, batch),
         "MONAI CacheDataset, 0 workers": lambda stack: peers.monai(stack, rows, batch, 0),
         "MONAI CacheDataset, ThreadDataLoader": lambda stack: peers.monai(stack, rows, batch, 0, thread=True),
         "MONAI CacheDataset, 2 workers": lambda stack: peers.monai(stack, rows, batch, 2),
@@ -147,23 +139,27 @@ def kilobytes(settings: Settings) -> Outcome:
 
 
 def _small(settings: Settings, title: str, rows: torch.Tensor, batch: int) -> Comparison:
-    loaders: Loaders = {
-        LIMIT: lambda stack: peers.limit(rows, batch),
-        SHARED_LIMIT: lambda stack: peers.limit(peers.in_shared_memory(rows), batch),
-        HOTSET: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 2),
-        HOTSET_0: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 0),
-        RAM_BATCHED: lambda stack: peers.ram_batched(stack, rows, batch, 0),
-        RAM_0: lambda stack: peers.ram(stack, rows, batch, 0),
-        RAM_2: lambda stack: peers.ram(stack, rows, batch, 2),
-        STOCACHING_0: lambda stack: peers.stocaching(stack, rows, batch, 0),
-        STOCACHING_2: lambda stack: peers.stocaching(stack, rows, batch, 2),
-    }
     return contest(
         settings,
         title,
         RowTruth(rows.numpy()),
-        loaders,
+        _loaders(rows, batch),
         LIMIT,
         subjects=(HOTSET, HOTSET_0),
         limits=(LIMIT, SHARED_LIMIT),
     )
+
+
+def _loaders(rows: torch.Tensor, batch: int) -> Loaders:
+    """Those that take rows of any shape."""
+    return {
+        LIMIT: lambda stack: peers.limit(rows, batch),
+        SHARED_LIMIT: lambda stack: peers.limit(peers.in_shared_memory(rows), batch),
+        HOTSET: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 2),
+        HOTSET_0: lambda stack: hotset_entries.warm(stack, Samples(rows), batch, 0),
+        RAM_0: lambda stack: peers.ram(stack, rows, batch, 0),
+        RAM_2: lambda stack: peers.ram(stack, rows, batch, 2),
+        RAM_BATCHED: lambda stack: peers.ram_batched(stack, rows, batch, 0),
+        STOCACHING_0: lambda stack: peers.stocaching(stack, rows, batch, 0),
+        STOCACHING_2: lambda stack: peers.stocaching(stack, rows, batch, 2),
+    }

@@ -8,13 +8,10 @@ the sums.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
-from benchmarks.harness import Outcome, Spread, Target, Unfit, compare
+from benchmarks.harness import Outcome, Spread, Target, compare
+from benchmarks.jobs import run_once
 from benchmarks.settings import Settings
 
 __all__ = ["memory"]
@@ -25,10 +22,11 @@ HOTSET = "4 processes x 2 workers, one hotset.cache"
 
 def memory(settings: Settings) -> Outcome:
     """At most 1.1x of the cached bytes beyond what the same processes take without the cache."""
+    count = str(settings.shared_images)
     answers: dict[str, list[dict[str, int]]] = {WITHOUT: [], HOTSET: []}
 
     def measure(name: str) -> float:
-        answers[name].append(_job("hotset" if name == HOTSET else "none", settings.shared_images))
+        answers[name].append(run_once("benchmarks.memory_job", "hotset" if name == HOTSET else "none", count))
         return answers[name][-1]["pss"] / 2**20
 
     found = compare(
@@ -55,18 +53,3 @@ def memory(settings: Settings) -> Outcome:
         f"counting memory that no process maps, as torch's batches in flight: {everything.median:.2f}x",
     ]
     return Outcome([found], [Target(text, beyond, 1.1, at_least=False)], notes)
-
-
-def _job(kind: str, count: int) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory_job", kind, str(count)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    if done.returncode != 0:
-        raise Unfit(done.stderr.strip().rpartition("\n")[2])
-    answer: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return answer

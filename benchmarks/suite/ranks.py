@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.footprint import of_tree
 from benchmarks.harness import Outcome, Spread, Target, Unfit, compare
-from benchmarks.memory_job import family, summed_pss, unmapped_shared
 from benchmarks.settings import Settings
 
 __all__ = ["ranks"]
@@ -92,8 +92,7 @@ def _job(kind: str, count: int) -> _Answer:
             )
             try:
                 _wait(torchrun, folder, "ready")
-                pids = family(torchrun.pid)
-                pss, unmapped = summed_pss(pids), unmapped_shared(pids)
+                taken = of_tree(torchrun.pid)
                 (folder / "go").touch()
                 _wait(torchrun, folder, "done")
                 torchrun.wait(_PATIENCE)
@@ -104,7 +103,7 @@ def _job(kind: str, count: int) -> _Answer:
                 torchrun.terminate()  # it ends its ranks
                 torchrun.wait()
         cached = int((folder / "done.0").read_text())
-        return _Answer(pss, unmapped, (folder / "reads").stat().st_size, cached)
+        return _Answer(*taken, (folder / "reads").stat().st_size, cached)
 
 
 def _wait(torchrun: subprocess.Popen[bytes], folder: Path, what: str) -> None:

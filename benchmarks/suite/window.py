@@ -12,9 +12,6 @@ the same computing in between, and what the process tree takes in memory (:mod:`
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,7 +25,8 @@ import torch
 
 from benchmarks import volumes
 from benchmarks.data import CROP, Generated, flip_and_crop
-from benchmarks.harness import Comparison, Measure, Outcome, Spread, Target, Unfit, compare
+from benchmarks.harness import Comparison, Measure, Outcome, Spread, Target, compare
+from benchmarks.jobs import run_once
 from benchmarks.peers import Epoch, closing
 from benchmarks.settings import Settings
 from benchmarks.suite.contest import guarded, lead
@@ -269,16 +267,6 @@ def _memory(settings: Settings) -> Outcome:
 
 
 def _job(settings: Settings, kind: str, ranks: int) -> float:
-    words = [kind, str(ranks), str(settings.volumes), str(settings.volume_side)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.window_job", *words],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    if done.returncode != 0:
-        raise Unfit(done.stderr.strip().rpartition("\n")[2])
-    answer: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return (answer["pss"] + answer["unmapped"]) / 2**20
+    sizes = (str(ranks), str(settings.volumes), str(settings.volume_side))
+    answer = run_once("benchmarks.window_job", kind, *sizes)
+    return float(answer["pss"] + answer["unmapped"]) / 2**20
