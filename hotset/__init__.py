@@ -39,6 +39,10 @@ if TYPE_CHECKING:
         UnsupportedPlatform,
     )
     from hotset.store.codecs import register_codec
+    from hotset.train.callbacks import Callback, EarlyStopping, LossMonitor, TimeMonitor
+    from hotset.train.metrics import Accuracy, Loss
+    from hotset.train.model import Model
+    from hotset.train.saving import ModelCheckpoint
 
 __version__ = "0.1.0"
 
@@ -56,6 +60,10 @@ _HOMES = {
     "nondeterministic": "hotset.determinism.declare",
     "register_codec": "hotset.store.codecs",
     "split": "hotset.determinism.split",
+    "Model": "hotset.train.model",
+    "ModelCheckpoint": "hotset.train.saving",
+    **dict.fromkeys(["Accuracy", "Loss"], "hotset.train.metrics"),
+    **dict.fromkeys(["Callback", "EarlyStopping", "LossMonitor", "TimeMonitor"], "hotset.train.callbacks"),
     **dict.fromkeys(
         [
             "ArgumentError",
@@ -74,13 +82,20 @@ _HOMES = {
 }
 
 __all__ = [
+    "Accuracy",
     "ArgumentError",
     "CachedDataset",
+    "Callback",
     "DataLoader",
     "DeviceQueue",
+    "EarlyStopping",
     "FolderError",
     "HotsetError",
     "HotsetWarning",
+    "Loss",
+    "LossMonitor",
+    "Model",
+    "ModelCheckpoint",
     "NotCacheable",
     "QuantityError",
     "SegmentError",
@@ -88,6 +103,7 @@ __all__ = [
     "SharedCache",
     "Sink",
     "StateError",
+    "TimeMonitor",
     "UnsupportedPlatform",
     "Window",
     "cache",

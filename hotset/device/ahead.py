@@ -40,7 +40,7 @@ class Ahead:
         # SimpleQueue.put may be called by a destructor that runs inside another put; Queue's may not.
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._end: _End | None = None
+        self._over = False
         for _ in range(depth):
             self._asked.put(True)
         start_thread("hotset-ahead", _read, iterable, self._asked, self._made)
@@ -54,16 +54,17 @@ class Ahead:
         return self
 
     def __next__(self) -> Any:
-        if self._end is not None:
+        if self._over:
             raise StopIteration
         item = self._made.get()
-        if isinstance(item, _End):
-            self._end = item
-            if item.error is not None:
-                raise item.error
-            raise StopIteration
-        self._asked.put(True)
-        return item
+        if not isinstance(item, _End):
+            self._asked.put(True)
+            return item
+        self._over = True
+        try:
+            raise item.error or StopIteration
+        finally:
+            del item  # its traceback holds this frame, and who reads waits for no garbage collector
 
     def stop(self) -> None:
         """Have the thread end, after the item that it is reading."""
@@ -74,7 +75,7 @@ class Ahead:
 
 
 def _read(iterable: Iterable[Any], asked: queue.SimpleQueue[bool], made: queue.SimpleQueue[Any]) -> None:
-    end = _End(None)
+    ended: BaseException | None = None
     iterator: Iterator[Any] | None = None
     try:
         iterator = iter(iterable)
@@ -83,10 +84,13 @@ def _read(iterable: Iterable[Any], asked: queue.SimpleQueue[bool], made: queue.S
     except StopIteration:
         pass
     except BaseException as error:
-        end = _End(error)
-    finally:
+        ended = error
+    try:
         # A generator's `finally` runs here and now, not when somebody collects it.
         close = getattr(iterator, "close", None)
         if close is not None and iterator is not iterable:
             close()
-        made.put(end)
+    except BaseException as error:
+        ended = ended or error
+    made.put(_End(ended))
+    del ended  # its traceback holds this frame

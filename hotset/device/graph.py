@@ -8,8 +8,8 @@ training like any others, on the stream that the capture will use. The capture i
 records them, on tensors at fixed places (the *bank*), into which each later batch is copied.
 
 What runs Python at each step cannot be captured faithfully, and is looked for: the host's state of
-optimizers and schedulers must be after the capture what it was before (:mod:`hotset.device.hyper`). It is put
-back in any case, as nothing of that step has happened.
+optimizers, schedulers and random number generators must be after the capture what it was before
+(:mod:`hotset.device.hyper`). It is put back in any case, as nothing of that step has happened.
 
 With ranks that train together all capture, or none does: a rank that replays a collective waits for the
 others to replay it too.
@@ -28,7 +28,7 @@ from hotset.device.hyper import HostState
 from hotset.device.trees import Signature, difference, map_tensors, others, signature_of, tensors_of
 from hotset.told import tell
 
-__all__ = ["CudaGraphs", "Graphs", "NotCaptured", "Step"]
+__all__ = ["CudaGraphs", "Graphs", "NotCaptured", "Step", "graphs_on"]
 
 # DistributedDataParallel rebuilds its buckets and counts on eleven eager steps before a capture.
 _WARM_UP, _WARM_UP_RANKS = 3, 11
@@ -66,16 +66,34 @@ class CudaGraphs:
     def side(self) -> Iterator[None]:
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            yield
-        outer.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
 
     def capture(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self._device.index]
+        draws = generator.clone_state()
+        failed: Exception | None = None
         # The outer context gives the stream back where a capture that fails would keep it.
         capturing = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-        with self.side(), capturing:
-            out = fn()
+        try:
+            with self.side(), capturing:
+                try:
+                    out = fn()
+                except Exception as error:
+                    failed = error
+                    raise
+        except Exception as error:
+            # A capture that is broken off ends in an error that says no more than that, and leaves the
+            # generator waiting for an end that does not come: dropout would raise from now on.
+            generator.graphsafe_set_state(draws)
+            try:
+                raise failed or error from None
+            finally:
+                failed = None  # its traceback holds this frame, which holds the graph's memory
         return graph.replay, out
 
     def agree(self, good: bool) -> bool:
@@ -84,6 +102,11 @@ class CudaGraphs:
         vote = torch.tensor(int(good), device=self._device if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(vote, dist.ReduceOp.MIN)
         return bool(vote.item())
+
+
+def graphs_on(device: torch.device) -> Graphs | None:
+    """What captures on a device; None if nothing does."""
+    return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class Step:
@@ -100,9 +123,10 @@ class Step:
 
     def __init__(self, run: Callable[[Any], Any], fn: Callable[..., Any], graphs: Graphs | None) -> None:
         self._run = run
+        self._fn = fn
         self._graphs = graphs
-        self._host = HostState(fn if graphs is not None else _nothing)
-        self._left = _WARM_UP_RANKS if dist.is_available() and dist.is_initialized() else _WARM_UP
+        self._host: HostState | None = None
+        self._left = _warm_up()
         self._usual: tuple[Signature, ...] | None = None
         self._replay: Callable[[], None] | None = None
         self._bank: list[torch.Tensor] = []
@@ -110,7 +134,6 @@ class Step:
         self._settings: list[Any] = []
         self._said = False
         self.why: str | None = None
-        self._host.make_capturable()
 
     @property
     def captured(self) -> bool:
@@ -118,17 +141,34 @@ class Step:
         return self._replay is not None
 
     def begin(self) -> None:
-        """Begin a call: a setting that was changed since the last one is captured anew."""
-        if self._replay is not None and self._host.settings() != self._settings:
-            self._replay = None
+        """Begin a call: where a setting was changed since the last one, the step is captured anew.
+
+        After one eager step, which makes what the optimizer lacks (the momentum of parameters that were
+        frozen). So a setting that is changed before every single step costs no captures.
+
+        Optimizers are looked for at the first call, not before: a sink may be made earlier than they. They
+        are made capturable at every call, as ``load_state_dict`` undoes it.
+        """
+        if self._graphs is None:
+            return
+        if self._host is None:
+            self._host = HostState(self._fn)
+        self._host.make_capturable()
+        settings = self._host.settings()
+        if settings != self._settings:
+            self._replay, self._left = None, max(self._left, 1)
+            self._settings = settings
 
     def __call__(self, batch: Any) -> Any:
-        """One step. The result may be overwritten by the next one."""
+        """One step, of a call that was begun. The result may be overwritten by the next one."""
         if self._graphs is None or self.why is not None:
             return self._run(batch)
         signature = signature_of(batch)
         if self._usual is None:
             self._usual = signature
+        elif self._left == _warm_up() - 1 and _is_shorter(self._usual, signature):
+            # The first batch was the last one of a pass: a sink goes on there from a state.
+            self._usual, self._left = signature, _warm_up()
         if signature != self._usual:
             self._say_once(batch)
             return self._run(batch)
@@ -158,24 +198,24 @@ class Step:
     def _capture(self, batch: Any) -> bool:
         """Capture the step on a bank like this batch; False, with :attr:`why`, if it cannot be."""
         assert self._graphs is not None
-        put_back = self._host.save()
+        assert self._host is not None
+        saved = self._host.save()
         why: str | None = None
         try:
             self._check(batch)
-            counts, settings = self._host.counts(), self._host.settings()
             bank = map_tensors(torch.Tensor.clone, batch)
+            settings = self._host.settings()
             self._replay, self._out = self._graphs.capture(lambda: self._run(bank))
             self._bank, self._settings = tensors_of(bank), settings
-            if (self._host.counts(), self._host.settings()) != (counts, settings):
-                why = "it changes what its optimizer or scheduler keeps on the host, which a graph would not"
-        except NotCaptured as error:
-            why = str(error)
-        except (RuntimeError, AssertionError) as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        put_back()
+            why = saved.changes()
+        except Exception as error:  # what is the user's own is raised again by the eager step
+            why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        finally:
+            saved.put_back()
         if not self._graphs.agree(why is None):
             self.why = why or "another rank could not capture it"
             self._replay, self._out, self._bank = None, None, []
+            saved.put_back_gradients()
         return self.why is None
 
     def _check(self, batch: Any) -> None:
@@ -183,6 +223,7 @@ class Step:
         Raises:
             NotCaptured: a graph of this step would not do what the step does.
         """
+        assert self._host is not None
         if self._host.scales:
             raise NotCaptured(
                 "its GradScaler asks the device after each step; train in bfloat16, which needs none"
@@ -196,5 +237,17 @@ class Step:
             )
 
 
-def _nothing() -> None:
-    """Stands for a step that is not going to be captured: nothing is within its reach."""
+def _warm_up() -> int:
+    return _WARM_UP_RANKS if dist.is_available() and dist.is_initialized() else _WARM_UP
+
+
+def _is_shorter(one: tuple[Signature, ...], other: tuple[Signature, ...]) -> bool:
+    """Whether a batch is as another, with fewer samples."""
+    return (
+        one != other
+        and len(one) == len(other)
+        and all(
+            (a.place, a.dtype, a.shape[1:]) == (b.place, b.dtype, b.shape[1:]) and a.shape[:1] <= b.shape[:1]
+            for a, b in zip(one, other, strict=True)
+        )
+    )

@@ -18,6 +18,7 @@ run on a stream of their own, beside the step:
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any, NamedTuple, Protocol
 
@@ -91,10 +92,13 @@ class StreamLane:
     def send(self, batch: Any) -> _Sent:
         host: list[torch.Tensor] = []
         with self._api.stream(self._stream):
-            moved = map_tensors(lambda tensor: self._copy(tensor, host), batch)
-            event = self._stream.record_event()
+            try:
+                moved = map_tensors(lambda tensor: self._copy(tensor, host), batch)
+            finally:
+                # Where one of the copies cannot be made, those before it are under way all the same.
+                event = self._stream.record_event()
+                self._held.append((event, host))
         self._let_go()
-        self._held.append((event, host))
         return _Sent(moved, event)
 
     def _copy(self, tensor: torch.Tensor, host: list[torch.Tensor]) -> torch.Tensor:
@@ -124,6 +128,10 @@ class StreamLane:
             event, _ = self._held[0]
             event.synchronize()
             self._held.popleft()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # what fails here, has failed where the copy was made
+            self.close()
 
 
 def resolve_device(device: Any) -> torch.device:

@@ -4,10 +4,10 @@
               in the consumer's thread       depth
 
 Batches are drawn from a DataLoader in the consumer's thread, where torch would draw them (it works ahead in
-workers and threads of its own); from any other iterable in a thread of ours (:mod:`hotset.device.ahead`). To
-a GPU they are sent up to ``depth`` batches ahead (:mod:`hotset.device.lanes`). On the CPU nothing is sent,
-and a DataLoader's batch is drawn when it is asked for: the draws of model and data come in the order in which
-a plain loop makes them.
+workers and threads of its own), and so from whatever has a state to go on from; from any other iterable in a
+thread of ours (:mod:`hotset.device.ahead`). To a GPU they are sent up to ``depth`` batches ahead
+(:mod:`hotset.device.lanes`). On the CPU nothing is sent, and a DataLoader's batch is drawn when it is asked
+for: the draws of model and data come in the order in which a plain loop makes them.
 
 A pass does not reach into the next one: what a sampler draws at its beginning comes after the last step of
 the pass before.
@@ -48,7 +48,7 @@ class QueueStats(NamedTuple):
 
     Attributes:
         batches: handed over.
-        bytes: of their tensors.
+        bytes: of their dense tensors.
         waited: seconds that the consumer waited for the loader.
         resident: samples that are kept on the device.
     """
@@ -112,13 +112,11 @@ class DeviceQueue(Generic[T]):
             self._residents = Residents(self.resident, self.device)
         self._lane: Lane | None = None
         self._pass: _Pass | None = None
-        self._said = False
-        self._batches = self._bytes = 0
-        self._waited = 0.0
+        self._state: dict[str, Any] | None = None
+        self._tally = _Tally(self.device)
 
     def __iter__(self) -> Iterator[T]:
-        if self._pass is not None:
-            self._pass.close()
+        self._end_pass()
         if self._lane is None:
             self._lane = lane_to(self.device)
         self._pass = _Pass(self, self._lane)
@@ -135,7 +133,7 @@ class DeviceQueue(Generic[T]):
     def stats(self) -> QueueStats:
         """What it has done so far."""
         kept = self._residents.count if self._residents is not None else 0
-        return QueueStats(self._batches, self._bytes, self._waited, kept)
+        return QueueStats(self._tally.batches, self._tally.bytes, self._tally.waited, kept)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state after the last batch that was handed over: those sent ahead are sent again.
@@ -148,9 +146,8 @@ class DeviceQueue(Generic[T]):
                 f"a {type(self.loader).__module__}.{type(self.loader).__name__} cannot say where it stands; "
                 "hotset.DataLoader can, with the same arguments, over a data set without a cache too."
             )
-        if self._pass is not None and self._pass.state is not None:
-            return self._pass.state
-        state: dict[str, Any] = self.loader.state_dict()
+        ahead = self._pass.state if self._pass is not None else self._state
+        state: dict[str, Any] = self.loader.state_dict() if ahead is None else ahead
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,17 +162,26 @@ class DeviceQueue(Generic[T]):
             )
         self.close()
         self.loader.load_state_dict(state)
+        self._state = None
 
     def close(self) -> None:
         """End the pass under way, and let go of what is on the device. It can be iterated over again."""
-        if self._pass is not None:
-            self._pass.close()
-            self._pass = None
+        self._end_pass()
         if self._lane is not None:
             self._lane.close()
             self._lane = None
         if self._residents is not None:
             self._residents.clear()
+
+    def _end_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.close()
+            self._state = self._pass.state
+            self._pass = None
+
+    def count(self, batch: Any) -> None:
+        """Count a batch that is handed over in another way than by a pass."""
+        self._tally.count(batch)
 
     def __enter__(self) -> DeviceQueue[T]:
         return self
@@ -183,14 +189,22 @@ class DeviceQueue(Generic[T]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- for the pass --------------------------------------------------------------------------------
+
+class _Tally:
+    """What a queue counts, of all its passes. They hold this instead of the queue, which holds the last one:
+    in a cycle workers and threads would live until the garbage collector comes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.batches = self.bytes = 0
+        self.waited = 0.0
+        self._said = device.type == "cpu"  # where nothing is brought anywhere
 
     def count(self, batch: Any) -> None:
         """Count a batch that is handed over; say once what of it stays on the host."""
-        tensors = tensors_of(batch)
-        self._batches += 1
-        self._bytes += sum(tensor.nbytes for tensor in tensors)
-        if self._said or self.device.type == "cpu":
+        self.batches += 1
+        self.bytes += sum(one.nbytes for one in tensors_of(batch) if one.layout is torch.strided)
+        if self._said:
             return
         self._said = True
         left = others(batch)
@@ -202,14 +216,13 @@ class DeviceQueue(Generic[T]):
                 + "; only tensors are copied to the device."
             )
 
-    def count_waiting(self, seconds: float) -> None:
-        """Count time for which the consumer waited for the loader."""
-        self._waited += seconds
 
-    @property
-    def residents(self) -> Residents | None:
-        """The samples that are kept on the device; None if none are to be."""
-        return self._residents
+class _Drawn(NamedTuple):
+    """A batch that was sent, or the error that came in its place; and the loader's state before it."""
+
+    sent: Any
+    error: Exception | None
+    state: dict[str, Any] | None
 
 
 class _Pass:
@@ -222,17 +235,18 @@ class _Pass:
     """
 
     def __init__(self, queue: DeviceQueue[Any], lane: Lane) -> None:
-        loader = queue.loader
-        self._queue = queue
+        self._queue = weakref.ref(queue)
+        self._tally = queue._tally
         self._lane = lane
-        self._loader = loader
-        self._closed = self._over = False
-        self._ended: Exception | None = None
-        self._sent: deque[tuple[Any, dict[str, Any] | None]] = deque()
-        self._took: deque[float] = deque(maxlen=_LAST_FETCHES)
-        self.state: dict[str, Any] | None = None
+        self._loader: Any = queue.loader
+        self._depth = queue.depth
+        self._kept = queue._residents
+        self._starving = _Starving(queue)
+        self._closed = self._over = self._stuck = False
+        self._drawn: deque[_Drawn] = deque()
+        self.state = queue._state
         self._ahead = queue.depth if lane.ahead else 0
-        self._snapshot = loader.state_dict if self._ahead and hasattr(loader, "state_dict") else None
+        self._stateful = hasattr(self._loader, "state_dict")
         self._source: Iterator[Any] | None = None
         self._residents: Serving | None = None
         self._watch: Watch | None = None
@@ -240,20 +254,21 @@ class _Pass:
     def _begin(self) -> Iterator[Any]:
         """What gives the batches, begun now if it has not been."""
         if self._source is None:
-            queue, loader = self._queue, self._loader
+            loader = self._loader
             self._claim(loader)
-            own = isinstance(loader, DataLoader) or queue.depth == 0
-            self._source = iter(loader) if own else Ahead(loader, queue.depth)
-            self._residents = queue.residents.serve(self._source) if queue.residents is not None else None
+            # What says where it stands would speak of what a thread has read, not of what was handed over.
+            own = isinstance(loader, DataLoader) or self._stateful or self._depth == 0
+            self._source = iter(loader) if own else Ahead(loader, self._depth)
+            self._residents = self._kept.serve(self._source) if self._kept is not None else None
             # After the loader's workers were forked: threads are better begun then.
-            self._watch = Watch(queue.timeout, _Starving(self._took, queue))
+            self._watch = Watch(self._starving.timeout, self._starving)
         return self._residents if self._residents is not None else self._source
 
     def _claim(self, loader: Any) -> None:
         try:
             found = _readers.get(loader)
             reader = found() if found is not None else None
-            if reader is not None and reader._queue is not self._queue and reader.reads:
+            if reader is not None and reader.reads and reader._queue() is not self._queue():
                 raise ArgumentError(
                     f"this {type(loader).__name__} is being read by another queue or sink, and each would "
                     "get a part of its batches; make a loader for each, or close() the other."
@@ -278,44 +293,53 @@ class _Pass:
             )
         if self._over:
             raise StopIteration
-        while self._ended is None and len(self._sent) <= self._ahead:
-            self._send_one()
-        if not self._sent:
-            error, self._ended = self._ended, None
+        while not self._stuck and len(self._drawn) <= self._ahead:
+            self._draw_one()
+        sent, error, _ = self._drawn.popleft()
+        self.state = self._drawn[0].state if self._drawn else None
+        if error is not None:
+            self._stuck = False
             if isinstance(error, StopIteration):
                 self._over = True
                 self._stop_watch()
-            assert error is not None
-            raise error
-        sent, _ = self._sent.popleft()
-        self.state = self._sent[0][1] if self._sent else None
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and workers end when the frame does
         batch = self._lane.receive(sent)
-        self._queue.count(batch)
+        self._tally.count(batch)
         return batch
 
-    def _send_one(self) -> None:
+    def _draw_one(self) -> None:
         """Draw a batch and send it; what is raised is kept until its turn comes."""
         source = self._begin()
         assert self._watch is not None
-        state = self._snapshot() if self._snapshot is not None else None
+        state = self._loader.state_dict() if self._ahead and self._stateful else None
+        self._starving.sent = len(self._drawn)
         begun = time.perf_counter()
         try:
-            with self._watch:
-                batch = next(source)
+            try:
+                with self._watch:
+                    batch = next(source)
+            finally:
+                took = time.perf_counter() - begun
+                self._starving.took.append(took)
+                self._tally.waited += took
+            self._drawn.append(_Drawn(self._lane.send(batch), None, state))
         except Exception as error:  # StopIteration, or whatever the user's code raises
-            self._ended = error
-            return
-        finally:
-            self._took.append(time.perf_counter() - begun)
-            self._queue.count_waiting(self._took[-1])
-        self._sent.append((self._lane.send(batch), state))
+            self._stuck = True
+            # Without this frame, which holds what holds the error: in a cycle workers would live on.
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            self._drawn.append(_Drawn(None, error, state))
 
     def close(self) -> None:
         self._closed = True
         self._stop_watch()
-        self._sent.clear()
+        self._drawn.clear()
         if isinstance(self._source, Ahead):
             self._source.stop()
+        # Workers end with their iterator, and the consumer may hold this pass for long.
+        self._source, self._residents = None, None
 
     def _stop_watch(self) -> None:
         if self._watch is not None:
@@ -323,31 +347,38 @@ class _Pass:
 
     @property
     def serving(self) -> Serving | None:
-        """The resident samples; None if there are none."""
-        self._begin()
+        """The resident samples; None if there are none, or if the pass was ended."""
+        if not self._closed:
+            self._begin()
         return self._residents
 
 
 class _Starving:
-    """What to say of a consumer that waits. It holds nothing of the pass: the watch would keep it alive."""
+    """What to say of a consumer that waits. It holds nothing of the pass: the watch would keep it alive.
 
-    def __init__(self, took: deque[float], queue: DeviceQueue[Any]) -> None:
-        self._took = took
+    Attributes:
+        timeout: seconds of patience.
+        took: seconds, of the last fetches.
+        sent: batches that were on their way when the waiting began.
+    """
+
+    def __init__(self, queue: DeviceQueue[Any]) -> None:
+        self.took: deque[float] = deque(maxlen=_LAST_FETCHES)
+        self.sent = 0
+        self._depth = queue.depth
         self._kind = type(queue.loader).__name__
-        self._timeout = queue.timeout
+        self.timeout = queue.timeout
         self._workers = getattr(queue.loader, "num_workers", None)
 
     def __call__(self, seconds: float) -> str:
-        took = ", ".join(f"{one:.3g}" for one in self._took) or "none yet"
-        knob = (
-            f"num_workers={self._workers}: raise it, or cache the data set (hotset.cache)"
-            if self._workers is not None
-            else "make it faster, or cache its data set (hotset.cache)"
-        )
+        took = ", ".join(f"{one:.3g}" for one in list(self.took))  # the consumer appends
+        last = f" The last fetches took {took} s." if took else ""
+        left = f"{self.sent} of depth={self._depth} batches are" if self.sent else "nothing is"
+        knob = f"Raise num_workers={self._workers}" if self._workers is not None else "Make it faster"
         return (
-            f"the step has waited {seconds:.0f} s for a batch: its {self._kind} gives none, and nothing was "
-            f"left in the queue. The last fetches took {took} s. {knob}; if this is as it should be, raise "
-            f"timeout={self._timeout:g} of the DeviceQueue."
+            f"the step has waited {seconds:.0f} s for a batch: its {self._kind} gives none, and {left} left "
+            f"in the queue.{last} {knob}, or cache the data set (hotset.cache); if this is as it should be, "
+            f"raise timeout={self.timeout:g} of the DeviceQueue."
         )
 
 
@@ -356,6 +387,7 @@ def _device(device: Any) -> torch.device:
         found = resolve_device(device)
         if found.type != "cpu":
             torch.empty(0, device=found)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ArgumentError(f"device={device!r} is not there: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ArgumentError(f"device={device!r} is not there: {why}") from error
     return found

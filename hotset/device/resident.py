@@ -30,6 +30,8 @@ __all__ = ["Residents", "Selecting", "Serving", "parse_resident"]
 Ids = npt.NDArray[np.int64]
 
 _FILLED_AT_ONCE = 64 << 20
+# Rows are moved as integers: not every dtype can be selected and put by index everywhere.
+_MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Selecting(Protocol):
@@ -103,12 +105,18 @@ class Residents:
         if names is None or not len(names):
             return None
         edition = source.edition()
-        if self._names is None or edition != self._edition or not np.array_equal(names, self._names):
+        if edition is None:
+            return None
+        if self._names is None or not self.are_of(edition) or not np.array_equal(names, self._names):
             self.clear()
             if not self._fill(source, names):
                 return None
             self._edition = edition
         return Serving(self, source)
+
+    def are_of(self, edition: Any) -> bool:
+        """Whether the samples are those of this edition of the cache."""
+        return edition is not None and edition == self._edition
 
     @property
     def complete(self) -> bool:
@@ -164,7 +172,7 @@ class Residents:
 
     def select(self, rows: torch.Tensor) -> Any:
         """The batch of these rows (int64, on the device); can be captured in a graph."""
-        picked = iter([column.index_select(0, rows) for column in self.columns])
+        picked = iter([_moved(c).index_select(0, rows).view(c.dtype) for c in self.columns])
         return map_tensors(lambda _: next(picked), self.example)
 
     def mixed(self, rows: Ids, absent: Any) -> Any:
@@ -175,8 +183,9 @@ class Residents:
         columns = []
         for column, brought in zip(self.columns, tensors_of(absent), strict=True):
             made = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, device=self._device)
-            made.index_copy_(0, at_there, column.index_select(0, picked))
-            made.index_copy_(0, at_missing, brought.to(self._device, non_blocking=True))
+            arrived = brought.to(self._device, non_blocking=True)
+            _moved(made).index_copy_(0, at_there, _moved(column).index_select(0, picked))
+            _moved(made).index_copy_(0, at_missing, _moved(arrived))
             columns.append(made)
         made_of = iter(columns)
         return map_tensors(lambda _: next(made_of), self.example)
@@ -213,7 +222,7 @@ class Serving:
         return self
 
     def __next__(self) -> Any:
-        ids = self._source.select()
+        ids = self._next()
         if ids is None:
             return self._source.build()
         rows = self.residents.rows(ids)
@@ -225,6 +234,11 @@ class Serving:
             return self._source.build()
         return self.residents.mixed(rows, absent)
 
+    def _next(self) -> Ids | None:
+        """The next batch's samples; None if they cannot be named, or are other ones since the pass began."""
+        ids = self._source.select()
+        return ids if self.residents.are_of(self._source.edition()) else None
+
     def upload(self, rows: Ids) -> torch.Tensor:
         """Row numbers on the device."""
         return self.residents.upload(rows)
@@ -235,7 +249,7 @@ class Serving:
         Raises:
             StopIteration: there is none.
         """
-        ids = self._source.select()
+        ids = self._next()
         if ids is None:
             return None
         rows = self.residents.rows(ids)
@@ -246,5 +260,5 @@ class Serving:
         return self._source.build()
 
 
-def _column(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, *tensor.shape[1:]
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_MOVED_AS.get(tensor.element_size(), tensor.dtype))

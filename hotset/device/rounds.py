@@ -48,8 +48,10 @@ class Rounds:
         self._pass: Iterator[Any] | None = None
         self._passes = 0
         self._taken = 0
-        self._empty = True  # whether the pass has given nothing so far
-        self._rows: deque[tuple[Any, Any, Serving]] = deque()
+        self._empty = True  # whether the pass has given nothing so far, not even an exception
+        self._dealt: Any = None  # the epoch of what deals or shuffles, as the pass began
+        self._ready: deque[tuple[Drawn, Any]] = deque()  # each with the loader's state before it
+        self._ended: Exception | None = None  # what ended these early
 
     @property
     def length(self) -> int | None:
@@ -79,59 +81,74 @@ class Rounds:
             ArgumentError: the loader gives nothing at all.
             Exception: what the loader raises.
         """
-        while True:
-            if not self._rows:
-                drawn = self._draw_one(wanted)
-                if drawn is None:
-                    continue
-            else:
-                rows, _, serving = self._rows.popleft()
-                drawn = Drawn(rows, serving)
-            self._taken += 1
-            return drawn
+        while not self._ready:
+            if not self._draw_more(wanted):
+                self._end_pass()
+        drawn, _ = self._ready.popleft()
+        self._taken += 1
+        if drawn.serving is not None:
+            self.queue.count(drawn.batch)
+        return drawn
 
-    def _draw_one(self, wanted: int) -> Drawn | None:
-        """A batch; None if a pass ended, or if rows were drawn instead."""
-        if self._pass is None:
-            if self._passes:
-                _tell_next_epoch(self.queue.loader)
-            self._pass = iter(self.queue)
-        serving = self._pass.serving  # type: ignore[attr-defined]
+    def _draw_more(self, wanted: int) -> bool:
+        """Have something ready; False if the pass is over."""
         try:
+            if self._ended is not None:
+                error, self._ended = self._ended, None
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback holds this frame: together they would hold the workers
+            if self._pass is None:
+                self._begin_pass()
+            assert self._pass is not None
+            serving = self._pass.serving  # type: ignore[attr-defined]
             if serving is not None and serving.complete:
-                return self._draw_rows(serving, wanted)
-            batch = next(self._pass)
+                self._draw_rows(serving, wanted)
+            else:
+                self._ready.append((Drawn(next(self._pass)), None))
         except StopIteration:
-            self._end_pass()
-            return None
-        self._empty = False
-        return Drawn(batch)
+            return False
+        except Exception:
+            self._empty = False
+            raise
+        self._empty = self._empty and not self._ready
+        return True
 
-    def _draw_rows(self, serving: Serving, wanted: int) -> Drawn | None:
-        drawn: list[Any] = []
-        states: list[Any] = []
-        batch: Any = None
+    def _draw_rows(self, serving: Serving, wanted: int) -> None:
+        """Rows for all that a call wants of this pass, in one upload."""
+        found: list[tuple[Any, Any]] = []
+        rest: list[tuple[Drawn, Any]] = []
         loader = self.queue.loader
-        while len(drawn) < wanted:
+        while len(found) < wanted and not rest:
             state = loader.state_dict() if hasattr(loader, "state_dict") else None
             try:
                 rows = serving.rows()
-            except StopIteration:
-                if drawn:
-                    break  # found again by the next draw
-                raise
-            if rows is None:
-                batch = serving.build()
+                if rows is None:
+                    rest.append((Drawn(serving.build()), state))
+                else:
+                    found.append((rows, state))
+            except Exception as error:
+                self._ended = error
                 break
-            drawn.append(rows)
-            states.append(state)
-        self._empty = False
-        if drawn:
-            lengths = [len(rows) for rows in drawn]
-            together = serving.upload(np.concatenate(drawn))
-            parts = torch.split(together, lengths)
-            self._rows.extend((part, state, serving) for part, state in zip(parts, states, strict=True))
-        return Drawn(batch) if batch is not None else None
+        if found:
+            together = serving.upload(np.concatenate([rows for rows, _ in found]))
+            parts = torch.split(together, [len(rows) for rows, _ in found])
+            for part, (_, state) in zip(parts, found, strict=True):
+                self._ready.append((Drawn(part, serving), state))
+        self._ready += rest
+
+    def _begin_pass(self) -> None:
+        dealer = _dealer(self.queue.loader)
+        # A pass that is taken up from a state was told of its epoch when it began.
+        if self._passes and not self._taken and dealer is not None:
+            epoch = getattr(dealer, "epoch", None)
+            if epoch is None:
+                dealer.set_epoch(self._passes)
+            elif epoch == self._dealt or self._dealt is None:  # else the user has told it
+                dealer.set_epoch(epoch + 1)
+        self._pass = iter(self.queue)
+        self._dealt = getattr(dealer, "epoch", None)
 
     def _end_pass(self) -> None:
         self._pass = None
@@ -151,7 +168,7 @@ class Rounds:
         Raises:
             StateError: the loader cannot say where it stands.
         """
-        ahead = self._rows[0][1] if self._rows else None
+        ahead = self._ready[0][1] if self._ready else None
         loader = ahead if ahead is not None else self.queue.state_dict()
         return {"passes": self._passes, "taken": self._taken, "loader": loader}
 
@@ -169,17 +186,19 @@ class Rounds:
         self.queue.load_state_dict(loader)
         self._passes, self._taken = passes, taken
         self._empty = taken == 0
+        self._dealt = None
 
     def close(self) -> None:
         """End the pass under way."""
-        self._pass = None
-        self._rows.clear()
+        self._passes = self.epoch
+        self._pass, self._ended = None, None
+        self._taken, self._empty = 0, True
+        self._ready.clear()
         self.queue.close()
 
 
-def _tell_next_epoch(loader: Any) -> None:
-    for thing in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        set_epoch = getattr(thing, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(int(getattr(thing, "epoch", 0)) + 1)
-            return
+def _dealer(loader: Any) -> Any:
+    """What is told of epochs; None if nothing is."""
+    batches = getattr(loader, "batch_sampler", None)
+    places = (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    return next((one for one in places if hasattr(one, "set_epoch")), None)

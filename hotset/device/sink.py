@@ -12,17 +12,18 @@ the same steps, in the same order, with the same draws.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 
-from hotset.device.graph import CudaGraphs, Graphs, Step
+from hotset.device.graph import Step, graphs_on
 from hotset.device.queue import DeviceQueue
 from hotset.device.resident import Serving
 from hotset.device.rounds import Drawn, Rounds
 from hotset.device.trees import call, difference, map_tensors, signature_of
-from hotset.errors import ArgumentError
+from hotset.errors import ArgumentError, StateError
 from hotset.policy.sinking import SizeSearch
 from hotset.told import tell
 
@@ -111,7 +112,7 @@ class Sink:
     ) -> None:
         if not callable(fn):
             raise ArgumentError(f"{fn!r} cannot be called; give the function of one training step.")
-        if graph not in (True, False, "auto"):
+        if not isinstance(graph, bool) and graph != "auto":
             raise ArgumentError(f'graph={graph!r} is none of "auto", True and False.')
         if outputs not in ("last", "all"):
             raise ArgumentError(f'outputs={outputs!r} is neither "last" nor "all".')
@@ -127,10 +128,10 @@ class Sink:
         if self._expected == ():
             raise ArgumentError("input_signature holds no tensor; give one for each tensor of a batch.")
         self._rounds = Rounds(self.queue)
-        cuda = self.queue.device.type == "cuda"
-        self._graphs: Graphs | None = CudaGraphs(self.queue.device) if cuda and graph is not False else None
-        self._step = Step(lambda batch: call(fn, batch), fn, self._graphs)
-        self._resident: tuple[Any, Step] | None = None
+        self._graphs = graphs_on(self.queue.device) if graph is not False else None
+        self._step = self._current = Step(lambda batch: call(fn, batch), fn, self._graphs)
+        # By a weak reference: samples that were let go of must not take the device's memory for longer.
+        self._resident: tuple[weakref.ref[torch.Tensor], Step] | None = None
         self._told = False
 
     # ---- what it is ----------------------------------------------------------------------------------
@@ -163,9 +164,9 @@ class Sink:
     @property
     def why(self) -> str | None:
         """Why they are not; None if they are, or may be after the first few."""
-        if self.device.type != "cuda":
-            return f"there are no graphs on {self.device.type}"
-        return "graph=False" if self._graphs is None else self._current.why
+        if self._graphs is None:
+            return "graph=False" if self._graph is False else f"there are no graphs on {self.device.type}"
+        return self._current.why
 
     # ---- steps ---------------------------------------------------------------------------------------
 
@@ -186,52 +187,50 @@ class Sink:
         result: Any = None
         for left in range(count, 0, -1):
             drawn = self._rounds.draw(left)
-            if self._expected is not None and drawn.serving is None:
-                self._check(drawn.batch)
+            if self._expected is not None:
+                self._check(drawn)
             step = self._step_for(drawn)
             result = step(drawn.batch)
             self.steps += 1
             if step.why is not None:
                 self._say_why(step.why)
             if self._all:
-                found.append(self._kept(result))
+                found.append(_kept(result))
         if self._search is not None and not self._search.done:
             _wait_for(self.device)
             self._search.record(count, count / max(time.perf_counter() - begun, 1e-9))
-        return _stacked(found) if self._all else self._kept(result)
-
-    @property
-    def _current(self) -> Step:
-        return self._resident[1] if self._resident is not None else self._step
+        return _stacked(found) if self._all else _kept(result)
 
     def _step_for(self, drawn: Drawn) -> Step:
-        if drawn.serving is None:
-            self._resident = None
-            return self._step
-        columns = drawn.serving.columns
-        if self._resident is None or self._resident[0] is not columns:
-            self._resident = (columns, Step(_from_rows(self._fn, drawn.serving), self._fn, self._graphs))
+        step = self._step if drawn.serving is None else self._step_on(drawn.serving)
+        if step is not self._current:
+            self._current = step
+            step.begin()
+        return step
+
+    def _step_on(self, serving: Serving) -> Step:
+        first = serving.columns[0]
+        if self._resident is None or self._resident[0]() is not first:
+            made = Step(_from_rows(self._fn, serving), self._fn, self._graphs)
+            self._resident = (weakref.ref(first), made)
         return self._resident[1]
 
-    def _check(self, batch: Any) -> None:
+    def _check(self, drawn: Drawn) -> None:
         assert self._expected is not None
+        batch = drawn.batch
+        if drawn.serving is not None:
+            rows, example = len(drawn.batch), drawn.serving.residents.example
+            batch = map_tensors(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), example)
         wrong = difference(self._expected, batch, shorter=True)
         if wrong:
             raise ArgumentError(f"a batch is not as input_signature says: {wrong}.")
 
     def _say_why(self, why: str) -> None:
-        if self._told:
-            return
-        self._told = True
         if self._graph is True:
             raise ArgumentError(f"graph=True, and the step cannot be one graph: {why}.")
-        tell(f"steps are run one kernel at a time, as the step cannot be one graph: {why}.")
-
-    def _kept(self, result: Any) -> Any:
-        """A result that the next step does not overwrite."""
-        if self._current.captured:
-            return map_tensors(lambda tensor: tensor.detach().clone(), result)
-        return map_tensors(torch.Tensor.detach, result)
+        if not self._told:
+            self._told = True
+            tell(f"steps are run one kernel at a time, as the step cannot be one graph: {why}.")
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -249,8 +248,12 @@ class Sink:
         Raises:
             StateError: it is no such state, or the loader cannot go on from it.
         """
+        try:
+            steps = int(state["steps"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise StateError(f"this is no state of a sink, or it is damaged: {error!r}.") from error
         self._rounds.load_state_dict(state)
-        self.steps = int(state["steps"])
+        self.steps = steps
 
     def close(self) -> None:
         """Let go of the loader. The next call begins a new pass."""
@@ -287,17 +290,31 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _kept(result: Any) -> Any:
+    """A result that no later step overwrites: a graph's, or a total that the step adds to."""
+    return map_tensors(lambda tensor: tensor.detach().clone(), result)
+
+
 def _stacked(results: list[Any]) -> Any:
-    """The results of several steps as one tree, each leaf with the steps as its first dimension."""
+    """The results of several steps as one tree, each leaf with the steps as its first dimension.
+
+    Where they are not of one make (shapes differ, or one step returns nothing), the list of them.
+    """
     first = results[0]
+    if all(isinstance(one, (int, float)) for one in results):
+        floats = any(isinstance(one, float) for one in results)
+        return torch.tensor(results, dtype=torch.float64 if floats else None)
+    if any(type(one) is not type(first) for one in results):
+        return results
     if isinstance(first, torch.Tensor):
-        return torch.stack(results) if len({one.shape for one in results}) == 1 else results
-    if isinstance(first, (bool, int, float)):
-        return torch.tensor(results)
+        alike = len({(one.shape, one.dtype) for one in results}) == 1
+        return torch.stack(results) if alike else results
     if isinstance(first, dict):
-        return {key: _stacked([one[key] for one in results]) for key in first}
-    if isinstance(first, tuple) and hasattr(first, "_make"):
-        return first._make(_stacked(list(part)) for part in zip(*results, strict=True))
+        alike = all(one.keys() == first.keys() for one in results)
+        return {key: _stacked([one[key] for one in results]) for key in first} if alike else results
     if isinstance(first, (list, tuple)):
-        return type(first)(_stacked(list(part)) for part in zip(*results, strict=True))
-    return None if all(one is None for one in results) else results
+        if any(len(one) != len(first) for one in results):
+            return results
+        parts = (_stacked(list(part)) for part in zip(*results, strict=True))
+        return first._make(parts) if hasattr(first, "_make") else type(first)(parts)
+    return None if first is None else results

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +80,7 @@ def difference(expected: Sequence[Signature], batch: Any, *, shorter: bool = Fal
     if len(found) != len(expected):
         return f"it has {len(found)} tensors, not {len(expected)}"
     for want, have in zip(expected, found, strict=True):
-        fewer = have.shape[:1] < want.shape[:1] and have.shape[1:] == want.shape[1:]
+        fewer = () < have.shape[:1] < want.shape[:1] and have.shape[1:] == want.shape[1:]
         if have.dtype != want.dtype or (have.shape != want.shape and not (shorter and fewer)):
             where = f"at {have.place} " if have.place else ""
             return f"{where}it is {have.dtype} {have.shape}, not {want.dtype} {want.shape}"
@@ -99,10 +99,14 @@ def map_tensors(change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
         return values if kind is dict else _like(batch, values)
     if isinstance(batch, tuple) and hasattr(kind, "_make"):
         return kind._make(map_tensors(change, part) for part in batch)
-    if isinstance(batch, (list, tuple)):
+    if isinstance(batch, list):
+        made: Any = copy.copy(batch)
+        made[:] = [map_tensors(change, part) for part in batch]
+        return made
+    if isinstance(batch, tuple):
         return kind(map_tensors(change, part) for part in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        made: Any = copy.copy(batch)
+        made = copy.copy(batch)
         for field in dataclasses.fields(batch):
             object.__setattr__(made, field.name, map_tensors(change, getattr(batch, field.name)))
         return made
@@ -110,12 +114,19 @@ def map_tensors(change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
 
 
 def _like(mapping: Any, values: dict[Any, Any]) -> Any:
-    """A mapping of the same class: an OrderedDict, a BatchEncoding."""
-    made = copy.copy(mapping)
-    try:
-        made.update(values)
-    except AttributeError:  # it cannot be changed
-        return values
+    """A mapping of the same class: an OrderedDict, a BatchEncoding, one of the user's."""
+    if not isinstance(mapping, MutableMapping):
+        try:
+            return type(mapping)(values)
+        except TypeError:  # it is made of something else
+            return values
+    made: Any = copy.copy(mapping)
+    # A shallow copy may keep its values where the first one does, and those are not to change.
+    for name, value in getattr(mapping, "__dict__", {}).items():
+        if isinstance(value, MutableMapping) and made.__dict__.get(name) is value:
+            made.__dict__[name] = copy.copy(value)
+    for key, value in values.items():  # update() adds in a Counter, and some forbid it
+        made[key] = value
     return made
 
 

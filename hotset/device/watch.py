@@ -64,9 +64,10 @@ def _look(
     clock: _Clock, patience: float, what: Callable[[float], str], told: queue.SimpleQueue[None]
 ) -> None:
     patient_until, since = 0.0, None
+    pause = min(patience / 4, threading.TIMEOUT_MAX)  # patience may be without end
     while True:
         try:
-            told.get(timeout=patience / 4)
+            told.get(timeout=pause)
             return
         except queue.Empty:
             pass

@@ -1,0 +1,1 @@
+"""``hotset.Model``: training, evaluation and prediction as calls, over the sink."""

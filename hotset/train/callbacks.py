@@ -1,0 +1,303 @@
+"""Callbacks: what is told of a training run, and when.
+
+::
+
+    on_train_begin
+    ├─ on_epoch_begin
+    │   ├─ a sink: 1 step without sinking, K steps with it
+    │   │   ├─ on_step_end      for each of its steps, in order, with that step's counts and loss
+    │   │   └─ on_sink_end      once; a stop that was requested is honoured after it
+    │   ├─ on_eval_begin, on_eval_end      in fit(), where the epoch is over
+    │   └─ on_epoch_end
+    on_train_end
+
+The host hears of K steps at once: with sinking ``on_step_end`` comes when the sink has ended, and while
+counts and loss are those of the step, the network is at the sink's end already. What looks at the network
+does so in ``on_sink_end``.
+
+An epoch that a stop cut short has no ``on_epoch_end``. When an exception passes through there is no
+``on_train_end`` either: what must be closed then is closed by who called ``train``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from hotset.errors import ArgumentError, HotsetError
+from hotset.told import tell
+from hotset.train.arguments import positive
+from hotset.train.run import Run
+
+__all__ = ["Callback", "EarlyStopping", "LossMonitor", "LossNotFinite", "Telling", "TimeMonitor"]
+
+
+class LossNotFinite(HotsetError, ArithmeticError):
+    """The loss is NaN or infinite: no later step can mend the network."""
+
+
+class Callback:
+    """Base of all callbacks: a method for each event, which does nothing until it is overridden.
+
+    One that has ``state_dict()`` and ``load_state_dict(state)`` is saved in checkpoints and put back, as the
+    learning rate's scheduler here, which a resumed run goes on with:
+
+    Attributes:
+        last: whether it is told after all those that are not, so that it sees what they did.
+
+    Example:
+        >>> class Schedule(Callback):
+        ...     def __init__(self, scheduler):
+        ...         self.scheduler = scheduler
+        ...         self.state_dict = scheduler.state_dict
+        ...         self.load_state_dict = scheduler.load_state_dict
+        ...     def on_epoch_end(self, run):
+        ...         self.scheduler.step()
+    """
+
+    last = False
+
+    def on_train_begin(self, run: Run) -> None:
+        """Training is about to begin, or to go on."""
+
+    def on_train_end(self, run: Run) -> None:
+        """All epochs are over, or a stop was requested."""
+
+    def on_epoch_begin(self, run: Run) -> None:
+        """Epoch ``run.epoch`` is about to begin, or to go on."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        """Epoch ``run.epoch`` is over, and evaluated if it is to be."""
+
+    def on_step_end(self, run: Run) -> None:
+        """The host has heard of step ``run.step``, whose loss is ``run.loss``."""
+
+    def on_sink_end(self, run: Run) -> None:
+        """``len(run.losses)`` steps have ended, the last of which is ``run.step``."""
+
+    def on_eval_begin(self, run: Run) -> None:
+        """An evaluation is about to begin."""
+
+    def on_eval_end(self, run: Run) -> None:
+        """An evaluation has ended with ``run.metrics``."""
+
+
+class Telling:
+    """Tells callbacks of events: in their order, the last ones last.
+
+    Args:
+        callbacks: a callback, several, or None.
+        first: callbacks of our own, told before them.
+
+    Raises:
+        ArgumentError: one of them is no callback.
+    """
+
+    def __init__(self, callbacks: Any, first: Iterable[Callback] = ()) -> None:
+        given = [callbacks] if isinstance(callbacks, Callback) else callbacks or []
+        if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
+            raise ArgumentError(
+                f"callbacks={callbacks!r} is no list of callbacks; give hotset.Callback objects."
+            )
+        everything: list[Any] = [*first, *given]
+        for one in everything:
+            if not isinstance(one, Callback):
+                kind = one.__name__ if isinstance(one, type) else type(one).__name__
+                made = ", a class: make one of it" if isinstance(one, type) else ""
+                raise ArgumentError(
+                    f"callbacks hold a {kind}{made}; give objects derived from hotset.Callback."
+                )
+        self.callbacks: list[Callback] = sorted(everything, key=lambda one: one.last)
+        self._of_steps = [one for one in self.callbacks if type(one).on_step_end is not Callback.on_step_end]
+
+    def __call__(self, event: str, run: Run) -> None:
+        """Tell all of an event."""
+        for one in self.callbacks:
+            getattr(one, event)(run)
+
+    def steps(self, run: Run) -> None:
+        """Tell of each step of the sink that has ended; leaves the run at its last one."""
+        if not self._of_steps:
+            return
+        for number in range(len(run.losses)):
+            run.look_at(number)
+            for one in self._of_steps:
+                one.on_step_end(run)
+
+    def states(self) -> list[list[Any]]:
+        """The states of the callbacks that have one, each with its class's name."""
+        return [[type(one).__qualname__, one.state_dict()] for one in self._with_states()]
+
+    def load(self, states: Iterable[Any]) -> None:
+        """Put back states: to the first callback of a class that of the first, and so on."""
+        waiting = self._with_states()
+        for name, state in states:
+            found = next((one for one in waiting if type(one).__qualname__ == name), None)
+            if found is None:
+                tell(
+                    f"the checkpoint holds the state of a {name}, which is not among the callbacks; give it "
+                    "too, if the run is to go on as it was."
+                )
+                continue
+            waiting.remove(found)
+            found.load_state_dict(state)
+
+    def _with_states(self) -> list[Any]:
+        both = ("state_dict", "load_state_dict")
+        return [one for one in self.callbacks if all(hasattr(one, name) for name in both)]
+
+
+class LossMonitor(Callback):
+    """Prints the loss: ``epoch: 1 step: 1000, loss is 0.23``, the step being that of the epoch.
+
+    After an epoch that :meth:`Model.fit` evaluated the metrics follow, in a line of their own.
+
+    Args:
+        per_print_times: steps between two lines, at least. With sinking there is at most one line for a sink,
+            with its last step's loss.
+
+    Raises:
+        ArgumentError: ``per_print_times`` is not what it may be.
+        LossNotFinite: (in training) a loss that was to be printed is NaN or infinite. Training ends with it,
+            before good checkpoints are replaced by bad ones.
+
+    Note:
+        After Mindspore's ``LossMonitor``.
+
+    Example:
+        >>> from hotset.train.model import Model
+        >>> import torch
+        >>> network = torch.nn.Linear(1, 1)
+        >>> model = Model(network, torch.nn.functional.mse_loss, torch.optim.SGD(network.parameters()))
+        >>> model.train(1, [(torch.zeros(2, 1), torch.zeros(2, 1))], LossMonitor())  # doctest: +ELLIPSIS
+        epoch: 1 step: 1, loss is ...
+    """
+
+    def __init__(self, per_print_times: int = 1) -> None:
+        self.per_print_times = positive(per_print_times, "per_print_times")
+        self._printed = 0
+
+    def on_train_begin(self, run: Run) -> None:
+        self._printed = run.step
+
+    def on_sink_end(self, run: Run) -> None:
+        if run.step - self._printed < self.per_print_times:
+            return
+        self._printed = run.step
+        loss = run.loss
+        if not math.isfinite(loss):
+            raise LossNotFinite(
+                f"the loss is {loss} at epoch {run.epoch}, step {run.step_in_epoch}: a smaller learning rate "
+                "may keep it finite, or clipped gradients; the batch may hold bad values too."
+            )
+        print(f"epoch: {run.epoch} step: {run.step_in_epoch}, loss is {loss}", flush=True)
+
+    def on_epoch_end(self, run: Run) -> None:
+        if run.metrics:
+            print(f"Eval result: epoch {run.epoch}, metrics: {run.metrics}", flush=True)
+
+
+class TimeMonitor(Callback):
+    """Prints how long an epoch's training took: ``Train epoch time: 1234.500 ms, per step time: 1.234 ms``.
+
+    It waits for the device to do the epoch's last step, as without that only the launching would be timed.
+    The evaluation after the epoch is not counted.
+
+    Note:
+        After Mindspore's ``TimeMonitor``.
+
+    Example:
+        >>> monitor = TimeMonitor()
+    """
+
+    def __init__(self) -> None:
+        self._began: tuple[float, int] | None = None
+        self._took: tuple[float, int] | None = None
+
+    def on_epoch_begin(self, run: Run) -> None:
+        self._began, self._took = (time.perf_counter(), run.step), None
+
+    def on_eval_begin(self, run: Run) -> None:
+        self._stop(run)
+
+    def on_epoch_end(self, run: Run) -> None:
+        self._stop(run)
+        if self._took is not None:
+            seconds, steps = self._took
+            each = seconds / max(steps, 1)
+            print(f"Train epoch time: {seconds * 1e3:.3f} ms, per step time: {each * 1e3:.3f} ms", flush=True)
+
+    def _stop(self, run: Run) -> None:
+        if self._began is not None:
+            began, first = self._began
+            _ = run.loss
+            self._took = (time.perf_counter() - began, run.step - first)
+            self._began = None
+
+
+class EarlyStopping(Callback):
+    """Stops :meth:`Model.fit` once a metric has not become better for some epochs in a row.
+
+    Args:
+        monitor: the metric's name in the model's ``metrics``.
+        mode: whether smaller (``"min"``) or larger (``"max"``) values are better.
+        patience: epochs without a better value after which training stops, at least 1.
+        min_delta: by how much a value must be better to count as such. NaN is never better.
+
+    Raises:
+        ArgumentError: an argument is not what it may be; (in training) there is no such metric, or it is not
+            one number.
+
+    Example:
+        >>> stopping = EarlyStopping("accuracy", mode="max", patience=2)
+    """
+
+    def __init__(
+        self, monitor: str, *, mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ArgumentError(f'mode={mode!r} is neither "min" nor "max".')
+        if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not min_delta >= 0:
+            raise ArgumentError(f"min_delta={min_delta!r} is no difference; give zero or more.")
+        self.monitor = monitor
+        self.mode = mode
+        self.patience = positive(patience, "patience")
+        self.min_delta = float(min_delta)
+        self._best: float | None = None
+        self._waited = 0
+
+    def on_train_begin(self, run: Run) -> None:
+        self._best, self._waited = None, 0
+
+    def on_epoch_end(self, run: Run) -> None:
+        value = run.metrics.get(self.monitor)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            there = ", ".join(map(repr, run.metrics)) or "none, as fit() has no valid_dataset"
+            raise ArgumentError(
+                f"EarlyStopping watches {self.monitor!r}, which is {value!r} and no number; the metrics "
+                f"are {there}."
+            )
+        if self._is_better(value):
+            self._best, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            run.request_stop()
+
+    def _is_better(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        gain = (
+            0.0 if self._best is None else (self._best - value if self.mode == "min" else value - self._best)
+        )
+        return self._best is None or gain > self.min_delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far, and for how many epochs there was no better one."""
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._best, self._waited = state["best"], state["waited"]

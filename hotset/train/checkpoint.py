@@ -1,0 +1,111 @@
+"""Checkpoints: all that a training needs to go on as if it had never stopped, in one file.
+
+::
+
+    {"format": 1,
+     "network": its state_dict,      "optimizer": its state_dict,
+     "run": {"epochs": over, "step_in_epoch": of the next, "step": of all},
+     "data": where the sink stands,  "callbacks": [[class, state], ...],
+     "random": {"random", "numpy.random", "torch", and the network's accelerator if it is on one}}
+
+Everything is a tensor or a plain value: ``torch.load(path, weights_only=True)`` reads it, and runs no code of
+the file's. With several ranks each writes its own: their data and draws differ.
+
+A file appears under its name complete and on the disk, or not at all: it is written under another one,
+flushed, and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotset.data.randomness import DAMAGE, damaged, pack, unpack
+from hotset.determinism.generators import Generators
+from hotset.errors import StateError
+
+__all__ = ["FORMAT", "UNFINISHED", "put_random_states", "random_states", "read", "write"]
+
+FORMAT = 1
+UNFINISHED = ".{}.unfinished"
+
+_ACCELERATOR = "accelerator"
+_PARTS = {"network", "optimizer", "run", "data", "callbacks", "random"}
+
+
+def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write a checkpoint, atomically.
+
+    Raises:
+        OSError, RuntimeError: it cannot be written (torch raises the latter for a full disk).
+    """
+    target = Path(path)
+    # In the same folder, as a file cannot be renamed to another file system.
+    unfinished = target.with_name(UNFINISHED.format(target.name))
+    try:
+        with unfinished.open("wb") as file:
+            torch.save({"format": FORMAT, **content}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(target)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name is as durable as the file
+    finally:
+        os.close(folder)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint, with its tensors on the CPU.
+
+    Raises:
+        StateError: it is damaged, or no checkpoint of this format.
+        OSError: there is none, or it cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged archive raises half a dozen kinds
+            sentence = (str(error) or type(error).__name__).splitlines()[0]
+            raise StateError(
+                f"{path} cannot be read as a checkpoint ({sentence}); load an earlier one."
+            ) from error
+    if not isinstance(content, dict) or not _PARTS.issubset(content):
+        raise StateError(
+            f"{path} is no checkpoint of hotset.Model; load the network's own files with torch.load."
+        )
+    if content.get("format") != FORMAT:
+        raise StateError(
+            f"{path} has format {content.get('format')!r}, and this hotset reads format {FORMAT}; load it "
+            "with the version of hotset that wrote it."
+        )
+    return content
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of all global generators, in plain values, and of the accelerator that ``device`` is."""
+    states = pack(Generators([]).states())
+    if device.type != "cpu":
+        states[_ACCELERATOR] = torch.get_device_module(device).get_rng_state(device)
+    return dict(states)
+
+
+def put_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Put the global generators back to their states.
+
+    Raises:
+        StateError: the states are damaged.
+    """
+    try:
+        on_device = states.get(_ACCELERATOR)
+        Generators([]).put(unpack({name: state for name, state in states.items() if name != _ACCELERATOR}))
+        if on_device is not None and device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(on_device, device)
+    except DAMAGE as error:
+        raise damaged(error) from error

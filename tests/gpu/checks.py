@@ -1,0 +1,348 @@
+"""What must be so on a GPU; each a function of the device that raises AssertionError where it is not.
+
+Losses are compared bit for bit where kernels are deterministic, which they are told to be. What is sunk is
+compared with a plain loop over the same batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Before the first use of cuBLAS, which is not deterministic without.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch.utils.data import TensorDataset
+
+import hotset
+from hotset.device.lanes import StreamLane
+
+from .networks import grey, lenet, sgd, training_step
+
+BATCH, PASS, STEPS = 32, 7, 100
+SAMPLES = BATCH * (PASS - 1) + 12  # the last batch of a pass is shorter
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": sgd,
+    "adam": lambda network: torch.optim.Adam(network.parameters(), lr=1e-3),
+    "adamw": lambda network: torch.optim.AdamW(network.parameters(), lr=1e-3),
+    "fused adamw": lambda network: torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True),
+}
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    # Not use_deterministic_algorithms: it forbids max pooling, which is so where windows are disjoint.
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def digits(count: int = SAMPLES) -> TensorDataset:
+    made = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (count, 1, 32, 32), dtype=torch.uint8, generator=made)
+    return TensorDataset(images, torch.randint(0, 10, (count,), generator=made))
+
+
+class Training:
+    """LeNet-5 and its optimizer, equal whenever it is made."""
+
+    def __init__(
+        self, device: str, optimizer: str = "sgd", dropout: float = 0.0, autocast: torch.dtype | None = None
+    ) -> None:
+        torch.manual_seed(7)
+        self.network = lenet(dropout).to(device)
+        self.optimizer = OPTIMIZERS[optimizer](self.network)
+        self.step = training_step(self.network, self.optimizer, grey, autocast)
+
+
+def loader_of(dataset: Any, **more: Any) -> Any:
+    torch.manual_seed(3)
+    return hotset.DataLoader(dataset, batch_size=BATCH, shuffle=True, **more)
+
+
+def losses_of(
+    training: Training,
+    source: Any,
+    device: str,
+    size: int,
+    graph: Any,
+    between: Callable[[], None] | None = None,
+) -> tuple[list[float], Any]:
+    """The losses of a hundred steps in sinks of this size, and the sink, closed."""
+    with hotset.data_sink(training.step, source, size, graph=graph, device=device, outputs="all") as sink:
+        found: list[float] = []
+        while sink.steps < STEPS:
+            found += sink(steps=min(size, STEPS - sink.steps)).tolist()
+            if between is not None:
+                between()
+        assert sink.steps == STEPS
+        assert graph is False or device == "cpu" or sink.captured, sink.why
+    return found, sink
+
+
+def _close(found: list[float], expected: list[float], tolerance: float) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+
+
+def plain(training: Training, loader: Any, device: str) -> list[float]:
+    found: list[float] = []
+    while True:
+        for images, labels in loader:
+            found.append(training.step(images.to(device), labels.to(device)).item())
+            if len(found) == STEPS:
+                return found
+
+
+# Data
+
+
+class _Recycled:
+    """Pinned batches in one block of memory each, which is overwritten the moment that its last view dies."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self._memory = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        self.overwritten = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number, memory in enumerate(self._memory):
+            memory.fill_(number)
+            lent = (ctypes.c_uint8 * len(memory)).from_address(memory.data_ptr())
+            weakref.finalize(lent, self._overwrite, memory)
+            yield torch.frombuffer(lent, dtype=torch.uint8)
+
+    def _overwrite(self, memory: torch.Tensor) -> None:
+        memory.fill_(255)
+        self.overwritten += 1
+
+
+def blocks_are_held_until_their_copies_have_ended(device: str) -> None:
+    if device == "cpu":
+        return
+    recycled = _Recycled(8, 32 << 20)
+    lane = StreamLane(torch.device(device))
+    with torch.cuda.stream(lane._stream):
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second: all copies are still to come
+    sent = [lane.send(batch) for batch in recycled]
+    assert recycled.overwritten == 0, "a block was let go of before its copy had begun"
+    for number, one in enumerate(sent):
+        batch = lane.receive(one)
+        assert bool((batch == number).all()), f"batch {number} was overwritten while it was copied"
+    lane.close()
+    del sent, one, batch
+    assert recycled.overwritten >= 7  # the generator still holds the last one
+
+
+def queues_give_what_the_loader_gives(device: str) -> None:
+    with hotset.cache(digits(), memory="16MiB") as cached:
+        for pinned in (False, True) if device != "cpu" else (False,):
+            loader, again = (loader_of(cached, pin_memory=pinned) for _ in range(2))
+            queue = hotset.DeviceQueue(loader, depth=3, device=device)
+            for _ in range(3):
+                torch.manual_seed(4)
+                expected = list(again)
+                torch.manual_seed(4)
+                found = list(queue)
+                assert len(found) == len(expected) == PASS
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert all(x.device.type == torch.device(device).type for x in ours)
+                    assert all(torch.equal(x.cpu(), y) for x, y in zip(ours, theirs, strict=True))
+            queue.close()
+
+
+# Losses
+
+
+def losses_are_those_of_a_plain_loop(device: str) -> None:
+    """K = 1, 7, 100, eager and graph, each optimizer: to the bit."""
+    with _deterministic(), hotset.cache(digits(), memory="16MiB") as cached:
+        for name in OPTIMIZERS:
+            if name.startswith("fused") and device == "cpu":
+                continue
+            eager, _ = losses_of(Training(device, name), loader_of(cached), device, 1, graph=False)
+            assert eager == plain(Training(device, name), loader_of(cached), device), name
+            captured: list[list[float]] = []
+            for size in (1, 7, 100):
+                assert losses_of(Training(device, name), loader_of(cached), device, size, False)[0] == eager
+                captured.append(losses_of(Training(device, name), loader_of(cached), device, size, True)[0])
+            assert captured[0] == captured[1] == captured[2], name
+            if name == "sgd":
+                assert captured[0] == eager
+            else:  # a capturable Adam computes its corrections on the device, in another order
+                torch.testing.assert_close(
+                    torch.tensor(captured[0]), torch.tensor(eager), rtol=1e-3, atol=1e-4
+                )
+
+
+def schedules_are_followed(device: str) -> None:
+    def run(size: int, graph: Any) -> list[float]:
+        training = Training(device)
+        schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.8)
+        return losses_of(training, loader_of(digits()), device, size, graph, schedule.step)[0]
+
+    with _deterministic():
+        assert run(10, graph="auto") == run(10, graph=False)
+
+
+def dropout_draws_as_in_single_steps(device: str) -> None:
+    with _deterministic():
+        runs = []
+        for size, graph in ((1, False), (1, True), (7, True), (100, True)):
+            training = Training(device, dropout=0.5)
+            torch.manual_seed(11)
+            runs.append(losses_of(training, loader_of(digits()), device, size, graph)[0])
+    assert len(set(runs[0])) == STEPS
+    for run in runs[1:]:
+        _close(run, runs[0], 1e-4)
+
+
+def bfloat16_is_captured(device: str) -> None:
+    with _deterministic():
+        eager, captured = (
+            losses_of(Training(device, autocast=torch.bfloat16), loader_of(digits()), device, 20, graph)[0]
+            for graph in (False, True)
+        )
+    _close(captured, eager, 1e-2)
+
+
+def resident_samples_train_alike(device: str) -> None:
+    with _deterministic(), hotset.cache(digits(), memory="16MiB") as cached:
+        for _ in loader_of(cached):
+            pass  # everything is cached, as after a first epoch
+        expected = losses_of(Training(device), loader_of(cached), device, 25, graph="auto")[0]
+        training = Training(device)
+        queue = hotset.DeviceQueue(loader_of(cached), device=device, resident="16MiB")
+        with hotset.data_sink(training.step, queue, 25, outputs="all") as sink:
+            found = [loss for _ in range(STEPS // 25) for loss in sink().tolist()]
+            assert device == "cpu" or queue.stats().resident == SAMPLES
+        assert found == expected
+
+
+# What cannot be one graph
+
+
+def _falls_back(device: str, make: Callable[[Training], Any], sentence: str) -> None:
+    def run(graph: Any) -> list[float]:
+        training = Training(device, dropout=0.2)
+        training.step = make(training)
+        random.seed(1)
+        torch.manual_seed(12)
+        with hotset.data_sink(
+            training.step, loader_of(digits()), 10, device=device, graph=graph, outputs="all"
+        ) as sink:
+            found = [loss for _ in range(3) for loss in sink().tolist()]
+            assert not sink.captured
+            assert (sink.steps, len(found)) == (30, 30)
+        return found
+
+    expected = run(False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = run("auto")
+    _close(found, expected, 1e-4)
+    if device != "cpu":
+        ours = [str(one.message) for one in said if issubclass(one.category, hotset.HotsetWarning)]
+        assert len(ours) == 1, ours
+        assert sentence in ours[0], ours
+
+
+def a_step_that_asks_the_device_is_eager(device: str) -> None:
+    def make(training: Training) -> Any:
+        step = training.step
+
+        def asking(images: Any, labels: Any) -> Any:
+            loss = step(images, labels)
+            assert loss.item() < 1e6
+            return loss
+
+        return asking
+
+    _falls_back(device, make, "the step cannot be one graph")
+
+
+def a_failed_capture_leaves_no_gradients_behind(device: str) -> None:
+    """The step asks the device between backward and the optimizer, and clears gradients at its end."""
+
+    def make(training: Training) -> Any:
+        def step(images: Any, labels: Any) -> Any:
+            loss = torch.nn.functional.cross_entropy(training.network(grey(images)), labels)
+            loss.backward()
+            assert loss.item() < 1e6
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            return loss
+
+        return step
+
+    _falls_back(device, make, "the step cannot be one graph")
+
+
+def a_step_that_draws_on_the_host_is_eager(device: str) -> None:
+    def make(training: Training) -> Any:
+        step = training.step
+        return lambda images, labels: step((images * random.random()).byte(), labels)
+
+    _falls_back(device, make, "random's global state moved")
+
+
+def a_scheduler_inside_the_step_is_eager(device: str) -> None:
+    def make(training: Training) -> Any:
+        step = training.step
+        schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.9)
+
+        def scheduled(images: Any, labels: Any) -> Any:
+            loss = step(images, labels)
+            schedule.step()
+            return loss
+
+        return scheduled
+
+    _falls_back(device, make, "optimizer or scheduler keeps on the host")
+
+
+def loaded_states_are_captured_anew(device: str) -> None:
+    def run(graph: Any) -> list[float]:
+        training = Training(device)
+        with hotset.data_sink(
+            training.step, loader_of(digits()), 10, device=device, graph=graph, outputs="all"
+        ) as sink:
+            sink()
+            saved = {
+                name: {
+                    key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()
+                }
+                for name, state in training.optimizer.state_dict()["state"].items()
+            }
+            groups = training.optimizer.state_dict()["param_groups"]
+            sink()
+            training.optimizer.load_state_dict({"state": saved, "param_groups": groups})
+            return [loss for _ in range(2) for loss in sink().tolist()]
+
+    with _deterministic():
+        assert run("auto") == run(False)
+
+
+CHECKS: list[Callable[[str], None]] = [
+    blocks_are_held_until_their_copies_have_ended,
+    queues_give_what_the_loader_gives,
+    losses_are_those_of_a_plain_loop,
+    schedules_are_followed,
+    dropout_draws_as_in_single_steps,
+    bfloat16_is_captured,
+    resident_samples_train_alike,
+    a_step_that_asks_the_device_is_eager,
+    a_failed_capture_leaves_no_gradients_behind,
+    a_step_that_draws_on_the_host_is_eager,
+    a_scheduler_inside_the_step_is_eager,
+    loaded_states_are_captured_anew,
+]
