@@ -10,6 +10,7 @@ file, an owner that died) is a :class:`HotsetWarning`, and samples come from the
      ├── QuantityError      (ValueError)   "12 parsecs" is not an amount of memory
      ├── ArgumentError      (ValueError)   an argument outside its range, an empty data set
      ├── StateError         (ValueError)   a loader's state that is damaged, or another loader's
+     ├── LossNotFinite      (ArithmeticError)  training that no later step can mend
      ├── NotCacheable       (TypeError)    the source draws random numbers, or cannot be read twice alike
      ├── UnsupportedPlatform (OSError)     not Linux
      ├── SegmentError       (OSError)      a segment that is truncated, corrupt, or of another format
@@ -25,6 +26,7 @@ __all__ = [
     "FolderError",
     "HotsetError",
     "HotsetWarning",
+    "LossNotFinite",
     "NotCacheable",
     "QuantityError",
     "SegmentError",
@@ -48,6 +50,10 @@ class ArgumentError(HotsetError, ValueError):
 
 class StateError(HotsetError, ValueError):
     """A loader cannot go on from this state: it is damaged, or of another data set, sampler or version."""
+
+
+class LossNotFinite(HotsetError, ArithmeticError):
+    """The loss is NaN or infinite: no later step can mend the network."""
 
 
 class NotCacheable(HotsetError, TypeError):

@@ -17,7 +17,8 @@ from torch import distributed
 from training import Recorder, Step, loader_of, model_of, one_thread
 
 import hotset
-from hotset.train.callbacks import Callback, EarlyStopping, LossMonitor, LossNotFinite, TimeMonitor
+from hotset import LossNotFinite
+from hotset.train.callbacks import Callback, EarlyStopping, LossMonitor, TimeMonitor
 from hotset.train.metrics import Accuracy, Loss
 from hotset.train.run import Run
 

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,3 +133,23 @@ def trained(kind: str, epoch: int = 3, *others: Callback, workers: int = 0, **op
     with loader_of(kind, workers) as loader:
         model.train(epoch, loader, [recorder, *others], **options)
     return outcome(model, recorder)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "step by step": {},
+    "sinks that end within a pass": {"dataset_sink_mode": True, "sink_size": 4},
+    "sinks of a pass": {"dataset_sink_mode": True},
+}
+
+
+def resumed(path: Path, kind: str, epoch: int = 3, workers: int = 0, **options: Any) -> Outcome:
+    """The outcome of a run that goes on from a checkpoint, in a process that has drawn other numbers."""
+    seed_everything(99)
+    recorder, model = Recorder(), model_of()
+    with loader_of(kind, workers) as loader:
+        model.train(epoch, loader, recorder, resume=path, **options)
+    return outcome(model, recorder)
+
+
+def check_resumed(got: Outcome, whole: Outcome, step: int) -> None:
+    assert got == whole._replace(losses=whole.losses[step:]), f"resumed at step {step}"

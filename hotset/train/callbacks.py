@@ -26,16 +26,12 @@ import time
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from hotset.errors import ArgumentError, HotsetError
+from hotset.errors import ArgumentError, LossNotFinite
 from hotset.told import tell
 from hotset.train.arguments import positive
 from hotset.train.run import Run
 
-__all__ = ["Callback", "EarlyStopping", "LossMonitor", "LossNotFinite", "Telling", "TimeMonitor"]
-
-
-class LossNotFinite(HotsetError, ArithmeticError):
-    """The loss is NaN or infinite: no later step can mend the network."""
+__all__ = ["Callback", "EarlyStopping", "LossMonitor", "Telling", "TimeMonitor"]
 
 
 class Callback:
