@@ -352,8 +352,10 @@ def test_a_generator_is_ended_where_it_stands_when_nobody_reads_on() -> None:
     queue: Any = DeviceQueue(loader, 1, **on_cpu)
     for _ in queue:
         break
+    held = queue._pass._source  # as the traceback of an interrupt holds it
     queue.close()
     assert eventually(lambda: loader.ended == 1)
+    del held
 
 
 def slow_from_four(index: int) -> int:
@@ -637,6 +639,7 @@ def test_an_iterable_with_a_state_of_its_own_loses_nothing(
     first, second = DeviceQueue(Stateful(), 3, **on_cpu), DeviceQueue(Stateful(), 3, **on_cpu)
     iterator = iter(first)
     assert [next(iterator) for _ in range(3)] == [1, 2, 3]
+    time.sleep(0.05)  # for a thread that reads on
     second.load_state_dict(first.state_dict())
     assert list(second) == [4, 5, 6, 7, 8]
     assert list(iterator) == [4, 5, 6, 7, 8]

@@ -97,7 +97,9 @@ def test_no_loader(loader: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "callbacks", [3, "loss", [print], [Callback], Callback, [None], {"a": 1}, object()], ids=repr
+    "callbacks",
+    [3, "loss", [print], [Callback], Callback, [None], {"a": 1}, object()],
+    ids=lambda given: f"{given!r:.12}",
 )
 def test_no_callbacks(callbacks: Any) -> None:
     with pytest.raises(hotset.ArgumentError, match="callback"):

@@ -39,7 +39,6 @@ def test_a_helper_thread_has_a_team_of_one_and_others_keep_theirs() -> None:
     assert in_a_new_thread(torch.get_num_threads) == 3
 
 
-@pytest.mark.xfail(reason="start_thread asks for the caller's number after it was changed", strict=True)
 def test_a_thread_that_has_not_used_torch_yet_keeps_its_team_too() -> None:
     def start_one() -> int:
         start_thread("hotset-test", lambda: None)

@@ -221,7 +221,11 @@ def test_a_counter_keeps_its_counts() -> None:
     assert map_tensors(torch.neg, [torch.ones(1), counts])[1] == counts
 
 
-@pytest.mark.parametrize("leaf", [Opaque(3), deque([torch.ones(1)]), "text", range(3), {1}, Record], ids=repr)
+@pytest.mark.parametrize(
+    "leaf",
+    [Opaque(3), deque([torch.ones(1)]), "text", range(3), {1}, Record],
+    ids=lambda leaf: type(leaf).__name__,
+)
 def test_what_is_no_container_of_batches_is_a_leaf(leaf: Any) -> None:
     def refuse(tensor: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a tensor was found in a leaf")

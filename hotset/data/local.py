@@ -207,10 +207,13 @@ class LocalBatches:
     # ---- for who gathers elsewhere -------------------------------------------------------------------
 
     def names(self) -> Ids | None:
-        """The store's numbers of all samples that may come, ascending; None if batches are not gathered."""
+        """The store's numbers of all samples that may come, ascending; None if batches are no rows of them."""
         single = self._route.single
-        if self._gather is None or single is None or single.residents is not None:
+        store = single.store if single is not None else None
+        if self._gather is None or single is None or single.residents is not None or store is None:
             return None
+        if store.schema.has_tail:
+            return None  # how a batch looks depends on which samples are in it
         return np.unique(self._route.local(np.arange(self._route.length)))
 
     def edition(self) -> Any:

@@ -116,7 +116,7 @@ class DeviceQueue(Generic[T]):
         self._tally = _Tally(self.device)
 
     def __iter__(self) -> Iterator[T]:
-        self._end_pass()
+        self.end_pass()
         if self._lane is None:
             self._lane = lane_to(self.device)
         self._pass = _Pass(self, self._lane)
@@ -166,14 +166,15 @@ class DeviceQueue(Generic[T]):
 
     def close(self) -> None:
         """End the pass under way, and let go of what is on the device. It can be iterated over again."""
-        self._end_pass()
+        self.end_pass()
         if self._lane is not None:
             self._lane.close()
             self._lane = None
         if self._residents is not None:
             self._residents.clear()
 
-    def _end_pass(self) -> None:
+    def end_pass(self) -> None:
+        """End the pass under way; what is resident on the device stays."""
         if self._pass is not None:
             self._pass.close()
             self._state = self._pass.state
@@ -328,8 +329,6 @@ class _Pass:
             self._drawn.append(_Drawn(self._lane.send(batch), None, state))
         except Exception as error:  # StopIteration, or whatever the user's code raises
             self._stuck = True
-            # Without this frame, which holds what holds the error: in a cycle workers would live on.
-            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             self._drawn.append(_Drawn(None, error, state))
 
     def close(self) -> None:
@@ -337,7 +336,7 @@ class _Pass:
         self._stop_watch()
         self._drawn.clear()
         if isinstance(self._source, Ahead):
-            self._source.stop()
+            self._source.stop()  # a traceback may hold it for long
         # Workers end with their iterator, and the consumer may hold this pass for long.
         self._source, self._residents = None, None
 

@@ -86,6 +86,7 @@ class Residents:
         self._limit = limit
         self._device = device
         self._refused = False
+        self._passed_by = 0
         self._edition: Any = None
         self.clear()
 
@@ -99,13 +100,12 @@ class Residents:
 
     def serve(self, source: Any) -> Serving | None:
         """A pass's batches, gathered on the device as far as they are resident; None if they cannot be."""
-        if self._refused or not hasattr(source, "select"):
+        if self._refused:
             return None
-        names = source.names()
-        if names is None or not len(names):
-            return None
-        edition = source.edition()
-        if edition is None:
+        names = source.names() if hasattr(source, "select") else None
+        edition = source.edition() if names is not None else None
+        if names is None or not len(names) or edition is None:
+            self._pass_by()
             return None
         if self._names is None or not self.are_of(edition) or not np.array_equal(names, self._names):
             self.clear()
@@ -113,6 +113,17 @@ class Residents:
                 return None
             self._edition = edition
         return Serving(self, source)
+
+    def _pass_by(self) -> None:
+        """Nothing is resident in this pass. In the first one the cache is filled; a second one is told of."""
+        self._passed_by += 1
+        if self._passed_by == 2:
+            tell(
+                f"no samples are kept on {self._device}, as in two passes batches were not made of rows of a "
+                "cache that holds all of them: it has no room for all, or a live transform, samples of "
+                "different shape or a running window come in between, or the loader is not hotset's. Leave "
+                "out resident=, or see print(cached.plan)."
+            )
 
     def are_of(self, edition: Any) -> bool:
         """Whether the samples are those of this edition of the cache."""

@@ -41,10 +41,12 @@ class Rounds:
 
     Args:
         queue: where they come from.
+        own: whether it is nobody else's, and closed with this.
     """
 
-    def __init__(self, queue: DeviceQueue[Any]) -> None:
+    def __init__(self, queue: DeviceQueue[Any], own: bool = True) -> None:
         self.queue = queue
+        self._own = own
         self._pass: Iterator[Any] | None = None
         self._passes = 0
         self._taken = 0
@@ -194,7 +196,10 @@ class Rounds:
         self._pass, self._ended = None, None
         self._taken, self._empty = 0, True
         self._ready.clear()
-        self.queue.close()
+        if self._own:
+            self.queue.close()
+        else:
+            self.queue.end_pass()
 
 
 def _dealer(loader: Any) -> Any:

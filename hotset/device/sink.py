@@ -127,7 +127,7 @@ class Sink:
         self._expected = signature_of(input_signature) if input_signature is not None else None
         if self._expected == ():
             raise ArgumentError("input_signature holds no tensor; give one for each tensor of a batch.")
-        self._rounds = Rounds(self.queue)
+        self._rounds = Rounds(self.queue, own=self.queue is not loader)
         self._graphs = graphs_on(self.queue.device) if graph is not False else None
         self._step = self._current = Step(lambda batch: call(fn, batch), fn, self._graphs)
         # By a weak reference: samples that were let go of must not take the device's memory for longer.

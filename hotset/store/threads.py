@@ -33,6 +33,7 @@ def one_thread() -> Iterator[None]:
 
 def start_thread(name: str, run: Callable[..., None], *arguments: Any) -> None:
     """Run ``run(*arguments)`` in a daemon thread in which torch uses one thread only."""
+    threads = torch.get_num_threads()  # asked for now, the caller's own number is fixed
     started = threading.Event()
 
     def begin() -> None:
@@ -46,4 +47,4 @@ def start_thread(name: str, run: Callable[..., None], *arguments: Any) -> None:
     threading.Thread(target=begin, name=name, daemon=True).start()
     started.wait()
     # The thread has set its own number of threads, and with it the default of threads yet to come.
-    torch.set_num_threads(torch.get_num_threads())
+    torch.set_num_threads(threads)

@@ -205,7 +205,7 @@ class Model:
         with ExitStack() as held:
             tell = Telling(callbacks, first=bars(progress, held))
             queue = queue_of(loader, self.device)
-            held.callback(queue.close)
+            held.callback(queue.close if queue is not loader else queue.end_pass)
             run.steps_in_epoch = size if size is not None else length_of(queue)
             sink = self._sink(queue if size is not None else source_of(queue), sinking)
             held.enter_context(sink)
