@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench stress chaos clean
+.PHONY: demo test check bench gpu stress chaos clean
 
 # torch comes first and by exact version: with it in place no other package pulls in another one.
 $(VENV)/.installed: pyproject.toml
@@ -29,6 +29,10 @@ bench: $(VENV)/.installed
 
 stress: $(VENV)/.installed
 	$(BIN)/python -m tests.stress --seconds 300
+
+# On a machine with a GPU: the checks, and the table of figures. Without one it is skipped, and says so.
+gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -s tests/gpu
 
 chaos: $(VENV)/.installed
 	$(BIN)/python -m tests.chaos --kills 50 --seconds 600

@@ -8,7 +8,7 @@
     session  |  cluster
     store
     policy
-    errors  units
+    errors  units  told  bars
 
 Every import counts: at the top of a module, inside a function, and for type checking alone.
 """
@@ -34,7 +34,7 @@ MODULES = {
 }
 
 LAYERS = [
-    {"errors", "units", "told"},
+    {"errors", "units", "told", "bars"},
     {"policy"},
     {"store"},
     {"session", "cluster"},
@@ -42,11 +42,11 @@ LAYERS = [
     {"device", "data", "collate"},
     {"cli", "server", "train", "integrations", "demo"},
 ]
-ONE_PART = {"collate": "data", "units": "errors", "told": "errors"}
+ONE_PART = {"collate": "data", "units": "errors", "told": "errors", "bars": "errors"}
 # The command line is what starts the others.
 MAY_START = {"cli": {"demo", "server"}}
 
-WITHOUT_TORCH = ["policy", "session", "cli", "errors", "units", "told"]
+WITHOUT_TORCH = ["policy", "session", "cli", "errors", "units", "told", "bars"]
 WITHOUT_TORCH += [
     f"store.{name}" for name in ("format", "segment", "locks", "memory", "check", "claims", "room")
 ]

@@ -207,7 +207,7 @@ class LocalBatches:
     # ---- for who gathers elsewhere -------------------------------------------------------------------
 
     def names(self) -> Ids | None:
-        """The store's numbers of all samples that may come, ascending; None if batches are no rows of them."""
+        """The store's numbers of all samples that may come, ascending; None if no batch is made of rows."""
         single = self._route.single
         store = single.store if single is not None else None
         if self._gather is None or single is None or single.residents is not None or store is None:

@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar while it trains, then one table and one plot.
+"""What the demo shows in the end: one table and one plot.
 
 Everything shown is computed here from the two runs' own measurements. An epoch's seconds are split where the
 trainer stands: it either waits for a batch or computes on one, and only the waiting is the loader's doing.
@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 from hotset.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from hotset.demo.training import EpochResult
 
-__all__ = ["Comparison", "draw", "progress_bar", "table"]
+__all__ = ["Comparison", "draw", "table"]
 
 
 @dataclass(frozen=True)
@@ -49,34 +47,6 @@ class Comparison:
     def identical(self) -> bool:
         """Whether every step of every epoch had the same loss both ways, bit for bit."""
         return [epoch.losses for epoch in self.plain] == [epoch.losses for epoch in self.cached]
-
-
-def progress_bar(console: Console) -> Progress:
-    """Return a progress bar of samples, with samples/s over the last two seconds."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{speed:,.0f} samples/s", style="cyan")
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(20),
-        MofNCompleteColumn(),
-        Rate(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=console, speed_estimate_period=2.0)
 
 
 def table(comparison: Comparison) -> Table:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hotset.bars import progress_bar
 from hotset.errors import ArgumentError, HotsetError
 
 if TYPE_CHECKING:
@@ -144,10 +145,9 @@ def _compare(
     """Train both ways, with a bar for each."""
     # Here, not above: these bring torch, which `hotset --help` has no time for.
     from hotset.demo.photographs import Photographs
-    from hotset.demo.report import progress_bar
     from hotset.demo.training import steady
 
-    with _temporary(folder) as place, progress_bar(console) as bar:
+    with _temporary(folder) as place, progress_bar(console, "samples", 2.0) as bar:
         if folder is None:
             _build(place, count, bar)
         photographs = Photographs(place)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hotset.bars import progress_bar
 from hotset.train.callbacks import Callback
 from hotset.train.ranks import rank_of_job
 from hotset.train.run import Run
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
 
 __all__ = ["Bar", "bars"]
 
@@ -36,7 +37,10 @@ class Bar(Callback):
     """
 
     def __init__(self) -> None:
-        self._progress = _progress()
+        # Not above: most processes show no bar, and rich takes a while to be imported.
+        from rich.console import Console
+
+        self._progress = progress_bar(Console(highlight=False), "steps", 5.0, "loss")
         self._task: TaskID | None = None
         self._loss = ""
         self._read = 0.0
@@ -70,32 +74,3 @@ class Bar(Callback):
         assert self._task is not None
         self._loss = f"loss {run.loss:.4g}"
         self._progress.update(self._task, total=run.step_in_epoch, loss=self._loss)
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Any:
-            speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{speed:,.0f} steps/s", style="cyan")
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(20),
-        MofNCompleteColumn(),
-        Rate(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=Console(highlight=False), speed_estimate_period=5.0)

@@ -1,0 +1,49 @@
+"""The progress bar that all of hotset's long work shows: how much of it is done, and how fast it goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, Task
+    from rich.text import Text
+
+__all__ = ["progress_bar"]
+
+
+def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Progress:
+    """Return a progress bar with a rate.
+
+    Args:
+        console: where it is shown.
+        unit: of what is counted: the rate is ``1,234 <unit>/s``.
+        period: seconds over which the rate is measured.
+        fields: names of a task's fields, each shown in a column of its own.
+    """
+    # Here, as rich takes a while to be imported, and most processes show no bar.
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{speed:,.0f} {unit}/s", style="cyan")
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        Rate(),
+        *(TextColumn(f"{{task.fields[{name}]}}") for name in fields),
+        TimeElapsedColumn(),
+        console=console,
+        speed_estimate_period=period,
+    )
