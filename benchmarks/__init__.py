@@ -27,6 +27,7 @@ with the reason and without a figure.
     memory_job      the processes whose memory "memory" measures
     window_job      and those of "window"
     ranks_job       a rank of "ranks"
+    placement       a simulated cluster: the machines' shares, and what moves
     digits          the accuracy of windows and of full passes, a program of its own
     reader          timed epochs of a full cache
     attach_job      the second process of "attach"

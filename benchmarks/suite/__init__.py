@@ -12,6 +12,7 @@ from benchmarks.suite import (
     fixed,
     memory,
     mindspore,
+    placement,
     planning,
     ragged,
     ranks,
@@ -53,4 +54,5 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "mindspore-tiny": mindspore.mindspore_tiny,
     "window": window.window,
     "window-monai": window.window_monai,
+    "placement": placement.placement,
 }
