@@ -35,6 +35,7 @@ gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -s tests/gpu
 
 chaos: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m chaos
 	$(BIN)/python -m tests.chaos --kills 50 --seconds 600
 
 clean:

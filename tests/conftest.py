@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -25,12 +24,6 @@ _SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _SERVING_THREAD = "(_serve)"
 
 _failed = pytest.StashKey[bool]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Where several processes share the tests (xdist), each ignores Ctrl-C, and so would what they start."""
-    if hasattr(config, "workerinput"):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

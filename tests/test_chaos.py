@@ -13,6 +13,7 @@ from chaos import HAPPENS, KILLS
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_fifty_deaths_harm_nobody_and_leave_nothing() -> None:
     done = subprocess.run(
