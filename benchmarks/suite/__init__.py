@@ -12,6 +12,7 @@ from benchmarks.suite import (
     fixed,
     memory,
     mindspore,
+    peers,
     placement,
     planning,
     ragged,
@@ -55,4 +56,5 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "window": window.window,
     "window-monai": window.window_monai,
     "placement": placement.placement,
+    "peers": peers.peers,
 }

@@ -1,0 +1,188 @@
+"""Records from another process over TCP, against the same bytes sent and received and nothing else.
+
+The limit is a plain copy loop: one process sends a batch's bytes with ``sendall``, the other receives them
+with ``recv_into`` into a ring of blocks that are there already. Hotset's path does the same for batches that
+are asked for by number, copies records out of a store, and verifies each one's checksum; once with CURVE
+keys, which encrypt every byte on one side and decrypt it on the other, and once without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Outcome, Target, Unfit, compare
+from benchmarks.settings import Settings
+from hotset.store.schema import Schema
+from hotset.store.store import Store
+
+__all__ = ["peers"]
+
+_BATCH = 64
+_IN_FLIGHT = 4
+_RING = 4
+_FINGERPRINT = bytes(16)
+_SHAPES = {"150 KB": (150_000, 0), "10 KB": (10_000, 0), "256 B with tails": (256, 256)}
+
+
+def _sample(size: int, tail: int) -> Callable[[int], Any]:
+    def sample(index: int) -> Any:
+        fixed = torch.full((size,), index % 251, dtype=torch.uint8)
+        return (
+            (fixed, torch.full((1 + index * 37 % tail,), index % 251, dtype=torch.uint8)) if tail else fixed
+        )
+
+    return sample
+
+
+def peers(settings: Settings) -> Outcome:
+    """Peer reads over ZeroMQ are at least 0.7 times a plain TCP copy loop of the same batches."""
+    outcome = Outcome()
+    for name, (size, tail) in _SHAPES.items():
+        make = _sample(size, tail)
+        count = _BATCH * (2 if settings.quick else max(8, min(64, (64 << 20) // (_BATCH * size))))
+        schema = Schema.infer([make(0), make(1)], as_lies=True)
+        limit = 2 * count * (schema.stride + 2 * tail) + (1 << 22)
+        with contextlib.closing(Store.create(schema, count, limit, about={"name": "bench"})) as store:
+            store.fill(np.arange(count), make, keep=False)
+            with (
+                _plain(store, settings) as plain,
+                _hotset(store, settings, True) as keyed,
+                _hotset(store, settings, False) as bare,
+            ):
+                found = compare(
+                    {"TCP copy loop": plain, "with CURVE": keyed, "without keys": bare},
+                    "TCP copy loop",
+                    settings.pairs,
+                    title=f"batches of {_BATCH} records of {name}, between two processes",
+                    unit="MB/s",
+                    subjects=("with CURVE", "without keys"),
+                    limits=("TCP copy loop",),
+                )
+        outcome.comparisons.append(found)
+        for entry in ("with CURVE", "without keys"):
+            ratio = found.ratio(entry, "TCP copy loop")
+            text = f"{name}, {entry}: to a plain TCP copy loop"
+            reason = found.rows[entry].unfit
+            outcome.targets.append(Target(text, ratio, 0.7, reason=reason))
+    return outcome
+
+
+@contextlib.contextmanager
+def _forked(body: Callable[[int], None]) -> Iterator[int]:
+    """A process that runs ``body`` with one end of a socket pair until the block ends; yields the other."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            ours.close()
+            body(theirs.fileno())
+            code = 0
+        finally:
+            os._exit(code)
+    theirs.close()
+    try:
+        yield ours.fileno()
+    finally:
+        ours.close()
+        os.waitpid(pid, 0)
+
+
+def _batch_bytes(store: Store) -> int:
+    """Mean bytes of a batch's records, rows and tails."""
+    live = int(store.stored_bytes)
+    return live // len(store) * _BATCH
+
+
+def _rate(batch: Callable[[], int], seconds: float) -> float:
+    """MB/s of calls that return how many bytes each has brought."""
+    moved, begin = 0, time.perf_counter()
+    while (taken := time.perf_counter() - begin) < seconds:
+        moved += batch()
+    return moved / taken / 1e6
+
+
+@contextlib.contextmanager
+def _plain(store: Store, settings: Settings) -> Iterator[Callable[[], float]]:
+    size = _batch_bytes(store)
+
+    def send(end: int) -> None:
+        source = np.ones(size, np.uint8).data
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            os.write(end, str(server.getsockname()[1]).encode())
+            connection, _ = server.accept()
+            with connection:
+                while ordered := connection.recv(64):
+                    for _ in ordered:
+                        connection.sendall(source)
+
+    with _forked(send) as end, socket.create_connection(("127.0.0.1", int(os.read(end, 16)))) as connection:
+        ring = [np.zeros(size, np.uint8).data for _ in range(_RING)]
+        turn = 0
+        connection.sendall(b"n" * _IN_FLIGHT)
+
+        def batch() -> int:
+            nonlocal turn
+            into, got = ring[turn % _RING], 0
+            while got < size:
+                got += connection.recv_into(into[got:])
+            connection.sendall(b"n")
+            turn += 1
+            return size
+
+        yield lambda: _rate(batch, settings.seconds)
+
+
+@contextlib.contextmanager
+def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[[], float]]:
+    try:
+        from hotset.cluster.asking import Peers, Ticket
+        from hotset.cluster.serving import Serving
+        from hotset.cluster.shelf import StoreShelf
+        from hotset.cluster.sockets import Keys
+    except ImportError as error:
+        why = f"not installed ({error.name})"
+
+        def unfit() -> float:
+            raise Unfit(why)
+
+        yield unfit
+        return
+    shelf = StoreShelf(store, _FINGERPRINT)
+    mine, theirs = (Keys.new(), Keys.new()) if keyed else (None, None)
+
+    def serve(end: int) -> None:
+        allowed = {mine.public} if mine else ()
+        with Serving("127.0.0.1", {_FINGERPRINT: shelf}, theirs, allowed) as serving:
+            os.write(end, serving.endpoint.encode())
+            os.read(end, 1)
+
+    with _forked(serve) as end, Peers(mine) as others:
+        peer = others.add("other", os.read(end, 100).decode(), theirs.public if theirs else None)
+        rows = [np.zeros((_BATCH, shelf.cache.stride), np.uint8) for _ in range(_RING)]
+        tails = [np.zeros((4 * _BATCH, 256), np.uint8) for _ in range(_RING)]
+        draw = np.random.default_rng(0)
+        asked: deque[Ticket] = deque()
+        turn = 0
+
+        def batch() -> int:
+            nonlocal turn
+            while len(asked) < _IN_FLIGHT:
+                asked.append(peer.ask(shelf.cache, draw.integers(0, len(store), _BATCH)))
+            place = turn % _RING
+            turn += 1
+            answer = asked.popleft().wait(time.monotonic() + 10, rows[place], lambda n: tails[place][:n])
+            if not answer.present.all():
+                raise Unfit(f"records are missing: {peer.traffic.why}")
+            return rows[place].nbytes + answer.tails.nbytes
+
+        yield lambda: _rate(batch, settings.seconds)

@@ -1,0 +1,1 @@
+"""Other machines: records asked of them, and served to them."""

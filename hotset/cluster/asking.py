@@ -1,0 +1,389 @@
+"""Asking: this process's way to the records of other machines.
+
+::
+
+    ask(cache, ids) ──> Ticket ──> wait(deadline, rows, tails)      several tickets of one peer in flight
+                                      │ verified, then copied to the caller's memory
+                                      └ or absent: the caller reads the source
+
+Asking never raises for what a peer does or does not do. A peer *fails* when it is not there, refuses our
+key, speaks another version, or lets a deadline pass. It is then left alone for half a second, twice as long
+after each further failure in a row, half a minute at most, and its samples are absent meanwhile; where it has
+no such cache, for that cache alone. A record that is damaged, or another sample's, is absent too. All that is
+counted, and told once for each peer.
+
+An answer is known by its request's number, which begins at random for each connection: what comes for a
+ticket that nobody has any more (it is weakly held) is dropped, and so is what was said before a restart.
+
+There is no thread here: sockets are looked at while a ticket is waited for. A peer belongs to the thread that
+uses it. A forked child has sockets of its own, made when it first asks; what it inherits it leaves untouched,
+as closing it would end the parent's connections, and tickets from before the fork are absent in the child.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from hotset.cluster import messages
+from hotset.cluster.messages import (
+    LEFT,
+    Bytes,
+    Cache,
+    Head,
+    Longs,
+    Malformed,
+    Operation,
+    Records,
+    Status,
+)
+from hotset.cluster.sockets import Keys, close, open_socket
+from hotset.cluster.traffic import Rest, Traffic
+from hotset.store.format import LINE
+from hotset.told import tell
+
+__all__ = ["Answer", "Peer", "Peers", "Ticket"]
+
+_IN_FLIGHT = 16  # what the other end queues for one asker
+
+_ENDS: dict[int, str] = {
+    zmq.EVENT_DISCONNECTED: "has closed the connection, or died",
+    zmq.EVENT_CONNECT_RETRIED: "does not listen at its address",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "has broken off the handshake, as who has other keys does",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "does not speak ZeroMQ with our keys",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "does not let this machine's key in",
+}
+
+# What forked children inherited: kept from being collected, which would close the parent's sockets.
+_inherited: list[Any] = []
+
+
+class Answer(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+        present: bool for each sample: its record is there, verified. (Of a put: it is stored.)
+        left: bool for each sample: the peer has it, but the answer was full; ask for it again.
+        lines: int64 for each sample: of its tail.
+        tails: uint8 of shape (sum of lines, 256), in the order of the present samples.
+    """
+
+    present: npt.NDArray[np.bool_]
+    left: npt.NDArray[np.bool_]
+    lines: Longs
+    tails: Bytes
+
+
+class Ticket:
+    """A request that was sent, or was not; see :meth:`wait`."""
+
+    def __init__(self, peer: Peer, cache: Cache, ids: Longs, operation: Operation) -> None:
+        self._peer, self.cache, self.ids, self.operation = peer, cache, ids, operation
+        self._pid = os.getpid()
+        self._asked_at = time.monotonic()
+        self.frames: Sequence[memoryview] | None = None
+        self.head: Head | None = None
+        self.is_lost = False
+
+    def wait(
+        self,
+        deadline: float,
+        rows: Bytes | None = None,
+        tails: Callable[[int], Bytes] | None = None,
+    ) -> Answer:
+        """Wait for the answer, and copy its sound records to the caller's memory.
+
+        Args:
+            deadline: of :func:`time.monotonic`. The peer has failed if it passes.
+            rows: uint8 of shape (samples asked for, stride): the row of each sample that is present goes to
+                its place; the others' places stay as they are. None of a put.
+            tails: gives memory, uint8 of shape (lines, 256), for so many lines; None: it is allocated.
+        """
+        peer = self._peer
+        if self._pid != os.getpid():
+            self.is_lost = True
+        while self.frames is None and not self.is_lost:
+            left = deadline - time.monotonic()
+            peer.look(max(left, 0.0))
+            if left <= 0 and self.frames is None and not self.is_lost:
+                self.is_lost = True
+                peer.fail("has not answered in time")
+        if self.frames is None or self.head is None:
+            return self._nothing()
+        frames, self.frames, self.is_lost = self.frames, None, True
+        if self.head.status not in (Status.OK, Status.MALFORMED):
+            peer.refuses(self.head.status, self.cache)
+            return self._nothing()
+        try:
+            records = self._parse(self.head, frames)
+        except Malformed as error:
+            peer.fail(str(error))
+            return self._nothing()
+        peer.well(time.monotonic() - self._asked_at, self.cache)
+        if self.operation is Operation.PUT:
+            stored = records.generations >= 0
+            peer.traffic.stored += int(np.count_nonzero(stored))
+            return self._nothing()._replace(present=stored)
+        assert rows is not None, "a get has rows to go somewhere"
+        return self._deliver(records, rows, tails or _allocate)
+
+    def _parse(self, head: Head, frames: Sequence[memoryview]) -> Records:
+        cache = self.cache
+        if head.status is not Status.OK:
+            raise Malformed(head.status.sentence)
+        said = (head.operation, head.samples, head.fingerprint, head.layout)
+        if said != (self.operation, len(self.ids), cache.fingerprint, cache.layout):
+            raise Malformed("answers what it was not asked")
+        return messages.parse_records(head, frames[1:], cache, bare=self.operation is Operation.PUT)
+
+    def _deliver(self, records: Records, rows: Bytes, tails: Callable[[int], Bytes]) -> Answer:
+        """Verify records, then copy the sound ones: nothing else ever reaches the caller's memory."""
+        left = records.generations == LEFT
+        present = messages.sound(self.cache, self.ids, records)
+        wrong = int(np.count_nonzero((records.generations >= 0) & ~present))
+        if wrong:
+            self._peer.wrong(wrong)
+            records = messages.only(records, present)
+        if present.all():
+            rows[:] = records.rows
+        else:
+            rows[present] = records.rows
+        memory = tails(len(records.tails))
+        memory[:] = records.tails
+        self._peer.traffic.received += int(np.count_nonzero(present))
+        self._peer.traffic.bytes += records.rows.nbytes + records.tails.nbytes
+        return Answer(present, left, records.lines, memory)
+
+    def _nothing(self) -> Answer:
+        count = len(self.ids)
+        absent = np.zeros(count, np.bool_)
+        return Answer(absent, absent, np.zeros(count, np.int64), np.empty((0, LINE), np.uint8))
+
+
+class Peer:
+    """One other machine. Made by :meth:`Peers.add`.
+
+    Attributes:
+        name: of the machine, as people are told of it.
+        endpoint: where it serves.
+        traffic: counters.
+        peers: that it is one of.
+    """
+
+    def __init__(self, peers: Peers, name: str, endpoint: str, key: bytes | None) -> None:
+        self.name, self.endpoint, self.traffic = name, endpoint, Traffic()
+        self.peers, self._key = peers, key
+        self._pid = os.getpid()
+        self._socket: Any = None
+        self._events: Any = None
+        self._number = 0
+        self._open: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
+        self._rest = Rest()
+        self._rest_of: defaultdict[bytes, Rest] = defaultdict(Rest)
+        self._is_told = False
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is left alone at the moment."""
+        return self._rest.lasts
+
+    def ask(self, cache: Cache, ids: Longs) -> Ticket:
+        """Ask for records of these samples; sends at once, and never waits.
+
+        Args:
+            cache: as this process knows it.
+            ids: int64, at most ``messages.MOST``; should make no more bytes than ``messages.LARGEST``, or
+                the rest is ``left`` and asked for again.
+        """
+        self.traffic.asked += len(ids)
+        ticket = Ticket(self, cache, ids, Operation.GET)
+        self._send(ticket, lambda number: messages.get(number, cache, ids))
+        return ticket
+
+    def put(self, cache: Cache, ids: Longs, records: Records) -> Ticket:
+        """Bring records of these samples, ``messages.LARGEST`` bytes at most; sends at once."""
+        ticket = Ticket(self, cache, ids, Operation.PUT)
+        self._send(ticket, lambda number: messages.put(number, cache, ids, records))
+        return ticket
+
+    def _send(self, ticket: Ticket, frames: Callable[[int], list[Any]]) -> None:
+        if self._pid != os.getpid():
+            self._leave_to_parent()
+        if self.rests or self._rest_of[ticket.cache.fingerprint].lasts or len(self._open) >= _IN_FLIGHT:
+            ticket.is_lost = True
+            return
+        if self._socket is None:
+            self._connect()
+        self._number = (self._number + 1) % (1 << 64)
+        try:
+            self._socket.send_multipart(frames(self._number), zmq.NOBLOCK)
+        except zmq.Again:
+            ticket.is_lost = True
+            self.fail("takes no more requests")
+            return
+        self._open[self._number] = ticket
+
+    def _connect(self) -> None:
+        context = self.peers.context()
+        self._socket = open_socket(context, zmq.DEALER, self.peers.keys, self._key)
+        self._socket.ipv6 = "[" in self.endpoint
+        self._events = self._socket.get_monitor_socket(sum(_ENDS))
+        self._socket.connect(self.endpoint)
+        self._number = int.from_bytes(os.urandom(8), "little")
+
+    def look(self, timeout: float) -> None:
+        """Take in what has come; wait up to ``timeout`` seconds if nothing has."""
+        if self._socket is None:
+            return
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._events, zmq.POLLIN)
+        ready = dict(poller.poll(math.ceil(timeout * 1000)))
+        while self._socket is not None and self._socket in ready:
+            try:
+                self._take_in(
+                    [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+                )
+            except zmq.Again:
+                break
+        if self._socket is not None and self._events in ready:
+            event = parse_monitor_message(self._events.recv_multipart())
+            self.fail(_ENDS[event["event"]])
+
+    def _take_in(self, frames: Sequence[memoryview]) -> None:
+        try:
+            head = messages.parse_head(frames, answers=True)
+        except Malformed as error:
+            self.fail(str(error))
+            return
+        ticket = self._open.pop(head.number, None)
+        if ticket is None or ticket.is_lost:
+            self.traffic.late += 1
+            return
+        ticket.head, ticket.frames = head, frames
+
+    def fail(self, why: str) -> None:
+        """Note that the peer fails, tell of it once, and leave it alone for a while.
+
+        Its connection is closed, and with it goes whatever else is on its way.
+        """
+        self._disconnect()
+        self.traffic.failures += 1
+        self.traffic.why = why
+        self._rest.begin()
+        self._tell(f"{self.name} ({self.endpoint}) {why}")
+
+    def wrong(self, count: int) -> None:
+        """Note records that were damaged, or another sample's."""
+        self.traffic.unsound += count
+        self._tell(f"{self.name} ({self.endpoint}) has sent {count} records whose checksums do not fit")
+
+    def refuses(self, status: Status, cache: Cache) -> None:
+        """Note that it has answered, though not with records of this cache."""
+        self.traffic.refused += 1
+        if status is not Status.BUSY:
+            self._rest_of[cache.fingerprint].begin()
+            self._tell(f"{self.name} ({self.endpoint}) {status.sentence}")
+
+    def well(self, seconds: float, cache: Cache) -> None:
+        """Note that it has answered."""
+        self._rest = Rest()
+        self._rest_of.pop(cache.fingerprint, None)
+        self.traffic.answers += 1
+        self.traffic.seconds += seconds
+
+    def _tell(self, sentence: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            tell(f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.")
+
+    def _disconnect(self) -> None:
+        for ticket in list(self._open.values()):
+            ticket.is_lost = True
+        self._open.clear()
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._events.close(0)
+            self._socket.close(0)
+            self._socket = self._events = None
+
+    def _leave_to_parent(self) -> None:
+        _inherited.extend((self._socket, self._events))
+        self._socket = self._events = None
+        self._open.clear()
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Close the connection; tickets that are open are absent."""
+        if self._pid == os.getpid():
+            self._disconnect()
+
+
+class Peers:
+    """All other machines, as this process reaches them; a context manager.
+
+    Args:
+        keys: this machine's; None: no keys (:mod:`hotset.cluster.sockets`).
+    """
+
+    def __init__(self, keys: Keys | None) -> None:
+        self.keys = keys
+        self._pid = os.getpid()
+        self._context: zmq.Context[Any] | None = None
+        self._peers: dict[str, Peer] = {}
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add(self, name: str, endpoint: str, key: bytes | None) -> Peer:
+        """Return the peer of this name, which serves there with that public key.
+
+        One that was known under this name, and has moved or restarted, is closed.
+        """
+        known = self._peers.get(name)
+        if known is not None:
+            known.close()
+        peer = self._peers[name] = Peer(self, name, endpoint, key)
+        return peer
+
+    def remove(self, name: str) -> None:
+        """Forget a machine; nothing happens if there is none of this name."""
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            peer.close()
+
+    def context(self) -> zmq.Context[Any]:
+        """ZeroMQ's context of this process, whose only threads are its own for input and output."""
+        if self._context is None or self._pid != os.getpid():
+            _inherited.append(self._context)
+            self._context, self._pid = zmq.Context(), os.getpid()
+        return self._context
+
+    def close(self) -> None:
+        """Close all connections, at once; nothing happens in a forked child that has asked nobody."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        if self._context is not None and self._pid == os.getpid():
+            close(self._context)
+            self._context = None
+
+
+def _allocate(lines: int) -> Bytes:
+    return np.empty((lines, LINE), np.uint8)

@@ -1,0 +1,79 @@
+"""Sockets and keys: what both ends of a connection between machines set alike.
+
+Every machine has a pair of keys. Who serves lets in only the public keys that it was told of, and who asks
+knows the public key of whom it asks, so that each end is sure of the other; what passes between them is
+encrypted, and cannot be replayed, as CURVE numbers it (https://rfc.zeromq.org/spec/26/). Without keys
+(None), whoever reaches the address may ask: for networks that encrypt by themselves.
+
+Heartbeats bound what the dead and the stopped hold: a connection that is silent for `SILENCE` is closed, and
+what was waiting to be sent over it is freed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import zmq
+
+from hotset.cluster.messages import LARGEST
+
+__all__ = ["SILENCE", "Keys", "close", "open_socket"]
+
+# Milliseconds. One is asked for often enough that two of them may get lost.
+SILENCE = 1500
+_HEARTBEAT = 500
+_HANDSHAKE = 2000
+
+
+class Keys(NamedTuple):
+    """A machine's pair of CURVE keys, in Z85 (40 characters each).
+
+    Example:
+        >>> len(Keys.new().public)
+        40
+    """
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def new(cls) -> Keys:
+        """Draw a pair."""
+        return cls(*zmq.curve_keypair())
+
+    def __repr__(self) -> str:
+        """The public half alone: keys end up in logs."""
+        return f"Keys({self.public.decode()})"
+
+
+def open_socket(context: zmq.Context[Any], kind: int, keys: Keys | None, server: bytes | None) -> Any:
+    """Make a socket that closes at once, takes no frame over ``LARGEST``, and has its keys.
+
+    Args:
+        context: of this process.
+        kind: ``zmq.ROUTER`` serves, ``zmq.DEALER`` asks.
+        keys: this machine's; None: without.
+        server: whom a DEALER asks: its public key.
+    """
+    socket: Any = context.socket(kind)
+    socket.linger = 0
+    socket.maxmsgsize = LARGEST
+    socket.heartbeat_ivl = _HEARTBEAT
+    socket.heartbeat_timeout = SILENCE
+    socket.handshake_ivl = _HANDSHAKE
+    if keys is not None:
+        socket.curve_publickey, socket.curve_secretkey = keys
+        if kind == zmq.ROUTER:
+            socket.curve_server = True
+            # Fail closed: without an answer from whoever knows the allowed keys, nobody is let in.
+            socket.zap_domain, socket.zap_enforce_domain = b"hotset", True
+        else:
+            socket.curve_serverkey = server
+    return socket
+
+
+def close(context: zmq.Context[Any], *sockets: Any) -> None:
+    """Close sockets, then the context; what was not sent is dropped."""
+    for socket in sockets:
+        socket.close(0)
+    context.term()
