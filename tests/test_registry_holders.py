@@ -7,12 +7,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import eventually, is_a_sentence
 from typer.testing import CliRunner
 
 from hotset.cli.main import app
+from hotset.session import care
 from hotset.session.care import reports
 from hotset.session.registry import Registration, entries, find, register
 from hotset.store.format import Geometry
@@ -56,6 +58,24 @@ def child(nonce: str, memory: int, told: Path) -> Iterator[int]:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_a_holder_that_dies_while_it_is_looked_at_is_no_damage(
+    segment: Segment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = listed(segment)
+    address_of = care.address_of
+    with child(own.nonce, segment.fd, tmp_path / "told") as pid:
+
+        def then_it_dies(entry: Any) -> Any:
+            address = address_of(entry)
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda: not os.path.exists(f"/proc/{pid}/fd/{segment.fd}"))
+            return address
+
+        monkeypatch.setattr(care, "address_of", then_it_dies)
+        (report,) = reports()
+        assert (report.state, report.problems) == ("out of reach", ())
 
 
 def test_a_cache_is_reached_through_whoever_has_it_open(segment: Segment, tmp_path: Path) -> None:

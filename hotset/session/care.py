@@ -91,9 +91,12 @@ def _private(entry: Entry) -> Report:
     if entry.at is None:
         return Report(name, owner, "out of reach")
     try:
-        return _opened(address_of(entry), name, owner)
+        seen = _opened(address_of(entry), name, owner)
     except SegmentError as error:
-        return Report(name, owner, "damaged", problems=(str(error),))
+        seen = Report(name, owner, "damaged", problems=(str(error),))
+    # Who had it open may have ended since it was listed: that is no damage.
+    gone = seen.state == "damaged" and not os.path.exists(entry.path or "")
+    return Report(name, owner, "out of reach") if gone else seen
 
 
 def _opened(where: str | Address, name: str, owner: str) -> Report:
