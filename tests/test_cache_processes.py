@@ -11,14 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from helpers import Walkers, equal_batches, finish, in_threads
+from helpers import Walkers, equal_batches, eventually, finish, in_threads
 from live import draw_all
 from samples import constant_row, image_and_label, mapping, ragged
 from sources import Counting, ReadLog, Samples, Stalling
+from stores import child, ended
 from torch.utils.data import DataLoader
 
 import hotset
+from hotset.session import care
 
 N = 120
 
@@ -206,3 +209,45 @@ def test_fillers_killed_at_any_moment_leave_a_clean_cache() -> None:
         survivors.finish()
         assert cached.stats().cached == N
         assert cached.check() == []
+
+
+class KillsItsMaker:
+    """A worker's beginning, in the midst of which the process that started it is killed."""
+
+    def __init__(self, maker: int, told: Path) -> None:
+        self.maker = maker
+        self.told = told
+
+    def __call__(self, worker: int) -> None:
+        self.told.write_text(str(os.getpid()))
+        os.kill(self.maker, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_worker_whose_maker_is_killed_as_it_begins_ends_too(method: str, tmp_path: Path) -> None:
+    """torch's own takes whoever adopts it for its parent then, and waits for work for ever."""
+    told = tmp_path / "worker"
+
+    def job() -> None:
+        cached = hotset.cache(Samples(mapping, 8), transform=[live])
+        begins = KillsItsMaker(os.getpid(), told)
+        context = multiprocessing.get_context(method)
+        loader = hotset.DataLoader(
+            cached, batch_size=4, num_workers=1, worker_init_fn=begins, multiprocessing_context=context
+        )
+        for _ in loader:
+            pass
+
+    assert ended(child(job)) == -signal.SIGKILL
+    worker = int(told.read_text())
+    gone = eventually(lambda: not psutil.pid_exists(worker), within=20.0)
+    if not gone:
+        os.kill(worker, signal.SIGKILL)
+    assert gone
+    assert care.gc(), "what a killed process leaves is found"
+
+
+@hotset.nondeterministic
+def live(sample: Any) -> Any:
+    return sample

@@ -352,7 +352,7 @@ class DataLoader(TorchDataLoader[T]):
                 collate_fn=_unchanged,  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,
                 timeout=self.timeout,
-                worker_init_fn=WorkerInit(self.dataset, self.worker_init_fn),
+                worker_init_fn=WorkerInit(self.dataset, self.worker_init_fn, self.multiprocessing_context),
                 multiprocessing_context=self.multiprocessing_context,
                 generator=self.generator,
                 prefetch_factor=self.prefetch_factor,

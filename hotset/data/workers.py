@@ -18,6 +18,8 @@ persistence, is torch's business and done through its public arguments.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -340,11 +342,19 @@ class _Desk:
 
 
 class WorkerInit:
-    """Runs in each worker before its first batch: the user's function sees the user's data set."""
+    """Runs in each worker before its first batch: the user's function sees the user's data set.
 
-    def __init__(self, dataset: Any, user: Callable[[int], None] | None) -> None:
+    Args:
+        dataset: the user's.
+        user: the user's function.
+        context: of multiprocessing, by which the workers are started; None: the default one.
+    """
+
+    def __init__(self, dataset: Any, user: Callable[[int], None] | None, context: Any) -> None:
         self.dataset = dataset
         self.user = user
+        self._maker = os.getpid()
+        self._method = (context or multiprocessing).get_start_method()
 
     def __call__(self, worker: int) -> None:
         keep_freed_memory()
@@ -354,3 +364,15 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker)
+        if self._is_orphaned():
+            # torch notes who its parent is only after this, to end when that dies: it would take whoever
+            # adopts orphans for it, and wait for work for ever.
+            os._exit(1)
+
+    def _is_orphaned(self) -> bool:
+        if self._method != "forkserver":
+            return os.getppid() != self._maker
+        # A fork server stands in between. Its children hold nothing of each other's, as forked ones do, which
+        # keep the pipe open that tells.
+        maker = multiprocessing.parent_process()
+        return maker is not None and not maker.is_alive()
