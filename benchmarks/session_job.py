@@ -34,7 +34,8 @@ BATCH = 64
 def new_session(memory: int | None = None, spill: Path | None = None) -> Iterator[str]:
     """The name of a session that is destroyed in the end; see :func:`hotset.session.sessions.create`."""
     name = f"bench-{secrets.token_hex(4)}"
-    made = sessions.create(name, memory=memory, spill=None if spill is None else str(spill))
+    # It expires also where this process is killed.
+    made = sessions.create(name, ttl=3600.0, memory=memory, spill=None if spill is None else str(spill))
     try:
         yield name
     finally:

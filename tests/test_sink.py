@@ -301,6 +301,18 @@ def test_a_batch_that_is_not_as_the_signature_says(batch: Any, sentence: str) ->
         assert sink(steps=1) == 3  # the shorter last one passes
 
 
+def test_only_the_last_batch_of_a_pass_may_be_shorter_than_the_signature() -> None:
+    signature = (torch.empty(4, 2, device="meta"), torch.empty(4, dtype=torch.int64, device="meta"))
+    data = [*pairs(3), *pairs(4), *pairs(3)]
+    with data_sink(lambda x, y: len(x), data, input_signature=signature) as sink:
+        with pytest.raises(ArgumentError, match="not as input_signature says"):
+            sink()
+        assert [sink(), sink()] == [4, 3]
+    unknown = (batch for batch in data)  # where the end is not known, any may be the last
+    with data_sink(lambda x, y: len(x), unknown, input_signature=signature) as sink:
+        assert sink(steps=1) == 3
+
+
 def test_a_loader_that_another_sink_is_reading() -> None:
     loader = DataLoader(Samples(image_and_label, 8), batch_size=2)
     first, second = (data_sink(lambda x, y: y.tolist(), loader) for _ in range(2))

@@ -73,6 +73,11 @@ class Rounds:
         """Batches of the current pass that were taken; 0 at its end."""
         return 0 if self._taken == self.length else self._taken
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the batch that was drawn last may be the last of its pass."""
+        return self.length in (None, self._taken)
+
     def draw(self, wanted: int) -> Drawn:
         """The next batch.
 

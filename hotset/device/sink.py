@@ -221,7 +221,7 @@ class Sink:
         if drawn.serving is not None:
             rows, example = len(drawn.batch), drawn.serving.residents.example
             batch = map_tensors(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), example)
-        wrong = difference(self._expected, batch, shorter=True)
+        wrong = difference(self._expected, batch, shorter=self._rounds.may_end)
         if wrong:
             raise ArgumentError(f"a batch is not as input_signature says: {wrong}.")
 
