@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import define_torchvision_operators, eventually, memory_files, seed_everything
+from session_places import own_runtime
 
 define_torchvision_operators()
 
@@ -50,6 +51,19 @@ def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 @pytest.fixture
 def runtime_folder(_own_runtime_folder: Path) -> Path:
     return _own_runtime_folder
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of this test's own, in memory, for what goes on in sessions."""
+    with own_runtime(tmp_path, monkeypatch) as folder:
+        yield folder
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> str:
+    """A spill folder."""
+    return str(tmp_path / "spill")
 
 
 def _children() -> set[str]:

@@ -39,6 +39,20 @@ def test_what_a_killed_process_left_unfinished_is_removed(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == [others.name, f"model-{BATCHES}.pt"]
 
 
+def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_writing_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[list[str]] = []
+
+    def fsync(fd: int) -> None:
+        flushed.append([os.path.basename(os.readlink(f"/proc/self/fd/{fd}")), *os.listdir(tmp_path)])
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpoint.write(tmp_path / "a.pt", {})
+    unfinished = ".a.pt.unfinished"
+    assert flushed == [[unfinished, unfinished], [tmp_path.name, "a.pt"]]
+
+
 def test_a_full_disk_raises_and_leaves_what_was_there(tmp_path: Path) -> None:
     trained("torch", 1, ModelCheckpoint(tmp_path))
     (first,) = tmp_path.iterdir()

@@ -8,7 +8,6 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from helpers import equal_batches, is_a_sentence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import jpeg_like, kilobyte, mapping
-from session_places import MIB, N, own_runtime, read_all, taken
+from session_places import MIB, N, read_all, taken
 from sources import Samples
 from stores import child, kill, lingering, pause
 
@@ -30,18 +29,9 @@ from hotset.session.definition import open_ledger
 from hotset.session.ledger import Ledger
 from hotset.session.reports import report
 
+pytestmark = pytest.mark.usefixtures("runtime")
+
 PORT = 50123
-
-
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_runtime(tmp_path, monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return str(tmp_path / "spill")
 
 
 # Ledgers

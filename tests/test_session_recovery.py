@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import is_a_sentence
 from samples import jpeg_like, kilobyte, mapping
-from session_places import MIB, N, old, own_runtime, read_all, reboot, spilled, taken
+from session_places import MIB, N, old, read_all, reboot, spilled, taken
 from sources import Samples
 from stores import child, ended
 
@@ -22,16 +22,7 @@ from hotset.session.definition import Session, open_ledger
 from hotset.session.turn import turns
 from hotset.store.format import LIVE_AT, Live
 
-
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_runtime(tmp_path, monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return str(tmp_path / "spill")
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 # Crashes

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers import is_a_sentence
 from samples import mapping
-from session_places import MIB, N, own_runtime, read_all, reboot
+from session_places import MIB, N, read_all, reboot
 from sources import Samples
 
 import hotset
@@ -19,16 +18,7 @@ from hotset import HotsetWarning
 from hotset.errors import FolderError, SessionError
 from hotset.session import sessions, spills
 
-
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_runtime(tmp_path, monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return str(tmp_path / "spill")
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def test_a_spill_folder_is_private_and_known(disk: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import is_a_sentence
 from samples import constant_row, mapping
-from session_places import MIB, N, own_runtime, read_all, spilled
+from session_places import MIB, N, read_all, spilled
 from sources import Samples
 from stores import child, ended, lingering
 
@@ -21,16 +20,7 @@ from hotset import HotsetWarning
 from hotset.errors import HotsetError, SessionError
 from hotset.session import sessions
 
-
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_runtime(tmp_path, monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return str(tmp_path / "spill")
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 # Names
