@@ -248,6 +248,38 @@ def test_a_worker_whose_maker_is_killed_as_it_begins_ends_too(method: str, tmp_p
     assert care.gc(), "what a killed process leaves is found"
 
 
+def test_a_worker_that_has_more_to_hand_over_than_its_killed_maker_will_read_ends_too(tmp_path: Path) -> None:
+    """Its queue's thread waits for room in a pipe, whose other end the worker itself has open as well."""
+    told = tmp_path / "worker"
+
+    def job() -> None:
+        cached = hotset.cache(Samples(mapping, 64), transform=[Bulky(told)])
+        batches = iter(hotset.DataLoader(cached, batch_size=1, num_workers=1, prefetch_factor=16))
+        next(batches)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended(child(job)) == -signal.SIGKILL
+    worker = int(told.read_text())
+    gone = eventually(lambda: not psutil.pid_exists(worker), within=20.0)
+    if not gone:
+        os.kill(worker, signal.SIGKILL)
+    assert gone
+    assert care.gc(), "what a killed process leaves is found"
+
+
 @hotset.nondeterministic
 def live(sample: Any) -> Any:
     return sample
+
+
+@hotset.nondeterministic
+class Bulky:
+    """Makes of each sample what goes through a pipe, and much of it."""
+
+    def __init__(self, told: Path) -> None:
+        self.told = told
+
+    def __call__(self, sample: Any) -> Any:
+        self.told.write_text(str(os.getpid()))
+        return "x" * 300_000

@@ -21,6 +21,7 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,8 @@ from hotset.store.segment import Address
 __all__ = ["BatchMaker", "Desks", "Letter", "Task", "TaskSampler", "WorkerInit", "make_gather"]
 
 _ALIGN = 64
+# Before a queue waits for its thread, whose priority is below zero.
+_FIRST = 100
 
 
 class Task(NamedTuple):
@@ -364,9 +367,14 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker)
+        # torch notes who its parent is only after this, to end when that dies: it would take whoever adopts
+        # orphans for it, and wait for work for ever.
+        self._end_if_orphaned()
+        # And at its end it waits until what it has made was read, which nobody does then.
+        Finalize(None, self._end_if_orphaned, exitpriority=_FIRST)
+
+    def _end_if_orphaned(self) -> None:
         if self._is_orphaned():
-            # torch notes who its parent is only after this, to end when that dies: it would take whoever
-            # adopts orphans for it, and wait for work for ever.
             os._exit(1)
 
     def _is_orphaned(self) -> bool:
