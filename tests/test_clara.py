@@ -176,8 +176,8 @@ def test_the_reference_with_a_cache(root: Path) -> None:
     cached: Any = loader.dataset
     with cached:
         assert (len(cached), len(loader)) == (4, 2)
-        assert "LoadImaged" in cached.plan.cached
-        assert "RandSpatialCropd" in cached.plan.live
+        assert "LoadImaged" in cached.plan.cached, str(cached.plan)
+        assert "RandSpatialCropd" in cached.plan.live, str(cached.plan)
         epochs: list[set[int]] = []
 
         def all_seen() -> bool:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hotset
+from hotset.determinism import trial
 from hotset.determinism.split import Split, split
 from hotset.determinism.trial import attempt
 from hotset.errors import ArgumentError
@@ -265,6 +266,21 @@ def test_lists_and_arrays_of_a_transform_get_their_contents_back() -> None:
         [0, 0],
     )
     assert not hasattr(step, "new")
+
+
+@pytest.mark.parametrize("repeats", range(4, 10))
+def test_what_only_remembers_its_last_input_is_no_doubt_however_often_it_is_tried(
+    repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Remembers:
+        last = -1.0
+
+        def __call__(self, x: Any) -> Any:
+            self.last = float(x.sum())
+            return x
+
+    monkeypatch.setattr(trial, "_REPEATS", repeats)
+    assert attempt(Remembers(), SAMPLES, seconds=1e6).doubts == ()
 
 
 def test_the_state_is_put_back_when_the_transform_raises() -> None:
