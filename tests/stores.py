@@ -119,7 +119,7 @@ def child(body: Callable[[], object]) -> int:
         code = 1
         try:
             torch.set_num_threads(1)  # torch's other threads were not forked, and would be waited for
-            vars(forkserver)["_forkserver"]._forkserver_pid = None  # an earlier test's, and no child of this one
+            vars(forkserver)["_forkserver"]._forkserver_pid = None  # an earlier test's
             body()
             code = 0
         except BaseException:
