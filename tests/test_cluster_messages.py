@@ -204,7 +204,7 @@ def test_the_body_is_refused_with_its_reason() -> None:
         ([good[0], good[1][:-1], good[2]], "sends 127 bytes of rows, where its entries make 128"),
         ([good[0], good[1], b"x"], "sends 1 bytes of tails, where its entries make 0"),
         ([good[0][:4] + b"\x01" + good[0][5:], *good[1:]], "speaks of a tail where there can be none"),
-        ([b"\x00\x00\x00\xc0" + good[0][4:], *good[1:]], "entry that means nothing"),
+        ([b"\x01\x00\x00\xc0" + good[0][4:], *good[1:]], "entry that means nothing"),
         ([b"\x01\x00\x00\x00" + good[0][4:], *good[1:]], "entry that means nothing"),
         ([b"\x00\x00\x10\x40" + good[0][4:], *good[1:]], "entry that means nothing"),
     ):

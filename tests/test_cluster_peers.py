@@ -46,7 +46,7 @@ class Fake:
         self.cache = Cache.of(FINGERPRINT, samples=1000, stride=16 + width, has_tail=False, schema="fake")
         self._meanwhile = meanwhile
 
-    def take(self, wanted: Longs, memory: Bytes) -> Records:
+    def take(self, wanted: Longs, memory: Bytes, *, claim: bool = False) -> Records:
         self._meanwhile(wanted)
         # In the memory that is sent from, which is used again once it was.
         rows = memory[: len(wanted) * self.cache.stride].reshape(len(wanted), -1)
@@ -117,7 +117,9 @@ def asker(
 
 def wait(ticket: Ticket, within: float = SOON) -> tuple[Answer, Bytes]:
     rows = np.full((len(ticket.ids), ticket.cache.stride), 255, np.uint8)
-    return ticket.wait(time.monotonic() + within, rows), rows
+    answer = ticket.wait(time.monotonic() + within)
+    rows[answer.present] = answer.rows
+    return answer, rows
 
 
 def fetch(peer: Peer, cache: Cache, wanted: Longs, within: float = SOON) -> tuple[Answer, Bytes]:

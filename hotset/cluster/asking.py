@@ -2,8 +2,8 @@
 
 ::
 
-    ask(cache, ids) ──> Ticket ──> wait(deadline, rows, tails)      several tickets of one peer in flight
-                                      │ verified, then copied to the caller's memory
+    ask(cache, ids) ──> Ticket ──> wait(deadline)      several tickets of one peer in flight
+                                      │ verified: where the frames lie, to be copied by the caller
                                       └ or absent: the caller reads the source
 
 Asking never raises for what a peer does or does not do. A peer *fails* when it is not there, refuses our
@@ -39,6 +39,7 @@ from zmq.utils.monitor import parse_monitor_message
 from hotset.cluster import messages
 from hotset.cluster.messages import (
     LEFT,
+    PROMISED,
     Bytes,
     Cache,
     Head,
@@ -75,13 +76,19 @@ class Answer(NamedTuple):
     Attributes:
         present: bool for each sample: its record is there, verified. (Of a put: it is stored.)
         left: bool for each sample: the peer has it, but the answer was full; ask for it again.
-        lines: int64 for each sample: of its tail.
-        tails: uint8 of shape (sum of lines, 256), in the order of the present samples.
+        promised: bool for each sample: another one reads it now, and will bring it.
+        answered: whether the peer has answered at all, and has this cache.
+        lines: int64 for each sample: of its tail; 0 unless it is present.
+        rows: uint8 of shape (present samples, stride), in their order; read-only, as are the tails.
+        tails: uint8 of shape (sum of lines, 256).
     """
 
     present: npt.NDArray[np.bool_]
     left: npt.NDArray[np.bool_]
+    promised: npt.NDArray[np.bool_]
+    answered: bool
     lines: Longs
+    rows: Bytes
     tails: Bytes
 
 
@@ -96,19 +103,11 @@ class Ticket:
         self.head: Head | None = None
         self.is_lost = False
 
-    def wait(
-        self,
-        deadline: float,
-        rows: Bytes | None = None,
-        tails: Callable[[int], Bytes] | None = None,
-    ) -> Answer:
-        """Wait for the answer, and copy its sound records to the caller's memory.
+    def wait(self, deadline: float) -> Answer:
+        """Wait for the answer, and verify its records.
 
         Args:
             deadline: of :func:`time.monotonic`. The peer has failed if it passes.
-            rows: uint8 of shape (samples asked for, stride): the row of each sample that is present goes to
-                its place; the others' places stay as they are. None of a put.
-            tails: gives memory, uint8 of shape (lines, 256), for so many lines; None: it is allocated.
         """
         peer = self._peer
         if self._pid != os.getpid():
@@ -134,9 +133,8 @@ class Ticket:
         if self.operation is Operation.PUT:
             stored = records.generations >= 0
             peer.traffic.stored += int(np.count_nonzero(stored))
-            return self._nothing()._replace(present=stored)
-        assert rows is not None, "a get has rows to go somewhere"
-        return self._deliver(records, rows, tails or _allocate)
+            return self._nothing()._replace(present=stored, answered=True)
+        return self._verified(records)
 
     def _parse(self, head: Head, frames: Sequence[memoryview]) -> Records:
         cache = self.cache
@@ -147,28 +145,23 @@ class Ticket:
             raise Malformed("answers what it was not asked")
         return messages.parse_records(head, frames[1:], cache, bare=self.operation is Operation.PUT)
 
-    def _deliver(self, records: Records, rows: Bytes, tails: Callable[[int], Bytes]) -> Answer:
-        """Verify records, then copy the sound ones: nothing else ever reaches the caller's memory."""
-        left = records.generations == LEFT
+    def _verified(self, records: Records) -> Answer:
+        """The sound ones of these records: nothing else ever reaches the caller."""
+        left, promised = records.generations == LEFT, records.generations == PROMISED
         present = messages.sound(self.cache, self.ids, records)
         wrong = int(np.count_nonzero((records.generations >= 0) & ~present))
         if wrong:
             self._peer.wrong(wrong)
             records = messages.only(records, present)
-        if present.all():
-            rows[:] = records.rows
-        else:
-            rows[present] = records.rows
-        memory = tails(len(records.tails))
-        memory[:] = records.tails
         self._peer.traffic.received += int(np.count_nonzero(present))
         self._peer.traffic.bytes += records.rows.nbytes + records.tails.nbytes
-        return Answer(present, left, records.lines, memory)
+        return Answer(present, left, promised, True, records.lines, records.rows, records.tails)
 
     def _nothing(self) -> Answer:
         count = len(self.ids)
-        absent = np.zeros(count, np.bool_)
-        return Answer(absent, absent, np.zeros(count, np.int64), np.empty((0, LINE), np.uint8))
+        no, lines = np.zeros(count, np.bool_), np.zeros(count, np.int64)
+        rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
+        return Answer(no, no, no, False, lines, rows, tails)
 
 
 class Peer:
@@ -198,17 +191,18 @@ class Peer:
         """Whether it is left alone at the moment."""
         return self._rest.lasts
 
-    def ask(self, cache: Cache, ids: Longs) -> Ticket:
+    def ask(self, cache: Cache, ids: Longs, *, claim: bool = False) -> Ticket:
         """Ask for records of these samples; sends at once, and never waits.
 
         Args:
             cache: as this process knows it.
+            claim: whether this process will read, and bring, what is absent.
             ids: int64, at most ``messages.MOST``; should make no more bytes than ``messages.LARGEST``, or
                 the rest is ``left`` and asked for again.
         """
         self.traffic.asked += len(ids)
-        ticket = Ticket(self, cache, ids, Operation.GET)
-        self._send(ticket, lambda number: messages.get(number, cache, ids))
+        ticket = Ticket(self, cache, ids, Operation.CLAIM if claim else Operation.GET)
+        self._send(ticket, lambda number: messages.get(number, cache, ids, claim=claim))
         return ticket
 
     def put(self, cache: Cache, ids: Longs, records: Records) -> Ticket:
@@ -383,7 +377,3 @@ class Peers:
         if self._context is not None and self._pid == os.getpid():
             close(self._context)
             self._context = None
-
-
-def _allocate(lines: int) -> Bytes:
-    return np.empty((lines, LINE), np.uint8)

@@ -4,13 +4,14 @@ A message is a list of frames. All integers are little-endian, and every frame's
 was read before it: what has another length is refused with a reason. ::
 
     get        header | ids                                     sample numbers, i64 each
+    claim      the same; what is absent the asker will bring
     put        header | ids | entries | rows | tails
-    answer     header | entries | rows | tails                  rows and tails: those of a get alone
+    answer     header | entries | rows | tails                  of a put: header | entries
     refusal    header                                           with a status other than OK
 
     header     +0   magic        8 B
                +8   version      u16
-               +10  operation    u8    1 get, 2 put; 0x80 is set in what answers it
+               +10  operation    u8    1 get, 2 put, 3 claim; 0x80 is set in what answers it
                +11  status       u8    of an answer; 0 in a request
                +12  count        u32   of samples
                +16  number       u64   of the request, which its answer repeats
@@ -18,12 +19,12 @@ was read before it: what has another length is refused with a reason. ::
                +40  layout       16 B  digest of schema, stride, samples and the segment's format
                +56  zeros        8 B
 
-    entry      +0   state:2 | generation:20, u32     0 absent, 1 present, 2 left: answer full
+    entry      +0   state:2 | generation:20, u32     0 absent, 1 present, 2 left: answer full, 3 promised
                +4   lines, u32                       of its tail
 
 A *row* is a record's row as it lies in the sender's segment (:mod:`hotset.store.format`), header and checksum
 included; a *tail* its run of 256-byte lines. Rows of present records lie side by side in the order of the
-ids, and so do the tails. A row's head says at which line its tail begins **in the sender's segment**: whoever
+ids, and so do the tails. *Promised* is what another one has claimed, and will bring. A row's head says at which line its tail begins **in the sender's segment**: whoever
 stores the record elsewhere writes its own line there, and a new checksum.
 
 The checksum travels with each record and covers the sample's number, so that a record sent for another sample
@@ -54,6 +55,7 @@ __all__ = [
     "LARGEST",
     "LEFT",
     "MOST",
+    "PROMISED",
     "Cache",
     "Head",
     "Malformed",
@@ -85,6 +87,7 @@ LARGEST = 64 << 20
 # In place of a generation.
 ABSENT = -1
 LEFT = -2
+PROMISED = -3
 
 _HEADER = struct.Struct("<8sHBBIQ16s16s8x")
 _ANSWERS = 0x80
@@ -102,6 +105,7 @@ class Operation(IntEnum):
 
     GET = 1
     PUT = 2
+    CLAIM = 3
 
 
 class Status(IntEnum):
@@ -179,7 +183,7 @@ class Records(NamedTuple):
     """Records side by side, as they travel.
 
     Attributes:
-        generations: int64 for each sample asked for: of its record, or ``ABSENT``, or ``LEFT``.
+        generations: int64 for each sample asked for: of its record; or ``ABSENT``, ``LEFT``, ``PROMISED``.
         lines: int64 for each sample: of its record's tail; 0 where there is none.
         rows: uint8 of shape (records present, stride).
         tails: uint8 of shape (sum of lines, 256).
@@ -194,14 +198,15 @@ class Records(NamedTuple):
 # ---- writing -------------------------------------------------------------------------------------------
 
 
-def get(number: int, cache: Cache, ids: Longs) -> list[Any]:
-    """Frames that ask for these samples' records.
+def get(number: int, cache: Cache, ids: Longs, *, claim: bool = False) -> list[Any]:
+    """Frames that ask for these samples' records, and with ``claim`` promise to bring those that are absent.
 
     Raises:
         ArgumentError: for more than ``MOST`` of them.
     """
     _fit(ids)
-    return [_header(Operation.GET, 0, len(ids), number, cache), _little(ids)]
+    operation = Operation.CLAIM if claim else Operation.GET
+    return [_header(operation, 0, len(ids), number, cache), _little(ids)]
 
 
 def put(number: int, cache: Cache, ids: Longs, records: Records) -> list[Any]:
@@ -218,7 +223,7 @@ def answer(head: Head, cache: Cache, records: Records) -> list[Any]:
     """Frames that answer a request; of a put, ``records`` says what was taken, and has no rows."""
     header = _header(head.operation | _ANSWERS, 0, head.samples, head.number, cache)
     frames = _frames(records)
-    return [header, *(frames if head.operation is Operation.GET else frames[:1])]
+    return [header, *(frames[:1] if head.operation is Operation.PUT else frames)]
 
 
 def refusal(head: Head, status: Status) -> list[Any]:
@@ -246,7 +251,8 @@ def _frames(records: Records) -> list[Any]:
     entries = np.zeros((len(records.generations), 2), "<u4")
     present = records.generations >= 0
     entries[present, 0] = records.generations[present] | 1 << _STATE_SHIFT
-    entries[records.generations == LEFT, 0] = 2 << _STATE_SHIFT
+    for state, generation in ((2, LEFT), (3, PROMISED)):
+        entries[records.generations == generation, 0] = state << _STATE_SHIFT
     entries[:, 1] = records.lines
     return [memoryview(entries.tobytes()), records.rows.reshape(-1).data, records.tails.reshape(-1).data]
 
@@ -316,11 +322,11 @@ def parse_records(head: Head, frames: Sequence[Frame], cache: Cache, *, bare: bo
     states, lines = entries[:, 0] >> _STATE_SHIFT, entries[:, 1]
     generations = entries[:, 0] & ((1 << _STATE_SHIFT) - 1)
     present = states == 1
-    if (states > 2).any() or (generations > (GENERATION_MASK * present)).any():
+    if (generations > (GENERATION_MASK * present)).any():
         raise Malformed("has an entry that means nothing")
     if (lines > (_TAIL_MASK * present if cache.has_tail else 0)).any():
         raise Malformed("speaks of a tail where there can be none")
-    generations = np.where(present, generations, np.where(states == 0, ABSENT, LEFT))
+    generations = np.where(present, generations, np.array([ABSENT, 0, LEFT, PROMISED])[states])
     count, total = int(np.count_nonzero(present)), int(lines.sum())
     if bare:
         count, total = 0, 0

@@ -56,12 +56,14 @@ class Shelf(Protocol):
         """Which cache it is."""
         ...
 
-    def take(self, ids: Longs, memory: Bytes) -> Records:
+    def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> Records:
         """Copy the records that are there now; those that have no room in ``memory`` any more are ``LEFT``.
 
         Args:
             ids: sample numbers, each in ``range(cache.samples)``.
             memory: one-dimensional; the records returned may lie in it.
+            claim: the asker brings what is ``ABSENT`` in the answer; what another one has claimed, and has
+                not brought yet, is ``PROMISED``.
         """
         ...
 
@@ -274,11 +276,11 @@ class Serving:
 
     def _records(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> Records:
         head, frames, cache = request.head, request.frames, shelf.cache
-        if len(frames) != (1 if head.operation is Operation.GET else 4):
+        if len(frames) != (4 if head.operation is Operation.PUT else 1):
             raise Malformed(f"sends {len(frames)} frames after its header")
         ids = messages.parse_ids(head, frames[0], cache)
-        if head.operation is Operation.GET:
-            records = shelf.take(ids, buffer.memory)
+        if head.operation is not Operation.PUT:
+            records = shelf.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
             self.served.records += len(records.rows)
             self.served.bytes += records.rows.nbytes + records.tails.nbytes
             return records

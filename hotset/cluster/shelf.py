@@ -1,24 +1,32 @@
 """A store as a shelf: records copied out of it as they lie, and others' records brought into it.
 
 A record goes out with its row and its lines as they are. It comes in by way of the sample: taken apart anew,
-as it gets another row, other lines, and so another checksum, and as only :meth:`Store.fill` knows who claims
-what and where there is room.
+as it gets another row, other lines, and so another checksum.
+
+Who asks with a claim is to read what is absent, alone in the whole cluster. So the shelf claims it in the
+store on the asker's behalf: other machines are told that it is promised, and processes of this machine wait
+for it as they would for each other. An asker may die, so a claim is on lease: after `LEASE` seconds the next
+one who asks gets it.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from hotset.cluster.messages import ABSENT, LEFT, Bytes, Cache, Longs, Records
-from hotset.store.format import GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK
+from hotset.cluster.messages import ABSENT, LEFT, PROMISED, Bytes, Cache, Longs, Records
+from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, PRESENT, ROW_MASK
 
 if TYPE_CHECKING:  # the store brings torch along
     from hotset.store.store import Store
 
-__all__ = ["StoreShelf"]
+__all__ = ["LEASE", "StoreShelf"]
+
+# Less than anybody waits for another one's sample: see hotset.store.fill.
+LEASE = 1.5
 
 
 class StoreShelf:
@@ -34,6 +42,7 @@ class StoreShelf:
 
     def __init__(self, store: Store, fingerprint: bytes) -> None:
         self._store = store
+        self._leases: dict[int, float] = {}  # when each ends, the oldest first
         schema = store.schema
         self.cache = Cache.of(
             fingerprint,
@@ -43,8 +52,41 @@ class StoreShelf:
             schema=schema.to_json(),
         )
 
-    def take(self, ids: Longs, memory: Bytes) -> Records:
-        """Copy the records that are there now; those that ``memory`` has no room for are ``LEFT``."""
+    def take(self, ids: Longs, memory: Bytes, *, claim: bool = False) -> Records:
+        """Copy the records that are there now; those that ``memory`` has no room for are ``LEFT``.
+
+        Args:
+            ids: sample numbers.
+            memory: one-dimensional; the records returned lie in it, or in memory of their own.
+            claim: claim for the asker what is absent; what is claimed already is ``PROMISED``.
+        """
+        found = self._take(ids, memory)
+        self.end_leases()
+        if claim:
+            absent = found.generations == ABSENT
+            found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PROMISED)
+        return found
+
+    def _lease(self, ids: Longs) -> npt.NDArray[np.bool_]:
+        """Claim these samples; which of them somebody else reads is False. Without a claim all may read."""
+        granted = self._store.filler.claims.take(ids, len(ids))
+        until = time.monotonic() + LEASE
+        self._leases.update((sample, until) for sample in granted.tolist())
+        words = self._store.words(ids)
+        return np.isin(ids, granted) | ~((words >= CLAIMED) & (words < PRESENT))
+
+    def end_leases(self, ids: Longs | None = None) -> None:
+        """Give back the claims on these samples, or those whose time is over."""
+        if ids is None:
+            now = time.monotonic()
+            over = [sample for sample, until in self._leases.items() if until < now]
+        else:
+            over = [sample for sample in ids.tolist() if sample in self._leases]
+        for sample in over:
+            del self._leases[sample]
+        self._store.filler.claims.release(np.array(over, np.int64))
+
+    def _take(self, ids: Longs, memory: Bytes) -> Records:
         store = self._store
         era = store.era()
         words = store.words(ids)
@@ -74,10 +116,8 @@ class StoreShelf:
         found.generations[some[:fits]] = generations[some[:fits]]
         found.generations[some[fits:]] = LEFT
         found.generations[later] = LEFT
-        if not fits:
-            found.generations[some[0]] = (
-                ABSENT  # it alone is too large, and would be asked for again for ever
-            )
+        if not fits:  # it alone is too large, and would be asked for again for ever
+            found.generations[some[0]] = ABSENT
         found.lines[some[:fits]] = lines[:fits]
         return found
 
@@ -121,5 +161,6 @@ class StoreShelf:
         memory[:tails_at] = records.rows.reshape(-1).data
         memory[tails_at:] = records.tails.reshape(-1).data
         samples = dict(zip(ids[there].tolist(), store.schema.read(memory, 0, starts.tolist()), strict=True))
-        store.fill(ids[there], samples.__getitem__, keep=False)
+        self.end_leases(ids)  # between this and the next line a process here may read it too: twice, no harm
+        store.adopt(samples)
         return store.present(ids) & there

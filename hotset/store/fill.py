@@ -86,6 +86,17 @@ class Filler:
             missing = _without(missing, taken)
         return in_hand
 
+    def adopt(self, samples: dict[int, Any]) -> None:
+        """See :meth:`hotset.store.store.Store.adopt`."""
+        ids = np.fromiter(samples, np.int64)
+        ids = ids[self._index.words(ids) < PRESENT]
+        taken = self.claims.take(ids, len(ids)) if len(ids) and not self.is_full else ids[:0]
+        stored: set[int] = set()
+        try:
+            self._store({sample: samples[sample] for sample in taken.tolist()}, stored)
+        finally:
+            self.claims.release(_without(taken, np.fromiter(stored, np.int64)))
+
     @property
     def is_full(self) -> bool:
         """Whether room was refused less than half a second ago, in memory and on the disk."""

@@ -177,6 +177,15 @@ class Store:
             self._clearing.finish()
         return self.filler.fill(ids, read, keep)
 
+    def adopt(self, samples: dict[int, Any]) -> None:
+        """Store samples that came from elsewhere, as far as there is room, and nobody is reading them.
+
+        Args:
+            samples: by number; as the source and its prefix give them.
+        """
+        if self.era() is not None:
+            self.filler.adopt(samples)
+
     # ---- reading -------------------------------------------------------------------------------------
 
     def holds(self, ids: Ids | None = None) -> bool:
