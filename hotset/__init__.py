@@ -68,6 +68,7 @@ _HOMES = {
     **dict.fromkeys(
         [
             "ArgumentError",
+            "ClusterError",
             "FolderError",
             "HotsetError",
             "HotsetWarning",
@@ -88,6 +89,7 @@ __all__ = [
     "ArgumentError",
     "CachedDataset",
     "Callback",
+    "ClusterError",
     "DataLoader",
     "DeviceQueue",
     "EarlyStopping",

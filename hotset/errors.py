@@ -15,7 +15,8 @@ file, an owner that died) is a :class:`HotsetWarning`, and samples come from the
      ├── UnsupportedPlatform (OSError)     not Linux
      ├── SegmentError       (OSError)      a segment that is truncated, corrupt, or of another format
      ├── FolderError        (OSError)      the runtime folder is not safely ours
-     └── SessionError       (OSError)      a session that is not there, or cannot be made
+     ├── SessionError       (OSError)      a session that is not there, or cannot be made
+     └── ClusterError       (OSError)      no Ray cluster, or a session that its machines do not share
     HotsetWarning           (UserWarning)  the cache stepped aside; training goes on
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArgumentError",
+    "ClusterError",
     "FolderError",
     "HotsetError",
     "HotsetWarning",
@@ -74,6 +76,10 @@ class FolderError(HotsetError, OSError):
 
 class SessionError(HotsetError, OSError):
     """A session is not there, its name is taken, or it cannot be made as asked for."""
+
+
+class ClusterError(HotsetError, OSError):
+    """Ray is not installed, no cluster of it can be reached, or a session there cannot be shared."""
 
 
 class HotsetWarning(UserWarning):

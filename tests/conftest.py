@@ -34,6 +34,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def pytest_collection_finish() -> None:
+    """Have the collector pass over the libraries: that took a third of all tests' time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A runtime folder of this run's own, so that caches of other runs on the machine are not in it."""

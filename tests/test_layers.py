@@ -5,7 +5,8 @@
     cli  server  train  integrations  demo        faces
     device  |  data, collate                      neither imports the other
     determinism
-    session  |  cluster
+    cluster
+    session
     store
     policy
     errors  units  told  bars
@@ -37,7 +38,8 @@ LAYERS = [
     {"errors", "units", "told", "bars"},
     {"policy"},
     {"store"},
-    {"session", "cluster"},
+    {"session"},
+    {"cluster"},
     {"determinism"},
     {"device", "data", "collate"},
     {"cli", "server", "train", "integrations", "demo"},

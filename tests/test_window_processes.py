@@ -115,8 +115,8 @@ def load(state: dict[str, Any], from_state: Any) -> None:
 
 
 def stats(state: dict[str, Any]) -> Any:
-    # Not the bytes: helpers go on storing what comes next.
-    return replace(state["cached"].stats(), bytes=0)
+    # Not the bytes, and not the time: helpers go on storing what comes next.
+    return replace(state["cached"].stats(), bytes=0, fill_seconds=0.0)
 
 
 def all_do(ranks: list[Rank], action: Any, *arguments: Any) -> list[Any]:

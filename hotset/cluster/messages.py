@@ -24,7 +24,7 @@ was read before it: what has another length is refused with a reason. ::
 
 A *row* is a record's row as it lies in the sender's segment (:mod:`hotset.store.format`), header and checksum
 included; a *tail* its run of 256-byte lines. Rows of present records lie side by side in the order of the
-ids, and so do the tails. *Promised* is what another one has claimed, and will bring. A row's head says at which line its tail begins **in the sender's segment**: whoever
+ids, and so do the tails. A row's head says at which line its tail begins **in the sender's segment**: whoever
 stores the record elsewhere writes its own line there, and a new checksum.
 
 The checksum travels with each record and covers the sample's number, so that a record sent for another sample

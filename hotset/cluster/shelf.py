@@ -11,6 +11,7 @@ one who asks gets it.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,8 @@ class StoreShelf:
 
     def __init__(self, store: Store, fingerprint: bytes) -> None:
         self._store = store
-        self._leases: dict[int, float] = {}  # when each ends, the oldest first
+        self._leases: dict[int, float] = {}  # when each ends
+        self._lock = threading.Lock()  # for them: who ends leases that are over is another thread
         schema = store.schema
         self.cache = Cache.of(
             fingerprint,
@@ -69,22 +71,24 @@ class StoreShelf:
 
     def _lease(self, ids: Longs) -> npt.NDArray[np.bool_]:
         """Claim these samples; which of them somebody else reads is False. Without a claim all may read."""
-        granted = self._store.filler.claims.take(ids, len(ids))
-        until = time.monotonic() + LEASE
-        self._leases.update((sample, until) for sample in granted.tolist())
+        with self._lock:
+            granted = self._store.filler.claims.take(ids, len(ids))
+            until = time.monotonic() + LEASE
+            self._leases.update((sample, until) for sample in granted.tolist())
         words = self._store.words(ids)
         return np.isin(ids, granted) | ~((words >= CLAIMED) & (words < PRESENT))
 
     def end_leases(self, ids: Longs | None = None) -> None:
         """Give back the claims on these samples, or those whose time is over."""
-        if ids is None:
-            now = time.monotonic()
-            over = [sample for sample, until in self._leases.items() if until < now]
-        else:
-            over = [sample for sample in ids.tolist() if sample in self._leases]
-        for sample in over:
-            del self._leases[sample]
-        self._store.filler.claims.release(np.array(over, np.int64))
+        with self._lock:
+            if ids is None:
+                now = time.monotonic()
+                over = [sample for sample, until in self._leases.items() if until < now]
+            else:
+                over = [sample for sample in ids.tolist() if sample in self._leases]
+            for sample in over:
+                del self._leases[sample]
+            self._store.filler.claims.release(np.array(over, np.int64))
 
     def _take(self, ids: Longs, memory: Bytes) -> Records:
         store = self._store

@@ -11,10 +11,11 @@ reading a sample. In a session all jobs do (:mod:`hotset.session.within`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import Dataset
 
@@ -26,18 +27,24 @@ from hotset.data.residents import Residents
 from hotset.data.source import Uncut
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
-from hotset.errors import ArgumentError, FolderError, SessionError, UnsupportedPlatform
+from hotset.errors import ArgumentError, ClusterError, FolderError, SessionError, UnsupportedPlatform
 from hotset.session.definition import Session
 from hotset.session.sessions import find
 from hotset.session.share import Shared, share
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.within import Place, share_in
 from hotset.store.ring import Ring
+from hotset.store.schema import Schema
 from hotset.store.segment import Address
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 from hotset.told import tell
 from hotset.units import parse_bytes
+
+if TYPE_CHECKING:  # what they need is an extra
+    from hotset.cluster.actors import Joined
+    from hotset.cluster.directory import Described
+    from hotset.cluster.neighbours import Neighbours
 
 __all__ = ["cache"]
 
@@ -53,6 +60,8 @@ def cache(
     session: str | int | None = None,
     key: str | None = None,
     window: Window | None = None,
+    cluster: str | None = None,
+    replicate: bool = False,
     strict: bool = False,
     cut: int | None = None,
 ) -> CachedDataset[T]:
@@ -85,6 +94,10 @@ def cache(
         window: keep only a part of the samples in memory, which runs over all of them: see
             :class:`hotset.Window`. An epoch uses just those, and ``len()`` is their number. Where that is
             given as an amount of memory, ``memory`` is not looked at.
+        cluster: share the session with the other machines of a Ray cluster, so that their memories hold the
+            data together, each sample once: its address, or ``"auto"`` for the one that this process or
+            machine belongs to. Where a machine has no such session it is made there, with ``memory``.
+        replicate: keep samples that other machines sent in the memory that this one has left over.
         strict: leave live what is known to be deterministic by its trial only.
         cut: how many transforms are cached, the data set's own ``transform`` first; instead of what hotset
             would choose.
@@ -97,6 +110,7 @@ def cache(
             between 0 and the number of transforms, or of ``session``, ``window`` and ``spill`` two are
             given that do not go together.
         SessionError: there is no such session.
+        ClusterError: Ray is not installed, or no Ray cluster can be reached.
         QuantityError: ``memory`` is no amount of memory.
         NotCacheable: the source gives other samples each time, and the part that does cannot be cut off.
         UnsupportedPlatform: this is not Linux.
@@ -115,7 +129,8 @@ def cache(
         raise ArgumentError(
             f"window={window!r} is no window; write window=hotset.Window(resident={window!r})."
         )
-    found = _session(session, window, spill)
+    joined = _cluster(cluster, session, window, spill, memory, replicate)
+    found = _session(joined.number if joined is not None else session, window, spill)
     spill = _folder(spill)
     wanted = Wanted(memory, strict, cut, window, spill, found)
     uncut = Uncut.of(dataset, transform)
@@ -126,12 +141,17 @@ def cache(
 
     def create(place: Place | None = None) -> Store | None:
         nonlocal made, theirs
-        try:
-            made = make_plan(uncut, wanted, identity)
-        except OSError as error:
-            theirs = error
-            raise
-        return _create(made, wanted, place)
+        meeting = identity.meeting
+        with contextlib.nullcontext() if joined is None else joined.planning(meeting) as described:
+            try:
+                made = _planned(uncut, wanted, identity, described)
+            except OSError as error:
+                theirs = error
+                raise
+            store = _create(made, wanted, place, None if joined is None else meeting)
+            if joined is not None and described is None and store is not None:
+                joined.publish(_described(store, meeting))
+        return store
 
     def attach(address: Address | str) -> Store:
         nonlocal made
@@ -154,16 +174,16 @@ def cache(
             tell(f"{name} is cached for this job alone, as session {found.name!r} cannot be used: {error}")
     if shared is None:
         shared = share(identity.meeting, name, create=create, attach=attach)
-    store, registration, joined = shared
+    store, registration, is_found = shared
     assert made is not None, "either made here or found"
-    if not joined and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
+    if not is_found and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
         tell(
             f"{name} has a set_epoch, so its samples may change from epoch to epoch, and cached ones do not: "
             f"move what changes to transform=, or if nothing does, declare it: hotset.deterministic({name})."
         )
     for note in made.plan.warnings:
         tell(note)
-    if joined and store is not None:
+    if is_found and store is not None:
         if store.condemned:
             tell(
                 f"{name}: an audit has found that what is cached of it in session {session!r} is not what "
@@ -172,7 +192,8 @@ def cache(
         elif store.segment.trusted:
             map_ahead(store.segment)
     residents = _residents(made, window, store)
-    return CachedDataset(dataset, made.source, made.plan, store, registration, residents)
+    neighbours = _neighbours(joined, identity.meeting, made.plan.fingerprint, store, replicate)
+    return CachedDataset(dataset, made.source, made.plan, store, registration, residents, neighbours)
 
 
 def _is_steady(dataset: object) -> bool:
@@ -209,19 +230,25 @@ def _session(session: str | int | None, window: Window | None, spill: object) ->
             "a window belongs to one job, which moves it, and a session to all; leave out session= or "
             "window=."
         )
+    _session_args(session, spill)
+    return find(session)
+
+
+def _session_args(session: str | int, spill: object) -> None:
     if spill is not None and spill is not False:
         raise ArgumentError(
             f"session {session!r} spills to where it was created to; leave out spill=, or create the session "
             f"with `--spill {spill}`."
         )
-    return find(session)
 
 
-def _create(made: Made, wanted: Wanted, place: Place | None) -> Store | None:
+def _create(made: Made, wanted: Wanted, place: Place | None, meeting: str | None) -> Store | None:
     plan, schema = made.plan, made.schema
     if schema is None:
         return None
     about = plan.about(wanted.memory, made.cuts)
+    if meeting is not None:
+        about["meeting"] = meeting
     try:
         if plan.window is not None:
             ring = Ring.create(schema, plan.window.slots, plan.limit, about=about)
@@ -255,6 +282,71 @@ def _spill_to(name: str, wanted: Wanted, place: Place | None) -> SpillTo | None:
         tell(f"{name}: nothing is spilled, and what memory has no room for comes from the source: {error}")
         return None
     return SpillTo(str(spill_path(folder)))
+
+
+# ---- several machines --------------------------------------------------------------------------------
+
+
+def _cluster(
+    cluster: str | None,
+    session: str | int | None,
+    window: Window | None,
+    spill: object,
+    memory: int | str,
+    replicate: bool,
+) -> Joined | None:
+    """Join the session on all machines, if that is asked for.
+
+    Raises:
+        ArgumentError, ClusterError: see :func:`cache`.
+    """
+    if cluster is None:
+        if replicate:
+            raise ArgumentError("replicate= is for cluster=, and there are no other machines; leave it out.")
+        return None
+    if not isinstance(cluster, str) or not cluster:
+        raise ArgumentError(f'cluster={cluster!r} is no address; write cluster="auto", or host:port.')
+    if not isinstance(session, str):
+        raise ArgumentError(
+            'the machines of a cluster find each other by their session\'s name; write session="...".'
+        )
+    if window is not None:
+        raise ArgumentError("a window runs on one machine so far; leave out cluster= or window=.")
+    _session_args(session, spill)
+    try:
+        from hotset.cluster.actors import join
+    except ImportError as error:
+        raise ClusterError(
+            f"cluster= needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'` on "
+            "all machines."
+        ) from error
+    return join(cluster, session, None if memory == "auto" else parse_bytes(memory))
+
+
+def _planned(uncut: Uncut, wanted: Wanted, identity: Identity, described: Described | None) -> Made:
+    """Find out how to cache, or take what another machine has found out."""
+    if described is None:
+        return make_plan(uncut, wanted, identity)
+    made = joined_plan(uncut, wanted, identity, described.about)
+    return made._replace(schema=Schema.from_json(described.schema))
+
+
+def _described(store: Store, meeting: str) -> Described:
+    from hotset.cluster.directory import Described
+
+    return Described.of(meeting, len(store), store.segment.metadata)
+
+
+def _neighbours(
+    joined: Joined | None, meeting: str, fingerprint: str, store: Store | None, replicate: bool
+) -> Neighbours | None:
+    if joined is None or store is None:
+        return None
+    from hotset.cluster.neighbours import Neighbours
+    from hotset.cluster.node import fingerprint_of
+
+    joined.wait_for_all(meeting)
+    return Neighbours(joined.number, fingerprint_of(fingerprint), replicate=replicate)
 
 
 def _residents(made: Made, window: Window | None, store: Store | None) -> Residents | None:

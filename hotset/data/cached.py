@@ -12,7 +12,7 @@ import contextlib
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
@@ -32,6 +32,9 @@ from hotset.store.ring import Ring
 from hotset.store.segment import Address
 from hotset.store.store import Store
 from hotset.told import tell
+
+if TYPE_CHECKING:  # what it needs is an extra
+    from hotset.cluster.neighbours import Neighbours
 
 __all__ = ["CachedDataset", "attach_store"]
 
@@ -64,6 +67,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         source: the data set and its chain, cut in two.
         plan: what is cached, what stays live, and why; print it.
         residents: the running window; None if there is none.
+        neighbours: other machines, which have a part of the cache; None if this one is alone.
         tell: gets the sentence when samples stay uncached; warns. A loader's worker hands it on instead.
         epoch: what :meth:`set_epoch` was told last; 0 before.
 
@@ -84,11 +88,13 @@ class CachedDataset(Dataset[T], Generic[T]):
         store: Store | None,
         registration: Share | None,
         residents: Residents | None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.dataset = dataset
         self.source = source
         self.plan = plan
         self.residents = residents
+        self.neighbours = neighbours
         self._store: Store | Address | str | None = store
         self._length = plan.used
         self._own_misses = 0
@@ -174,14 +180,19 @@ class CachedDataset(Dataset[T], Generic[T]):
         return samples
 
     def fill(self, ids: Ids, *, keep: bool = True) -> dict[int, Any]:
-        """Bring these samples into the cache where there is room: see :meth:`Store.fill`."""
+        """Bring these samples into the cache where there is room: see :meth:`Store.fill`.
+
+        What belongs to other machines is got from them, and is in hand.
+        """
         store = self.store
         if store is None:
             return {}
-        in_hand = store.fill(ids, self.read, keep=keep)
+        theirs = self.neighbours.bring(store, ids, self.read) if self.neighbours is not None else {}
+        mine = ids[np.isin(ids, list(theirs), invert=True)] if theirs else ids
+        in_hand = store.fill(mine, self.read, keep=keep)
         if in_hand:
             self._tell(store)
-        return in_hand
+        return {**theirs, **in_hand}
 
     def _again(self, sample: int) -> Any:
         """A sample that was in the cache or in hand a moment ago: from there, else from the source."""
@@ -192,6 +203,10 @@ class CachedDataset(Dataset[T], Generic[T]):
             if copies is not None:
                 self.count_hits(ids)
                 return copies[0]
+        if store is not None and self.neighbours is not None:
+            theirs = self.neighbours.bring(store, ids, self.read)
+            if theirs:
+                return theirs[sample]
         return self._uncached(sample)
 
     def count_hits(self, ids: Ids, less: int = 0) -> None:
@@ -370,6 +385,7 @@ class CachedDataset(Dataset[T], Generic[T]):
             misses=sums[Slot.MISSES],
             fill_seconds=sums[Slot.FILL_NS] / 1e9,
             late=int(store.segment.live[Live.LATE]),
+            peer_hits=sums[Slot.PEER_HITS],
         )
 
     def served(self) -> tuple[int, int]:
@@ -444,6 +460,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         """Detach from the cache; samples come from the source from then on. Batches in hand stay valid."""
         if self.residents is not None:
             self.residents.close()
+        if self.neighbours is not None:
+            self.neighbours.close()
         store = self._store
         self._store = None
         if isinstance(store, Store):

@@ -19,6 +19,7 @@ class Stats:
         hits: samples served from the cache.
         misses: samples read from the source.
         fill_seconds: time spent in the source and the cached transforms, summed over processes.
+        peer_hits: samples served from other machines' memory to processes of this one.
         late: samples that were not ready at the boundary where they should have entered the window.
     """
 
@@ -30,9 +31,11 @@ class Stats:
     misses: int
     fill_seconds: float
     late: int = 0
+    peer_hits: int = 0
 
     @property
     def hit_rate(self) -> float:
         """Share of the samples served that came from the cache, 0 to 1; 0 before the first."""
-        served = self.hits + self.misses
-        return self.hits / served if served else 0.0
+        hits = self.hits + self.peer_hits
+        served = hits + self.misses
+        return hits / served if served else 0.0

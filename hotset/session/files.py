@@ -5,6 +5,7 @@
     runtime folder     <number>.session                   the ledger, whose head says what the session is
     (memory)           <number>-<key>-<nonce>.cache       a segment: one cache, filled by who reads through it
                        server-<port>.ledger               what the sessions of a server hold together
+                       <number>.cluster                   which machines share the session, if several do
 
     spill folder       <number>-<key>-<nonce>.spill       a cache's records that memory has no room for
     (disk)             <number>.session.json              what the session is, if it outlives a reboot
@@ -30,10 +31,12 @@ __all__ = [
     "CACHE",
     "DEFINITION",
     "LEDGER",
+    "ROSTER",
     "is_there",
     "remove_cache",
     "remove_caches",
     "remove_spilled",
+    "roster_file",
     "runtime",
     "unlink",
 ]
@@ -41,6 +44,12 @@ __all__ = [
 LEDGER = re.compile(r"(\d{1,10})\.session")
 CACHE = re.compile(r"(\d{1,10})-([0-9a-f]{32})-([0-9a-f]{16})\.(cache|spill)")
 DEFINITION = re.compile(r"(\d{1,10})\.session\.json")
+ROSTER = re.compile(r"(\d{1,10})\.cluster")
+
+
+def roster_file(number: int) -> str:
+    """Name of the file that says which machines share a session."""
+    return f"{number}.cluster"
 
 
 @contextlib.contextmanager

@@ -156,6 +156,7 @@ class Slot:
     EPOCH = 12  # of a window: the epoch that its holder and its workers are in
     CURSOR = 13  # the window's cursor in that epoch
     WAIT_NS = 14  # time that its holder's training waited for batches
+    PEER_HITS = 15  # samples that other machines sent
 
 
 def _page_up(offset: int) -> int:

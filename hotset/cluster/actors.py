@@ -1,0 +1,302 @@
+"""Actors: the directory and the nodes of a session, as Ray keeps them alive.
+
+::
+
+    hotset-<session>              the directory: one, anywhere; restarted with its machine's death
+    hotset-<session>-<node>       a node: one on each machine of the Ray cluster, bound to it
+
+The directory starts the nodes, of machines that join later too. All are detached: they are there until
+:func:`stop`, or until the Ray cluster ends, as the session outlives its jobs. They take no CPU of Ray's.
+
+This is the only module that imports Ray, which the extra ``hotset[ray]`` brings along. Processes that train
+use it once, in :func:`join`; after that they have the roster, and need Ray no more. Ray Client (``ray://``)
+is refused: its process is on no machine of the cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hotset.cluster.directory import Beat, Described, Directory, Heard
+from hotset.cluster.node import Node
+from hotset.cluster.roster import read_roster
+from hotset.errors import ClusterError
+
+__all__ = ["Joined", "join", "status", "stop"]
+
+_NAMESPACE = "hotset"
+_LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
+_JOIN_SECONDS = 60.0
+_PLAN_SECONDS = 120.0
+_READY_SECONDS = 20.0
+
+
+class _DirectoryActor(Directory):
+    """The directory, which also sees to it that each machine has a node."""
+
+    def __init__(self, session: str, memory: int | None) -> None:
+        self._nodes: dict[str, Any] = {}
+        super().__init__(expected=lambda: len(self._nodes))
+        self._session, self._memory = session, memory
+        self._why: dict[str, str] = {}
+        threading.Thread(target=self._supervise, name="hotset directory", daemon=True).start()
+
+    def why(self, node: str) -> str:
+        """Why there is no node on a machine, as a sentence; empty if nothing is known to be wrong."""
+        return self._why.get(node, "")
+
+    def _supervise(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # Ray is busy, or just losing a machine
+                self._start_nodes()
+            time.sleep(_LOOK_SECONDS)
+
+    def _start_nodes(self) -> None:
+        import ray
+        from ray.exceptions import RayActorError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        for machine in _machines():
+            node = machine["NodeID"]
+            if not machine["Alive"]:
+                self._nodes.pop(node, None)
+                continue
+            if node in self._nodes:
+                try:
+                    ready, _ = ray.wait([self._nodes[node][1]], timeout=0)
+                    if ready:
+                        ray.get(ready[0])
+                        self._why.pop(node, None)
+                except RayActorError as error:
+                    self._why[node] = str(error).strip().splitlines()[-1]
+                    del self._nodes[node]
+                continue
+            actor = ray.remote(_NodeActor).options(
+                name=_node_name(self._session, node),
+                namespace=_NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_concurrency=4,
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            handle: Any = actor.remote(self._session, self._memory, machine["NodeManagerAddress"])
+            self._nodes[node] = handle, handle.ping.remote()
+
+
+class _NodeActor:
+    """A machine's node."""
+
+    def __init__(self, session: str, memory: int | None, host: str) -> None:
+        import ray
+
+        directory: list[Any] = []
+
+        def beat(said: Beat) -> Heard:
+            # Looked up anew where it did not answer: it may have begun again under another address.
+            if not directory:
+                directory.append(ray.get_actor(_directory_name(session), namespace=_NAMESPACE))
+            try:
+                heard: Heard = ray.get(directory[0].beat.remote(said), timeout=_ANSWER_SECONDS)
+            except Exception:
+                directory.clear()
+                raise
+            return heard
+
+        self._node = Node(session, memory, host, beat)
+
+    def ping(self) -> int:
+        """The number of the process."""
+        return os.getpid()
+
+    def session_number(self) -> int:
+        """The number of the session on this machine."""
+        return self._node.session.number
+
+    def destroy(self) -> int:
+        """Serve no more, and destroy the session; returns the bytes that were freed."""
+        self._node.close()
+        return self._node.destroy()
+
+
+class Joined:
+    """A session that several machines share, as a process has joined it.
+
+    Attributes:
+        session: its name.
+        number: its number on this machine.
+    """
+
+    def __init__(self, session: str, number: int, directory: Any) -> None:
+        self.session, self.number = session, number
+        self._directory = directory
+        self._who = f"{os.uname().nodename}-{os.getpid()}"
+
+    @contextlib.contextmanager
+    def planning(self, meeting: str) -> Iterator[Described | None]:
+        """Find out how a data set is cached, or be the one who finds out, for all: then it is None.
+
+        Who is that one calls :meth:`publish` in the block, or leaves it to the next. Where the directory does
+        not answer, everybody finds out.
+        """
+        import ray
+
+        found: Described | bool = False
+        deadline = time.monotonic() + _PLAN_SECONDS
+        with contextlib.suppress(Exception):
+            while found is False and time.monotonic() < deadline:
+                found = ray.get(self._directory.plan.remote(meeting, self._who), timeout=_ANSWER_SECONDS)
+                if found is False:
+                    time.sleep(0.1)
+        try:
+            yield found if isinstance(found, Described) else None
+        finally:
+            if found is True:
+                with contextlib.suppress(Exception):
+                    ray.get(self._directory.give_up.remote(meeting, self._who), timeout=_ANSWER_SECONDS)
+
+    def publish(self, described: Described) -> None:
+        """Say how a data set is cached."""
+        import ray
+
+        with contextlib.suppress(Exception):
+            ray.get(self._directory.publish.remote(described), timeout=_ANSWER_SECONDS)
+
+    def wait_for_all(self, meeting: str) -> None:
+        """Wait, not for long, until all machines have their part of a cache, and this one knows of them."""
+        import ray
+
+        deadline = time.monotonic() + _READY_SECONDS
+        lacking = True
+        while time.monotonic() < deadline and (lacking or read_roster(self.number) is None):
+            with contextlib.suppress(Exception):
+                lacking = bool(ray.get(self._directory.lack.remote(meeting), timeout=_ANSWER_SECONDS))
+            time.sleep(0.1)
+
+
+def join(address: str, session: str, memory: int | None) -> Joined:
+    """Join a session that the machines of a Ray cluster share; it is made where it is not there.
+
+    Args:
+        address: of the Ray cluster; ``"auto"``: the one that this process or this machine belongs to.
+        session: name.
+        memory: bytes that it may hold on each machine where it has to be made; None: half of what is free.
+
+    Raises:
+        ClusterError: Ray is not installed, no cluster runs there, or this machine has no part in it.
+    """
+    ray = _connect(address)
+    directory = ray.remote(_DirectoryActor).options(
+        name=_directory_name(session),
+        namespace=_NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        num_cpus=0,
+    )
+    handle = directory.remote(session, memory)
+    here = ray.get_runtime_context().get_node_id()
+    deadline = time.monotonic() + _JOIN_SECONDS
+    why = "it has not started in time; look at `ray status`, and whether hotset is installed on all machines"
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Exception):
+            node = ray.get_actor(_node_name(session, here), namespace=_NAMESPACE)
+            number = ray.get(node.session_number.remote(), timeout=_ANSWER_SECONDS)
+            return Joined(session, number, handle)
+        with contextlib.suppress(Exception):
+            why = ray.get(handle.why.remote(here), timeout=_ANSWER_SECONDS) or why
+        time.sleep(0.1)
+    raise ClusterError(f"session {session!r} has no node on this machine: {why}.")
+
+
+def status(address: str, session: str) -> list[dict[str, Any]]:
+    """What each machine of a session says of itself.
+
+    Raises:
+        ClusterError: there is no such session in that cluster, or it does not answer.
+    """
+    ray = _connect(address)
+    found: list[dict[str, Any]] = ray.get(_find(ray, session).status.remote(), timeout=_ANSWER_SECONDS)
+    return found
+
+
+def stop(address: str, session: str) -> int:
+    """End a session on all machines, and free what it holds; returns the bytes.
+
+    Raises:
+        ClusterError: there is no such session in that cluster.
+    """
+    ray = _connect(address)
+    directory = _find(ray, session)
+    ray.kill(directory)  # first, or it would start the nodes anew
+    freed = 0
+    prefix = f"{_directory_name(session)}-"
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == _NAMESPACE and actor["name"].startswith(prefix):
+            with contextlib.suppress(Exception):
+                node = ray.get_actor(actor["name"], namespace=_NAMESPACE)
+                freed += ray.get(node.destroy.remote(), timeout=_ANSWER_SECONDS)
+                ray.kill(node)
+    return freed
+
+
+def _connect(address: str) -> Any:
+    """Be connected to a Ray cluster; returns the module.
+
+    Raises:
+        ClusterError: it is not installed, or there is no cluster.
+    """
+    if address.startswith("ray://"):
+        raise ClusterError(
+            f"cluster={address!r} is Ray Client, whose process is on no machine of the cluster; run the "
+            "program in the cluster (`ray job submit`), with cluster='auto'."
+        )
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError(
+            "cluster= needs Ray, which is not installed here; run `pip install 'hotset[ray]'` on all "
+            "machines."
+        ) from error
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ClusterError(
+                f"no Ray cluster can be reached by cluster={address!r}: {error}. Start one "
+                "(`ray start --head`, and `ray start --address=...` on the others), or leave out cluster=."
+            ) from error
+    return ray
+
+
+def _find(ray: Any, session: str) -> Any:
+    try:
+        return ray.get_actor(_directory_name(session), namespace=_NAMESPACE)
+    except ValueError as error:
+        raise ClusterError(
+            f"no machine of this Ray cluster shares a session {session!r}; a job makes it by "
+            f"hotset.cache(..., cluster='auto', session={session!r})."
+        ) from error
+
+
+def _machines() -> list[dict[str, Any]]:
+    import ray
+
+    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return found
+
+
+def _directory_name(session: str) -> str:
+    return f"hotset-{session}"
+
+
+def _node_name(session: str, node: str) -> str:
+    return f"hotset-{session}-{node[:16]}"

@@ -1,0 +1,172 @@
+"""The directory: which machines share a session, and who is just finding out how a data set is cached.
+
+There is one for each session, in an actor of Ray's that begins again, somewhere, if its machine dies. It has
+nothing that the machines' nodes do not know better: each of them *beats* once a second, says who it is and
+which caches it has, and gets back who else is there and what it has not heard of. So after a restart a few
+seconds of beats fill it again; until then it tells nobody anything, as a list with half of the machines in it
+would move half of the samples.
+
+    joined       once it has its part of all caches, or has tried for `PREPARING` seconds
+    left         after `SILENT` seconds without a beat, whatever became of it
+
+Two machines that make plans for one data set could cut its chain in two places, as measured seconds decide.
+So the first who asks for a plan makes it, for all: the others wait for what it finds out.
+
+It knows nothing of Ray: :mod:`hotset.cluster.actors` puts it into one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hotset.cluster.roster import Member
+
+__all__ = ["PREPARING", "SILENT", "Beat", "Described", "Directory", "Heard"]
+
+SILENT = 4.0
+PREPARING = 10.0
+_GATHERING = 15.0
+_PLANNING = 60.0
+
+
+class Described(NamedTuple):
+    """A cache, as a machine that has none of it can make its part.
+
+    Attributes:
+        meeting: what it is found by: see :class:`hotset.data.identity.Identity`.
+        samples: length of the data set.
+        schema: of its samples; JSON's types.
+        about: its metadata; JSON's types.
+    """
+
+    meeting: str
+    samples: int
+    schema: Any
+    about: dict[str, Any]
+
+    @classmethod
+    def of(cls, meeting: str, samples: int, metadata: dict[str, Any]) -> Described:
+        """Describe a cache by its segment's metadata."""
+        here_alone = ("schema", "spill", "meeting")
+        about = {key: value for key, value in metadata.items() if key not in here_alone}
+        return cls(meeting, samples, metadata["schema"], about)
+
+    @property
+    def fingerprint(self) -> str:
+        """What is cached, in 32 hexadecimal digits or as the user says."""
+        return str(self.about["fingerprint"])
+
+
+class Beat(NamedTuple):
+    """What a machine says of itself.
+
+    Attributes:
+        member: it.
+        caches: meetings of the caches that it has.
+        news: those that the directory had not heard of when it answered last.
+        status: counters, for people.
+    """
+
+    member: Member
+    caches: tuple[str, ...]
+    news: tuple[Described, ...]
+    status: dict[str, Any]
+
+
+class Heard(NamedTuple):
+    """What the directory answers.
+
+    Attributes:
+        members: all machines; None while it is gathering them.
+        caches: those that this machine has not got.
+        unknown: meetings that it wants to hear of with the next beat.
+    """
+
+    members: tuple[Member, ...] | None
+    caches: tuple[Described, ...]
+    unknown: tuple[str, ...]
+
+
+class Directory:
+    """The directory of one session.
+
+    Args:
+        expected: how many machines there should be, as far as that is known; waited for at the beginning.
+        clock: gives seconds.
+    """
+
+    def __init__(self, expected: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._expected, self._clock = expected, clock
+        self._begun = clock()
+        self._has_gathered = False
+        self._beats: dict[str, tuple[float, Beat]] = {}
+        self._joined: dict[str, float | None] = {}  # when each has come; None once it has joined
+        self._caches: dict[str, Described] = {}
+        self._plans: dict[str, tuple[float, str]] = {}
+
+    def beat(self, beat: Beat) -> Heard:
+        """Hear from a machine, and tell it what it does not know."""
+        now, name, there = self._clock(), beat.member.name, set(beat.caches)
+        self._beats[name] = now, beat
+        for gone in [known for known, (when, _) in self._beats.items() if now - when > SILENT]:
+            del self._beats[gone], self._joined[gone]
+        for described in beat.news:
+            self.publish(described)
+        come = self._joined.setdefault(name, now)
+        if come is not None and (there >= set(self._caches) or now - come > PREPARING):
+            self._joined[name] = None
+        caches = tuple(cache for meeting, cache in self._caches.items() if meeting not in there)
+        return Heard(self.members(), caches, tuple(there - set(self._caches)))
+
+    def members(self) -> tuple[Member, ...] | None:
+        """The machines that have joined, by name; None while they are being gathered."""
+        if not self._has_gathered:
+            all_here = 0 < self._expected() <= len(self._beats)
+            if not all_here and self._clock() - self._begun < _GATHERING:
+                return None
+            self._has_gathered = True
+        there = (beat.member for _, beat in self._beats.values())
+        return tuple(sorted(member for member in there if self._joined[member.name] is None))
+
+    def lack(self, meeting: str) -> int:
+        """How many machines have not got their part of a cache."""
+        return sum(meeting not in beat.caches for _, beat in self._beats.values())
+
+    def status(self) -> list[dict[str, Any]]:
+        """Each machine's counters, with the seconds since it beat last."""
+        now = self._clock()
+        return [
+            {**beat.member._asdict(), **beat.status, "silent": now - when}
+            for when, beat in sorted(self._beats.values(), key=lambda known: known[1].member.name)
+        ]
+
+    def plan(self, meeting: str, who: str) -> Described | bool:
+        """Ask how a data set is cached.
+
+        Args:
+            meeting: which.
+            who: asks.
+
+        Returns:
+            How; or True for who is to find out, and :meth:`publish` it; or False: somebody is at it.
+        """
+        if meeting in self._caches:
+            return self._caches[meeting]
+        now = self._clock()
+        since, whose = self._plans.get(meeting, (float("-inf"), who))
+        if whose != who and now - since < _PLANNING:
+            return False
+        self._plans[meeting] = now, who
+        return True
+
+    def publish(self, described: Described) -> None:
+        """Say how a data set is cached; the first to say so is right."""
+        self._caches.setdefault(described.meeting, described)
+        self._plans.pop(described.meeting, None)
+
+    def give_up(self, meeting: str, who: str) -> None:
+        """Say that this one will not find out how a data set is cached."""
+        if self._plans.get(meeting, (0.0, ""))[1] == who:
+            del self._plans[meeting]

@@ -1,0 +1,322 @@
+"""Neighbours: this process's way to those samples of a cache that other machines own.
+
+Each sample has an owner among the machines (:mod:`hotset.policy.placement`), whose memory keeps it. Of the
+samples of a batch that are not in this machine's memory::
+
+    owned here          left to the store: claimed, read, kept                      (Store.fill)
+    owned elsewhere     asked for, of all owners at once, one request each:
+      present           verified, copied, given out; kept here too with `replicate`
+      absent            this process has promised to bring it: read here, and put to its owner
+      promised          by another one, who reads it: waited for, after all else is done
+      no answer         read here, and kept nowhere
+
+Where the roster has changed, a sample's former owner is asked before the source is read: so a machine that
+joins gets its share from its neighbours.
+
+Nothing here raises but what reading the source does. Every wait is bounded: `PATIENCE` for an answer, and the
+same for what others promised.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotset.cluster.asking import Answer, Peer, Peers, Ticket
+from hotset.cluster.messages import LARGEST, MOST, Cache, Longs
+from hotset.cluster.packing import pack, unpack
+from hotset.cluster.roster import Roster, RosterFile
+from hotset.cluster.traffic import Rest
+from hotset.policy.placement import Placement
+from hotset.store.format import PRESENT, Slot
+from hotset.store.schema import Schema
+from hotset.store.store import Store
+
+__all__ = ["PATIENCE", "Neighbours"]
+
+Read = Callable[[int], Any]
+
+PATIENCE = 1.5
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
+# What is brought to others at once: they are written down while the next samples are read.
+_PUT_BYTES = 4 << 20
+
+
+class _Place(NamedTuple):
+    """Who owns what, by one roster."""
+
+    roster: Roster
+    placement: Placement | None
+
+    def owners(self, ids: Longs) -> list[tuple[str, Longs]]:
+        """The machines that own some of these samples, by name, and which; without this machine's own."""
+        if self.placement is None:
+            return []
+        owners = self.placement.owners(ids)
+        members = self.roster.members
+        names = [(members[number].name, number) for number in np.unique(owners).tolist()]
+        return [(name, ids[owners == number]) for name, number in names if name != self.roster.me]
+
+
+class Neighbours:
+    """The other machines of a session, as this process uses them for one cache; it pickles.
+
+    Args:
+        number: of the session on this machine.
+        fingerprint: of the cache, 16 bytes.
+        replicate: keep here, as far as there is room, what others have sent.
+    """
+
+    def __init__(self, number: int, fingerprint: bytes, *, replicate: bool = False) -> None:
+        self._number, self._fingerprint, self._replicate = number, fingerprint, replicate
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one process."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._file = RosterFile(self._number)
+        self._places: tuple[_Place | None, _Place | None] = (None, None)  # now, and before
+        self._peers: Peers | None = None
+        self._known: dict[str, Peer] = {}
+        self._cache: Cache | None = None
+        self._full: dict[str, Rest] = {}
+
+    def __reduce__(self) -> Any:
+        return _restored, (self._number, self._fingerprint, self._replicate)
+
+    @property
+    def roster(self) -> Roster | None:
+        """Which machines there are, as far as this one knows; None before it was told."""
+        return self._file.current()
+
+    def bring(self, store: Store, ids: Longs, read: Read) -> dict[int, Any]:
+        """The samples of these that other machines own and this one has not got, each the caller's own.
+
+        Args:
+            store: this machine's part of the cache.
+            ids: sample numbers.
+            read: the source and its prefix.
+
+        Raises:
+            Whatever ``read`` raises, untouched.
+        """
+        missing = np.unique(ids[store.words(ids) < PRESENT])
+        if not len(missing) or store.era() is None:
+            return {}
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            place = self._look()
+            owned = place.owners(missing) if place is not None else []
+            return _Errand(self, store, read).run(owned) if owned else {}
+
+    # ---- who is there --------------------------------------------------------------------------------
+
+    def _look(self) -> _Place | None:
+        """Who owns what now; peers are made for machines that have come, and closed for those that left."""
+        roster = self._file.current()
+        now, before = self._places
+        if roster is None or (now is not None and now.roster is roster):
+            return now
+        if self._peers is None or now is None or now.roster.keys != roster.keys:
+            if self._peers is not None:
+                self._peers.close()
+            self._peers, self._known = Peers(roster.keys), {}
+        there = {member.name: member for member in roster.members if member.name != roster.me}
+        for name in [name for name in self._known if name not in there]:
+            del self._known[name]
+            self._peers.remove(name)
+        for name, member in there.items():
+            known = self._known.get(name)
+            if known is None or known.endpoint != member.endpoint:
+                self._known[name] = self._peers.add(name, member.endpoint, member.key.encode())
+        if now is not None and _weights(now.roster) != _weights(roster):
+            before = now
+        self._places = _Place(roster, roster.placement()), before
+        return self._places[0]
+
+    def former(self, ids: Longs) -> list[tuple[Peer, Longs]]:
+        """Who owned these samples before the roster changed, as far as they are still there, and not this."""
+        before = self._places[1]
+        owners = before.owners(ids) if before is not None else []
+        return [(self._known[name], some) for name, some in owners if name in self._known]
+
+    def peer(self, name: str) -> Peer:
+        """The machine of this name, which is in the roster."""
+        return self._known[name]
+
+    def cache(self, store: Store) -> Cache:
+        """The cache, as machines must agree on it."""
+        if self._cache is None:
+            schema = store.schema
+            self._cache = Cache.of(
+                self._fingerprint,
+                samples=len(store),
+                stride=schema.stride,
+                has_tail=schema.has_tail,
+                schema=schema.to_json(),
+            )
+        return self._cache
+
+    def is_full(self, name: str) -> bool:
+        """Whether a machine had no room for records a moment ago."""
+        rest = self._full.get(name)
+        return rest is not None and rest.lasts
+
+    def note_full(self, name: str, full: bool) -> None:
+        """Note whether a machine had room for what was brought to it."""
+        if full:
+            self._full.setdefault(name, Rest()).begin()
+        else:
+            self._full.pop(name, None)
+
+    def keep(self, store: Store, samples: dict[int, Any]) -> None:
+        """Keep what others sent where memory is left over: what this machine owns, and lacks, comes first."""
+        if not self._replicate or not samples or store.room.why_full is not None:
+            return
+        place = self._places[0]
+        assert place is not None
+        mine = next((m.capacity for m in place.roster.members if m.name == place.roster.me), 0)
+        share = mine / max(place.roster.capacity, 1)
+        index = store.segment.index
+        stored = int((index >= PRESENT).sum())
+        mean = store.stored_bytes / stored if stored else store.segment.geometry.stride
+        if (stored + len(samples)) * mean + share * (len(index) - stored) * mean <= mine:
+            store.adopt(samples)
+
+    def close(self) -> None:
+        """Close all connections of this process."""
+        if self._peers is not None and self._pid == os.getpid():
+            self._peers.close()
+        self._peers, self._places, self._known = None, (None, None), {}
+
+
+def _restored(number: int, fingerprint: bytes, replicate: bool) -> Neighbours:
+    return Neighbours(number, fingerprint, replicate=replicate)
+
+
+def _weights(roster: Roster) -> list[tuple[str, int]]:
+    return [(member.name, member.capacity) for member in roster.members]
+
+
+class _Errand:
+    """One batch's way around the neighbours."""
+
+    def __init__(self, neighbours: Neighbours, store: Store, read: Read) -> None:
+        self._all, self._store, self._read = neighbours, store, read
+        self._cache = neighbours.cache(store)
+        self._schema: Schema = store.schema
+        self._found: dict[int, Any] = {}
+        self._puts: list[tuple[str, Ticket]] = []
+
+    def run(self, owned: list[tuple[str, Longs]]) -> dict[int, Any]:
+        """Get the samples that these machines own."""
+        promised = self._ask(owned)
+        waited = time.monotonic() + PATIENCE
+        pause = _SHORTEST_PAUSE
+        while promised:
+            if time.monotonic() > waited:
+                for _, some in promised:
+                    self._read_here(None, some)
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            promised = self._ask(promised)
+        self._settle()
+        return self._found
+
+    def _ask(self, owned: list[tuple[str, Longs]]) -> list[tuple[str, Longs]]:
+        """Ask all owners at once; read what is nobody's yet. Returns what others have promised."""
+        asked = [
+            (name, self._all.peer(name).ask(self._cache, part, claim=not self._all.is_full(name)))
+            for name, ids in owned
+            for part in self._parts(ids)
+        ]
+        deadline = time.monotonic() + PATIENCE
+        promised: list[tuple[str, Longs]] = []
+        absent: list[tuple[str | None, Longs]] = []
+        while asked:
+            again = []
+            for name, ticket in asked:
+                answer = ticket.wait(deadline)
+                self._give_out(ticket.ids, answer)
+                if answer.left.any():
+                    left = self._all.peer(name).ask(self._cache, ticket.ids[answer.left], claim=True)
+                    again.append((name, left))
+                if answer.promised.any():
+                    promised.append((name, ticket.ids[answer.promised]))
+                rest = ticket.ids[~(answer.present | answer.left | answer.promised)]
+                if len(rest):
+                    absent.append((name if answer.answered else None, rest))
+            asked = again
+        for owner, ids in absent:
+            self._read_here(owner, self._not_moved(ids))
+        return promised
+
+    def _parts(self, ids: Longs) -> Iterator[Longs]:
+        """Requests that one answer has room for."""
+        most = max(1, min(MOST, LARGEST // self._cache.stride))
+        for start in range(0, len(ids), most):
+            yield ids[start : start + most]
+
+    def _give_out(self, ids: Longs, answer: Answer) -> None:
+        """Take the samples of an answer."""
+        if not answer.present.any():
+            return
+        there = ids[answer.present].tolist()
+        samples = unpack(self._schema, answer.lines[answer.present], answer.rows, answer.tails)
+        came = dict(zip(there, samples, strict=True))
+        self._found.update(came)
+        counters = self._store.member.row
+        counters[Slot.PEER_HITS] += len(came)
+        self._all.keep(self._store, came)
+
+    def _not_moved(self, ids: Longs) -> Longs:
+        """Those of these samples that their former owners have not got either; the others are brought on."""
+        tickets = [peer.ask(self._cache, some) for peer, some in self._all.former(ids)]
+        deadline = time.monotonic() + PATIENCE
+        for ticket in tickets:
+            self._give_out(ticket.ids, ticket.wait(deadline))
+        return np.array([sample for sample in ids.tolist() if sample not in self._found], np.int64)
+
+    def _read_here(self, owner: str | None, ids: Longs) -> None:
+        """Read samples from the source, and bring them to their owner if it is there."""
+        brings = owner is not None and not self._all.is_full(owner)
+        samples: dict[int, Any] = {}
+        size = 0
+        counters = self._store.member.row
+        try:
+            for sample in ids.tolist():
+                start = time.perf_counter_ns()
+                self._found[sample] = value = self._read(sample)
+                counters[Slot.FILL_NS] += time.perf_counter_ns() - start
+                counters[Slot.MISSES] += 1
+                samples[sample] = value
+                size += self._cache.stride
+                if brings and size >= _PUT_BYTES:
+                    self._put(owner, samples)
+                    samples, size = {}, 0
+        finally:
+            if brings and samples:
+                self._put(owner, samples)
+
+    def _put(self, owner: str | None, samples: dict[int, Any]) -> None:
+        """Bring samples to their owner, without waiting for it."""
+        assert owner is not None
+        ids, records = pack(self._schema, samples)
+        if len(ids):
+            self._puts.append((owner, self._all.peer(owner).put(self._cache, ids, records)))
+
+    def _settle(self) -> None:
+        """Wait until what was brought is there."""
+        deadline = time.monotonic() + PATIENCE
+        for owner, ticket in self._puts:
+            answer = ticket.wait(deadline)
+            if answer.answered:
+                self._all.note_full(owner, not answer.present.any())

@@ -1,0 +1,244 @@
+"""The node: what one machine does for a session that it shares with others.
+
+It owns the session on its machine: it makes it if it is not there, makes this machine's part of each cache
+that any machine has, and serves what is in them. Who is there it hears from the directory, once a second, and
+writes it down for the machine's processes (:mod:`hotset.cluster.roster`).
+
+It runs in an actor of Ray's on that machine, which begins again when it dies: the session, what is in it, the
+machine's name and its keys are where they were, and only the port is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from hotset.cluster.directory import Beat, Described, Heard
+from hotset.cluster.roster import Member, Roster, read_roster, write_roster
+from hotset.cluster.serving import Serving, Shelf
+from hotset.cluster.shelf import StoreShelf
+from hotset.cluster.sockets import Keys
+from hotset.errors import SegmentError, SessionError
+from hotset.session import reports, sessions
+from hotset.session.definition import Session
+from hotset.session.files import CACHE, runtime
+from hotset.session.within import Place, Use, share_in
+from hotset.store import memory as machine
+from hotset.store.schema import Schema
+from hotset.store.spill import SpillTo
+from hotset.store.store import Store
+
+__all__ = ["Node", "fingerprint_of"]
+
+BEAT_SECONDS = 1.0
+_TTL = 3600.0
+
+
+def fingerprint_of(text: str) -> bytes:
+    """A cache's fingerprint, or the user's key for it, in 16 bytes."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class Node:
+    """A machine's part in a session that several share; a context manager.
+
+    Args:
+        name: of the session.
+        memory: bytes that it may hold here, if it has to be made; None: half of what is free.
+        host: this machine's address in the cluster, to which alone it is bound.
+        beat: tells the directory, and returns what that says.
+
+    Attributes:
+        session: on this machine.
+        member: what others are told of it.
+
+    Raises:
+        SessionError: the session is not there, and cannot be made.
+        OSError: nothing can be served from that address.
+    """
+
+    def __init__(self, name: str, memory: int | None, host: str, beat: Callable[[Beat], Heard]) -> None:
+        self.session = _session(name, memory)
+        known = read_roster(self.session.number)
+        self._me = known.me if known is not None else f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self._keys = known.keys if known is not None else Keys.new()
+        self._roster = known
+        self._beat = beat
+        self._shelves = _Shelves()
+        self._caches: dict[str, Described] = {}
+        self._wanted: tuple[str, ...] = ()
+        self._uses: list[Use] = []
+        self._allowed = {self._keys.public}
+        self._adopt_what_is_there()
+        self._serving = Serving(host, self._shelves, self._keys, self._allowed)
+        self.member = Member(
+            self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity()
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hotset node", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Serve no more; the session stays."""
+        self._stop.set()
+        self._thread.join()
+        self._serving.close()
+        self._shelves.close()
+        for use in self._uses:
+            use.close()
+
+    def destroy(self) -> int:
+        """Destroy the session on this machine; returns the bytes that were freed."""
+        with contextlib.suppress(SessionError):
+            return sessions.destroy(self.session)
+        return 0
+
+    def status(self) -> dict[str, Any]:
+        """What it has served, and what its session holds, for people."""
+        with contextlib.suppress(OSError):
+            report = reports.report(self.session)
+            cached = sum(cache.cached for cache in report.caches)
+            held = {"memory": report.memory, "cached": cached}
+            return {**asdict(self._serving.served), **held, "pid": os.getpid()}
+        return {**asdict(self._serving.served), "pid": os.getpid()}
+
+    def _capacity(self) -> int:
+        """Bytes that this machine can hold: as many as the session may, but no more than there are."""
+        with contextlib.suppress(OSError):
+            held = reports.report(self.session).memory
+            return max(0, min(self.session.memory, held + machine.headroom().bytes))
+        return self.session.memory
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.wait(0 if self._roster is None else BEAT_SECONDS):
+            self._shelves.end_leases()
+            with contextlib.suppress(Exception):  # no directory for the moment: what was known last holds
+                self._hear(self._beat(self._said()))
+            if self._roster is None:
+                self._stop.wait(0.2)
+
+    def _said(self) -> Beat:
+        news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
+        return Beat(self.member, tuple(self._caches), news, self.status())
+
+    def _hear(self, heard: Heard) -> None:
+        self._wanted = heard.unknown
+        for described in heard.caches:
+            with contextlib.suppress(SegmentError, SessionError, OSError):
+                self._make(described)
+        if heard.members is None:
+            return
+        # Who has left may come back, and is told of it by being let in: keys are only ever added.
+        self._allowed |= {member.key.encode() for member in heard.members}
+        roster = Roster(self._me, self._keys, heard.members)
+        if roster != self._roster:
+            write_roster(self.session.number, roster)
+            self._roster = roster
+
+    # ---- caches --------------------------------------------------------------------------------------
+
+    def _adopt_what_is_there(self) -> None:
+        """Serve the caches that the session has from before."""
+        with runtime() as folder:
+            place = os.readlink(f"/proc/self/fd/{folder}")
+            files = sorted(os.listdir(folder))
+        for file in files:
+            found = CACHE.fullmatch(file)
+            if found is None or int(found[1]) != self.session.number or found[4] != "cache":
+                continue
+            with contextlib.suppress(SegmentError, OSError):
+                store = Store.attach(f"{place}/{file}")
+                about = store.segment.metadata
+                if "meeting" not in about:  # of a job on this machine alone
+                    store.close()
+                    continue
+                self._make(Described.of(about["meeting"], len(store), about))
+                store.close()
+
+    def _make(self, described: Described) -> None:
+        """Make this machine's part of a cache, or find it, and serve it."""
+        schema = Schema.from_json(described.schema)
+
+        def create(place: Place) -> Store:
+            limit = self.session.memory
+            about = {**described.about, "meeting": described.meeting}
+            spill = place.spill and SpillTo(place.folder, place.spill, keeps_all=place.persist)
+            store = Store.create(
+                schema, described.samples, limit, about=about, path=place.path, spill=spill or None
+            )
+            store.path = place.name
+            return store
+
+        def attach(path: str) -> Store:
+            store = Store.attach(path)
+            if store.segment.metadata.get("fingerprint") != described.fingerprint:
+                store.close()
+                raise SegmentError("other samples are cached there.")
+            return store
+
+        store, use, _ = share_in(
+            self.session, described.meeting, described.about["name"], create=create, attach=attach
+        )
+        assert store is not None
+        assert isinstance(use, Use)
+        store.filler.ahead = True
+        store.room.allowance, store.room.knob = use, "the session's `--memory`"
+        self._uses.append(use)
+        self._caches[described.meeting] = described
+        self._shelves.add(StoreShelf(store, fingerprint_of(described.fingerprint)), store)
+
+
+class _Shelves(Mapping[bytes, Shelf]):
+    """The caches that are served. Looked at by the serving thread, added to by another one."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[bytes, tuple[StoreShelf, Store]] = {}
+
+    def add(self, shelf: StoreShelf, store: Store) -> None:
+        self._shelves[shelf.cache.fingerprint] = shelf, store
+
+    def end_leases(self) -> None:
+        for shelf, _ in list(self._shelves.values()):
+            shelf.end_leases()
+
+    def close(self) -> None:
+        for _, store in self._shelves.values():
+            store.close()
+        self._shelves.clear()
+
+    def __getitem__(self, fingerprint: bytes) -> Shelf:
+        return self._shelves[fingerprint][0]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._shelves)
+
+    def __len__(self) -> int:
+        return len(self._shelves)
+
+
+def _session(name: str, memory: int | None) -> Session:
+    """The session of that name on this machine, which is made if it is not there."""
+    with contextlib.suppress(SessionError):
+        return sessions.find(name)
+    try:
+        return sessions.create(name, memory=memory, ttl=_TTL)
+    except SessionError:
+        return sessions.find(name)  # somebody else has just made it

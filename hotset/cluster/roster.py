@@ -1,0 +1,139 @@
+"""The roster: which machines share a session, as each of them has it written down.
+
+Only a machine's node (:mod:`hotset.cluster.node`) talks with the others about who is there. What it has
+learnt it writes to a file beside the session's ledger, and every process of the machine reads that, a
+loader's workers among them: none of them needs Ray, and what was written last holds when Ray ends.
+
+::
+
+    <number>.cluster      in the runtime folder: JSON, this user's alone, as it has this machine's secret key
+
+The file is replaced as a whole, so that who reads it sees one roster or the next. A machine's name is in it
+and nowhere else: it stays the same while the session's memory is there, however often node and Ray restart,
+and with it stays what the machine owns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from typing import Any, NamedTuple
+
+from hotset.cluster.sockets import Keys
+from hotset.policy.placement import Placement
+from hotset.session.files import roster_file, runtime, unlink
+from hotset.session.folder import open_at
+
+__all__ = ["Member", "Roster", "RosterFile", "read_roster", "write_roster"]
+
+_LOOK_SECONDS = 0.25
+
+
+class Member(NamedTuple):
+    """A machine that shares the session.
+
+    Attributes:
+        name: of the machine, the same as long as it keeps the session's memory.
+        host: its address in the cluster.
+        endpoint: where its node serves, ``"tcp://10.0.0.7:41173"``.
+        key: its public key; Z85.
+        capacity: bytes that it can hold.
+    """
+
+    name: str
+    host: str
+    endpoint: str
+    key: str
+    capacity: int
+
+
+class Roster(NamedTuple):
+    """What a machine knows of a session that several share.
+
+    Attributes:
+        me: this machine's name.
+        keys: its own.
+        members: all machines, this one included, by name.
+    """
+
+    me: str
+    keys: Keys
+    members: tuple[Member, ...]
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that all machines can hold together."""
+        return sum(member.capacity for member in self.members)
+
+    def placement(self) -> Placement | None:
+        """Who owns which sample; None where this machine is alone, or nobody can hold any."""
+        if len(self.members) < 2 or not self.capacity:
+            return None
+        return Placement([m.name for m in self.members], [m.capacity for m in self.members])
+
+
+def write_roster(number: int, roster: Roster) -> None:
+    """Write a session's roster down, in place of the last one.
+
+    Raises:
+        OSError: the runtime folder cannot be written to.
+    """
+    public, secret = (key.decode() for key in roster.keys)
+    said = {"me": roster.me, "public": public, "secret": secret, "members": roster.members}
+    file = roster_file(number)
+    with runtime() as folder:
+        temporary = f"{file}.{secrets.token_hex(4)}.new"
+        fd = open_at(folder, temporary, create=True)
+        try:
+            os.write(fd, json.dumps(said).encode())
+            os.rename(temporary, file, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            unlink(folder, temporary)
+            raise
+        finally:
+            os.close(fd)
+
+
+def read_roster(number: int) -> Roster | None:
+    """Return a session's roster; None if it has none that can be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with runtime() as folder:
+            fd = open_at(folder, roster_file(number))
+        with open(fd, "rb") as file:
+            return _parsed(json.load(file))
+    return None
+
+
+def _parsed(said: Any) -> Roster:
+    members = tuple(sorted(Member(*member) for member in said["members"]))
+    return Roster(said["me"], Keys(said["public"].encode(), said["secret"].encode()), members)
+
+
+class RosterFile:
+    """A session's roster as one process sees it, read again when it was written anew.
+
+    Args:
+        number: of the session.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._looked = float("-inf")
+        self._seen: tuple[int, int] | None = None
+        self._roster: Roster | None = None
+
+    def current(self) -> Roster | None:
+        """The roster as it was a moment ago; the last one that there was if it is gone."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            with contextlib.suppress(OSError), runtime() as folder:
+                status = os.stat(roster_file(self._number), dir_fd=folder, follow_symlinks=False)
+                seen = status.st_ino, status.st_mtime_ns
+                if seen != self._seen:
+                    self._roster = read_roster(self._number) or self._roster
+                    self._seen = seen
+        return self._roster
