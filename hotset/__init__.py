@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hotset.device.sink import Sink, data_sink
     from hotset.errors import (
         ArgumentError,
+        ClusterError,
         FolderError,
         HotsetError,
         HotsetWarning,
