@@ -298,6 +298,44 @@ def destroy_session(name: Which) -> None:
     typer.echo(f"Destroyed session {printable(name)}; {format_bytes(session.destroy(name))} freed.")
 
 
+cluster_app = typer.Typer(help="Sessions that several machines share.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
+
+Address = Annotated[str, typer.Option(help="Of the Ray cluster: host:port, or auto for this machine's.")]
+
+
+@cluster_app.command("status")
+def cluster_status(
+    session: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="[SESSION]", help="One session alone."),
+    ] = None,
+    address: Address = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show the machines that share a session, and what passed between them."""
+    from hotset.cli import cluster
+    from hotset.cli.session import console
+
+    found = cluster.status(address, session)
+    if as_json:
+        _print_json(found)
+    else:
+        console().print(cluster.described(found))
+
+
+@cluster_app.command("stop")
+def cluster_stop(
+    session: Annotated[str, typer.Argument(help="Its name.")], address: Address = "auto"
+) -> None:
+    """Destroy a session on all machines; jobs that use it go on from their source."""
+    from hotset.cli import cluster
+    from hotset.units import format_bytes
+
+    freed = cluster.stop(address, session)
+    typer.echo(f"Destroyed session {printable(session)} on all machines; {format_bytes(freed)} freed.")
+
+
 def _print_json(value: object) -> None:
     import json
 

@@ -24,11 +24,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hotset.cluster.directory import Beat, Described, Directory, Heard
-from hotset.cluster.node import Node
 from hotset.cluster.roster import read_roster
 from hotset.errors import ClusterError
 
-__all__ = ["Joined", "join", "status", "stop"]
+__all__ = ["Joined", "join", "sessions", "status", "stop"]
 
 _NAMESPACE = "hotset"
 _LOOK_SECONDS = 1.0
@@ -97,6 +96,8 @@ class _NodeActor:
 
     def __init__(self, session: str, memory: int | None, host: str) -> None:
         import ray
+
+        from hotset.cluster.node import Node  # brings torch along, which who only looks can do without
 
         directory: list[Any] = []
 
@@ -238,14 +239,30 @@ def stop(address: str, session: str) -> int:
     directory = _find(ray, session)
     ray.kill(directory)  # first, or it would start the nodes anew
     freed = 0
-    prefix = f"{_directory_name(session)}-"
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == _NAMESPACE and actor["name"].startswith(prefix):
+    for name in _names(ray):
+        if name.rpartition("-")[0] == _directory_name(session):
             with contextlib.suppress(Exception):
-                node = ray.get_actor(actor["name"], namespace=_NAMESPACE)
+                node = ray.get_actor(name, namespace=_NAMESPACE)
                 freed += ray.get(node.destroy.remote(), timeout=_ANSWER_SECONDS)
                 ray.kill(node)
     return freed
+
+
+def sessions(address: str) -> list[str]:
+    """Names of the sessions that the machines of a cluster share.
+
+    Raises:
+        ClusterError: it cannot be reached.
+    """
+    names = _names(_connect(address))
+    nodes = {name for name in names if name.rpartition("-")[0] in names}
+    return [name.removeprefix(_directory_name("")) for name in names if name not in nodes]
+
+
+def _names(ray: Any) -> list[str]:
+    """All actors of hotset's, sorted."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in found if actor["namespace"] == _NAMESPACE)
 
 
 def _connect(address: str) -> Any:

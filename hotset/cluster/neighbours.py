@@ -19,10 +19,13 @@ same for what others promised.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +34,8 @@ from hotset.cluster.asking import Answer, Peer, Peers, Ticket
 from hotset.cluster.messages import LARGEST, MOST, Cache, Longs
 from hotset.cluster.packing import pack, unpack
 from hotset.cluster.roster import Roster, RosterFile
-from hotset.cluster.traffic import Rest
+from hotset.cluster.tally import Tally, read_tally
+from hotset.cluster.traffic import Rest, Traffic
 from hotset.policy.placement import Placement
 from hotset.store.format import PRESENT, Slot
 from hotset.store.schema import Schema
@@ -86,6 +90,7 @@ class Neighbours:
         self._known: dict[str, Peer] = {}
         self._cache: Cache | None = None
         self._full: dict[str, Rest] = {}
+        self._tally = Tally(self._number)
 
     def __reduce__(self) -> Any:
         return _restored, (self._number, self._fingerprint, self._replicate)
@@ -111,10 +116,26 @@ class Neighbours:
             return {}
         if self._pid != os.getpid():
             self._begin()
+            # A worker ends without collecting anything: what it has counted last would be lost.
+            Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
         with self._lock:
             place = self._look()
             owned = place.owners(missing) if place is not None else []
-            return _Errand(self, store, read).run(owned) if owned else {}
+            try:
+                return _Errand(self, store, read).run(owned) if owned else {}
+            finally:
+                self._tally.add(self._traffics())
+
+    def _traffics(self) -> dict[str, Traffic]:
+        return {name: peer.traffic for name, peer in self._known.items()}
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What passed between this machine and each other one, for all caches of the session; by name."""
+        if self._pid == os.getpid():
+            self._tally.add(self._traffics(), now=True)
+        with contextlib.suppress(OSError):
+            return read_tally(self._number)
+        return {}
 
     # ---- who is there --------------------------------------------------------------------------------
 
@@ -135,6 +156,7 @@ class Neighbours:
         for name, member in there.items():
             known = self._known.get(name)
             if known is None or known.endpoint != member.endpoint:
+                self._tally.add(self._traffics(), now=known is not None)
                 self._known[name] = self._peers.add(name, member.endpoint, member.key.encode())
         if now is not None and _weights(now.roster) != _weights(roster):
             before = now
@@ -193,12 +215,19 @@ class Neighbours:
     def close(self) -> None:
         """Close all connections of this process."""
         if self._peers is not None and self._pid == os.getpid():
+            self._tally.add(self._traffics(), now=True)
             self._peers.close()
         self._peers, self._places, self._known = None, (None, None), {}
 
 
 def _restored(number: int, fingerprint: bytes, replicate: bool) -> Neighbours:
     return Neighbours(number, fingerprint, replicate=replicate)
+
+
+def _count_up(of: weakref.ref[Neighbours]) -> None:
+    neighbours = of()
+    if neighbours is not None:
+        neighbours.traffic()
 
 
 def _weights(roster: Roster) -> list[tuple[str, int]]:

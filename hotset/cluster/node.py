@@ -26,6 +26,7 @@ from hotset.cluster.roster import Member, Roster, read_roster, write_roster
 from hotset.cluster.serving import Serving, Shelf
 from hotset.cluster.shelf import StoreShelf
 from hotset.cluster.sockets import Keys
+from hotset.cluster.tally import make_tally, read_tally
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
 from hotset.session.definition import Session
@@ -77,6 +78,7 @@ class Node:
         self._wanted: tuple[str, ...] = ()
         self._uses: list[Use] = []
         self._allowed = {self._keys.public}
+        make_tally(self.session.number)
         self._adopt_what_is_there()
         self._serving = Serving(host, self._shelves, self._keys, self._allowed)
         self.member = Member(
@@ -110,13 +112,17 @@ class Node:
         return 0
 
     def status(self) -> dict[str, Any]:
-        """What it has served, and what its session holds, for people."""
+        """What it has served, what its session holds, and what its processes got from others, for people."""
+        said: dict[str, Any] = {"pid": os.getpid(), "served": asdict(self._serving.served)}
         with contextlib.suppress(OSError):
             report = reports.report(self.session)
-            cached = sum(cache.cached for cache in report.caches)
-            held = {"memory": report.memory, "cached": cached}
-            return {**asdict(self._serving.served), **held, "pid": os.getpid()}
-        return {**asdict(self._serving.served), "pid": os.getpid()}
+            counted = ("cached", "stored", "hits", "misses")
+            said |= {field: sum(getattr(cache, field) for cache in report.caches) for field in counted}
+            said["memory"] = report.memory
+            said["peers"] = {
+                name: asdict(traffic) for name, traffic in read_tally(self.session.number).items()
+            }
+        return said
 
     def _capacity(self) -> int:
         """Bytes that this machine can hold: as many as the session may, but no more than there are."""

@@ -41,6 +41,11 @@ class Traffic:
     seconds: float = 0.0
     why: str = ""
 
+    @property
+    def latency(self) -> float:
+        """Mean seconds from asking to the answer being there; 0 before the first."""
+        return self.seconds / self.answers if self.answers else 0.0
+
 
 class Rest:
     """How long something is left alone: half a second, then twice as long each time, half a minute at most.

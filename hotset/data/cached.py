@@ -386,6 +386,7 @@ class CachedDataset(Dataset[T], Generic[T]):
             fill_seconds=sums[Slot.FILL_NS] / 1e9,
             late=int(store.segment.live[Live.LATE]),
             peer_hits=sums[Slot.PEER_HITS],
+            peers=self.neighbours.traffic() if self.neighbours is not None else {},
         )
 
     def served(self) -> tuple[int, int]:

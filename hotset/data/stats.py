@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hotset.cluster.traffic import Traffic
 
 __all__ = ["Stats"]
 
@@ -20,6 +23,8 @@ class Stats:
         misses: samples read from the source.
         fill_seconds: time spent in the source and the cached transforms, summed over processes.
         peer_hits: samples served from other machines' memory to processes of this one.
+        peers: what passed between this machine and each other one, for all caches of the session: by name,
+            :class:`~hotset.cluster.traffic.Traffic`.
         late: samples that were not ready at the boundary where they should have entered the window.
     """
 
@@ -32,6 +37,7 @@ class Stats:
     fill_seconds: float
     late: int = 0
     peer_hits: int = 0
+    peers: Mapping[str, Traffic] = field(default_factory=dict, hash=False)
 
     @property
     def hit_rate(self) -> float:

@@ -6,6 +6,7 @@
     (memory)           <number>-<key>-<nonce>.cache       a segment: one cache, filled by who reads through it
                        server-<port>.ledger               what the sessions of a server hold together
                        <number>.cluster                   which machines share the session, if several do
+                       <number>.traffic                   what passed between this one and the others
 
     spill folder       <number>-<key>-<nonce>.spill       a cache's records that memory has no room for
     (disk)             <number>.session.json              what the session is, if it outlives a reboot
@@ -31,25 +32,31 @@ __all__ = [
     "CACHE",
     "DEFINITION",
     "LEDGER",
-    "ROSTER",
+    "SHARED",
     "is_there",
     "remove_cache",
     "remove_caches",
     "remove_spilled",
     "roster_file",
     "runtime",
+    "traffic_file",
     "unlink",
 ]
 
 LEDGER = re.compile(r"(\d{1,10})\.session")
 CACHE = re.compile(r"(\d{1,10})-([0-9a-f]{32})-([0-9a-f]{16})\.(cache|spill)")
 DEFINITION = re.compile(r"(\d{1,10})\.session\.json")
-ROSTER = re.compile(r"(\d{1,10})\.cluster")
+SHARED = re.compile(r"(\d{1,10})\.(?:cluster|traffic)")
 
 
 def roster_file(number: int) -> str:
     """Name of the file that says which machines share a session."""
     return f"{number}.cluster"
+
+
+def traffic_file(number: int) -> str:
+    """Name of the file that counts what passes between machines."""
+    return f"{number}.traffic"
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ a ledger that has ended                 who was destroying the session has died:
 a session that its server's ledger      it was made again after a reboot, and the server has begun since:
 does not name                           it enters
 a cache whose session is no more        removed, at once: it got its name under the lock of a ledger
-a roster whose session is no more       removed, at once: it was written for a session that was there
+a roster or a tally whose session is    removed, at once: it was written for a session that was there
+no more
 a spill file without a cache            removed, unless its session persists: the next job goes on from it
 a definition without a session          removed: it does not say what session that was
 ``.new``, and 32 digits for a name      removed: the process that was making it has died
@@ -30,7 +31,7 @@ import time
 from hotset.errors import SessionError
 from hotset.session import servers
 from hotset.session.definition import Session, ledger_in
-from hotset.session.files import CACHE, DEFINITION, ROSTER, is_there, remove_cache, runtime, unlink
+from hotset.session.files import CACHE, DEFINITION, SHARED, is_there, remove_cache, runtime, unlink
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
 from hotset.session.spills import known_folders, open_spill
 
@@ -86,7 +87,7 @@ def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
         if cache and int(cache[1]) not in alive:
             remove_cache(folder, file)
             told.append(f"Removed {file}: its session is no more.")
-        elif (roster := ROSTER.fullmatch(file)) and int(roster[1]) not in alive:
+        elif (shared := SHARED.fullmatch(file)) and int(shared[1]) not in alive:
             unlink(folder, file)
         elif _UNFINISHED.fullmatch(file) and _is_old(folder, file):
             unlink(folder, file)

@@ -38,7 +38,7 @@ from hotset.session.definition import (
     session_of,
     write_down,
 )
-from hotset.session.files import LEDGER, remove_caches, roster_file, runtime, unlink
+from hotset.session.files import LEDGER, remove_caches, roster_file, runtime, traffic_file, unlink
 from hotset.session.folder import KNOB, runtime_folder
 from hotset.session.spills import open_spill, remember
 from hotset.session.turn import turns
@@ -165,6 +165,7 @@ def destroy(session: Session) -> int:
             freed = remove_caches(folder, session.number, session.spill)
         servers.leave(session.server, session.number)
         unlink(folder, roster_file(session.number))
+        unlink(folder, traffic_file(session.number))
         unlink(folder, session.file)
     return freed
 
