@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import Dataset
 
-from hotset.data.cached import CachedDataset, attach_store
+from hotset.data.attachment import attach_store
+from hotset.data.cached import CachedDataset
 from hotset.data.identity import Identity
 from hotset.data.mapping import map_ahead
 from hotset.data.planning import Made, Wanted, joined_plan, make_plan

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
+from hotset.data.attachment import Attachment
 from hotset.data.audit import Audit
 from hotset.data.plan import Plan
 from hotset.data.residents import Position, Residents
@@ -24,35 +24,21 @@ from hotset.data.source import Source
 from hotset.data.stats import Stats
 from hotset.errors import SegmentError
 from hotset.session.retire import DESTROYED
-from hotset.session.share import Share, attach_again
-from hotset.session.within import Use
+from hotset.session.share import Share
 from hotset.store.claims import Ids
 from hotset.store.format import ON_DISK, PRESENT, Live, Slot
 from hotset.store.ring import Ring
-from hotset.store.segment import Address
 from hotset.store.store import Store
 from hotset.told import tell
 
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.neighbours import Neighbours
 
-__all__ = ["CachedDataset", "attach_store"]
+__all__ = ["CachedDataset"]
 
 T = TypeVar("T")
 
 _MISFITS_WORTH_TELLING = 16
-
-
-def attach_store(address: Address | str) -> Store:
-    """Attach to a cache, with a window or without.
-
-    Raises:
-        SegmentError: it is gone, or damaged.
-    """
-    try:
-        return Store.attach(address)
-    except SegmentError:
-        return Ring.attach(address)
 
 
 class CachedDataset(Dataset[T], Generic[T]):
@@ -95,16 +81,13 @@ class CachedDataset(Dataset[T], Generic[T]):
         self.plan = plan
         self.residents = residents
         self.neighbours = neighbours
-        self._store: Store | Address | str | None = store
+        self._attachment = Attachment(store, registration, plan.name)
         self._length = plan.used
         self._own_misses = 0
         self._ended = False  # and that was told
         self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
         self.tell: Callable[[str], None] = tell
         self.epoch = 0
-        self._registration = registration
-        self._joined = os.getpid()
-        self._set_allowance(store)
 
     # ---- the data set --------------------------------------------------------------------------------
 
@@ -236,7 +219,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         Args:
             ids: what :meth:`numbers` gave.
         """
-        store = self._attached()
+        store = self._attachment.store()
         # Asked in a thread, whose warnings nobody hears: that the cache has ended is told with the batches.
         if store is not None and not store.condemned:
             store.announce(ids)
@@ -309,7 +292,7 @@ class CachedDataset(Dataset[T], Generic[T]):
 
         None when nothing can be cached, after :meth:`close`, and when an audit found that it is not right.
         """
-        store = self._attached()
+        store = self._attachment.store()
         if store is None or not store.condemned:
             return store
         self._tell_of_the_end(store)
@@ -318,23 +301,8 @@ class CachedDataset(Dataset[T], Generic[T]):
     @property
     def _ring(self) -> Ring | None:
         """What holds the window's cursor, whether or not it is still to be read."""
-        store = self._attached()
+        store = self._attachment.store()
         return store if isinstance(store, Ring) else None
-
-    def _attached(self) -> Store | None:
-        if isinstance(self._store, (Address, str)):
-            self._store = self._attach(self._store)
-            self._joined = 0
-        if self._store is not None and self._joined != os.getpid():
-            self._join()
-        return self._store
-
-    def _join(self) -> None:
-        """List this process as one more that keeps the cache alive; a loader's worker does not outlive it."""
-        self._joined = os.getpid()
-        if self._registration is not None and get_worker_info() is None:
-            assert isinstance(self._store, Store)
-            self._registration.join(self._store.segment.fd)
 
     def _tell_of_the_end(self, store: Store) -> None:
         if self._ended or store.segment.live[Live.CONDEMNED] != DESTROYED:
@@ -345,26 +313,6 @@ class CachedDataset(Dataset[T], Generic[T]):
                 f"{self.plan.name}: its session was destroyed, so samples come from the source from now on; "
                 "make another with `hotset session create`, and call hotset.cache again."
             )
-
-    def _attach(self, address: Address | str) -> Store | None:
-        try:
-            store = attach_again(address, attach_store)
-        except (SegmentError, OSError) as error:
-            tell(
-                f"the cache of {self.plan.name} is out of reach, so samples come from the source: {error} "
-                "Unpickle it on the same machine, while a process that has it lives."
-            )
-            return None
-        self._set_allowance(store)
-        return store
-
-    def _set_allowance(self, store: Store | None) -> None:
-        """Have it take no more than its session has to give."""
-        if store is not None and isinstance(self._registration, Use):
-            store.room.allowance = self._registration
-            store.room.knob = "the session's `--memory`"
-            if store.spill is not None:
-                store.spill.room.knob = "a new session's `--spill`"
 
     def stats(self) -> Stats:
         """What the cache holds and has served, over all processes."""
@@ -408,7 +356,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         Raises:
             SegmentError: another process went on writing samples for five seconds.
         """
-        store = self._attached()
+        store = self._attachment.store()
         if store is not None and store.segment.live[Live.CONDEMNED] == DESTROYED:
             raise SegmentError(f"{self.plan.name} cannot be cleared: its session was destroyed.")
         if store is not None and not store.clear():
@@ -463,13 +411,7 @@ class CachedDataset(Dataset[T], Generic[T]):
             self.residents.close()
         if self.neighbours is not None:
             self.neighbours.close()
-        store = self._store
-        self._store = None
-        if isinstance(store, Store):
-            store.close()
-        if self._registration is not None:
-            self._registration.close()
-            self._registration = None
+        self._attachment.close()
 
     def __enter__(self) -> CachedDataset[T]:
         return self
@@ -489,11 +431,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         return getattr(self.dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        store = self._attached()
-        state["tell"] = tell
-        state["_store"] = store.address if store is not None else None
-        return state
+        return {**self.__dict__, "tell": tell}
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.dataset!r})"

@@ -1,0 +1,103 @@
+"""The attachment: a cache's store, as each process of a job reaches it.
+
+::
+
+    made or found here     the store itself
+    forked                 the same mapping; listed as one more process that keeps the cache alive
+    unpickled              an address, attached to at first use; out of reach, samples come from the source
+    closed                 nothing
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from hotset.errors import SegmentError
+from hotset.session.share import Share, attach_again
+from hotset.session.within import Use
+from hotset.store.ring import Ring
+from hotset.store.segment import Address
+from hotset.store.store import Store
+from hotset.told import tell
+
+__all__ = ["Attachment", "attach_store"]
+
+
+def attach_store(address: Address | str) -> Store:
+    """Attach to a cache, with a window or without.
+
+    Raises:
+        SegmentError: it is gone, or damaged.
+    """
+    try:
+        return Store.attach(address)
+    except SegmentError:
+        return Ring.attach(address)
+
+
+class Attachment:
+    """This process's way to a store. It pickles.
+
+    Args:
+        store: it; None if nothing can be cached.
+        registration: this process's share in it; None without a store.
+        name: of the data set, for people.
+    """
+
+    def __init__(self, store: Store | None, registration: Share | None, name: str) -> None:
+        self._store: Store | Address | str | None = store
+        self._registration = registration
+        self._name = name
+        self._joined = os.getpid()
+        self._set_allowance(store)
+
+    def store(self) -> Store | None:
+        """The store, attached to if need be; None if there is none within reach, or after :meth:`close`."""
+        if isinstance(self._store, (Address, str)):
+            self._store = self._attach(self._store)
+            self._joined = 0
+        if self._store is not None and self._joined != os.getpid():
+            self._join(self._store)
+        return self._store
+
+    def _join(self, store: Store) -> None:
+        """List this process as one more that keeps the cache alive; a loader's worker does not outlive it."""
+        self._joined = os.getpid()
+        if self._registration is not None and get_worker_info() is None:
+            self._registration.join(store.segment.fd)
+
+    def _attach(self, address: Address | str) -> Store | None:
+        try:
+            store = attach_again(address, attach_store)
+        except (SegmentError, OSError) as error:
+            tell(
+                f"the cache of {self._name} is out of reach, so samples come from the source: {error} "
+                "Unpickle it on the same machine, while a process that has it lives."
+            )
+            return None
+        self._set_allowance(store)
+        return store
+
+    def _set_allowance(self, store: Store | None) -> None:
+        """Have it take no more than its session has to give."""
+        if store is not None and isinstance(self._registration, Use):
+            store.room.allowance = self._registration
+            store.room.knob = "the session's `--memory`"
+            if store.spill is not None:
+                store.spill.room.knob = "a new session's `--spill`"
+
+    def close(self) -> None:
+        """Detach."""
+        store, self._store = self._store, None
+        if isinstance(store, Store):
+            store.close()
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        store = self.store()
+        return {**self.__dict__, "_store": store.address if store is not None else None}
