@@ -23,8 +23,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from hotset.cluster.directory import Beat, Described, Directory, Heard
-from hotset.cluster.roster import read_roster
+from hotset.cluster.messages import Cache, Longs, Records
+from hotset.cluster.roster import Member, read_roster
 from hotset.errors import ClusterError
 
 __all__ = ["Joined", "join", "sessions", "status", "stop"]
@@ -35,6 +39,7 @@ _ANSWER_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
 _PLAN_SECONDS = 120.0
 _READY_SECONDS = 20.0
+_RELAY_SECONDS = 1.0
 
 
 class _DirectoryActor(Directory):
@@ -112,7 +117,16 @@ class _NodeActor:
                 raise
             return heard
 
-        self._node = Node(session, memory, host, beat)
+        actor = _node_name(session, ray.get_runtime_context().get_node_id())
+        self._node = Node(session, memory, host, beat, _ByRay(), actor)
+
+    def take(self, cache: Cache, ids: Longs, claim: bool) -> Records:
+        """See :meth:`Node.take`."""
+        return self._node.take(cache, ids, claim)
+
+    def put(self, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
+        """See :meth:`Node.put`."""
+        return self._node.put(cache, ids, records)
 
     def ping(self) -> int:
         """The number of the process."""
@@ -126,6 +140,24 @@ class _NodeActor:
         """Serve no more, and destroy the session; returns the bytes that were freed."""
         self._node.close()
         return self._node.destroy()
+
+
+class _ByRay:
+    """The way to other nodes by Ray's objects: see :class:`hotset.cluster.relay.Remote`."""
+
+    def take(self, member: Member, cache: Cache, ids: Longs, claim: bool) -> Records:
+        import ray
+
+        node = ray.get_actor(member.actor, namespace=_NAMESPACE)
+        found: Records = ray.get(node.take.remote(cache, ids, claim), timeout=_RELAY_SECONDS)
+        return found
+
+    def put(self, member: Member, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
+        import ray
+
+        node = ray.get_actor(member.actor, namespace=_NAMESPACE)
+        there: npt.NDArray[np.bool_] = ray.get(node.put.remote(cache, ids, records), timeout=_RELAY_SECONDS)
+        return there
 
 
 class Joined:

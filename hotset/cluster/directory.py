@@ -6,7 +6,8 @@ which caches it has, and gets back who else is there and what it has not heard o
 seconds of beats fill it again; until then it tells nobody anything, as a list with half of the machines in it
 would move half of the samples.
 
-    joined       once it has its part of all caches, or has tried for `PREPARING` seconds
+    joined       once it has its part of all caches, and all others let its key in; at the latest after
+                 `PREPARING` seconds
     left         after `SILENT` seconds without a beat, whatever became of it
 
 Two machines that make plans for one data set could cut its chain in two places, as measured seconds decide.
@@ -25,7 +26,7 @@ from hotset.cluster.roster import Member
 
 __all__ = ["PREPARING", "SILENT", "Beat", "Described", "Directory", "Heard"]
 
-SILENT = 4.0
+SILENT = 6.0
 PREPARING = 10.0
 _GATHERING = 15.0
 _PLANNING = 60.0
@@ -64,12 +65,14 @@ class Beat(NamedTuple):
 
     Attributes:
         member: it.
+        knows: names of the machines whose keys it lets in.
         caches: meetings of the caches that it has.
         news: those that the directory had not heard of when it answered last.
         status: counters, for people.
     """
 
     member: Member
+    knows: frozenset[str]
     caches: tuple[str, ...]
     news: tuple[Described, ...]
     status: dict[str, Any]
@@ -79,11 +82,13 @@ class Heard(NamedTuple):
     """What the directory answers.
 
     Attributes:
-        members: all machines; None while it is gathering them.
+        keys: of all machines that beat, by name, which are to be let in.
+        members: the machines that have joined; None while it is gathering them.
         caches: those that this machine has not got.
         unknown: meetings that it wants to hear of with the next beat.
     """
 
+    keys: dict[str, str]
     members: tuple[Member, ...] | None
     caches: tuple[Described, ...]
     unknown: tuple[str, ...]
@@ -114,16 +119,26 @@ class Directory:
             del self._beats[gone], self._joined[gone]
         for described in beat.news:
             self.publish(described)
-        come = self._joined.setdefault(name, now)
-        if come is not None and (there >= set(self._caches) or now - come > PREPARING):
-            self._joined[name] = None
+        self._joined.setdefault(name, now)
+        self._let_join(now)
+        keys = {known: other.member.key for known, (_, other) in self._beats.items()}
         caches = tuple(cache for meeting, cache in self._caches.items() if meeting not in there)
-        return Heard(self.members(), caches, tuple(there - set(self._caches)))
+        return Heard(keys, self.members(), caches, tuple(there - set(self._caches)))
+
+    def _let_join(self, now: float) -> None:
+        """Note which machines have joined: who is asked before it is ready refuses, and that is told of."""
+        for name, come in self._joined.items():
+            if come is not None:
+                ready = set(self._beats[name][1].caches) >= set(self._caches)
+                known = all(name in other.knows for _, other in self._beats.values())
+                if (ready and known) or now - come > PREPARING:
+                    self._joined[name] = None
 
     def members(self) -> tuple[Member, ...] | None:
         """The machines that have joined, by name; None while they are being gathered."""
         if not self._has_gathered:
-            all_here = 0 < self._expected() <= len(self._beats)
+            joined = sum(come is None for come in self._joined.values())
+            all_here = 0 < self._expected() <= joined
             if not all_here and self._clock() - self._begun < _GATHERING:
                 return None
             self._has_gathered = True

@@ -2,7 +2,8 @@
 
 It owns the session on its machine: it makes it if it is not there, makes this machine's part of each cache
 that any machine has, and serves what is in them. Who is there it hears from the directory, once a second, and
-writes it down for the machine's processes (:mod:`hotset.cluster.roster`).
+writes it down for the machine's processes (:mod:`hotset.cluster.roster`). For a machine whose port is closed
+to this one it stands in (:mod:`hotset.cluster.relay`).
 
 It runs in an actor of Ray's on that machine, which begins again when it dies: the session, what is in it, the
 machine's name and its keys are where they were, and only the port is another.
@@ -16,12 +17,19 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from hotset.cluster import messages
 from hotset.cluster.directory import Beat, Described, Heard
+from hotset.cluster.messages import LARGEST, Cache, Longs, Records
+from hotset.cluster.relay import Relays, Remote, reachable
 from hotset.cluster.roster import Member, Roster, read_roster, write_roster
 from hotset.cluster.serving import Serving, Shelf
 from hotset.cluster.shelf import StoreShelf
@@ -41,6 +49,10 @@ __all__ = ["Node", "fingerprint_of"]
 
 BEAT_SECONDS = 1.0
 _TTL = 3600.0
+# How long a machine that could not be connected to is gone around before it is tried again.
+_LOOK_SECONDS = 30.0
+# What is offered for a record's tail in an answer to a relay: who has more asks again.
+_TAIL_BYTES = 64 << 10
 
 
 def fingerprint_of(text: str) -> bytes:
@@ -56,6 +68,8 @@ class Node:
         memory: bytes that it may hold here, if it has to be made; None: half of what is free.
         host: this machine's address in the cluster, to which alone it is bound.
         beat: tells the directory, and returns what that says.
+        remote: another way to the other machines than their ports; None: there is none.
+        actor: what Ray knows it by.
 
     Attributes:
         session: on this machine.
@@ -66,7 +80,15 @@ class Node:
         OSError: nothing can be served from that address.
     """
 
-    def __init__(self, name: str, memory: int | None, host: str, beat: Callable[[Beat], Heard]) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: int | None,
+        host: str,
+        beat: Callable[[Beat], Heard],
+        remote: Remote | None = None,
+        actor: str = "",
+    ) -> None:
         self.session = _session(name, memory)
         known = read_roster(self.session.number)
         self._me = known.me if known is not None else f"{socket.gethostname()}-{secrets.token_hex(4)}"
@@ -77,13 +99,17 @@ class Node:
         self._caches: dict[str, Described] = {}
         self._wanted: tuple[str, ...] = ()
         self._uses: list[Use] = []
-        self._allowed = {self._keys.public}
+        members = known.members if known is not None else ()
+        self._knows = {self._me: self._keys.public, **{m.name: m.key.encode() for m in members}}
+        self._allowed = set(self._knows.values())  # only ever added to: who has left may come back
         make_tally(self.session.number)
         self._adopt_what_is_there()
         self._serving = Serving(host, self._shelves, self._keys, self._allowed)
         self.member = Member(
-            self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity()
+            self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity(), actor
         )
+        self._relays = Relays(self._shelves, self._keys, remote) if remote is not None else None
+        self._looked: dict[str, tuple[bool, float]] = {}  # by endpoint: whether it opens, and since when
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotset node", daemon=True)
         self._thread.start()
@@ -100,6 +126,8 @@ class Node:
         """Serve no more; the session stays."""
         self._stop.set()
         self._thread.join()
+        if self._relays is not None:
+            self._relays.close()
         self._serving.close()
         self._shelves.close()
         for use in self._uses:
@@ -143,21 +171,64 @@ class Node:
 
     def _said(self) -> Beat:
         news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
-        return Beat(self.member, tuple(self._caches), news, self.status())
+        return Beat(self.member, frozenset(self._knows), tuple(self._caches), news, self.status())
 
     def _hear(self, heard: Heard) -> None:
+        # First: who is let in says so with the next beat, and is asked from then on.
+        self._knows = {name: key.encode() for name, key in heard.keys.items()}
+        self._allowed |= set(self._knows.values())
         self._wanted = heard.unknown
         for described in heard.caches:
             with contextlib.suppress(SegmentError, SessionError, OSError):
                 self._make(described)
         if heard.members is None:
             return
-        # Who has left may come back, and is told of it by being let in: keys are only ever added.
-        self._allowed |= {member.key.encode() for member in heard.members}
-        roster = Roster(self._me, self._keys, heard.members)
+        roster = Roster(self._me, self._keys, self._within_reach(heard.members))
         if roster != self._roster:
             write_roster(self.session.number, roster)
             self._roster = roster
+
+    def _within_reach(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
+        """The machines as this machine's processes reach them."""
+        if self._relays is None:
+            return members
+        others = [member for member in members if member.name != self._me]
+        now = time.monotonic()
+        known = {end: seen for end, seen in self._looked.items() if seen[0] or now - seen[1] < _LOOK_SECONDS}
+        new = [member for member in others if member.endpoint not in known]
+        opens = reachable(new)
+        self._looked = known | {member.endpoint: (member.endpoint in opens, now) for member in new}
+        closed = [member for member in others if not self._looked[member.endpoint][0]]
+        self._relays.keep(closed)
+        return tuple(self._relays.stand_in(member) if member in closed else member for member in members)
+
+    # ---- for other machines' relays --------------------------------------------------------------------
+
+    def take(self, cache: Cache, ids: Longs, claim: bool) -> Records:
+        """Records of a cache, in memory of their own: see :meth:`Shelf.take`.
+
+        Raises:
+            SegmentError: this machine has no such cache.
+        """
+        size = min(
+            LARGEST, max(1, len(ids)) * (cache.stride + _TAIL_BYTES if cache.has_tail else cache.stride)
+        )
+        return self._shelf(cache).take(ids, np.empty(size, np.uint8), claim=claim)
+
+    def put(self, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
+        """Store another machine's records: see :meth:`Shelf.put`.
+
+        Raises:
+            SegmentError: this machine has no such cache.
+        """
+        shelf = self._shelf(cache)
+        return shelf.put(ids, messages.only(records, messages.sound(cache, ids, records)))
+
+    def _shelf(self, cache: Cache) -> Shelf:
+        shelf = self._shelves.get(cache.fingerprint)
+        if shelf is None or shelf.cache != cache:
+            raise SegmentError("this machine has no such cache.")
+        return shelf
 
     # ---- caches --------------------------------------------------------------------------------------
 

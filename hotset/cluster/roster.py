@@ -41,6 +41,7 @@ class Member(NamedTuple):
         endpoint: where its node serves, ``"tcp://10.0.0.7:41173"``.
         key: its public key; Z85.
         capacity: bytes that it can hold.
+        actor: what Ray knows its node by; empty without Ray.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Member(NamedTuple):
     endpoint: str
     key: str
     capacity: int
+    actor: str = ""
 
 
 class Roster(NamedTuple):

@@ -31,7 +31,7 @@ LEASE = 1.5
 
 
 class StoreShelf:
-    """One store, to be served (:class:`hotset.cluster.serving.Shelf`).
+    """One store, to be served (:class:`hotset.cluster.serving.Shelf`), by any thread.
 
     Args:
         store: whose records are written once; no ring.
@@ -44,7 +44,7 @@ class StoreShelf:
     def __init__(self, store: Store, fingerprint: bytes) -> None:
         self._store = store
         self._leases: dict[int, float] = {}  # when each ends
-        self._lock = threading.Lock()  # for them: who ends leases that are over is another thread
+        self._lock = threading.RLock()
         schema = store.schema
         self.cache = Cache.of(
             fingerprint,
@@ -62,19 +62,19 @@ class StoreShelf:
             memory: one-dimensional; the records returned lie in it, or in memory of their own.
             claim: claim for the asker what is absent; what is claimed already is ``PROMISED``.
         """
-        found = self._take(ids, memory)
-        self.end_leases()
-        if claim:
-            absent = found.generations == ABSENT
-            found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PROMISED)
+        with self._lock:
+            found = self._take(ids, memory)
+            self.end_leases()
+            if claim:
+                absent = found.generations == ABSENT
+                found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PROMISED)
         return found
 
     def _lease(self, ids: Longs) -> npt.NDArray[np.bool_]:
         """Claim these samples; which of them somebody else reads is False. Without a claim all may read."""
-        with self._lock:
-            granted = self._store.filler.claims.take(ids, len(ids))
-            until = time.monotonic() + LEASE
-            self._leases.update((sample, until) for sample in granted.tolist())
+        granted = self._store.filler.claims.take(ids, len(ids))
+        until = time.monotonic() + LEASE
+        self._leases.update((sample, until) for sample in granted.tolist())
         words = self._store.words(ids)
         return np.isin(ids, granted) | ~((words >= CLAIMED) & (words < PRESENT))
 
@@ -165,6 +165,7 @@ class StoreShelf:
         memory[:tails_at] = records.rows.reshape(-1).data
         memory[tails_at:] = records.tails.reshape(-1).data
         samples = dict(zip(ids[there].tolist(), store.schema.read(memory, 0, starts.tolist()), strict=True))
-        self.end_leases(ids)  # between this and the next line a process here may read it too: twice, no harm
-        store.adopt(samples)
+        with self._lock:
+            self.end_leases(ids)  # between this and the next line a process here may read it too: no harm
+            store.adopt(samples)
         return store.present(ids) & there
