@@ -296,7 +296,7 @@ def test_a_shelf_that_fails_serves_nothing_and_the_others_go_on() -> None:
         machine(lambda: Serving(HERE, caches, SERVER, {ASKER.public})) as other,
         asker(other.endpoint) as peer,
     ):
-        refuses(peer, shelf.cache, "no cache of this fingerprint")
+        refuses(peer, shelf.cache, "could not get at its own records")
         assert gets(peer, whole.cache, 1, 2)
         assert other.served.problem == "OSError: the session is gone"
 
@@ -644,7 +644,7 @@ def test_operations_that_are_no_gets_have_no_rows() -> None:
         brought = shelf.take(ids(1, 2), np.empty(1000, np.uint8))
         ticket = peer.put(shelf.cache, ids(1, 2), brought)
         assert ticket.operation is Operation.PUT
-        with pytest.warns(HotsetWarning, match="no cache of this fingerprint"):
+        with pytest.warns(HotsetWarning, match="could not get at its own records"):
             answer = ticket.wait(time.monotonic() + SOON)
         assert not answer.present.any()
         assert other.served.problem == "OSError: this shelf is read only"

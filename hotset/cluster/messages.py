@@ -103,19 +103,13 @@ class Malformed(ValueError):
 class Operation(IntEnum):
     """What a request asks for."""
 
-    GET = 1
-    PUT = 2
-    CLAIM = 3
+    GET, PUT, CLAIM = 1, 2, 3
 
 
 class Status(IntEnum):
     """How a request was met."""
 
-    OK = 0
-    UNKNOWN = 1
-    LAYOUT = 2
-    BUSY = 3
-    MALFORMED = 4
+    OK, UNKNOWN, LAYOUT, BUSY, MALFORMED, FAILED = range(6)
 
     @property
     def sentence(self) -> str:
@@ -129,6 +123,7 @@ _SENTENCES = {
     Status.LAYOUT: "lays the samples of this cache out in another way",
     Status.BUSY: "has too many requests waiting",
     Status.MALFORMED: "does not understand what this process asks",
+    Status.FAILED: "could not get at its own records",
 }
 
 

@@ -13,8 +13,8 @@ samples of a batch that are not in this machine's memory::
 Where the roster has changed, a sample's former owner is asked before the source is read: so a machine that
 joins gets its share from its neighbours.
 
-Nothing here raises but what reading the source does. Every wait is bounded: `PATIENCE` for an answer, and the
-same for what others promised.
+Nothing here raises but what reading the source does. Every wait is bounded: an answer's by the machine's
+patience (:class:`hotset.cluster.roster.Member`), and that for what others promised by `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 from hotset.cluster.asking import Answer, Peer, Peers, Ticket
 from hotset.cluster.messages import LARGEST, MOST, Cache, Longs
 from hotset.cluster.packing import pack, unpack
-from hotset.cluster.roster import Roster, RosterFile
+from hotset.cluster.roster import PATIENCE, Roster, RosterFile
 from hotset.cluster.tally import Tally, read_tally
 from hotset.cluster.traffic import Rest, Traffic
 from hotset.policy.placement import Placement
@@ -41,11 +41,10 @@ from hotset.store.format import PRESENT, Slot
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
-__all__ = ["PATIENCE", "Neighbours"]
+__all__ = ["Neighbours"]
 
 Read = Callable[[int], Any]
 
-PATIENCE = 1.5
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
 # What is brought to others at once: they are written down while the next samples are read.
 _PUT_BYTES = 4 << 20
@@ -163,15 +162,21 @@ class Neighbours:
         self._places = _Place(roster, roster.placement()), before
         return self._places[0]
 
-    def former(self, ids: Longs) -> list[tuple[Peer, Longs]]:
+    def former(self, ids: Longs) -> list[tuple[str, Longs]]:
         """Who owned these samples before the roster changed, as far as they are still there, and not this."""
         before = self._places[1]
         owners = before.owners(ids) if before is not None else []
-        return [(self._known[name], some) for name, some in owners if name in self._known]
+        return [(name, some) for name, some in owners if name in self._known]
 
     def peer(self, name: str) -> Peer:
         """The machine of this name, which is in the roster."""
         return self._known[name]
+
+    def patience(self, name: str) -> float:
+        """Seconds that an answer of this machine is waited for."""
+        place = self._places[0]
+        assert place is not None
+        return next((m.patience for m in place.roster.members if m.name == name), PATIENCE)
 
     def cache(self, store: Store) -> Cache:
         """The cache, as machines must agree on it."""
@@ -267,13 +272,13 @@ class _Errand:
             for name, ids in owned
             for part in self._parts(ids)
         ]
-        deadline = time.monotonic() + PATIENCE
+        begun = time.monotonic()
         promised: list[tuple[str, Longs]] = []
         absent: list[tuple[str | None, Longs]] = []
         while asked:
             again = []
             for name, ticket in asked:
-                answer = ticket.wait(deadline)
+                answer = ticket.wait(begun + self._all.patience(name))
                 self._give_out(ticket.ids, answer)
                 if answer.left.any():
                     left = self._all.peer(name).ask(self._cache, ticket.ids[answer.left], claim=True)
@@ -308,10 +313,12 @@ class _Errand:
 
     def _not_moved(self, ids: Longs) -> Longs:
         """Those of these samples that their former owners have not got either; the others are brought on."""
-        tickets = [peer.ask(self._cache, some) for peer, some in self._all.former(ids)]
-        deadline = time.monotonic() + PATIENCE
-        for ticket in tickets:
-            self._give_out(ticket.ids, ticket.wait(deadline))
+        tickets = [
+            (name, self._all.peer(name).ask(self._cache, some)) for name, some in self._all.former(ids)
+        ]
+        begun = time.monotonic()
+        for name, ticket in tickets:
+            self._give_out(ticket.ids, ticket.wait(begun + self._all.patience(name)))
         return np.array([sample for sample in ids.tolist() if sample not in self._found], np.int64)
 
     def _read_here(self, owner: str | None, ids: Longs) -> None:
@@ -344,8 +351,8 @@ class _Errand:
 
     def _settle(self) -> None:
         """Wait until what was brought is there."""
-        deadline = time.monotonic() + PATIENCE
+        begun = time.monotonic()
         for owner, ticket in self._puts:
-            answer = ticket.wait(deadline)
+            answer = ticket.wait(begun + self._all.patience(owner))
             if answer.answered:
                 self._all.note_full(owner, not answer.present.any())

@@ -30,6 +30,8 @@ __all__ = ["Relays", "Remote", "reachable"]
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 0.5
 _AT_ONCE = 16
+# Objects of more than 100 KB went from one of Ray's stores to another in up to a second.
+_PATIENCE = 5.0
 
 
 class Remote(Protocol):
@@ -87,7 +89,8 @@ class Relays:
             shelves = _RemoteShelves(self._shelves, member, self._remote)
             serving = Serving(_LOOPBACK, shelves, self._keys, {self._keys.public})
             self._servings[member] = serving
-        return member._replace(endpoint=serving.endpoint, key=self._keys.public.decode())
+        key = self._keys.public.decode()
+        return member._replace(endpoint=serving.endpoint, key=key, patience=_PATIENCE)
 
     def keep(self, members: Collection[Member]) -> None:
         """End the stand-ins of all but these."""

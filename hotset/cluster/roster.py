@@ -27,8 +27,9 @@ from hotset.policy.placement import Placement
 from hotset.session.files import roster_file, runtime, unlink
 from hotset.session.folder import open_at
 
-__all__ = ["Member", "Roster", "RosterFile", "read_roster", "write_roster"]
+__all__ = ["PATIENCE", "Member", "Roster", "RosterFile", "read_roster", "write_roster"]
 
+PATIENCE = 1.5
 _LOOK_SECONDS = 0.25
 
 
@@ -42,6 +43,7 @@ class Member(NamedTuple):
         key: its public key; Z85.
         capacity: bytes that it can hold.
         actor: what Ray knows its node by; empty without Ray.
+        patience: seconds that an answer of it is waited for.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Member(NamedTuple):
     key: str
     capacity: int
     actor: str = ""
+    patience: float = PATIENCE
 
 
 class Roster(NamedTuple):

@@ -270,7 +270,7 @@ class Serving:
         except Exception as error:  # a cache that is closed or destroyed under it: the others go on
             self.served.problem = f"{type(error).__name__}: {error}"
             self.served.refused += 1
-            return messages.refusal(head, Status.UNKNOWN)
+            return messages.refusal(head, Status.FAILED)
         self.served.requests += 1
         return messages.answer(head, shelf.cache, records)
 
