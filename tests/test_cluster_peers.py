@@ -26,10 +26,10 @@ zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between ma
 
 from hotset.cluster import messages  # noqa: E402
 from hotset.cluster.asking import Answer, Peer, Peers, Ticket  # noqa: E402
+from hotset.cluster.keys import Keys  # noqa: E402
 from hotset.cluster.messages import Bytes, Cache, Longs, Operation, Records, Status  # noqa: E402
 from hotset.cluster.serving import Served, Serving  # noqa: E402
 from hotset.cluster.shelf import StoreShelf  # noqa: E402
-from hotset.cluster.sockets import Keys  # noqa: E402
 from hotset.errors import HotsetWarning  # noqa: E402
 from hotset.store.schema import Schema  # noqa: E402
 

@@ -37,6 +37,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hotset.cluster import messages
+from hotset.cluster.keys import Keys
 from hotset.cluster.messages import (
     LEFT,
     PROMISED,
@@ -49,7 +50,7 @@ from hotset.cluster.messages import (
     Records,
     Status,
 )
-from hotset.cluster.sockets import Keys, close, open_socket
+from hotset.cluster.sockets import close, open_socket
 from hotset.cluster.traffic import Rest, Traffic
 from hotset.store.format import LINE
 from hotset.told import tell

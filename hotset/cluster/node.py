@@ -28,16 +28,16 @@ import numpy.typing as npt
 
 from hotset.cluster import messages
 from hotset.cluster.directory import Beat, Described, Heard
+from hotset.cluster.keys import Keys
 from hotset.cluster.messages import LARGEST, Cache, Longs, Records
 from hotset.cluster.relay import Relays, Remote, reachable
 from hotset.cluster.roster import Member, Roster, read_roster, write_roster
 from hotset.cluster.serving import Serving, Shelf
 from hotset.cluster.shelf import StoreShelf
-from hotset.cluster.sockets import Keys
 from hotset.cluster.tally import make_tally, read_tally
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
-from hotset.session.definition import Session
+from hotset.session.definition import Session, open_ledger
 from hotset.session.files import CACHE, runtime
 from hotset.session.within import Place, Use, share_in
 from hotset.store import memory as machine
@@ -164,10 +164,17 @@ class Node:
     def _run(self) -> None:
         while not self._stop.wait(0 if self._roster is None else BEAT_SECONDS):
             self._shelves.end_leases()
+            if not self._is_there():  # destroyed: it owns nothing any more, and the others are told so
+                self.member = self.member._replace(capacity=0)
             with contextlib.suppress(Exception):  # no directory for the moment: what was known last holds
                 self._hear(self._beat(self._said()))
             if self._roster is None:
                 self._stop.wait(0.2)
+
+    def _is_there(self) -> bool:
+        with contextlib.suppress(SessionError), open_ledger(self.session):
+            return True
+        return False
 
     def _said(self) -> Beat:
         news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
@@ -184,7 +191,7 @@ class Node:
         if heard.members is None:
             return
         roster = Roster(self._me, self._keys, self._within_reach(heard.members))
-        if roster != self._roster:
+        if roster != self._roster and self._is_there():
             write_roster(self.session.number, roster)
             self._roster = roster
 

@@ -20,10 +20,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hotset.cluster.keys import Keys
 from hotset.cluster.messages import Bytes, Cache, Longs, Records
 from hotset.cluster.roster import Member
 from hotset.cluster.serving import Serving, Shelf
-from hotset.cluster.sockets import Keys
 
 __all__ = ["Relays", "Remote", "reachable"]
 

@@ -22,7 +22,7 @@ import secrets
 import time
 from typing import Any, NamedTuple
 
-from hotset.cluster.sockets import Keys
+from hotset.cluster.keys import Keys
 from hotset.policy.placement import Placement
 from hotset.session.files import roster_file, runtime, unlink
 from hotset.session.folder import open_at

@@ -35,8 +35,9 @@ import zmq
 from zmq.utils import z85
 
 from hotset.cluster import messages
+from hotset.cluster.keys import Keys
 from hotset.cluster.messages import LARGEST, Bytes, Cache, Head, Longs, Malformed, Operation, Records, Status
-from hotset.cluster.sockets import Keys, close, open_socket
+from hotset.cluster.sockets import close, open_socket
 
 __all__ = ["Served", "Serving", "Shelf"]
 

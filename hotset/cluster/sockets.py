@@ -11,39 +11,19 @@ what was waiting to be sent over it is freed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
+from hotset.cluster.keys import Keys
 from hotset.cluster.messages import LARGEST
 
-__all__ = ["SILENCE", "Keys", "close", "open_socket"]
+__all__ = ["SILENCE", "close", "open_socket"]
 
 # Milliseconds. One is asked for often enough that two of them may get lost.
 SILENCE = 1500
 _HEARTBEAT = 500
 _HANDSHAKE = 2000
-
-
-class Keys(NamedTuple):
-    """A machine's pair of CURVE keys, in Z85 (40 characters each).
-
-    Example:
-        >>> len(Keys.new().public)
-        40
-    """
-
-    public: bytes
-    secret: bytes
-
-    @classmethod
-    def new(cls) -> Keys:
-        """Draw a pair."""
-        return cls(*zmq.curve_keypair())
-
-    def __repr__(self) -> str:
-        """The public half alone: keys end up in logs."""
-        return f"Keys({self.public.decode()})"
 
 
 def open_socket(context: zmq.Context[Any], kind: int, keys: Keys | None, server: bytes | None) -> Any:
