@@ -20,13 +20,14 @@ from hotset.data.attachment import Attachment
 from hotset.data.audit import Audit
 from hotset.data.plan import Plan
 from hotset.data.residents import Position, Residents
+from hotset.data.shortage import first_to_tell, shortage
 from hotset.data.source import Source
-from hotset.data.stats import Stats
+from hotset.data.stats import Stats, stats_of
 from hotset.errors import SegmentError
 from hotset.session.retire import DESTROYED
 from hotset.session.share import Share
 from hotset.store.claims import Ids
-from hotset.store.format import ON_DISK, PRESENT, Live, Slot
+from hotset.store.format import Live, Slot
 from hotset.store.ring import Ring
 from hotset.store.store import Store
 from hotset.told import tell
@@ -37,8 +38,6 @@ if TYPE_CHECKING:  # what it needs is an extra
 __all__ = ["CachedDataset"]
 
 T = TypeVar("T")
-
-_MISFITS_WORTH_TELLING = 16
 
 
 class CachedDataset(Dataset[T], Generic[T]):
@@ -247,38 +246,15 @@ class CachedDataset(Dataset[T], Generic[T]):
         return self.read(sample)
 
     def _tell(self, store: Store) -> None:
-        """Tell the user, once for all processes, that samples stay uncached, and which knob to turn.
-
-        A few samples of another form are nobody's worry; a hundredth of them is.
-        """
-        live = store.segment.live
-        if live[Live.TOLD]:
+        """Tell the user, once for all processes, that samples stay uncached, and which knob to turn."""
+        if store.segment.live[Live.TOLD]:
             return
-        if store.why_full is not None:
-            cached = int((store.segment.index >= PRESENT).sum())
-            why = f"{cached:,} of {len(self):,} samples are cached, and no more fit: {store.why_full}"
-            if store.room.why_full is None:  # memory has room, and the disk was to have all of them too
-                why = f"not every sample is kept on the disk: {store.why_full}"
-        elif (misfits := self._misfits(store)) >= max(_MISFITS_WORTH_TELLING, self.plan.samples // 100):
-            first, form = next(iter(store.filler.misfits.items()))
-            why = (
-                f"{misfits:,} samples and more stay uncached: sample {self._index(first)} does not fit the "
-                f"first samples' form: {form}"
-            )
-        else:
-            return
-        with store.member.short_lock():  # workers run out of room at the same moment, and one is to say so
-            told, live[Live.TOLD] = int(live[Live.TOLD]), 1
-        if told:
-            return
-        self.tell(f"{self.plan.name}: {why}.")
-
-    def _misfits(self, store: Store) -> int:
-        """How many samples this process has met that do not fit the schema; a window meets them again."""
-        found = store.filler.misfits
-        if self.residents is not None and len(found) >= _MISFITS_WORTH_TELLING:
-            return len({self._index(entry) for entry in found})
-        return len(found)
+        met: Any = store.filler.misfits
+        if self.residents is not None:  # a window meets them again, under other numbers
+            met = dict.fromkeys(map(self._index, met))
+        why = shortage(store, len(self), self.plan.samples, met)
+        if why is not None and first_to_tell(store):
+            self.tell(f"{self.plan.name}: {why}.")
 
     def _index(self, number: int) -> int:
         """The user's number of what the store calls so."""
@@ -319,31 +295,17 @@ class CachedDataset(Dataset[T], Generic[T]):
         store = self.store
         if store is None:
             return Stats(0, len(self), 0, 0, 0, self._own_misses, 0.0)
-        here = store.segment.index
-        if self.residents is not None:
-            here = store.words(self.residents.entries(None, self._ring))
-        cached = int((here >= PRESENT).sum())
-        sums = store.segment.slots.sum(axis=0).tolist()
-        return Stats(
-            cached=cached,
-            uncached=len(self) - cached,
-            spilled=int((here[here >= PRESENT] & ON_DISK != 0).sum()),
-            bytes=store.stored_bytes,
-            hits=sums[Slot.HITS],
-            misses=sums[Slot.MISSES],
-            fill_seconds=sums[Slot.FILL_NS] / 1e9,
-            late=int(store.segment.live[Live.LATE]),
-            peer_hits=sums[Slot.PEER_HITS],
-            peers=self.neighbours.traffic() if self.neighbours is not None else {},
-        )
+        entries = self.residents.entries(None, self._ring) if self.residents is not None else None
+        peers = self.neighbours.traffic() if self.neighbours is not None else {}
+        return stats_of(store, len(self), entries, peers)
 
     def served(self) -> tuple[int, int]:
         """Hits and misses of :meth:`stats`, without counting what is cached."""
         store = self.store
         if store is None:
             return 0, self._own_misses
-        hits, misses = store.segment.slots[:, Slot.HITS : Slot.MISSES + 1].sum(axis=0).tolist()
-        return hits, misses
+        sums = store.segment.slots.sum(axis=0).tolist()
+        return sums[Slot.HITS] + sums[Slot.PEER_HITS], sums[Slot.MISSES]
 
     def check(self) -> list[str]:
         """Verify every record; a sentence for each problem, an empty list if there is none."""

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hotset.cluster.traffic import Traffic
+from hotset.store.claims import Ids
+from hotset.store.format import ON_DISK, PRESENT, Live, Slot
+from hotset.store.store import Store
 
-__all__ = ["Stats"]
+__all__ = ["Stats", "stats_of"]
 
 
 @dataclass(frozen=True)
@@ -45,3 +48,29 @@ class Stats:
         hits = self.hits + self.peer_hits
         served = hits + self.misses
         return hits / served if served else 0.0
+
+
+def stats_of(store: Store, used: int, entries: Ids | None, peers: Mapping[str, Traffic]) -> Stats:
+    """Count.
+
+    Args:
+        store: the cache.
+        used: samples that an epoch uses.
+        entries: what the store calls these, of a window; None: all.
+        peers: what passed between machines.
+    """
+    here = store.segment.index if entries is None else store.words(entries)
+    cached = int((here >= PRESENT).sum())
+    sums = store.segment.slots.sum(axis=0).tolist()
+    return Stats(
+        cached=cached,
+        uncached=used - cached,
+        spilled=int((here[here >= PRESENT] & ON_DISK != 0).sum()),
+        bytes=store.stored_bytes,
+        hits=sums[Slot.HITS],
+        misses=sums[Slot.MISSES],
+        fill_seconds=sums[Slot.FILL_NS] / 1e9,
+        late=int(store.segment.live[Live.LATE]),
+        peer_hits=sums[Slot.PEER_HITS],
+        peers=peers,
+    )
