@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -168,9 +169,9 @@ class Joined:
         number: its number on this machine.
     """
 
-    def __init__(self, session: str, number: int, directory: Any) -> None:
+    def __init__(self, session: str, number: int, directory: Any, *, alone: bool = False) -> None:
         self.session, self.number = session, number
-        self._directory = directory
+        self._directory, self._alone = directory, alone
         self._who = f"{os.uname().nodename}-{os.getpid()}"
 
     @contextlib.contextmanager
@@ -195,6 +196,16 @@ class Joined:
             if found is True:
                 with contextlib.suppress(Exception):
                     ray.get(self._directory.give_up.remote(meeting, self._who), timeout=_ANSWER_SECONDS)
+
+    def leave(self) -> None:
+        """Let go of Ray, if this process is connected to it for this alone.
+
+        Or Ray would end the process a minute after the Ray cluster has ended.
+        """
+        if self._alone:
+            import ray
+
+            ray.shutdown()
 
     def publish(self, described: Described) -> None:
         """Say how a data set is cached."""
@@ -226,6 +237,7 @@ def join(address: str, session: str, memory: int | None) -> Joined:
     Raises:
         ClusterError: Ray is not installed, no cluster runs there, or this machine has no part in it.
     """
+    alone = not _is_connected()
     ray = _connect(address)
     directory = ray.remote(_DirectoryActor).options(
         name=_directory_name(session),
@@ -243,10 +255,12 @@ def join(address: str, session: str, memory: int | None) -> Joined:
         with contextlib.suppress(Exception):
             node = ray.get_actor(_node_name(session, here), namespace=_NAMESPACE)
             number = ray.get(node.session_number.remote(), timeout=_ANSWER_SECONDS)
-            return Joined(session, number, handle)
+            return Joined(session, number, handle, alone=alone)
         with contextlib.suppress(Exception):
             why = ray.get(handle.why.remote(here), timeout=_ANSWER_SECONDS) or why
         time.sleep(0.1)
+    if alone:
+        ray.shutdown()
     raise ClusterError(f"session {session!r} has no node on this machine: {why}.")
 
 
@@ -317,13 +331,34 @@ def _connect(address: str) -> Any:
         ) from error
     if not ray.is_initialized():
         try:
+            _require_open(address)
             ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise ClusterError(
                 f"no Ray cluster can be reached by cluster={address!r}: {error}. Start one "
                 "(`ray start --head`, and `ray start --address=...` on the others), or leave out cluster=."
             ) from error
     return ray
+
+
+def _is_connected() -> bool:
+    with contextlib.suppress(ImportError):
+        import ray
+
+        return bool(ray.is_initialized())
+    return False
+
+
+def _require_open(address: str) -> None:
+    """Look whether anybody listens there: Ray itself would wait for minutes.
+
+    Raises:
+        OSError: nobody does.
+        ValueError: it is no address.
+    """
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()
 
 
 def _find(ray: Any, session: str) -> Any:

@@ -39,6 +39,7 @@ from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
 from hotset.session.definition import Session, open_ledger
 from hotset.session.files import CACHE, runtime
+from hotset.session.folder import runtime_folder
 from hotset.session.within import Place, Use, share_in
 from hotset.store import memory as machine
 from hotset.store.schema import Schema
@@ -156,7 +157,8 @@ class Node:
         """Bytes that this machine can hold: as many as the session may, but no more than there are."""
         with contextlib.suppress(OSError):
             held = reports.report(self.session).memory
-            return max(0, min(self.session.memory, held + machine.headroom().bytes))
+            free = min(machine.headroom().bytes, machine.tmpfs_free(str(runtime_folder())))
+            return max(0, min(self.session.memory, held + free))
         return self.session.memory
 
     # ---- the thread ----------------------------------------------------------------------------------

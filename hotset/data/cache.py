@@ -15,37 +15,31 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch.utils.data import Dataset
 
 from hotset.data.attachment import attach_store
 from hotset.data.cached import CachedDataset
 from hotset.data.identity import Identity
+from hotset.data.machines import join_machines, neighbours_of, planned_by_all, require_machines
 from hotset.data.mapping import map_ahead
 from hotset.data.planning import Made, Wanted, joined_plan, make_plan
 from hotset.data.residents import Residents
 from hotset.data.source import Uncut
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
-from hotset.errors import ArgumentError, ClusterError, FolderError, SessionError, UnsupportedPlatform
-from hotset.session.definition import Session
+from hotset.errors import ArgumentError, FolderError, SegmentError, SessionError, UnsupportedPlatform
 from hotset.session.sessions import find
 from hotset.session.share import Shared, share
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.within import Place, share_in
 from hotset.store.ring import Ring
-from hotset.store.schema import Schema
 from hotset.store.segment import Address
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 from hotset.told import tell
 from hotset.units import parse_bytes
-
-if TYPE_CHECKING:  # what they need is an extra
-    from hotset.cluster.actors import Joined
-    from hotset.cluster.directory import Described
-    from hotset.cluster.neighbours import Neighbours
 
 __all__ = ["cache"]
 
@@ -130,29 +124,42 @@ def cache(
         raise ArgumentError(
             f"window={window!r} is no window; write window=hotset.Window(resident={window!r})."
         )
-    joined = _cluster(cluster, session, window, spill, memory, replicate)
-    found = _session(joined.number if joined is not None else session, window, spill)
+    _require_sense(session, window, spill, cluster, replicate)
     spill = _folder(spill)
-    wanted = Wanted(memory, strict, cut, window, spill, found)
-    uncut = Uncut.of(dataset, transform)
-    running = None if window is None else [str(field) for field in astuple(window)]
-    identity = Identity.of(uncut, key, strict, cut, running)
+    with contextlib.ExitStack() as stack:
+        joined = None
+        if cluster is not None and isinstance(session, str):
+            joined = join_machines(cluster, session, memory)
+            stack.callback(joined.leave)
+            session = joined.number
+        found = find(session) if session is not None else None
+        wanted = Wanted(memory, strict, cut, window, spill, found, joined, replicate)
+        return _cached(Uncut.of(dataset, transform), key, wanted)
+
+
+def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]:
+    """Find the cache, or make it."""
+    dataset, found, joined = uncut.dataset, wanted.session, wanted.joined
+    running = None if wanted.window is None else [str(field) for field in astuple(wanted.window)]
+    identity = Identity.of(uncut, key, wanted.strict, wanted.cut, running)
     made: Made | None = None
     theirs: OSError | None = None  # what the data set raised, and no session
 
     def create(place: Place | None = None) -> Store | None:
         nonlocal made, theirs
-        meeting = identity.meeting
-        with contextlib.nullcontext() if joined is None else joined.planning(meeting) as described:
-            try:
-                made = _planned(uncut, wanted, identity, described)
-            except OSError as error:
-                theirs = error
-                raise
-            store = _create(made, wanted, place, None if joined is None else meeting)
-            if joined is not None and described is None and store is not None:
-                joined.publish(_described(store, meeting))
-        return store
+        try:
+            if joined is not None:
+                made, store = planned_by_all(
+                    joined, uncut, wanted, identity, lambda made: _create(made, wanted, place)
+                )
+                return store
+            made = make_plan(uncut, wanted, identity)
+        except SegmentError:  # the cluster has something else under that name
+            raise
+        except OSError as error:
+            theirs = error
+            raise
+        return _create(made, wanted, place)
 
     def attach(address: Address | str) -> Store:
         nonlocal made
@@ -186,14 +193,15 @@ def cache(
         tell(note)
     if is_found and store is not None:
         if store.condemned:
+            where = f"session {found.name!r}" if found is not None else "this job"
             tell(
-                f"{name}: an audit has found that what is cached of it in session {session!r} is not what "
-                "the source gives, so samples come from the source; call clear() to cache them anew."
+                f"{name}: an audit has found that what is cached of it in {where} is not what the source "
+                "gives, so samples come from the source; call clear() to cache them anew."
             )
         elif store.segment.trusted:
             map_ahead(store.segment)
-    residents = _residents(made, window, store)
-    neighbours = _neighbours(joined, identity.meeting, made.plan.fingerprint, store, replicate)
+    residents = _residents(made, wanted.window, store)
+    neighbours = neighbours_of(wanted, identity, made.plan, store)
     return CachedDataset(dataset, made.source, made.plan, store, registration, residents, neighbours)
 
 
@@ -216,7 +224,18 @@ def _folder(spill: Any) -> str | Literal[False] | None:
     return path
 
 
-def _session(session: str | int | None, window: Window | None, spill: object) -> Session | None:
+def _require_sense(
+    session: str | int | None, window: Window | None, spill: object, cluster: object, replicate: bool
+) -> None:
+    """Refuse arguments that do not go together.
+
+    Raises:
+        ArgumentError: see :func:`cache`.
+    """
+    if cluster is not None:
+        require_machines(cluster, session, window)
+    elif replicate:
+        raise ArgumentError("replicate= is for cluster=, and there are no other machines; leave it out.")
     if window is not None and spill is not None:
         raise ArgumentError(
             "a window keeps in memory what an epoch uses, and has nothing to spill; leave out spill= or "
@@ -225,17 +244,12 @@ def _session(session: str | int | None, window: Window | None, spill: object) ->
     if session is None:
         if spill is False:
             raise ArgumentError("spill=False is for a session that spills; leave it out.")
-        return None
+        return
     if window is not None:
         raise ArgumentError(
             "a window belongs to one job, which moves it, and a session to all; leave out session= or "
             "window=."
         )
-    _session_args(session, spill)
-    return find(session)
-
-
-def _session_args(session: str | int, spill: object) -> None:
     if spill is not None and spill is not False:
         raise ArgumentError(
             f"session {session!r} spills to where it was created to; leave out spill=, or create the session "
@@ -243,13 +257,11 @@ def _session_args(session: str | int, spill: object) -> None:
         )
 
 
-def _create(made: Made, wanted: Wanted, place: Place | None, meeting: str | None) -> Store | None:
+def _create(made: Made, wanted: Wanted, place: Place | None) -> Store | None:
     plan, schema = made.plan, made.schema
     if schema is None:
         return None
-    about = plan.about(wanted.memory, made.cuts)
-    if meeting is not None:
-        about["meeting"] = meeting
+    about = {**plan.about(wanted.memory, made.cuts), **made.said}
     try:
         if plan.window is not None:
             ring = Ring.create(schema, plan.window.slots, plan.limit, about=about)
@@ -283,71 +295,6 @@ def _spill_to(name: str, wanted: Wanted, place: Place | None) -> SpillTo | None:
         tell(f"{name}: nothing is spilled, and what memory has no room for comes from the source: {error}")
         return None
     return SpillTo(str(spill_path(folder)))
-
-
-# ---- several machines --------------------------------------------------------------------------------
-
-
-def _cluster(
-    cluster: str | None,
-    session: str | int | None,
-    window: Window | None,
-    spill: object,
-    memory: int | str,
-    replicate: bool,
-) -> Joined | None:
-    """Join the session on all machines, if that is asked for.
-
-    Raises:
-        ArgumentError, ClusterError: see :func:`cache`.
-    """
-    if cluster is None:
-        if replicate:
-            raise ArgumentError("replicate= is for cluster=, and there are no other machines; leave it out.")
-        return None
-    if not isinstance(cluster, str) or not cluster:
-        raise ArgumentError(f'cluster={cluster!r} is no address; write cluster="auto", or host:port.')
-    if not isinstance(session, str):
-        raise ArgumentError(
-            'the machines of a cluster find each other by their session\'s name; write session="...".'
-        )
-    if window is not None:
-        raise ArgumentError("a window runs on one machine so far; leave out cluster= or window=.")
-    _session_args(session, spill)
-    try:
-        from hotset.cluster.actors import join
-    except ImportError as error:
-        raise ClusterError(
-            f"cluster= needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'` on "
-            "all machines."
-        ) from error
-    return join(cluster, session, None if memory == "auto" else parse_bytes(memory))
-
-
-def _planned(uncut: Uncut, wanted: Wanted, identity: Identity, described: Described | None) -> Made:
-    """Find out how to cache, or take what another machine has found out."""
-    if described is None:
-        return make_plan(uncut, wanted, identity)
-    made = joined_plan(uncut, wanted, identity, described.about)
-    return made._replace(schema=Schema.from_json(described.schema))
-
-
-def _described(store: Store, meeting: str) -> Described:
-    from hotset.cluster.directory import Described
-
-    return Described.of(meeting, len(store), store.segment.metadata)
-
-
-def _neighbours(
-    joined: Joined | None, meeting: str, fingerprint: str, store: Store | None, replicate: bool
-) -> Neighbours | None:
-    if joined is None or store is None:
-        return None
-    from hotset.cluster.neighbours import Neighbours
-    from hotset.cluster.node import fingerprint_of
-
-    joined.wait_for_all(meeting)
-    return Neighbours(joined.number, fingerprint_of(fingerprint), replicate=replicate)
 
 
 def _residents(made: Made, window: Window | None, store: Store | None) -> Residents | None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hotset.data.choice import Choice, Row, choose
 from hotset.data.identity import Identity
@@ -35,6 +36,9 @@ from hotset.store.schema import Schema
 from hotset.store.soundness import FULL_CHECK
 from hotset.units import format_bytes, parse_bytes
 
+if TYPE_CHECKING:  # what it needs is an extra
+    from hotset.cluster.actors import Joined
+
 __all__ = ["Made", "Wanted", "joined_plan", "make_plan"]
 
 _PROBED = 8
@@ -50,6 +54,8 @@ class Wanted(NamedTuple):
     window: Window | None = None
     spill: str | Literal[False] | None = None
     session: Session | None = None
+    joined: Joined | None = None
+    replicate: bool = False
 
 
 class Made(NamedTuple):
@@ -60,12 +66,14 @@ class Made(NamedTuple):
         source: the data set and its chains, cut.
         cuts: where.
         schema: of the samples at the cut; None when nothing can be cached.
+        said: what the cache's metadata say besides :meth:`Plan.about`.
     """
 
     plan: Plan
     source: Source
     cuts: Cuts
     schema: Schema | None
+    said: Mapping[str, Any] = MappingProxyType({})
 
 
 def joined_plan(uncut: Uncut, wanted: Wanted, identity: Identity, about: dict[str, Any]) -> Made:

@@ -1,0 +1,99 @@
+"""Several machines: what :func:`hotset.cache` does differently with ``cluster=``.
+
+How a data set is cached is found out by one process, for all machines; the others take that over as ranks of
+one job do, and each machine has its part of the cache in a session of its own. What a process then lacks it
+gets from its neighbours (:mod:`hotset.cluster.neighbours`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hotset.data.identity import Identity
+from hotset.data.plan import Plan
+from hotset.data.planning import Made, Wanted, joined_plan, make_plan
+from hotset.data.source import Uncut
+from hotset.errors import ArgumentError, ClusterError
+from hotset.store.schema import Schema
+from hotset.store.store import Store
+from hotset.units import parse_bytes
+
+if TYPE_CHECKING:  # what they need is an extra
+    from hotset.cluster.actors import Joined
+    from hotset.cluster.neighbours import Neighbours
+
+__all__ = ["join_machines", "neighbours_of", "planned_by_all", "require_machines"]
+
+
+def require_machines(cluster: object, session: object, window: object) -> None:
+    """Refuse what machines cannot share.
+
+    Raises:
+        ArgumentError: says what, and which argument to change.
+    """
+    if not isinstance(cluster, str) or not cluster:
+        raise ArgumentError(f'cluster={cluster!r} is no address; write cluster="auto", or host:port.')
+    if not isinstance(session, str):
+        raise ArgumentError(
+            'the machines of a cluster find each other by their session\'s name; write session="...".'
+        )
+    if window is not None:
+        raise ArgumentError("a window runs on one machine so far; leave out cluster= or window=.")
+
+
+def join_machines(cluster: str, session: str, memory: int | str) -> Joined:
+    """Join a session that several machines share.
+
+    Raises:
+        ClusterError: what that needs is not installed, or no Ray cluster can be reached.
+    """
+    try:
+        import zmq  # noqa: F401
+
+        from hotset.cluster.actors import join
+    except ImportError as error:
+        raise ClusterError(
+            f"cluster= needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'` on "
+            "all machines."
+        ) from error
+    return join(cluster, session, None if memory == "auto" else parse_bytes(memory))
+
+
+def planned_by_all(
+    joined: Joined,
+    uncut: Uncut,
+    wanted: Wanted,
+    identity: Identity,
+    create: Callable[[Made], Store | None],
+) -> tuple[Made, Store | None]:
+    """Take over how another machine caches this, or find it out, and make this machine's part of the cache.
+
+    Raises:
+        Exception: see :func:`make_plan`.
+    """
+    from hotset.cluster.directory import Described
+
+    said: dict[str, Any] = {"meeting": identity.meeting}
+    with joined.planning(identity.meeting) as described:
+        if described is not None:
+            made = joined_plan(uncut, wanted, identity, described.about)
+            made = made._replace(schema=Schema.from_json(described.schema), said=said)
+            return made, create(made)
+        made = make_plan(uncut, wanted, identity)._replace(said=said)
+        store = create(made)
+        if store is not None:
+            joined.publish(Described.of(identity.meeting, len(store), store.segment.metadata))
+        return made, store
+
+
+def neighbours_of(wanted: Wanted, identity: Identity, plan: Plan, store: Store | None) -> Neighbours | None:
+    """The way to the other machines, once all have their part of the cache; None if there are none."""
+    joined = wanted.joined
+    if joined is None or store is None:
+        return None
+    from hotset.cluster.neighbours import Neighbours
+    from hotset.cluster.node import fingerprint_of
+
+    joined.wait_for_all(identity.meeting)
+    return Neighbours(joined.number, fingerprint_of(plan.fingerprint), replicate=wanted.replicate)
