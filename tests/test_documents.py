@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 ELSEWHERE = {"accelerate_loop", "lightning_trainer", "segmentation_volumes"}
 ELSEWHERE |= {"quickstart_session", "evaluation_session", "slow_storage", "sweep_session"}
 ELSEWHERE |= {"device_accelerate", "device_lightning", "lenet", "lenet_jax"}
+ELSEWHERE |= {"cluster_train"}
 EXAMPLES = sorted(
     path
     for path in (ROOT / "examples").glob("*.py")
