@@ -10,6 +10,9 @@ would move half of the samples.
                  `PREPARING` seconds
     left         after `SILENT` seconds without a beat, whatever became of it
 
+Who has come gets its samples from those that owned them before, so these are told of too, for `FORMER`
+seconds: by then what is used at all has moved.
+
 Two machines that make plans for one data set could cut its chain in two places, as measured seconds decide.
 So the first who asks for a plan makes it, for all: the others wait for what it finds out.
 
@@ -24,10 +27,11 @@ from typing import Any, NamedTuple
 
 from hotset.cluster.roster import Member
 
-__all__ = ["PREPARING", "SILENT", "Beat", "Described", "Directory", "Heard"]
+__all__ = ["FORMER", "PREPARING", "SILENT", "Beat", "Described", "Directory", "Heard"]
 
 SILENT = 6.0
 PREPARING = 10.0
+FORMER = 600.0
 _GATHERING = 15.0
 _PLANNING = 60.0
 
@@ -84,12 +88,14 @@ class Heard(NamedTuple):
     Attributes:
         keys: of all machines that beat, by name, which are to be let in.
         members: the machines that have joined; None while it is gathering them.
+        former: those that had before the last of them came or left; none after a while, or if nobody has.
         caches: those that this machine has not got.
         unknown: meetings that it wants to hear of with the next beat.
     """
 
     keys: dict[str, str]
     members: tuple[Member, ...] | None
+    former: tuple[Member, ...]
     caches: tuple[Described, ...]
     unknown: tuple[str, ...]
 
@@ -108,6 +114,9 @@ class Directory:
         self._has_gathered = False
         self._beats: dict[str, tuple[float, Beat]] = {}
         self._joined: dict[str, float | None] = {}  # when each has come; None once it has joined
+        self._last: tuple[Member, ...] = ()
+        self._former: tuple[Member, ...] = ()
+        self._changed_at = self._begun
         self._caches: dict[str, Described] = {}
         self._plans: dict[str, tuple[float, str]] = {}
 
@@ -123,7 +132,15 @@ class Directory:
         self._let_join(now)
         keys = {known: other.member.key for known, (_, other) in self._beats.items()}
         caches = tuple(cache for meeting, cache in self._caches.items() if meeting not in there)
-        return Heard(keys, self.members(), caches, tuple(there - set(self._caches)))
+        members = self._changed(self.members(), now)
+        former = self._former if now - self._changed_at < FORMER else ()
+        return Heard(keys, members, former, caches, tuple(there - set(self._caches)))
+
+    def _changed(self, members: tuple[Member, ...] | None, now: float) -> tuple[Member, ...] | None:
+        """Note who was there before, if it is others than now, or of other capacity."""
+        if members is not None and _weights(members) != _weights(self._last):
+            self._last, self._former, self._changed_at = members, self._last, now
+        return members
 
     def _let_join(self, now: float) -> None:
         """Note which machines have joined: who is asked before it is ready refuses, and that is told of."""
@@ -185,3 +202,7 @@ class Directory:
         """Say that this one will not find out how a data set is cached."""
         if self._plans.get(meeting, (0.0, ""))[1] == who:
             del self._plans[meeting]
+
+
+def _weights(members: tuple[Member, ...]) -> list[tuple[str, int]]:
+    return [(member.name, member.capacity) for member in members]

@@ -26,14 +26,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hotset.cluster.asking import Answer, Peer, Peers, Ticket
 from hotset.cluster.messages import LARGEST, MOST, Cache, Longs
 from hotset.cluster.packing import pack, unpack
-from hotset.cluster.roster import PATIENCE, Roster, RosterFile
+from hotset.cluster.roster import PATIENCE, Member, Roster, RosterFile
 from hotset.cluster.tally import Tally, read_tally
 from hotset.cluster.traffic import Rest, Traffic
 from hotset.policy.placement import Placement
@@ -50,20 +50,21 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
 _PUT_BYTES = 4 << 20
 
 
-class _Place(NamedTuple):
-    """Who owns what, by one roster."""
+class _Owners:
+    """Who owns what, among some machines."""
 
-    roster: Roster
-    placement: Placement | None
+    def __init__(self, me: str, members: tuple[Member, ...]) -> None:
+        self._me, self._names = me, [member.name for member in members]
+        capacities = [member.capacity for member in members]
+        self._placement = Placement(self._names, capacities) if any(capacities) else None
 
-    def owners(self, ids: Longs) -> list[tuple[str, Longs]]:
-        """The machines that own some of these samples, by name, and which; without this machine's own."""
-        if self.placement is None:
+    def others(self, ids: Longs) -> list[tuple[str, Longs]]:
+        """The machines but this one that own some of these samples, by name, and which."""
+        if self._placement is None:
             return []
-        owners = self.placement.owners(ids)
-        members = self.roster.members
-        names = [(members[number].name, number) for number in np.unique(owners).tolist()]
-        return [(name, ids[owners == number]) for name, number in names if name != self.roster.me]
+        owners = self._placement.owners(ids)
+        numbers = [number for number in np.unique(owners).tolist() if self._names[number] != self._me]
+        return [(self._names[number], ids[owners == number]) for number in numbers]
 
 
 class Neighbours:
@@ -84,12 +85,16 @@ class Neighbours:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._file = RosterFile(self._number)
-        self._places: tuple[_Place | None, _Place | None] = (None, None)  # now, and before
+        self._roster: Roster | None = None  # what the following is made of
+        self._owners: _Owners | None = None
+        self._former: _Owners | None = None
         self._peers: Peers | None = None
         self._known: dict[str, Peer] = {}
         self._cache: Cache | None = None
         self._full: dict[str, Rest] = {}
         self._tally = Tally(self._number)
+        # A worker ends without collecting anything: what it has counted last would be lost.
+        Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
 
     def __reduce__(self) -> Any:
         return _restored, (self._number, self._fingerprint, self._replicate)
@@ -115,13 +120,12 @@ class Neighbours:
             return {}
         if self._pid != os.getpid():
             self._begin()
-            # A worker ends without collecting anything: what it has counted last would be lost.
-            Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
         with self._lock:
-            place = self._look()
-            owned = place.owners(missing) if place is not None else []
+            self._look()
+            if self._owners is None:
+                return {}
             try:
-                return _Errand(self, store, read).run(owned) if owned else {}
+                return _Errand(self, store, read).run(missing, self._owners.others(missing))
             finally:
                 self._tally.add(self._traffics())
 
@@ -138,13 +142,12 @@ class Neighbours:
 
     # ---- who is there --------------------------------------------------------------------------------
 
-    def _look(self) -> _Place | None:
-        """Who owns what now; peers are made for machines that have come, and closed for those that left."""
+    def _look(self) -> None:
+        """See who owns what; peers are made for machines that have come, and closed for those that left."""
         roster = self._file.current()
-        now, before = self._places
-        if roster is None or (now is not None and now.roster is roster):
-            return now
-        if self._peers is None or now is None or now.roster.keys != roster.keys:
+        if roster is None or self._roster is roster:
+            return
+        if self._peers is None or self._roster is None or self._roster.keys != roster.keys:
             if self._peers is not None:
                 self._peers.close()
             self._peers, self._known = Peers(roster.keys), {}
@@ -157,15 +160,12 @@ class Neighbours:
             if known is None or known.endpoint != member.endpoint:
                 self._tally.add(self._traffics(), now=known is not None)
                 self._known[name] = self._peers.add(name, member.endpoint, member.key.encode())
-        if now is not None and _weights(now.roster) != _weights(roster):
-            before = now
-        self._places = _Place(roster, roster.placement()), before
-        return self._places[0]
+        self._roster, self._owners = roster, _Owners(roster.me, roster.members)
+        self._former = _Owners(roster.me, roster.former) if roster.former else None
 
     def former(self, ids: Longs) -> list[tuple[str, Longs]]:
         """Who owned these samples before the roster changed, as far as they are still there, and not this."""
-        before = self._places[1]
-        owners = before.owners(ids) if before is not None else []
+        owners = self._former.others(ids) if self._former is not None and len(ids) else []
         return [(name, some) for name, some in owners if name in self._known]
 
     def peer(self, name: str) -> Peer:
@@ -174,9 +174,8 @@ class Neighbours:
 
     def patience(self, name: str) -> float:
         """Seconds that an answer of this machine is waited for."""
-        place = self._places[0]
-        assert place is not None
-        return next((m.patience for m in place.roster.members if m.name == name), PATIENCE)
+        assert self._roster is not None
+        return next((m.patience for m in self._roster.members if m.name == name), PATIENCE)
 
     def cache(self, store: Store) -> Cache:
         """The cache, as machines must agree on it."""
@@ -207,10 +206,10 @@ class Neighbours:
         """Keep what others sent where memory is left over: what this machine owns, and lacks, comes first."""
         if not self._replicate or not samples or store.room.why_full is not None:
             return
-        place = self._places[0]
-        assert place is not None
-        mine = next((m.capacity for m in place.roster.members if m.name == place.roster.me), 0)
-        share = mine / max(place.roster.capacity, 1)
+        roster = self._roster
+        assert roster is not None
+        mine = next((m.capacity for m in roster.members if m.name == roster.me), 0)
+        share = mine / max(roster.capacity, 1)
         index = store.segment.index
         stored = int((index >= PRESENT).sum())
         mean = store.stored_bytes / stored if stored else store.segment.geometry.stride
@@ -222,7 +221,7 @@ class Neighbours:
         if self._peers is not None and self._pid == os.getpid():
             self._tally.add(self._traffics(), now=True)
             self._peers.close()
-        self._peers, self._places, self._known = None, (None, None), {}
+        self._peers, self._roster, self._known = None, None, {}
 
 
 def _restored(number: int, fingerprint: bytes, replicate: bool) -> Neighbours:
@@ -235,10 +234,6 @@ def _count_up(of: weakref.ref[Neighbours]) -> None:
         neighbours.traffic()
 
 
-def _weights(roster: Roster) -> list[tuple[str, int]]:
-    return [(member.name, member.capacity) for member in roster.members]
-
-
 class _Errand:
     """One batch's way around the neighbours."""
 
@@ -249,9 +244,10 @@ class _Errand:
         self._found: dict[int, Any] = {}
         self._puts: list[tuple[str, Ticket]] = []
 
-    def run(self, owned: list[tuple[str, Longs]]) -> dict[int, Any]:
-        """Get the samples that these machines own."""
+    def run(self, missing: Longs, owned: list[tuple[str, Longs]]) -> dict[int, Any]:
+        """Get the samples that these machines own; and this one's, from who owned them before."""
         promised = self._ask(owned)
+        self._fetch_home(np.setdiff1d(missing, [sample for _, ids in owned for sample in ids.tolist()]))
         waited = time.monotonic() + PATIENCE
         pause = _SHORTEST_PAUSE
         while promised:
@@ -290,7 +286,7 @@ class _Errand:
                     absent.append((name if answer.answered else None, rest))
             asked = again
         for owner, ids in absent:
-            self._read_here(owner, self._not_moved(ids))
+            self._read_here(owner, self._not_moved(owner, ids))
         return promised
 
     def _parts(self, ids: Longs) -> Iterator[Longs]:
@@ -311,15 +307,21 @@ class _Errand:
         counters[Slot.PEER_HITS] += len(came)
         self._all.keep(self._store, came)
 
-    def _not_moved(self, ids: Longs) -> Longs:
+    def _fetch_home(self, ids: Longs) -> None:
+        """Get what this machine owns, and has not had so far, from who owned it before."""
+        self._not_moved(None, ids)
+        self._store.adopt({sample: self._found[sample] for sample in ids.tolist() if sample in self._found})
+
+    def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
         """Those of these samples that their former owners have not got either; the others are brought on."""
-        tickets = [
-            (name, self._all.peer(name).ask(self._cache, some)) for name, some in self._all.former(ids)
-        ]
+        asked = [(name, self._all.peer(name).ask(self._cache, some)) for name, some in self._all.former(ids)]
         begun = time.monotonic()
-        for name, ticket in tickets:
+        for name, ticket in asked:
             self._give_out(ticket.ids, ticket.wait(begun + self._all.patience(name)))
-        return np.array([sample for sample in ids.tolist() if sample not in self._found], np.int64)
+        came = {sample: self._found[sample] for sample in ids.tolist() if sample in self._found}
+        if owner is not None and came and not self._all.is_full(owner):
+            self._put(owner, came)
+        return np.array([sample for sample in ids.tolist() if sample not in came], np.int64)
 
     def _read_here(self, owner: str | None, ids: Longs) -> None:
         """Read samples from the source, and bring them to their owner if it is there."""

@@ -192,7 +192,7 @@ class Node:
                 self._make(described)
         if heard.members is None:
             return
-        roster = Roster(self._me, self._keys, self._within_reach(heard.members))
+        roster = Roster(self._me, self._keys, self._within_reach(heard.members), heard.former)
         if roster != self._roster and self._is_there():
             write_roster(self.session.number, roster)
             self._roster = roster

@@ -23,7 +23,6 @@ import time
 from typing import Any, NamedTuple
 
 from hotset.cluster.keys import Keys
-from hotset.policy.placement import Placement
 from hotset.session.files import roster_file, runtime, unlink
 from hotset.session.folder import open_at
 
@@ -62,22 +61,18 @@ class Roster(NamedTuple):
         me: this machine's name.
         keys: its own.
         members: all machines, this one included, by name.
+        former: those that there were before the last of them came or left; none if that is long ago.
     """
 
     me: str
     keys: Keys
     members: tuple[Member, ...]
+    former: tuple[Member, ...] = ()
 
     @property
     def capacity(self) -> int:
         """Bytes that all machines can hold together."""
         return sum(member.capacity for member in self.members)
-
-    def placement(self) -> Placement | None:
-        """Who owns which sample; None where this machine is alone, or nobody can hold any."""
-        if len(self.members) < 2 or not self.capacity:
-            return None
-        return Placement([m.name for m in self.members], [m.capacity for m in self.members])
 
 
 def write_roster(number: int, roster: Roster) -> None:
@@ -87,7 +82,13 @@ def write_roster(number: int, roster: Roster) -> None:
         OSError: the runtime folder cannot be written to.
     """
     public, secret = (key.decode() for key in roster.keys)
-    said = {"me": roster.me, "public": public, "secret": secret, "members": roster.members}
+    said = {
+        "me": roster.me,
+        "public": public,
+        "secret": secret,
+        "members": roster.members,
+        "former": roster.former,
+    }
     file = roster_file(number)
     with runtime() as folder:
         temporary = f"{file}.{secrets.token_hex(4)}.new"
@@ -113,8 +114,8 @@ def read_roster(number: int) -> Roster | None:
 
 
 def _parsed(said: Any) -> Roster:
-    members = tuple(sorted(Member(*member) for member in said["members"]))
-    return Roster(said["me"], Keys(said["public"].encode(), said["secret"].encode()), members)
+    members, former = (tuple(sorted(Member(*each) for each in said[key])) for key in ("members", "former"))
+    return Roster(said["me"], Keys(said["public"].encode(), said["secret"].encode()), members, former)
 
 
 class RosterFile:
