@@ -27,6 +27,13 @@ from benchmarks.suite import (
 
 __all__ = ["BENCHMARKS"]
 
+
+def _cluster(settings: Settings) -> Outcome:
+    from benchmarks.cluster import cluster  # needs the extra hotset[ray]
+
+    return cluster(settings)
+
+
 BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "startup": startup.startup,
     "planning": planning.planning,
@@ -57,4 +64,5 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "window-monai": window.window_monai,
     "placement": placement.placement,
     "peers": peers.peers,
+    "cluster": _cluster,
 }

@@ -146,9 +146,9 @@ def _plain(store: Store, settings: Settings) -> Iterator[Callable[[], float]]:
 def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[[], float]]:
     try:
         from hotset.cluster.asking import Peers, Ticket
+        from hotset.cluster.keys import Keys
         from hotset.cluster.serving import Serving
         from hotset.cluster.shelf import StoreShelf
-        from hotset.cluster.sockets import Keys
     except ImportError as error:
         why = f"not installed ({error.name})"
 
@@ -168,21 +168,15 @@ def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[
 
     with _forked(serve) as end, Peers(mine) as others:
         peer = others.add("other", os.read(end, 100).decode(), theirs.public if theirs else None)
-        rows = [np.zeros((_BATCH, shelf.cache.stride), np.uint8) for _ in range(_RING)]
-        tails = [np.zeros((4 * _BATCH, 256), np.uint8) for _ in range(_RING)]
         draw = np.random.default_rng(0)
         asked: deque[Ticket] = deque()
-        turn = 0
 
         def batch() -> int:
-            nonlocal turn
             while len(asked) < _IN_FLIGHT:
                 asked.append(peer.ask(shelf.cache, draw.integers(0, len(store), _BATCH)))
-            place = turn % _RING
-            turn += 1
-            answer = asked.popleft().wait(time.monotonic() + 10, rows[place], lambda n: tails[place][:n])
+            answer = asked.popleft().wait(time.monotonic() + 10)
             if not answer.present.all():
                 raise Unfit(f"records are missing: {peer.traffic.why}")
-            return rows[place].nbytes + answer.tails.nbytes
+            return answer.rows.nbytes + answer.tails.nbytes
 
         yield lambda: _rate(batch, settings.seconds)

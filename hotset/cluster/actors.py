@@ -125,6 +125,10 @@ class _NodeActor:
         """See :meth:`Node.take`."""
         return self._node.take(cache, ids, claim)
 
+    def clear(self, cache: Cache) -> None:
+        """See :meth:`Node.clear`."""
+        self._node.clear(cache)
+
     def put(self, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         """See :meth:`Node.put`."""
         return self._node.put(cache, ids, records)
@@ -152,6 +156,12 @@ class _ByRay:
         node = ray.get_actor(member.actor, namespace=_NAMESPACE)
         found: Records = ray.get(node.take.remote(cache, ids, claim), timeout=_RELAY_SECONDS)
         return found
+
+    def clear(self, member: Member, cache: Cache) -> None:
+        import ray
+
+        node = ray.get_actor(member.actor, namespace=_NAMESPACE)
+        ray.get(node.clear.remote(cache), timeout=_RELAY_SECONDS)
 
     def put(self, member: Member, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         import ray
@@ -214,6 +224,15 @@ class Joined:
         with contextlib.suppress(Exception):
             ray.get(self._directory.publish.remote(described), timeout=_ANSWER_SECONDS)
 
+    def has_alike(self, name: str, samples: int) -> bool:
+        """Whether another machine caches a data set of that class and length."""
+        import ray
+
+        with contextlib.suppress(Exception):
+            asked = self._directory.has_alike.remote(name, samples, self.number)
+            return bool(ray.get(asked, timeout=_ANSWER_SECONDS))
+        return False
+
     def wait_for_all(self, meeting: str) -> None:
         """Wait, not for long, until all machines have their part of a cache, and this one knows of them."""
         import ray
@@ -271,7 +290,14 @@ def status(address: str, session: str) -> list[dict[str, Any]]:
         ClusterError: there is no such session in that cluster, or it does not answer.
     """
     ray = _connect(address)
-    found: list[dict[str, Any]] = ray.get(_find(ray, session).status.remote(), timeout=_ANSWER_SECONDS)
+    directory = _find(ray, session)
+    try:
+        found: list[dict[str, Any]] = ray.get(directory.status.remote(), timeout=_ANSWER_SECONDS)
+    except ray.exceptions.RayError as error:
+        raise ClusterError(
+            f"the directory of session {session!r} does not answer; Ray may be starting it again, so ask "
+            f"once more: {str(error).splitlines()[0]}"
+        ) from error
     return found
 
 

@@ -202,8 +202,15 @@ class Peer:
                 the rest is ``left`` and asked for again.
         """
         self.traffic.asked += len(ids)
-        ticket = Ticket(self, cache, ids, Operation.CLAIM if claim else Operation.GET)
-        self._send(ticket, lambda number: messages.get(number, cache, ids, claim=claim))
+        return self._ask(cache, ids, Operation.CLAIM if claim else Operation.GET)
+
+    def clear(self, cache: Cache) -> Ticket:
+        """Ask it to forget every record of a cache; its answer says whether it has."""
+        return self._ask(cache, np.empty(0, np.int64), Operation.CLEAR)
+
+    def _ask(self, cache: Cache, ids: Longs, operation: Operation) -> Ticket:
+        ticket = Ticket(self, cache, ids, operation)
+        self._send(ticket, lambda number: messages.get(number, cache, ids, operation))
         return ticket
 
     def put(self, cache: Cache, ids: Longs, records: Records) -> Ticket:

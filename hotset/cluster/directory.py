@@ -198,6 +198,19 @@ class Directory:
         self._caches.setdefault(described.meeting, described)
         self._plans.pop(described.meeting, None)
 
+    def has_alike(self, name: str, samples: int, maker: int) -> bool:
+        """Whether another machine has found out how a data set of that class and length is cached.
+
+        Args:
+            name: of the class.
+            samples: length.
+            maker: the machine's own number for the session.
+        """
+        return any(
+            cache.samples == samples and cache.about["name"] == name and cache.about.get("maker") != maker
+            for cache in self._caches.values()
+        )
+
     def give_up(self, meeting: str, who: str) -> None:
         """Say that this one will not find out how a data set is cached."""
         if self._plans.get(meeting, (0.0, ""))[1] == who:

@@ -5,13 +5,14 @@ was read before it: what has another length is refused with a reason. ::
 
     get        header | ids                                     sample numbers, i64 each
     claim      the same; what is absent the asker will bring
+    clear      the same, of no samples: forget all
     put        header | ids | entries | rows | tails
     answer     header | entries | rows | tails                  of a put: header | entries
     refusal    header                                           with a status other than OK
 
     header     +0   magic        8 B
                +8   version      u16
-               +10  operation    u8    1 get, 2 put, 3 claim; 0x80 is set in what answers it
+               +10  operation    u8    1 get, 2 put, 3 claim, 4 clear; 0x80 is set in what answers it
                +11  status       u8    of an answer; 0 in a request
                +12  count        u32   of samples
                +16  number       u64   of the request, which its answer repeats
@@ -101,9 +102,9 @@ class Malformed(ValueError):
 
 
 class Operation(IntEnum):
-    """What a request asks for."""
+    """What a request asks for: records; to keep some; some, and to promise others; to forget all."""
 
-    GET, PUT, CLAIM = 1, 2, 3
+    GET, PUT, CLAIM, CLEAR = 1, 2, 3, 4
 
 
 class Status(IntEnum):
@@ -193,14 +194,13 @@ class Records(NamedTuple):
 # ---- writing -------------------------------------------------------------------------------------------
 
 
-def get(number: int, cache: Cache, ids: Longs, *, claim: bool = False) -> list[Any]:
-    """Frames that ask for these samples' records, and with ``claim`` promise to bring those that are absent.
+def get(number: int, cache: Cache, ids: Longs, operation: Operation = Operation.GET) -> list[Any]:
+    """Frames that ask for these samples' records; see :class:`Operation`.
 
     Raises:
         ArgumentError: for more than ``MOST`` of them.
     """
     _fit(ids)
-    operation = Operation.CLAIM if claim else Operation.GET
     return [_header(operation, 0, len(ids), number, cache), _little(ids)]
 
 

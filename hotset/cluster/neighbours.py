@@ -36,6 +36,7 @@ from hotset.cluster.packing import pack, unpack
 from hotset.cluster.roster import PATIENCE, Member, Roster, RosterFile
 from hotset.cluster.tally import Tally, read_tally
 from hotset.cluster.traffic import Rest, Traffic
+from hotset.errors import SegmentError
 from hotset.policy.placement import Placement
 from hotset.store.format import PRESENT, Slot
 from hotset.store.schema import Schema
@@ -48,6 +49,9 @@ Read = Callable[[int], Any]
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
 # What is brought to others at once: they are written down while the next samples are read.
 _PUT_BYTES = 4 << 20
+_PUTS = 8
+_CLEAR_SECONDS = 10.0
+_ESTIMATE, _ESTIMATE_SECONDS = 1000, 1.0
 
 
 class _Owners:
@@ -92,6 +96,7 @@ class Neighbours:
         self._known: dict[str, Peer] = {}
         self._cache: Cache | None = None
         self._full: dict[str, Rest] = {}
+        self._estimated = (float("-inf"), 0.0)
         self._tally = Tally(self._number)
         # A worker ends without collecting anything: what it has counted last would be lost.
         Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
@@ -139,6 +144,29 @@ class Neighbours:
         with contextlib.suppress(OSError):
             return read_tally(self._number)
         return {}
+
+    def clear(self, store: Store, name: str) -> None:
+        """Have all other machines forget their parts of the cache.
+
+        Args:
+            store: this machine's part.
+            name: of the data set, for people.
+
+        Raises:
+            SegmentError: some have not said that they have.
+        """
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            self._look()
+            asked = [(name, peer.clear(self.cache(store))) for name, peer in self._known.items()]
+            begun = time.monotonic()
+            kept = [peer for peer, ticket in asked if not ticket.wait(begun + _CLEAR_SECONDS).answered]
+        if kept:
+            raise SegmentError(
+                f"{name} is cleared here, but {', '.join(kept)} may still have a part of it; call clear() "
+                "again once they answer, or end the session: `hotset cluster stop`."
+            )
 
     # ---- who is there --------------------------------------------------------------------------------
 
@@ -206,15 +234,25 @@ class Neighbours:
         """Keep what others sent where memory is left over: what this machine owns, and lacks, comes first."""
         if not self._replicate or not samples or store.room.why_full is not None:
             return
-        roster = self._roster
-        assert roster is not None
-        mine = next((m.capacity for m in roster.members if m.name == roster.me), 0)
-        share = mine / max(roster.capacity, 1)
-        index = store.segment.index
-        stored = int((index >= PRESENT).sum())
-        mean = store.stored_bytes / stored if stored else store.segment.geometry.stride
-        if (stored + len(samples)) * mean + share * (len(index) - stored) * mean <= mine:
+        mean = store.stored_bytes / max(1, int((store.segment.index >= PRESENT).sum()))
+        if store.stored_bytes + mean * (len(samples) + self._owned_and_missing(store)) <= self._capacity:
             store.adopt(samples)
+
+    def _owned_and_missing(self, store: Store) -> float:
+        """About how many samples this machine owns and has not got: an estimate, made now and then."""
+        now = time.monotonic()
+        if now - self._estimated[0] > _ESTIMATE_SECONDS:
+            assert self._owners is not None
+            ids = np.random.default_rng().integers(len(store), size=_ESTIMATE)
+            missing = ids[store.words(ids) < PRESENT]
+            others = sum(len(some) for _, some in self._owners.others(missing))
+            self._estimated = now, (len(missing) - others) / _ESTIMATE * len(store)
+        return self._estimated[1]
+
+    @property
+    def _capacity(self) -> int:
+        assert self._roster is not None
+        return next((m.capacity for m in self._roster.members if m.name == self._roster.me), 0)
 
     def close(self) -> None:
         """Close all connections of this process."""
@@ -349,12 +387,14 @@ class _Errand:
         assert owner is not None
         ids, records = pack(self._schema, samples)
         if len(ids):
+            self._settle(_PUTS - 1)
             self._puts.append((owner, self._all.peer(owner).put(self._cache, ids, records)))
 
-    def _settle(self) -> None:
-        """Wait until what was brought is there."""
+    def _settle(self, left: int = 0) -> None:
+        """Wait until what was brought is there, but for the last so many."""
         begun = time.monotonic()
-        for owner, ticket in self._puts:
+        while len(self._puts) > left:
+            owner, ticket = self._puts.pop(0)
             answer = ticket.wait(begun + self._all.patience(owner))
             if answer.answered:
                 self._all.note_full(owner, not answer.present.any())

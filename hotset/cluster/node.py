@@ -233,6 +233,14 @@ class Node:
         shelf = self._shelf(cache)
         return shelf.put(ids, messages.only(records, messages.sound(cache, ids, records)))
 
+    def clear(self, cache: Cache) -> None:
+        """Forget a cache's records: see :meth:`Shelf.clear`.
+
+        Raises:
+            SegmentError: this machine has no such cache, or it cannot be cleared.
+        """
+        self._shelf(cache).clear()
+
     def _shelf(self, cache: Cache) -> Shelf:
         shelf = self._shelves.get(cache.fingerprint)
         if shelf is None or shelf.cache != cache:

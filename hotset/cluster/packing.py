@@ -71,5 +71,7 @@ def unpack(schema: Schema, lines: Longs, rows: Bytes, tails: Bytes) -> list[Any]
     memory = np.empty(rows.nbytes + tails.nbytes, np.uint8)
     memory[: rows.nbytes] = rows.reshape(-1)
     memory[rows.nbytes :] = tails.reshape(-1)
+    if not len(rows):
+        return []
     starts = rows.nbytes + (np.cumsum(lines) - lines) * LINE
     return schema.read(memory.data, 0, starts.tolist())

@@ -41,6 +41,10 @@ class Remote(Protocol):
         """See :meth:`Shelf.take`; raises whatever goes wrong."""
         ...
 
+    def clear(self, member: Member, cache: Cache) -> None:
+        """See :meth:`Shelf.clear`; raises whatever goes wrong."""
+        ...
+
     def put(self, member: Member, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         """See :meth:`Shelf.put`; raises whatever goes wrong."""
         ...
@@ -125,6 +129,9 @@ class _RemoteShelf:
 
     def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> Records:
         return self._remote.take(self._member, self.cache, ids, claim)
+
+    def clear(self) -> None:
+        self._remote.clear(self._member, self.cache)
 
     def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         return self._remote.put(self._member, self.cache, ids, records)

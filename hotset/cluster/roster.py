@@ -30,6 +30,7 @@ __all__ = ["PATIENCE", "Member", "Roster", "RosterFile", "read_roster", "write_r
 
 PATIENCE = 1.5
 _LOOK_SECONDS = 0.25
+_TRIES = 3
 
 
 class Member(NamedTuple):
@@ -105,17 +106,27 @@ def write_roster(number: int, roster: Roster) -> None:
 
 def read_roster(number: int) -> Roster | None:
     """Return a session's roster; None if it has none that can be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        with runtime() as folder:
-            fd = open_at(folder, roster_file(number))
-        with open(fd, "rb") as file:
-            return _parsed(json.load(file))
+    for _ in range(_TRIES):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            with runtime() as folder:
+                try:
+                    fd = open_at(folder, roster_file(number))
+                except FileNotFoundError:  # or it was replaced between two looks
+                    continue
+            with open(fd, "rb") as file:
+                return _parsed(json.load(file))
+        return None
     return None
 
 
 def _parsed(said: Any) -> Roster:
-    members, former = (tuple(sorted(Member(*each) for each in said[key])) for key in ("members", "former"))
+    members, former = (tuple(sorted(map(_member, said[key]))) for key in ("members", "former"))
     return Roster(said["me"], Keys(said["public"].encode(), said["secret"].encode()), members, former)
+
+
+def _member(said: Any) -> Member:
+    name, host, endpoint, key, capacity, actor, patience = said
+    return Member(str(name), str(host), str(endpoint), str(key), int(capacity), str(actor), float(patience))
 
 
 class RosterFile:

@@ -68,6 +68,10 @@ class Shelf(Protocol):
         """
         ...
 
+    def clear(self) -> None:
+        """Forget every record; raises if that cannot be done."""
+        ...
+
     def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         """Store what another machine brings, which is sound; returns which samples are there now.
 
@@ -280,6 +284,8 @@ class Serving:
         if len(frames) != (4 if head.operation is Operation.PUT else 1):
             raise Malformed(f"sends {len(frames)} frames after its header")
         ids = messages.parse_ids(head, frames[0], cache)
+        if head.operation is Operation.CLEAR:
+            shelf.clear()
         if head.operation is not Operation.PUT:
             records = shelf.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
             self.served.records += len(records.rows)

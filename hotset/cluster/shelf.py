@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.cluster.messages import ABSENT, LEFT, PROMISED, Bytes, Cache, Longs, Records
-from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, PRESENT, ROW_MASK
+from hotset.errors import SegmentError
+from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK
 
 if TYPE_CHECKING:  # the store brings torch along
     from hotset.store.store import Store
@@ -75,8 +76,8 @@ class StoreShelf:
         granted = self._store.filler.claims.take(ids, len(ids))
         until = time.monotonic() + LEASE
         self._leases.update((sample, until) for sample in granted.tolist())
-        words = self._store.words(ids)
-        return np.isin(ids, granted) | ~((words >= CLAIMED) & (words < PRESENT))
+        # What was published this moment is promised as well: who asks again has it.
+        return np.isin(ids, granted) | (self._store.words(ids) < CLAIMED)
 
     def end_leases(self, ids: Longs | None = None) -> None:
         """Give back the claims on these samples, or those whose time is over."""
@@ -151,6 +152,17 @@ class StoreShelf:
         rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
         return Records(np.full(count, ABSENT, np.int64), np.zeros(count, np.int64), rows, tails)
 
+    def clear(self) -> None:
+        """Forget every record.
+
+        Raises:
+            SegmentError: some process goes on writing.
+        """
+        with self._lock:
+            self.end_leases(np.fromiter(self._leases, np.int64))
+            if not self._store.clear():
+                raise SegmentError("processes go on filling it.")
+
     def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         """Store what another machine brings; returns which samples are there now."""
         store = self._store
@@ -166,6 +178,6 @@ class StoreShelf:
         memory[tails_at:] = records.tails.reshape(-1).data
         samples = dict(zip(ids[there].tolist(), store.schema.read(memory, 0, starts.tolist()), strict=True))
         with self._lock:
-            self.end_leases(ids)  # between this and the next line a process here may read it too: no harm
-            store.adopt(samples)
+            store.adopt(samples)  # under the claims that were made for who brings them
+            self.end_leases(ids)
         return store.present(ids) & there

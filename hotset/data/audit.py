@@ -61,7 +61,7 @@ class Audit:
         return self._looks * _GOLDEN % (1 << 32) % hits
 
     def differs(self, cached: Any, index: int) -> str | None:
-        """How a cached sample differs from the one that the source gives now, and why; None if not.
+        """What to tell if a cached sample is another than the source gives now; None if it is not.
 
         Nothing is raised, and no generator moves: training goes on, whatever is found.
 
@@ -75,7 +75,13 @@ class Audit:
         states = self._generators.states()
         try:
             found = same(cached, self._source.read(index), across=True)
-            return f"({found}), as {self._why(index)}" if found else None
+            if not found:
+                return None
+            return (
+                f"sample {index} is not what was cached of it any more ({found}), as {self._why(index)}. "
+                "All samples come from the source from now on. Declare what is random with "
+                "hotset.nondeterministic, so that it stays live, or call clear() to cache them anew."
+            )
         except Exception:  # what cannot be read now may have been right all the same
             return None
         finally:

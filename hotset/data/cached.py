@@ -169,12 +169,23 @@ class CachedDataset(Dataset[T], Generic[T]):
         store = self.store
         if store is None:
             return {}
-        theirs = self.neighbours.bring(store, ids, self.read) if self.neighbours is not None else {}
+        theirs = self._from_neighbours(store, ids)
         mine = ids[np.isin(ids, list(theirs), invert=True)] if theirs else ids
         in_hand = store.fill(mine, self.read, keep=keep)
         if in_hand:
             self._tell(store)
         return {**theirs, **in_hand}
+
+    def _from_neighbours(self, store: Store, ids: Ids) -> dict[int, Any]:
+        """Those of these samples that other machines own; now and then one of them is audited."""
+        if self.neighbours is None:
+            return {}
+        theirs = self.neighbours.bring(store, ids, self.read)
+        due = self._audit.due(len(theirs)) if self._audit is not None else None
+        if due is not None:
+            number = list(theirs)[due]
+            self._compare(number, theirs[number], store)
+        return theirs
 
     def _again(self, sample: int) -> Any:
         """A sample that was in the cache or in hand a moment ago: from there, else from the source."""
@@ -185,8 +196,8 @@ class CachedDataset(Dataset[T], Generic[T]):
             if copies is not None:
                 self.count_hits(ids)
                 return copies[0]
-        if store is not None and self.neighbours is not None:
-            theirs = self.neighbours.bring(store, ids, self.read)
+        if store is not None:
+            theirs = self._from_neighbours(store, ids)
             if theirs:
                 return theirs[sample]
         return self._uncached(sample)
@@ -231,15 +242,15 @@ class CachedDataset(Dataset[T], Generic[T]):
 
     def _look_at(self, number: int, store: Store) -> None:
         """Compare a cached sample with what the source gives now; if it is another, stop serving."""
+        copies = store.read(np.array([number]))
+        if copies is not None:
+            self._compare(number, copies[0], store)
+
+    def _compare(self, number: int, cached: Any, store: Store) -> None:
         assert self._audit is not None
-        copies, index = store.read(np.array([number])), self._index(number)
-        found = self._audit.differs(copies[0], index) if copies is not None else None
+        found = self._audit.differs(cached, self._index(number))
         if found is not None and store.condemn():
-            self.tell(
-                f"{self.plan.name}: sample {index} is not what was cached of it any more {found}. "
-                "All samples come from the source from now on. Declare what is random with "
-                "hotset.nondeterministic, so that it stays live, or call clear() to cache them anew."
-            )
+            self.tell(f"{self.plan.name}: {found}")
 
     def _uncached(self, sample: int) -> Any:
         self._own_misses += 1
@@ -316,7 +327,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         """Forget every cached sample, in all processes; also those that an audit has found not to be right.
 
         Raises:
-            SegmentError: another process went on writing samples for five seconds.
+            SegmentError: another process went on writing samples for five seconds, or another machine of the
+                cluster has not said that it has forgotten its part.
         """
         store = self._attachment.store()
         if store is not None and store.segment.live[Live.CONDEMNED] == DESTROYED:
@@ -325,6 +337,8 @@ class CachedDataset(Dataset[T], Generic[T]):
             raise SegmentError(
                 f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
             )
+        if store is not None and self.neighbours is not None:
+            self.neighbours.clear(store, self.plan.name)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; the data set is told as well, if it has a ``set_epoch``.

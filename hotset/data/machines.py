@@ -17,6 +17,7 @@ from hotset.data.source import Uncut
 from hotset.errors import ArgumentError, ClusterError
 from hotset.store.schema import Schema
 from hotset.store.store import Store
+from hotset.told import tell
 from hotset.units import parse_bytes
 
 if TYPE_CHECKING:  # what they need is an extra
@@ -74,13 +75,19 @@ def planned_by_all(
     """
     from hotset.cluster.directory import Described
 
-    said: dict[str, Any] = {"meeting": identity.meeting}
+    said: dict[str, Any] = {"meeting": identity.meeting, "maker": joined.number}
     with joined.planning(identity.meeting) as described:
         if described is not None:
             made = joined_plan(uncut, wanted, identity, described.about)
             made = made._replace(schema=Schema.from_json(described.schema), said=said)
             return made, create(made)
         made = make_plan(uncut, wanted, identity)._replace(said=said)
+        if joined.has_alike(made.plan.name, made.plan.samples):
+            tell(
+                f"{made.plan.name}: another machine caches a data set of this class and length under another "
+                "fingerprint, so the two share nothing. If they are the same data (files whose dates or "
+                'folders differ from machine to machine, say), name them: hotset.cache(..., key="...").'
+            )
         store = create(made)
         if store is not None:
             joined.publish(Described.of(identity.meeting, len(store), store.segment.metadata))

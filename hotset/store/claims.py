@@ -290,6 +290,11 @@ class Claims:
             self._index.put(taken, mine)
         return taken
 
+    def own(self, ids: Ids) -> Ids:
+        """Those of these samples that this process has claimed."""
+        slot = self._member.slot
+        return ids[self._index.words(ids) == self._word(slot)] if slot >= 0 else ids[:0]
+
     def refuse(self, ids: Ids) -> None:
         """Note of those of these samples that could be claimed that they were tried in vain."""
         if not self._index.refusals(ids).any() or self._member.slot < 0:
@@ -347,9 +352,8 @@ class Claims:
 
     def release(self, ids: Ids, tried: Sequence[int] = ()) -> None:
         """Give back those of these claims that were not published, and note which were tried in vain."""
-        slot = self._member.slot
-        if slot >= 0 and len(ids):
-            open_ = ids[self._index.words(ids) == self._word(slot)]
+        if len(ids):
+            open_ = self.own(ids)
             words = self._index.refusals(open_)
             words[np.isin(open_, tried, invert=True)] = 0
             self._index.put(open_, words)

@@ -90,7 +90,9 @@ class Filler:
         """See :meth:`hotset.store.store.Store.adopt`."""
         ids = np.fromiter(samples, np.int64)
         ids = ids[self._index.words(ids) < PRESENT]
-        taken = self.claims.take(ids, len(ids)) if len(ids) and not self.is_full else ids[:0]
+        if not len(ids) or self.is_full:
+            return
+        taken = np.concatenate([self.claims.own(ids), self.claims.take(ids, len(ids))])
         stored: set[int] = set()
         try:
             self._store({sample: samples[sample] for sample in taken.tolist()}, stored)
