@@ -26,7 +26,7 @@ pytest.importorskip("zmq", reason="pyzmq, which carries records between machines
 
 from hotset.cluster import directory as directory_module
 from hotset.cluster import packing, roster, shelf
-from hotset.cluster.directory import PREPARING, SILENT, Beat, Described, Directory, Heard
+from hotset.cluster.directory import FORMER, PREPARING, SILENT, Beat, Described, Directory, Heard
 from hotset.cluster.keys import Keys
 from hotset.cluster.messages import ABSENT, LEFT, PROMISED, Cache, Records, sound
 from hotset.cluster.roster import Member, Roster, RosterFile, read_roster, write_roster
@@ -162,7 +162,7 @@ def test_who_comes_makes_its_part_of_all_caches_before_it_joins() -> None:
 def test_who_comes_is_let_in_by_all_before_it_joins() -> None:
     talk = Talk(expected=2)
     assert talk.beat("a", knows="a").keys == {"a": "k" * 40}
-    assert talk.beat("b", knows="b") == Heard({"a": "k" * 40, "b": "k" * 40}, None, (), ())
+    assert talk.beat("b", knows="b") == Heard({"a": "k" * 40, "b": "k" * 40}, None, (), (), ())
     assert talk.beat("b", knows="ab").members is None, "a has not heard of b, and would not let it in"
     assert talk.beat("a", knows="ab").members == (member("a"), member("b"))
     assert sorted(talk.beat("c", knows="c").keys) == ["a", "b", "c"]
@@ -371,13 +371,23 @@ def test_it_is_not_looked_for_with_each_batch(runtime: Path) -> None:
     assert seen.current() == a_roster("a", "b")
 
 
-def test_who_is_alone_places_nothing() -> None:
-    assert a_roster("a").placement() is None
-    assert a_roster("a", "b", capacity=0).placement() is None
-    placed = a_roster("a", "b").placement()
-    assert placed is not None
-    assert set(placed.owners(ids(range(100))).tolist()) == {0, 1}
-    assert a_roster("a", "b").capacity == 200
+def test_who_was_there_before_is_told_for_a_while() -> None:
+    talk = Talk().gathered("a", "b")
+    a, b, c = map(member, "abc")
+    assert talk.beat("a").former == (), "they came together, and nobody has had anything before"
+    for name in "cabc":
+        talk.beat(name, knows="abc")
+    assert talk.beat("a", knows="abc").former == (a, b)
+    for _ in range(int(SILENT) + 2):
+        talk.now += 1.0
+        for name in "ac":
+            heard = talk.beat(name, knows="abc")
+    assert (heard.members, heard.former) == ((a, c), (a, b, c))
+    for _ in range(int(FORMER / 5)):
+        talk.now += 5.0
+        for name in "ac":
+            heard = talk.beat(name, knows="abc")
+    assert (heard.members, heard.former) == ((a, c), ())
 
 
 def test_a_roster_goes_with_its_session(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
 _PUT_BYTES = 4 << 20
 _PUTS = 8
 _CLEAR_SECONDS = 10.0
-_ESTIMATE, _ESTIMATE_SECONDS = 1000, 1.0
+_ESTIMATE, _ESTIMATE_SECONDS = 4000, 1.0
 
 
 class _Owners:
@@ -235,7 +235,9 @@ class Neighbours:
         if not self._replicate or not samples or store.room.why_full is not None:
             return
         mean = store.stored_bytes / max(1, int((store.segment.index >= PRESENT).sum()))
-        if store.stored_bytes + mean * (len(samples) + self._owned_and_missing(store)) <= self._capacity:
+        # A sixteenth is left to extents that are not full, and to samples larger than the mean.
+        room = self._capacity * 15 / 16 - store.stored_bytes
+        if mean * (len(samples) + self._owned_and_missing(store)) <= room:
             store.adopt(samples)
 
     def _owned_and_missing(self, store: Store) -> float:
@@ -243,10 +245,13 @@ class Neighbours:
         now = time.monotonic()
         if now - self._estimated[0] > _ESTIMATE_SECONDS:
             assert self._owners is not None
-            ids = np.random.default_rng().integers(len(store), size=_ESTIMATE)
+            total = len(store)
+            ids = np.arange(total)
+            if total > _ESTIMATE:
+                ids = np.random.default_rng().integers(total, size=_ESTIMATE)
             missing = ids[store.words(ids) < PRESENT]
             others = sum(len(some) for _, some in self._owners.others(missing))
-            self._estimated = now, (len(missing) - others) / _ESTIMATE * len(store)
+            self._estimated = now, (len(missing) - others) / len(ids) * total
         return self._estimated[1]
 
     @property
