@@ -39,7 +39,7 @@ from sources import Counting, ReadLog, Samples
 from stores import attached, child, ended, kill
 
 import hotset
-from hotset.cluster import actors, node
+from hotset.cluster import joining, node
 from hotset.cluster.directory import Directory
 from hotset.cluster.node import Node
 from hotset.cluster.roster import Member
@@ -230,10 +230,10 @@ class Walk(NamedTuple):
 
 class _Trainer:
     def __init__(self, path: str) -> None:
-        def join(address: str, session: str, memory: int | None) -> actors.Joined:
-            return actors.Joined(session, sessions.find(session).number, _Handle(path))
+        def join(address: str, session: str, memory: int | None) -> joining.Joined:
+            return joining.Joined(session, sessions.find(session).number, _Handle(path))
 
-        actors.join = join
+        joining.join = join
         sys.modules["ray"] = types.SimpleNamespace(get=lambda call, timeout: call())  # type: ignore[assignment]
         self._cached: Any = None
 

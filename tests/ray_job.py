@@ -30,7 +30,7 @@ from helpers import eventually
 from ray_machines import RAY_GIVES_UP, Machine, Machines, Plain
 from ray_rank import PATIENCE, SAMPLES, Rank, SharedLog, all_wait, let_go
 
-from hotset.cluster import actors
+from hotset.cluster import joining
 
 RECORD = 3 * 32 * 32 + 24
 # Shares are drawn at random: this is five of their standard deviations more than a third.
@@ -82,7 +82,7 @@ class Play:
         return {"reads": counts.total(), "most": max(counts.values(), default=0)}
 
     def status(self) -> list[dict[str, Any]]:
-        return actors.status(self.machines.address, "wide")
+        return joining.status(self.machines.address, "wide")
 
     def until(self, count: int) -> float:
         """Wait until all ranks know of so many machines; the seconds that it took, or -1 if they do not."""
@@ -106,12 +106,12 @@ class Play:
 
     def end_session(self) -> Any:
         address = self.machines.address
-        before = actors.status(address, "small")
+        before = joining.status(address, "small")
         bytes_before = [machine.taken() for machine in self.machines.all]
-        freed = actors.stop(address, "small")
+        freed = joining.stop(address, "small")
         named = [str(a["name"]) for a in ray.util.list_named_actors(all_namespaces=True)]
         try:
-            after = str(actors.status(address, "small"))
+            after = str(joining.status(address, "small"))
         except Exception as error:
             after = f"{type(error).__name__}: {error}"
         return {

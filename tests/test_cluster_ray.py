@@ -24,7 +24,7 @@ pytest.importorskip("ray", reason="Ray, over whose clusters sessions are shared,
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
 import hotset
-from hotset.cluster import actors
+from hotset.cluster import joining
 
 N = 3000
 PROBE = 40  # what a probe reads at most: a few samples, most of them twice
@@ -292,7 +292,7 @@ def test_what_does_not_go_together_is_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "ask", [actors.status, actors.stop, lambda where, session: actors.join(where, session, None)]
+    "ask", [joining.status, joining.stop, lambda where, session: joining.join(where, session, None)]
 )
 def test_ray_that_is_not_installed_is_a_sentence(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -24,9 +24,9 @@ def status(address: str, session: str | None) -> dict[str, list[dict[str, Any]]]
     Raises:
         ClusterError: the cluster cannot be reached, or there is no such session in it.
     """
-    actors = _actors()
-    names = actors.sessions(address) if session is None else [session]
-    return {name: actors.status(address, name) for name in names}
+    joining = _joining()
+    names = joining.sessions(address) if session is None else [session]
+    return {name: joining.status(address, name) for name in names}
 
 
 def stop(address: str, session: str) -> int:
@@ -35,7 +35,7 @@ def stop(address: str, session: str) -> int:
     Raises:
         ClusterError: the cluster cannot be reached, or there is no such session in it.
     """
-    freed: int = _actors().stop(address, session)
+    freed: int = _joining().stop(address, session)
     return freed
 
 
@@ -89,11 +89,11 @@ def _traffic(machines: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _actors() -> Any:
+def _joining() -> Any:
     try:
-        from hotset.cluster import actors
+        from hotset.cluster import joining
     except ImportError as error:
         raise ClusterError(
             f"this needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'`."
         ) from error
-    return actors
+    return joining

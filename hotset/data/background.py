@@ -41,9 +41,9 @@ import torch
 import torch.multiprocessing
 from torch._utils import ExceptionWrapper
 
-from hotset.data.allocator import keep_freed_memory
 from hotset.data.board import Address, Board
 from hotset.session.share import attach_again
+from hotset.store.allocator import keep_freed_memory
 from hotset.store.claims import Ids
 from hotset.store.format import CLAIMED, PRESENT
 from hotset.store.store import Store

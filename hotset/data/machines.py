@@ -21,7 +21,7 @@ from hotset.told import tell
 from hotset.units import parse_bytes
 
 if TYPE_CHECKING:  # what they need is an extra
-    from hotset.cluster.actors import Joined
+    from hotset.cluster.joining import Joined
     from hotset.cluster.neighbours import Neighbours
 
 __all__ = ["join_machines", "neighbours_of", "planned_by_all", "require_machines"]
@@ -52,7 +52,7 @@ def join_machines(cluster: str, session: str, memory: int | str) -> Joined:
     try:
         import zmq  # noqa: F401
 
-        from hotset.cluster.actors import join
+        from hotset.cluster.joining import join
     except ImportError as error:
         raise ClusterError(
             f"cluster= needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'` on "

@@ -37,7 +37,7 @@ from hotset.store.soundness import FULL_CHECK
 from hotset.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:  # what it needs is an extra
-    from hotset.cluster.actors import Joined
+    from hotset.cluster.joining import Joined
 
 __all__ = ["Made", "Wanted", "joined_plan", "make_plan"]
 

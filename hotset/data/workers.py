@@ -29,12 +29,12 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from hotset.data.allocator import keep_freed_memory
 from hotset.data.collate import bound
 from hotset.data.letters import Letter, News, Place, pool_of_letters
 from hotset.data.randomness import pack, put
 from hotset.data.route import Route, route_to
 from hotset.determinism.generators import Generators
+from hotset.store.allocator import keep_freed_memory
 from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
 from hotset.store.columns import NotGathered
