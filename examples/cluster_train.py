@@ -192,7 +192,7 @@ def main() -> None:
         import ray
         import zmq  # noqa: F401
 
-        from hotset.cluster import actors
+        from hotset.cluster import joining
     except ImportError as error:
         sys.exit(f"This example needs {error.name}, which is not installed; `pip install 'hotset[ray]'`.")
     session = f"cluster-train-{secrets.token_hex(4)}"
@@ -201,7 +201,7 @@ def main() -> None:
             train(ray, nodes, session, words.epochs)
         finally:
             with contextlib.suppress(hotset.ClusterError):  # it has not come so far
-                actors.stop("auto", session)
+                joining.stop("auto", session)
 
 
 if __name__ == "__main__":

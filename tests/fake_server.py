@@ -48,6 +48,7 @@ def cache(number: int, name: str, samples: int, row: int, **changed: Any) -> dic
         "limit": samples * row,
         "mean_bytes": float(row),
         "hits": 0,
+        "peer_hits": 0,
         "misses": 0,
         "hit_rate": None,
         "fill_seconds": 0.0,
@@ -55,6 +56,13 @@ def cache(number: int, name: str, samples: int, row: int, **changed: Any) -> dic
         "processes": 0,
         "state": "ok",
     } | changed
+
+
+def machine(name: str, host: str, capacity: int, **changed: Any) -> dict[str, Any]:
+    """One MACHINE of the API: this one, unless something is said to have passed."""
+    counted = ("received", "bytes", "stored", "unsound", "failures")
+    about = {"name": name, "host": host, "capacity": capacity, "me": not changed, "latency": None}
+    return about | dict.fromkeys(counted, 0 if changed else None) | changed
 
 
 def session(
@@ -72,6 +80,7 @@ def session(
         "in_use": any(c["processes"] for c in caches),
         "server": None,
         "caches": caches,
+        "machines": [],
     } | changed
 
 
@@ -92,10 +101,12 @@ def _filled(made: dict[str, Any], cached: int, spilled: int = 0) -> dict[str, An
 
 
 def moving(tick: int) -> list[dict[str, Any]]:
-    """Three sessions: one that fills and spills, one that is warm, one that nobody has used yet."""
+    """Three sessions: one fills, spills and is shared, one is warm, one has not been used yet."""
     train = cache(2_918_374_511, "ImageFolder", 1_281_167, 150_528, processes=9)
     done = min(1_281_167, 640_000 + 9_000 * tick)
     train = _filled(train, done, spilled=max(0, done - 854_000)) | {"limit": 120 * GIB}
+    sent = train["hits"] // 5
+    train |= {"hits": train["hits"] - sent, "peer_hits": sent}
     valid = _filled(cache(77_120_034, "ImageFolder", 50_000, 150_528, processes=3), 50_000)
     warm = _filled(cache(1_045_882_310, "CIFAR10", 50_000, 3_073, processes=4), 50_000)
     warm |= {
@@ -109,11 +120,22 @@ def moving(tick: int) -> list[dict[str, Any]]:
         3_141_592_653, "imagenet", 160 * GIB, [train, valid], created=EPOCH - 90_000, server=50052
     )
     image["disk"] |= {"folder": "/nvme/hotset"}
+    image["machines"] = [
+        machine("gpu1-5e0c71aa", "10.0.0.11", 160 * GIB),
+        _neighbour("gpu2-93b41f08", "10.0.0.12", sent * 5 // 9, done // 40),
+        _neighbour("gpu3-0d6ea2c4", "10.0.0.13", sent - sent * 5 // 9, done // 45)
+        | {"failures": 3, "latency": 0.00587},
+    ]
     return [
         image | {"persist": True},
         sweep,
         session(7, "eval", 8 * GIB, [], created=EPOCH - 60, ttl=1_800.0),
     ]
+
+
+def _neighbour(name: str, host: str, sent: int, stored: int) -> dict[str, Any]:
+    sizes = {"received": sent, "bytes": 150_528 * sent, "stored": stored}
+    return machine(name, host, 160 * GIB, latency=0.00414, **sizes)
 
 
 def _wave(number: int, tick: int) -> float:

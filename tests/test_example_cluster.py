@@ -67,26 +67,25 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
         "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL))
     )
     temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, as Ray's sockets lie in it
-    environment = {**os.environ, "RAY_TMPDIR": temporary, "PYTHONPATH": str(EXAMPLE.parent)}
+    environment = {**os.environ, "RAY_TMPDIR": temporary, "PYTHONPATH": f"{EXAMPLE.parent}:{ROOT}"}
     environment.pop("RAY_ADDRESS", None)
-    holder = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", HOLD], cwd=cwd, env=environment, stdin=-1, stdout=-1, stderr=-3, text=True
-    )
-    try:
-        assert holder.stdout is not None
-        address = holder.stdout.readline().strip()
-        assert address, "the nodes have not started"
-        trained = run([str(EXAMPLE), address, "--epochs", "3"], cwd, environment)
-        paged = run([str(page)], cwd, {**environment, "RAY_ADDRESS": address})
-        processes = psutil.Process(holder.pid).children(recursive=True)
-        holder.communicate(timeout=60)
-        gone = eventually(lambda: not any(process.is_running() for process in processes))
-        left = [*sorted(shared_memory() - before), *([] if gone else ["processes"])]
-        yield Done(trained.stdout, trained.stderr, paged.stdout, left)
-    finally:
-        holder.kill()
-        holder.wait()
-        shutil.rmtree(temporary, ignore_errors=True)
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            address = holder.stdout.readline().strip()
+            assert address, "the nodes have not started"
+            trained = run([str(EXAMPLE), address, "--epochs", "3"], cwd, environment)
+            paged = run([str(page)], cwd, {**environment, "RAY_ADDRESS": address})
+            processes = psutil.Process(holder.pid).children(recursive=True)
+            holder.communicate(timeout=60)
+            gone = eventually(lambda: not any(process.is_running() for process in processes))
+            left = [*sorted(shared_memory() - before), *([] if gone else ["processes"])]
+            yield Done(trained.stdout, trained.stderr, paged.stdout, left)
+        finally:
+            holder.kill()
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def epochs(done: Done) -> list[list[tuple[int, ...]]]:

@@ -235,6 +235,48 @@ def test_it_shows_what_the_server_says_and_what_changes(visit: Any, fake: FakeSe
     )
 
 
+def test_machines_that_share_a_session_have_a_table(visit: Any, fake: FakeServer) -> None:
+    page = visit(fake)
+    page.says("#state", "live")
+    image = moving(fake.tick)[0]
+    table = page.card("imagenet").get_by_role("table", name="Machines")
+    titles = table.get_by_role("columnheader").all_text_contents()
+    rows = table.locator("tbody tr")
+    cells = [dict(zip(titles, row.locator("td").all_text_contents(), strict=True)) for row in rows.all()]
+    named = table.locator("td:first-child > *").all_text_contents()
+    assert named[:4] == ["gpu1-5e0c71aa", "10.0.0.11, this machine", "gpu2-93b41f08", "10.0.0.12"]
+    _, second, third = image["machines"]
+    assert list(cells[0].values())[1:] == ["160 GiB", *5 * ["\N{EN DASH}"]]
+    assert cells[1] == {
+        "Machine": "gpu2-93b41f0810.0.0.12",
+        "Can hold": "160 GiB",
+        "Samples from it": f"{second['received']:,}",
+        "Bytes": format_bytes(second["bytes"]),
+        "An answer takes": "4.14 ms",
+        "Brought to it": f"{second['stored']:,}",
+        "Failures": "0",
+    }
+    assert (cells[2]["Failures"], cells[2]["Samples from it"]) == ("3", f"{third['received']:,}")
+    hits, misses = (sum(c[name] for c in image["caches"]) for name in ("hits", "misses"))
+    hits += sum(c["peer_hits"] for c in image["caches"])
+    rate = page.card("imagenet").locator("dd[data-is=hits]").text_content()
+    assert rate == f"{hits / (hits + misses):.1%}", "what others sent was no miss"
+    assert page.tab.get_by_role("table", name="Machines").count() == 1, "others are on one machine alone"
+
+    fake.still = [image | {"machines": [image["machines"][0], third | {"latency": 1.23, "failures": 4}]}]
+    page.later()
+    page.says(".machines td", "1.23 s")
+    assert rows.locator("td:first-child > span").all_text_contents() == ["gpu1-5e0c71aa", "gpu3-0d6ea2c4"]
+
+    page.tab.set_viewport_size({"width": 820, "height": 900})
+    head = page.card("imagenet").get_by_role("heading", name="Machines")
+    assert head.is_visible(), "where the columns' heads are not"
+    fake.still = [image | {"machines": []}]
+    page.later()
+    table.wait_for(state="hidden")
+    assert head.is_hidden()
+
+
 def test_charts_have_axes_gaps_and_a_value_under_the_pointer(visit: Any, fake: FakeServer) -> None:
     page = visit(fake)
     page.says("#state", "live")
@@ -248,6 +290,7 @@ def test_charts_have_axes_gaps_and_a_value_under_the_pointer(visit: Any, fake: F
         r"Samples per second over the last 10 minutes: 1\d,\d{3} now, 1\d,\d{3} at most",
         speed.get_attribute("aria-label"),
     )
+    speed.scroll_into_view_if_needed()
     area = speed.bounding_box()
     page.tab.mouse.move(area["x"] + area["width"] / 2, area["y"] + 50)
     page.says("figcaption", "ago: 1")

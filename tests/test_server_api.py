@@ -15,6 +15,11 @@ import pytest
 from helpers import eventually, is_a_sentence
 from server_process import Server, running
 
+from hotset.cluster.keys import Keys
+from hotset.cluster.roster import Member, Roster, write_roster
+from hotset.cluster.tally import Tally, make_tally
+from hotset.cluster.traffic import Traffic
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own dependencies
     import schemathesis
@@ -59,6 +64,40 @@ def test_a_session_from_its_making_to_its_end(server: Server) -> None:
     gone = server.ask("GET", "/api/sessions/one")
     assert gone.status == 404
     assert is_a_sentence(gone.error)
+
+
+def test_a_session_that_machines_share_tells_of_them(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(server.folder))
+    made = server.make(name="shared", memory="1MiB")
+    assert made["machines"] == []
+    members = [Member(name, "10.0.0.7", "tcp://10.0.0.7:1", "k" * 40, 5 << 30) for name in ("one", "two")]
+    write_roster(made["number"], Roster("two", Keys(b"p" * 40, b"s" * 40), tuple(members)))
+    make_tally(made["number"])
+    traffic = Traffic(received=3, bytes=30, stored=2, failures=1, answers=2, seconds=0.5)
+    Tally(made["number"]).add({"one": traffic}, now=True)
+
+    found = server.ask("GET", "/api/sessions/shared").json
+    one, two = found["machines"]
+    assert one == {
+        "name": "one",
+        "host": "10.0.0.7",
+        "capacity": 5 << 30,
+        "me": False,
+        "latency": 0.25,
+        "received": 3,
+        "bytes": 30,
+        "stored": 2,
+        "unsound": 0,
+        "failures": 1,
+    }
+    assert (two["name"], two["me"], two["received"]) == ("two", True, None)
+    assert found in server.ask("GET", "/api/status").json["sessions"]
+    told = server.ask("GET", "/metrics").text
+    assert 'hotset_peer_records_total{machine="one",session="shared"} 3.0' in told
+    assert "s" * 40 not in told + str(server.ask("GET", "/api/status").json), "a secret key stays where it is"
+    described = server.ask("GET", "/openapi.json").json["components"]["schemas"]
+    assert set(described["MachineModel"]["properties"]) == set(one)
+    assert server.ask("DELETE", "/api/sessions/shared", token=True).status == 200
 
 
 def test_a_session_without_arguments_has_the_servers_budget_and_folder(server: Server) -> None:

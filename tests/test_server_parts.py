@@ -11,11 +11,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers import eventually
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from sources import Samples
 
+import hotset
+from hotset.cli import session as said
+from hotset.cluster.keys import Keys
+from hotset.cluster.roster import Member, Roster, write_roster
+from hotset.cluster.tally import Tally, make_tally
+from hotset.cluster.traffic import Traffic
 from hotset.errors import ArgumentError, HotsetError
 from hotset.server import history as history_module
 from hotset.server import log, place, remains
@@ -25,10 +33,13 @@ from hotset.server.guard import LARGEST_BODY, Guard, content_policy
 from hotset.server.history import History
 from hotset.server.keeper import Keeper, Refusal
 from hotset.server.metrics import Metrics
+from hotset.server.models import SessionModel
 from hotset.server.options import Options
-from hotset.session import servers, sessions
+from hotset.server.views import session_view
+from hotset.session import reports, servers, sessions
 from hotset.session.definition import Session
 from hotset.session.reports import CacheReport, SessionReport
+from hotset.store.format import Slot
 from hotset.told import printable
 
 LOCAL = Options("127.0.0.1", 50052, 1 << 30, None, "info", True)
@@ -186,6 +197,94 @@ def test_the_history_is_bounded_and_its_first_point_known(clock: list[float]) ->
     assert view["sessions"]["1"]["samples_per_second"] == [0.5] * 300
 
 
+# Machines
+
+
+def share(number: int, *names: str) -> None:
+    """Have machines share a session, the first of them this one."""
+    members = [Member(name, f"{name}.example", "tcp://x:1", "k" * 40, 1 << 30) for name in names]
+    write_roster(number, Roster(names[0], Keys(b"p" * 40, b"s" * 40), tuple(members)))
+
+
+def passed(number: int, **traffics: Traffic) -> None:
+    """Add to what passed between this machine and others."""
+    make_tally(number)
+    Tally(number).add(traffics, now=True)
+
+
+BUSY = Traffic(received=3000, bytes=5 << 20, stored=40, unsound=1, failures=2, answers=8, seconds=0.02)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_machines_are_told_as_the_roster_and_the_tally_have_them() -> None:
+    found = report(7, hits=1)
+    assert session_view(found)["machines"] == []
+    share(7, "b", "c", "a")
+    nothing = dict.fromkeys(("received", "bytes", "stored", "unsound", "failures"), 0) | {"latency": None}
+    quiet = [
+        {"name": name, "host": f"{name}.example", "capacity": 1 << 30, "me": name == "b"}
+        | (dict.fromkeys(nothing) if name == "b" else nothing)
+        for name in ("a", "b", "c")
+    ]
+    assert session_view(found)["machines"] == quiet, "before anything has passed"
+    passed(7, a=BUSY, gone=BUSY)
+    view = session_view(found)
+    sent = {"received": 3000, "bytes": 5 << 20, "stored": 40, "unsound": 1, "failures": 2, "latency": 0.0025}
+    assert view["machines"] == [quiet[0] | sent, *quiet[1:]]
+    assert SessionModel.model_validate(view).model_dump() == view
+    assert session_view(report(8))["machines"] == []
+
+
+def test_a_tally_that_cannot_be_read_hides_no_machine(runtime: Path) -> None:
+    share(7, "b", "a")
+    passed(7, a=BUSY)
+    whole = (runtime / "7.traffic").read_bytes()
+    for broken in (b"", b"x", b"\xff" * len(whole)):
+        (runtime / "7.traffic").write_bytes(broken)
+        told = [(machine["name"], machine["received"]) for machine in session_view(report(7))["machines"]]
+        assert told == [("a", 0), ("b", None)]
+
+
+@pytest.mark.usefixtures("runtime")
+def test_machines_are_described() -> None:
+    out = said.console()
+    for names in ((), ("b", "a", "evil\x1b[31m")):
+        if names:
+            share(7, *names)
+            passed(7, a=BUSY)
+        with out.capture() as captured:
+            out.print(said.describe(session_view(report(7))))
+        lines = captured.get().splitlines()
+        assert any("can hold" in line for line in lines) == bool(names)
+    [row] = [line for line in lines if "a.example" in line]
+    assert row.replace("│", " ").split() == [
+        *("a", "a.example", "1", "GiB", "3,000", "5", "MiB", "2.5", "ms", "40", "2")
+    ]
+    assert any("b (this machine)" in line for line in lines)
+    assert "\x1b[31m" not in captured.get()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_what_other_machines_sent_are_hits() -> None:
+    session = sessions.create("a", memory=1 << 20)
+    with hotset.cache(Samples(torch.tensor, 10), session="a") as cached:
+        for index in (0, 1, 0, 1):
+            cached[index]
+        assert cached.store is not None
+        cached.store.segment.slots[3, Slot.PEER_HITS] = 4
+        (seen,) = reports.report(session).caches
+    assert (seen.peer_hits, seen.hit_rate) == (4, (seen.hits + 4) / (seen.hits + 4 + seen.misses))
+    found = SessionReport(session, True, 0, 0, (CacheReport(1, "D", hits=1, peer_hits=2, misses=1),))
+    view = session_view(found)
+    [cache] = view["caches"]
+    assert (cache["hits"], cache["peer_hits"], cache["hit_rate"]) == (1, 2, 0.75)
+    out = said.console()
+    with out.capture() as captured:
+        out.print(said.describe(view), said.sessions_table([view]))
+    assert captured.get().count("75.0%") == 2
+    sessions.destroy(session)
+
+
 # Metrics
 
 
@@ -206,6 +305,7 @@ def test_metrics_tell_what_the_reports_say() -> None:
     assert found["hotset_server_memory_limit_bytes"] == {(): 1 << 30}
     assert found["hotset_session_memory_bytes"] == {("s1",): 100, ("s2",): 0}
     assert found["hotset_cache_hits_total"] == {("0", "s1"): 7}
+    assert found["hotset_peer_hits_total"] == {("0", "s1"): 0}
     assert found["hotset_cache_misses_total"] == {("0", "s1"): 3}
     assert found["hotset_cache_waited_seconds_total"] == {("0", "s1"): 0.5}
     assert found["hotset_cache_cached_samples"] == {("0", "s1"): 10}
@@ -221,6 +321,18 @@ def test_metrics_are_bounded_and_names_cannot_break_them() -> None:
     odd = report(1)
     named = CacheReport(id=5, name='a"b\n\ud800', samples=1)
     assert values([SessionReport(odd.session, True, 0, 0, (named,))])["hotset_cache_info"]
+
+
+@pytest.mark.usefixtures("runtime")
+def test_metrics_tell_of_other_machines_as_many_as_are_told_of() -> None:
+    share(1, "b", "a", "c\n")
+    passed(1, a=BUSY)
+    found = values([report(1), report(2)])
+    wanted = {"records": 3000, "bytes": 5 << 20, "failures": 2, "answers": 8, "seconds": 0.02}
+    for name, value in wanted.items():
+        assert found[f"hotset_peer_{name}_total"] == {("a", "s1"): value, ("c\\n", "s1"): 0}
+    share(2, *(f"m{number}" for number in range(1200)))
+    assert len(values([report(1), report(2)])["hotset_peer_bytes_total"]) == 1000
 
 
 # Chores, log, options
