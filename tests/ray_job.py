@@ -206,7 +206,7 @@ class Play:
         """Processes of the directory."""
         every = psutil.Process().children(recursive=True)
         names = {process.pid: process.cmdline() for process in every if process.is_running()}
-        return [pid for pid, line in names.items() if line and line[0].startswith("ray::_DirectoryActor")]
+        return [pid for pid, line in names.items() if line and line[0].startswith("ray::DirectoryActor")]
 
     def lose_machine(self) -> Any:
         """In the midst of an epoch."""
@@ -229,6 +229,7 @@ class Play:
         reads, seconds = self.reads(), self.until(3)
         machine = ray.get(self.ranks[2].machine.remote())
         epochs = self.epochs(14, 15, 16)
+        time.sleep(2.5)  # what it has served it says with its next beat
         served = next(known for known in self.status() if known["name"] == machine)["served"]
         return {
             "cache": cached,

@@ -131,7 +131,7 @@ def _rows(session: dict[str, Any], one_node: bool) -> list[list[str]]:
             str(cache["cached"] - cache["spilled"]),
             str(cache["spilled"]) if spills else "n/a",
             str(round(cache["mean_bytes"])) if cache["cached"] else "n/a",
-            str(cache["hits"] + cache["misses"]) if one_node else "n/a",
+            str(cache["hits"] + cache["peer_hits"] + cache["misses"]) if one_node else "n/a",
         ]
         for cache in session["caches"]
     ]

@@ -106,8 +106,8 @@ def sessions_table(found: list[dict[str, Any]]) -> Table:
     table = Table("session", "number", "memory", "of", "disk", "caches", "cached", "hits", "use", "server")
     for session in found:
         caches = session["caches"]
-        reads = sum(cache["hits"] + cache["misses"] for cache in caches)
-        hits = sum(cache["hits"] for cache in caches)
+        hits = sum(cache["hits"] + cache["peer_hits"] for cache in caches)
+        served = hits + sum(cache["misses"] for cache in caches)
         table.add_row(
             Text(printable(session["name"])),
             str(session["number"]),
@@ -116,7 +116,7 @@ def sessions_table(found: list[dict[str, Any]]) -> Table:
             format_bytes(session["disk"]["used"]) if session["disk"]["folder"] else "-",
             str(len(caches)),
             f"{sum(cache['cached'] for cache in caches):,}",
-            f"{hits / reads:.1%}" if reads else "-",
+            f"{hits / served:.1%}" if served else "-",
             "in use" if session["in_use"] else "-",
             str(session["server"] or "-"),
         )
@@ -124,7 +124,7 @@ def sessions_table(found: list[dict[str, Any]]) -> Table:
 
 
 def describe(session: dict[str, Any]) -> RenderableType:
-    """One session and its caches."""
+    """One session, its caches, and the machines that share it."""
     facts = Table.grid(padding=(0, 2))
     disk = session["disk"]
     of = f"{format_bytes(session['memory']['used'])} of {format_bytes(session['memory']['limit'])}"
@@ -137,10 +137,16 @@ def describe(session: dict[str, Any]) -> RenderableType:
     server = session["server"]
     facts.add_row("owner", "nobody" if server is None else f"the server of port {server}")
     facts.add_row("in use", "yes" if session["in_use"] else "no")
-    if not session["caches"]:
-        return Group(facts, "It has no caches yet.")
+    parts: list[RenderableType] = [facts]
+    parts.append(_caches(session["caches"]) if session["caches"] else "It has no caches yet.")
+    if session["machines"]:
+        parts.append(_machines(session["machines"]))
+    return Group(*parts)
+
+
+def _caches(caches: list[dict[str, Any]]) -> Table:
     table = Table("cache", "id", "samples", "cached", "on disk", "memory", "disk", "a row", "hits", "state")
-    for cache in session["caches"]:
+    for cache in caches:
         rate = cache["hit_rate"]
         table.add_row(
             Text(printable(cache["name"])),
@@ -154,7 +160,29 @@ def describe(session: dict[str, Any]) -> RenderableType:
             "-" if rate is None else f"{rate:.1%}",
             Text(printable(cache["state"])),
         )
-    return Group(facts, table)
+    return table
+
+
+def _machines(machines: list[dict[str, Any]]) -> Table:
+    table = Table("machine", "address", "can hold", "samples", "bytes", "an answer", "brought", "failures")
+    for machine in machines:
+        name, latency = printable(machine["name"]), machine["latency"]
+        passed = ["-"] * 5
+        if not machine["me"]:
+            passed = [
+                f"{machine['received']:,}",
+                format_bytes(machine["bytes"]),
+                "-" if latency is None else f"{latency * 1e3:.1f} ms",
+                f"{machine['stored']:,}",
+                f"{machine['failures']:,}",
+            ]
+        table.add_row(
+            Text(f"{name} (this machine)" if machine["me"] else name),
+            Text(printable(machine["host"])),
+            format_bytes(machine["capacity"]),
+            *passed,
+        )
+    return table
 
 
 def print_status(status: dict[str, Any]) -> None:

@@ -160,11 +160,11 @@ def _session_row(session: Answer, series: dict[str, list[float | None]]) -> _Row
     def total(name: str) -> int:
         return sum(cache[name] for cache in caches)
 
-    memory = session["memory"]
+    memory, hits = session["memory"], total("hits") + total("peer_hits")
     cells = {
         "cached": f"{total('cached'):,}",
         "of": f"{total('samples'):,}",
-        "hit rate": _share(total("hits"), total("hits") + total("misses")),
+        "hit rate": _share(hits, hits + total("misses")),
         "samples/s": _now(series, "samples_per_second", lambda value: f"{value:,.0f}"),
         "wait s/s": _now(series, "waited", lambda value: f"{value:.3f}"),
         "memory": f"{format_bytes(memory['used'])} of {format_bytes(memory['limit'])}",
@@ -180,7 +180,7 @@ def _cache_row(cache: Answer) -> _Row:
     cells = {
         "cached": f"{cache['cached']:,}",
         "of": f"{cache['samples']:,}",
-        "hit rate": _share(cache["hits"], cache["hits"] + cache["misses"]),
+        "hit rate": _NOTHING if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%}",
         "memory": format_bytes(cache["memory"]),
         "disk": format_bytes(cache["disk"]),
         "processes": f"{cache['processes']:,}",

@@ -50,6 +50,7 @@ __all__ = ["Node", "fingerprint_of"]
 
 BEAT_SECONDS = 1.0
 _TTL = 3600.0
+_LONGEST = 39  # of a host's name: with what is drawn behind it, as much as a tally's row has room for
 # How long a machine that could not be connected to is gone around before it is tried again.
 _LOOK_SECONDS = 30.0
 # What is offered for a record's tail in an answer to a relay: who has more asks again.
@@ -92,7 +93,7 @@ class Node:
     ) -> None:
         self.session = _session(name, memory)
         known = read_roster(self.session.number)
-        self._me = known.me if known is not None else f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self._me = known.me if known is not None else f"{socket.gethostname()[:_LONGEST]}-{secrets.token_hex(4)}"
         self._keys = known.keys if known is not None else Keys.new()
         self._roster = known
         self._beat = beat

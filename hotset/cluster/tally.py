@@ -54,7 +54,7 @@ def read_tally(number: int) -> dict[str, Traffic]:
         OSError: there is no tally.
     """
     with _opened(number) as fd:
-        return {row["name"].decode(): _traffic(row) for row in _rows(fd) if row["name"]}
+        return {row["name"].decode(errors="replace"): _traffic(row) for row in _rows(fd) if row["name"]}
 
 
 def _traffic(row: Any) -> Traffic:
@@ -73,7 +73,8 @@ def _opened(number: int) -> Iterator[int]:
 
 
 def _rows(fd: int) -> Any:
-    return np.frombuffer(bytearray(os.pread(fd, _ROWS * _ROW.itemsize, 0)), _ROW)
+    size = _ROWS * _ROW.itemsize
+    return np.frombuffer(bytearray(os.pread(fd, size, 0).ljust(size, b"\0")), _ROW)
 
 
 class Tally:

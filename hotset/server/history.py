@@ -38,7 +38,7 @@ class _Totals:
     def of(cls, report: SessionReport) -> _Totals:
         caches = report.caches
         return cls(
-            hits=sum(cache.hits for cache in caches),
+            hits=sum(cache.hits + cache.peer_hits for cache in caches),
             misses=sum(cache.misses for cache in caches),
             waited=sum(cache.waited_seconds for cache in caches),
             cached=sum(cache.cached for cache in caches),

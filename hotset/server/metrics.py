@@ -1,8 +1,8 @@
 """Sessions and caches for Prometheus, read at the moment of the scrape.
 
-Nothing is counted here: the caches count themselves, and a collector turns their reports into samples. A
-cache's counters end with it. How many sessions and caches are told is bounded, as each is a time series to
-whoever scrapes.
+Nothing is counted here: the caches count themselves, a session's tally counts what passes between machines,
+and a collector turns both into samples. A cache's counters end with it. How many sessions, caches and
+machines are told is bounded, as each is a time series to whoever scrapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hotset.cluster.traffic import Traffic
 from hotset.server.options import Options
+from hotset.server.views import machines_of
 from hotset.session.reports import CacheReport, SessionReport
 from hotset.told import printable
 
@@ -23,6 +25,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _MOST_SESSIONS = 200
 _MOST_CACHES = 1000
+_MOST_MACHINES = 1000
 
 _OF_SESSION: list[tuple[str, str, Callable[[SessionReport], float]]] = [
     ("memory_bytes", "Memory that the session's caches take.", lambda report: report.memory),
@@ -40,10 +43,18 @@ _OF_CACHE: list[tuple[str, str, Callable[[CacheReport], float]]] = [
     ("ok", "0 if the cache is condemned or cannot be opened.", lambda cache: cache.state == "ok"),
 ]
 _COUNTED: list[tuple[str, str, Callable[[CacheReport], float]]] = [
-    ("hits", "Samples served from the cache.", lambda cache: cache.hits),
-    ("misses", "Samples read from the source.", lambda cache: cache.misses),
-    ("fill_seconds", "Time spent in the source.", lambda cache: cache.fill_seconds),
-    ("waited_seconds", "Time that consumers waited.", lambda cache: cache.waited_seconds),
+    ("cache_hits", "Samples served from the cache.", lambda cache: cache.hits),
+    ("peer_hits", "Samples served from other machines' memory.", lambda cache: cache.peer_hits),
+    ("cache_misses", "Samples read from the source.", lambda cache: cache.misses),
+    ("cache_fill_seconds", "Time spent in the source.", lambda cache: cache.fill_seconds),
+    ("cache_waited_seconds", "Time that consumers waited.", lambda cache: cache.waited_seconds),
+]
+_OF_MACHINE: list[tuple[str, str, Callable[[Traffic], float]]] = [
+    ("records", "Samples that the machine sent.", lambda traffic: traffic.received),
+    ("bytes", "Bytes of them.", lambda traffic: traffic.bytes),
+    ("failures", "Times that it did not answer as it should.", lambda traffic: traffic.failures),
+    ("answers", "Answers that came in time.", lambda traffic: traffic.answers),
+    ("seconds", "Time until they came.", lambda traffic: traffic.seconds),
 ]
 
 
@@ -98,10 +109,25 @@ class _Sessions(Collector):
                 gauge.add_metric([session, str(cache.id)], float(of_cache(cache)))
             yield gauge
         for name, text, of_cache in _COUNTED:
-            counter = CounterMetricFamily(f"hotset_cache_{name}", text, labels=labels)
+            counter = CounterMetricFamily(f"hotset_{name}", text, labels=labels)
             for session, cache in caches:
                 counter.add_metric([session, str(cache.id)], float(of_cache(cache)))
             yield counter
+        yield from _machines(told)
+
+
+def _machines(told: list[SessionReport]) -> Iterator[Metric]:
+    found = [
+        (report.session.name, printable(member.name), traffic)
+        for report in told
+        for member, traffic in machines_of(report.session.number)
+        if traffic is not None
+    ][:_MOST_MACHINES]
+    for name, text, read in _OF_MACHINE:
+        counter = CounterMetricFamily(f"hotset_peer_{name}", text, labels=["session", "machine"])
+        for session, machine, traffic in found:
+            counter.add_metric([session, machine], float(read(traffic)))
+        yield counter
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

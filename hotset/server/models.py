@@ -73,6 +73,7 @@ class CacheModel(BaseModel):
     limit: int
     mean_bytes: float
     hits: int
+    peer_hits: int
     misses: int
     hit_rate: Optional[float]
     fill_seconds: float
@@ -81,8 +82,28 @@ class CacheModel(BaseModel):
     state: str
 
 
+class MachineModel(BaseModel):
+    """A machine that shares a session: the bytes that it can hold, and what it has sent to this one (``me``).
+
+    ``received`` records of ``bytes`` came from it, verified, besides those that were ``unsound``; it took
+    ``stored`` records that were brought to it. ``latency`` is the mean of seconds until an answer of it. What
+    passes between two machines is null for this one.
+    """
+
+    name: str
+    host: str
+    capacity: int
+    me: bool
+    received: Optional[int]
+    bytes: Optional[int]
+    latency: Optional[float]
+    stored: Optional[int]
+    unsound: Optional[int]
+    failures: Optional[int]
+
+
 class SessionModel(BaseModel):
-    """A session and its caches."""
+    """A session and its caches; no machines unless it is one that several share."""
 
     number: int
     name: str
@@ -94,6 +115,7 @@ class SessionModel(BaseModel):
     in_use: bool
     server: Optional[int]
     caches: list[CacheModel]
+    machines: list[MachineModel]
 
 
 class Status(BaseModel):

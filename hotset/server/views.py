@@ -1,16 +1,56 @@
-"""Reports of sessions and caches as plain JSON values: what the API answers and ``hotset session`` prints."""
+"""Reports of sessions and caches as plain JSON values: what the API answers and ``hotset session`` prints.
+
+Where several machines share a session, they are read from what this one has written down of them, the roster
+and the tally. No other machine is asked, so a look costs the same whatever has become of them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, NamedTuple
 
+from hotset.cluster.roster import Member, read_roster
+from hotset.cluster.tally import read_tally
+from hotset.cluster.traffic import Traffic
 from hotset.session.reports import CacheReport, SessionReport
 
-__all__ = ["session_view"]
+__all__ = ["Machine", "machines_of", "session_view"]
+
+_COUNTED = ("received", "bytes", "stored", "unsound", "failures")
+
+
+class Machine(NamedTuple):
+    """A machine that shares a session.
+
+    Attributes:
+        member: it.
+        traffic: what passed between it and this machine, since the session began; None: it is this machine.
+    """
+
+    member: Member
+    traffic: Traffic | None
+
+
+def machines_of(number: int) -> list[Machine]:
+    """Return the machines that share a session, by name; none of a session that is this machine's alone."""
+    roster = read_roster(number)
+    if roster is None:
+        return []
+    tally: dict[str, Traffic] = {}
+    with contextlib.suppress(OSError, ValueError):  # not made yet, or not whole yet
+        tally = read_tally(number)
+    return [
+        Machine(member, None if member.name == roster.me else tally.get(member.name, Traffic()))
+        for member in roster.members
+    ]
 
 
 def session_view(report: SessionReport) -> dict[str, Any]:
-    """Return a session and its caches; amounts in bytes, times in seconds, ``created`` in Unix time."""
+    """Return a session with its caches and machines.
+
+    Amounts are bytes, times seconds, ``created`` is Unix time. What passes between two machines is None of
+    this one itself, which is marked as ``me``.
+    """
     session = report.session
     return {
         "number": session.number,
@@ -23,11 +63,12 @@ def session_view(report: SessionReport) -> dict[str, Any]:
         "in_use": report.in_use,
         "server": session.server,
         "caches": [_cache_view(cache) for cache in report.caches],
+        "machines": [_machine_view(machine) for machine in machines_of(session.number)],
     }
 
 
 def _cache_view(cache: CacheReport) -> dict[str, Any]:
-    reads = cache.hits + cache.misses
+    served = cache.hits + cache.peer_hits + cache.misses
     return {
         "id": cache.id,
         "name": cache.name,
@@ -39,10 +80,23 @@ def _cache_view(cache: CacheReport) -> dict[str, Any]:
         "limit": cache.limit,
         "mean_bytes": cache.mean_bytes,
         "hits": cache.hits,
+        "peer_hits": cache.peer_hits,
         "misses": cache.misses,
-        "hit_rate": cache.hits / reads if reads else None,
+        "hit_rate": cache.hit_rate if served else None,
         "fill_seconds": cache.fill_seconds,
         "waited_seconds": cache.waited_seconds,
         "processes": cache.processes,
         "state": cache.state,
+    }
+
+
+def _machine_view(machine: Machine) -> dict[str, Any]:
+    member, traffic = machine
+    return {
+        "name": member.name,
+        "host": member.host,
+        "capacity": member.capacity,
+        "me": traffic is None,
+        "latency": traffic.latency if traffic is not None and traffic.answers else None,
+        **{name: None if traffic is None else getattr(traffic, name) for name in _COUNTED},
     }

@@ -38,6 +38,7 @@ class CacheReport:
         limit: bytes that it may take in memory.
         stored: bytes of the records that it holds.
         hits: samples served from it.
+        peer_hits: samples that other machines sent to this one's processes, of a session that they share.
         misses: samples read from the source.
         fill_seconds: spent in the source and the cached transforms, summed over processes.
         waited_seconds: that loaders' consumers waited for batches, summed over them.
@@ -55,6 +56,7 @@ class CacheReport:
     limit: int = 0
     stored: int = 0
     hits: int = 0
+    peer_hits: int = 0
     misses: int = 0
     fill_seconds: float = 0.0
     waited_seconds: float = 0.0
@@ -68,9 +70,10 @@ class CacheReport:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the samples served that came from the cache, 0 to 1; 0 before the first."""
-        served = self.hits + self.misses
-        return self.hits / served if served else 0.0
+        """Share of the samples served that did not come from the source, 0 to 1; 0 before the first."""
+        hits = self.hits + self.peer_hits
+        served = hits + self.misses
+        return hits / served if served else 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ def _look(folder: int, file: str) -> CacheReport:
             limit=int(live[Live.LIMIT]),
             stored=sums[Slot.STORED_BYTES],
             hits=sums[Slot.HITS],
+            peer_hits=sums[Slot.PEER_HITS],
             misses=sums[Slot.MISSES],
             fill_seconds=sums[Slot.FILL_NS] / 1e9,
             waited_seconds=sums[Slot.WAIT_NS] / 1e9,
