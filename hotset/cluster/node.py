@@ -93,7 +93,8 @@ class Node:
     ) -> None:
         self.session = _session(name, memory)
         known = read_roster(self.session.number)
-        self._me = known.me if known is not None else f"{socket.gethostname()[:_LONGEST]}-{secrets.token_hex(4)}"
+        new = f"{socket.gethostname()[:_LONGEST]}-{secrets.token_hex(4)}"
+        self._me = known.me if known is not None else new
         self._keys = known.keys if known is not None else Keys.new()
         self._roster = known
         self._beat = beat
