@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -64,6 +65,13 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime folder of this test's own, in memory, for what goes on in sessions."""
     with own_runtime(tmp_path, monkeypatch) as folder:
         yield folder
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder with a short name: sockets that processes meet at have room for 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -186,6 +186,7 @@ def test_a_source_that_cannot_be_read_any_more_is_no_difference(tmp_path: Path) 
 def test_a_window_is_audited_by_the_samples_that_its_entries_are(tmp_path: Path) -> None:
     flag = tmp_path / "armed"
     chain = [hotset.deterministic(LaterRandom(flag))]
+    servants = set(psutil.Process().children())  # of earlier tests: forkserver and the like
     window = hotset.Window(10, replace=0.2, wait=True)
     with hotset.cache(Samples(image_and_label, N), transform=chain, window=window) as cached:
         loader = hotset.DataLoader(cached, batch_size=5)
@@ -202,7 +203,7 @@ def test_a_window_is_audited_by_the_samples_that_its_entries_are(tmp_path: Path)
             list(loader)
         assert len(labels) == 10
         assert cached.residents.position.cursor == cursor + 2, "it moves on, over the source"
-        assert psutil.Process().children() == [], "and nobody prepares what nobody would read"
+        assert set(psutil.Process().children()) <= servants, "and nobody prepares what nobody would read"
 
 
 def _padded() -> Any:

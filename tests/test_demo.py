@@ -34,9 +34,9 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files, empty, so that what a test leaves there shows."""
-    folder = tmp_path / "temporary"
+    folder = short_folder / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("COLUMNS", "100")

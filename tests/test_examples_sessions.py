@@ -83,19 +83,19 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def place(short_folder: Path) -> Iterator[Place]:
     """After the test no process of the place lives, and all that it left are plots."""
     for name in ("cwd", "temporary", "bin", "put"):
-        (tmp_path / name).mkdir()
-    environment = environment_in(tmp_path) | {
+        (short_folder / name).mkdir()
+    environment = environment_in(short_folder) | {
         "PORT": str(free_port()),
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "TMPDIR": str(tmp_path / "temporary"),
+        "PATH": f"{short_folder / 'bin'}:{os.environ['PATH']}",
+        "TMPDIR": str(short_folder / "temporary"),
         "PYTHONWARNINGS": "error",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "temporary"),
+        "TORCHINDUCTOR_CACHE_DIR": str(short_folder / "temporary"),
     }
-    place = Place(tmp_path, environment)
+    place = Place(short_folder, environment)
     place.command("python", f'exec {sys.executable} "$@"')
     place.command("hotset", f'exec {sys.executable} -c "from hotset.cli.main import main; main()" "$@"')
     yield place
