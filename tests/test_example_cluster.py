@@ -19,6 +19,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 from helpers import eventually
+from ray_here import require_ray
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "cluster_train.py"
@@ -75,6 +76,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
         try:
             assert holder.stdout is not None
             address = holder.stdout.readline().strip()
+            if not address:
+                require_ray()
             assert address, "the nodes have not started"
             trained = run([str(EXAMPLE), address, "--epochs", "3"], cwd, environment)
             paged = run([str(page)], cwd, {**environment, "RAY_ADDRESS": address})
