@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import resource
 import signal
 import socket
 import threading
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import samples
 from helpers import difference, eventually
-from stores import child, ended, ids, kill, opened, stop
+from stores import child, ended, ids, in_child, kill, opened, stop
 
 zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
@@ -30,6 +31,7 @@ from hotset.cluster.keys import Keys  # noqa: E402
 from hotset.cluster.messages import Bytes, Cache, Longs, Operation, Records, Status  # noqa: E402
 from hotset.cluster.serving import Served, Serving  # noqa: E402
 from hotset.cluster.shelf import StoreShelf  # noqa: E402
+from hotset.cluster.sockets import SPARE  # noqa: E402
 from hotset.errors import HotsetWarning  # noqa: E402
 from hotset.store.schema import Schema  # noqa: E402
 
@@ -648,3 +650,47 @@ def test_operations_that_are_no_gets_have_no_rows() -> None:
             answer = ticket.wait(time.monotonic() + SOON)
         assert not answer.present.any()
         assert other.served.problem == "OSError: this shelf is read only"
+
+
+# ---- no descriptors ------------------------------------------------------------------------------------
+
+
+def leave_descriptors(count: int) -> None:
+    """Have so many descriptors left in this process, and no more."""
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, highest + 1 + count))
+    opened = []
+    with contextlib.suppress(OSError):
+        while True:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    for fd in opened[-count:] if count else []:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("left", [0, 3, 9, 20, 31])
+def test_a_process_with_few_descriptors_left_reads_its_source(left: int) -> None:
+    """Where ZeroMQ gets none for its threads, it ends the process: so it is not asked for any."""
+    with machine(fake()) as other:
+
+        def job() -> None:
+            with asker(other.endpoint) as peer:
+                leave_descriptors(left)
+                refuses(peer, Fake().cache, "Too many open files")
+
+        in_child(job)
+
+
+def test_a_process_with_enough_descriptors_left_asks() -> None:
+    with machine(fake()) as other:
+
+        def job() -> None:
+            with asker(other.endpoint) as peer:
+                leave_descriptors(SPARE)
+                assert gets(peer, Fake().cache, 1, 2)
+
+        in_child(job)
+
+
+def test_an_endpoint_that_is_none_is_a_failure_of_its_machine() -> None:
+    with asker("nonsense") as peer:
+        refuses(peer, Fake().cache, "cannot be connected to")

@@ -50,7 +50,7 @@ from hotset.cluster.messages import (
     Records,
     Status,
 )
-from hotset.cluster.sockets import close, open_socket
+from hotset.cluster.sockets import close, open_socket, require_descriptors
 from hotset.cluster.traffic import Rest, Traffic
 from hotset.store.format import LINE
 from hotset.told import tell
@@ -225,8 +225,13 @@ class Peer:
         if self.rests or self._rest_of[ticket.cache.fingerprint].lasts or len(self._open) >= _IN_FLIGHT:
             ticket.is_lost = True
             return
-        if self._socket is None:
-            self._connect()
+        try:
+            if self._socket is None:
+                self._connect()
+        except (OSError, zmq.ZMQError) as error:
+            ticket.is_lost = True
+            self.fail(f"cannot be connected to: {error}")
+            return
         self._number = (self._number + 1) % (1 << 64)
         try:
             self._socket.send_multipart(frames(self._number), zmq.NOBLOCK)
@@ -237,6 +242,7 @@ class Peer:
         self._open[self._number] = ticket
 
     def _connect(self) -> None:
+        require_descriptors()
         context = self.peers.context()
         self._socket = open_socket(context, zmq.DEALER, self.peers.keys, self._key)
         self._socket.ipv6 = "[" in self.endpoint
@@ -315,8 +321,9 @@ class Peer:
             ticket.is_lost = True
         self._open.clear()
         if self._socket is not None:
-            self._socket.disable_monitor()
-            self._events.close(0)
+            if self._events is not None:
+                self._socket.disable_monitor()
+                self._events.close(0)
             self._socket.close(0)
             self._socket = self._events = None
 

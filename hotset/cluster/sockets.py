@@ -11,6 +11,7 @@ what was waiting to be sent over it is freed.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import zmq
@@ -18,10 +19,12 @@ import zmq
 from hotset.cluster.keys import Keys
 from hotset.cluster.messages import LARGEST
 
-__all__ = ["SILENCE", "close", "open_socket"]
+__all__ = ["SILENCE", "SPARE", "close", "open_socket", "require_descriptors"]
 
 # Milliseconds. One is asked for often enough that two of them may get lost.
 SILENCE = 1500
+# A context takes eight descriptors, a connection six.
+SPARE = 32
 _HEARTBEAT = 500
 _HANDSHAKE = 2000
 
@@ -50,6 +53,24 @@ def open_socket(context: zmq.Context[Any], kind: int, keys: Keys | None, server:
         else:
             socket.curve_serverkey = server
     return socket
+
+
+def require_descriptors() -> None:
+    """Refuse to go on where few descriptors are left.
+
+    To be asked before a context or a socket is made: where ZeroMQ gets none for its own threads, it ends the
+    whole process.
+
+    Raises:
+        OSError: ``SPARE`` more cannot be opened.
+    """
+    opened: list[int] = []
+    try:
+        while len(opened) < SPARE:
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for fd in opened:
+            os.close(fd)
 
 
 def close(context: zmq.Context[Any], *sockets: Any) -> None:
