@@ -28,9 +28,10 @@ with the reason and without a figure.
     window_job      and those of "window"
     ranks_job       a rank of "ranks"
     placement       a simulated cluster: the machines' shares, and what moves
-    cluster         one cache over several machines: Ray nodes on this one (cluster_nodes), each with a rank
-                    (cluster_rank), the ways of records between them (cluster_wire), and larger clusters
-                    on paper (cluster_estimate)
+    cluster_nodes   the machines of "cluster": Ray nodes on this one
+    cluster_rank    a rank on one
+    cluster_wire    the ways of records between two
+    cluster_estimate  larger clusters, on paper
     digits          the accuracy of windows and of full passes, a program of its own
     reader          timed epochs of a full cache
     attach_job      the second process of "attach"

@@ -27,10 +27,11 @@ import numpy as np
 from benchmarks.cluster_nodes import Nodes
 from benchmarks.cluster_rank import Noise
 from benchmarks.harness import Comparison, Unfit, compare
-from hotset.cluster.asking import Peers, Ticket
+from hotset.cluster.asking import Peers
 from hotset.cluster.keys import Keys
 from hotset.cluster.serving import Serving
 from hotset.cluster.shelf import StoreShelf
+from hotset.cluster.ticket import Ticket
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, Task
     from rich.text import Text
 
-__all__ = ["progress_bar"]
+__all__ = ["counted", "progress_bar"]
 
 
 def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Progress:
@@ -47,3 +50,16 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
         console=console,
         speed_estimate_period=period,
     )
+
+
+@contextlib.contextmanager
+def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show a bar on the standard error, if that is a terminal; yields what is told how many are done."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+
+    with progress_bar(Console(stderr=True, highlight=False), unit, 5.0) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)

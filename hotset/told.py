@@ -8,7 +8,7 @@ import warnings
 
 from hotset.errors import HotsetWarning
 
-__all__ = ["printable", "tell"]
+__all__ = ["Teller", "printable", "tell"]
 
 _OURS = os.path.dirname(__file__) + os.sep
 
@@ -24,6 +24,18 @@ def tell(sentence: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(theirs):
         level, frame = level + 1, frame.f_back
     warnings.warn(sentence, HotsetWarning, stacklevel=level)
+
+
+class Teller:
+    """Warns of something, and of what bears a name only once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, sentence: str, about: str = "") -> None:
+        if about not in self._told:
+            self._told |= {about} - {""}
+            tell(sentence)
 
 
 def printable(text: str, longest: int = 200) -> str:

@@ -37,6 +37,7 @@ from helpers import difference, eventually, scribble
 from samples import kilobyte
 from sources import Counting, ReadLog, Samples
 from stores import attached, child, ended, kill
+from torch.utils.data.distributed import DistributedSampler
 
 import hotset
 from hotset.cluster import joining, node
@@ -163,9 +164,14 @@ class Child:
 
     def result(self, within: float = SOON) -> Told:
         """What the method that was begun has returned; what it has raised is raised."""
-        told: Told = self._receive(within)
+        told = self.told(within)
         if isinstance(told.value, Exception):
             raise told.value
+        return told
+
+    def told(self, within: float = SOON) -> Told:
+        """What it has returned or raised."""
+        told: Told = self._receive(within)
         return told
 
     def call(self, what: str, *args: Any) -> Any:
@@ -236,6 +242,7 @@ class _Trainer:
         joining.join = join
         sys.modules["ray"] = types.SimpleNamespace(get=lambda call, timeout: call())  # type: ignore[assignment]
         self._cached: Any = None
+        self._loader: Any = None
 
     def cache(self, dataset: Any, make: Callable[[int], Any], how: dict[str, Any]) -> None:
         how = {"cluster": "auto", "session": SESSION, "key": "the data", **how}
@@ -250,6 +257,15 @@ class _Trainer:
             longest = max(longest, time.monotonic() - start)
             wrong += self._differing(batch, got)
         return wrong, longest
+
+    def use(self, batches: Sequence[Sequence[int]]) -> None:
+        """As :meth:`walk`, whatever the samples are."""
+        for batch in batches:
+            self._cached.__getitems__(batch)
+
+    def announce(self, batch: Sequence[int]) -> None:
+        """Ask for a batch ahead of its use."""
+        self._cached.ask_ahead(np.array(batch))
 
     def scribble(self, batches: Sequence[Sequence[int]]) -> list[int]:
         """As :meth:`walk`, and overwrite each sample before the next one is looked at."""
@@ -274,6 +290,58 @@ class _Trainer:
             wrong += self._differing(batch, list(zip(data, labels.tolist(), strict=True)))
         return wrong, 0.0
 
+    def window_epoch(self, rank: int, ranks: int, workers: int, pause: float) -> list[int]:
+        """This rank's part of a window's next epoch: which samples, all of them compared."""
+        if self._loader is None:
+            sampler = DistributedSampler(self._cached, ranks, rank, shuffle=False)
+            self._loader = hotset.DataLoader(
+                self._cached,
+                batch_size=8,
+                sampler=sampler,
+                num_workers=workers,
+                persistent_workers=workers > 0,
+            )
+        seen: list[int] = []
+        for data, labels in self._loader:
+            batch = labels.tolist()
+            wrong = self._differing(batch, list(zip(data, batch, strict=True)))
+            assert wrong == []
+            seen += batch
+            time.sleep(pause)
+        return seen
+
+    def sunk(self, count: int, workers: int) -> tuple[list[float], list[float]]:
+        """Losses of a training by ``data_sink`` from the cache, and of a plain loop over the source."""
+        import sinking
+
+        found = []
+        for cached in (True, False):
+            data = self._cached if cached else Samples(self._make, count)
+            training = sinking.Training()
+            loader = sinking.loader_of(data, workers)
+            if not cached:
+                found.append(sinking.plain(training, loader, sinking.STEPS))
+                continue
+            with hotset.data_sink(training.step, loader, 7, outputs="all") as sink:
+                losses: list[float] = []
+                while len(losses) < sinking.STEPS:
+                    losses += sink(steps=min(7, sinking.STEPS - len(losses))).tolist()
+            found.append(losses)
+        return found[0], found[1]
+
+    def state(self) -> Any:
+        return self._loader.state_dict()
+
+    def go_on(self, state: Any, rank: int, ranks: int) -> None:
+        """Go on from a loader's state with the next epoch."""
+        sampler = DistributedSampler(self._cached, ranks, rank, shuffle=False)
+        self._loader = hotset.DataLoader(self._cached, batch_size=8, sampler=sampler)
+        self._loader.load_state_dict(state)
+
+    def position(self) -> list[int]:
+        """Where the window stands for this process."""
+        return list(self._cached.residents.position)
+
     def _differing(self, batch: Sequence[int], got: list[Any]) -> list[int]:
         found = [difference(value, self._make(index)) for index, value in zip(batch, got, strict=True)]
         return [index for index, sentence in zip(batch, found, strict=True) if sentence is not None]
@@ -286,6 +354,13 @@ class _Trainer:
 
     def stats(self) -> Any:
         return self._cached.stats()
+
+    def clear(self) -> None:
+        self._cached.clear()
+
+    def destroy_session(self) -> int:
+        """As ``hotset session destroy`` does; returns the bytes that were freed."""
+        return sessions.destroy(sessions.find(SESSION))
 
     def fill_session(self, count: int) -> int:
         """Leave a session nothing, by a cache of this machine's own; returns how many samples that holds."""

@@ -1,15 +1,17 @@
-"""Whether Ray itself can start on this machine: where it cannot, what builds on it is not to blame."""
+"""Programs with Ray: their end, and whether Ray itself can start here; where not, they are not to blame."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 
+import psutil
 import pytest
 
-__all__ = ["require_ray"]
+__all__ = ["end", "require_ray"]
 
 _SECONDS = 90.0
 _START = (
@@ -37,3 +39,18 @@ def require_ray() -> None:
             pytest.skip(f"Ray does not start here within {_SECONDS:.0f} s")
     if done.returncode:
         pytest.skip(f"Ray does not start here: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+
+
+def end(running: subprocess.Popen[bytes]) -> None:
+    """End a program, which ends what it has started; what is left after that is killed."""
+    if running.poll() is not None:
+        return
+    every = psutil.Process(running.pid).children(recursive=True)
+    running.terminate()
+    try:
+        running.wait(20)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        for process in every:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -26,8 +26,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import hotset
 from hotset.data import audit
 
-audit._ONE_IN = 1 << 40  # reads are counted here, and these are on purpose
-
 SAMPLES = 3000
 BYTES = 3 * 32 * 32
 BATCH = 32
@@ -78,6 +76,7 @@ class Rank:
 
     def __init__(self, folder: str) -> None:
         torch.set_num_threads(1)
+        audit._ONE_IN = 1 << 40  # reads are counted here, and these are on purpose
         self.folder = folder
         self._cached: dict[int, Any] = {}
 

@@ -23,6 +23,7 @@ from helpers import difference, eventually
 
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live
+from hotset.store.ring import attach_store
 from hotset.store.schema import Schema
 from hotset.store.segment import Address
 from hotset.store.store import Store
@@ -60,7 +61,7 @@ def attached(where: Store | Address | Path | str) -> Iterator[Store]:
     """Another view of a store, with its own membership: what another process has."""
     if isinstance(where, Store):
         where = where.segment.address
-    with contextlib.closing(Store.attach(str(where) if isinstance(where, Path) else where)) as store:
+    with contextlib.closing(attach_store(str(where) if isinstance(where, Path) else where)) as store:
         yield store
 
 

@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("ray", reason="Ray, which keeps track of a cluster's machines, is not installed")
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
-from benchmarks import cluster
 from benchmarks.cluster_estimate import Rates, Times, estimate
 from benchmarks.cluster_rank import Epoch, Noise
 from benchmarks.harness import Outcome
+from benchmarks.suite import cluster
 from benchmarks.throttle import Throttle
 from benchmarks.truth import WrongData
 
@@ -30,7 +30,7 @@ SIZE = 100
 PROGRAM = """
 import contextlib, json, os
 from pathlib import Path
-from benchmarks import cluster
+from benchmarks.suite import cluster
 from benchmarks.cluster_nodes import ray_nodes
 from benchmarks.cluster_wire import compared
 from benchmarks.harness import Outcome

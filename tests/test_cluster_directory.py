@@ -28,11 +28,12 @@ from hotset.cluster import directory as directory_module
 from hotset.cluster import packing, roster, shelf
 from hotset.cluster.directory import FORMER, PREPARING, SILENT, Beat, Described, Directory, Heard
 from hotset.cluster.keys import Keys
-from hotset.cluster.messages import ABSENT, LEFT, PROMISED, Cache, Records, sound
+from hotset.cluster.records import ABSENT, LEFT, PROMISED, ROOMLESS, Cache, Records, sound
 from hotset.cluster.roster import Member, Roster, RosterFile, read_roster, write_roster
 from hotset.cluster.shelf import StoreShelf
 from hotset.session import recovery, sessions
 from hotset.session.retire import retire
+from hotset.store.loose import Loose
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
@@ -121,6 +122,32 @@ def test_who_is_silent_has_left_and_may_come_back() -> None:
     assert [each["name"] for each in talk.directory.status()] == ["a", "b"]
     talk.beat("c", port=7)
     assert talk.directory.members() == (member("a"), member("b"), member("c", port=7))
+
+
+def test_a_directory_that_was_cut_off_gathers_anew() -> None:
+    """Most machines fall silent at once: rather its own cable was pulled. Its list would move all samples."""
+    talk = Talk().gathered("a", "b", "c")
+    talk.now += 0.5
+    talk.beat("b")  # whose last one it is, as the others' were before
+    for _ in range(40):
+        talk.now += 1
+        assert talk.beat("c").members in (None, (member("a"), member("b"), member("c")))
+    assert talk.names() is None
+    assert talk.beat("a").members is None, "b is not heard yet"
+    assert talk.beat("b").members in (None, (member("a"), member("b"), member("c")))
+    talk.beat("a")
+    assert talk.names() == ["a", "b", "c"]
+
+
+def test_where_most_machines_are_lost_the_rest_go_on_in_the_end() -> None:
+    for expected in (1, 3):  # Ray has seen that they are dead, or never does
+        talk, passed = Talk().gathered("a", "b", "c"), 0
+        talk.expected = expected
+        while talk.names() != ["c"]:
+            talk.now += 1
+            talk.beat("c")
+            passed += 1
+            assert passed < (10 if expected == 1 else 150)
 
 
 def test_who_comes_back_prepares_anew() -> None:
@@ -363,6 +390,22 @@ def test_a_process_reads_it_again_and_keeps_the_last(runtime: Path, monkeypatch:
     assert eventually(lambda: seen.current() == a_roster("a"), 5)
 
 
+def test_what_could_not_be_read_is_read_with_the_next_look(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of descriptors, say; the file itself is as it was."""
+    monkeypatch.setattr(roster, "_LOOK_SECONDS", 0.05)
+    seen = RosterFile(7)
+    write_roster(7, a_roster("a"))
+    assert seen.current() == a_roster("a")
+    write_roster(7, a_roster("a", "b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(roster, "read_roster", lambda number: None)
+        time.sleep(0.06)
+        assert seen.current() == a_roster("a")
+    assert eventually(lambda: seen.current() == a_roster("a", "b"), 5)
+
+
 def test_it_is_not_looked_for_with_each_batch(runtime: Path) -> None:
     seen = RosterFile(7)
     write_roster(7, a_roster("a", "b"))
@@ -422,7 +465,9 @@ def cache_of(schema: Schema, count: int = 1000) -> Cache:
 
 
 def unpacked(schema: Schema, found: Records) -> list[Any]:
-    return packing.unpack(schema, found.lines, found.rows, found.tails)
+    there = found.generations >= 0
+    numbers = np.arange(np.count_nonzero(there))
+    return list(Loose(numbers, found.lines[there], found.rows, found.tails).samples(schema).values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -436,7 +481,7 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
 ) -> None:
     schema = Schema.infer([make(0), make(1)], as_lies=as_lies)
     cache = cache_of(schema)
-    found, records = packing.pack(schema, {number: make(number) for number in numbers})
+    found, records = packing.pack(cache, schema, {number: make(number) for number in numbers})
     assert found.tolist() == numbers
     assert sound(cache, found, records).all()
     for number, value in zip(numbers, unpacked(schema, records), strict=True):
@@ -454,34 +499,37 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
 def test_texts_of_any_length_travel(values: dict[int, tuple[str, bytes]]) -> None:
     schema = Schema.infer([("a", b"b"), ("", b"longer")], as_lies=True)
     values = values or {0: ("", b"")}
-    found, records = packing.pack(schema, values)
+    found, records = packing.pack(cache_of(schema), schema, values)
     assert found.tolist() == list(values)
     assert sound(cache_of(schema), found, records).all()
     assert unpacked(schema, records) == list(values.values())
 
 
-def test_what_fits_no_schema_is_left_out() -> None:
+def test_what_fits_no_schema_is_absent() -> None:
     schema = Schema.infer([samples.kilobyte(0)], as_lies=True)
     odd = {3: samples.kilobyte(3), 4: "no tensor", 5: samples.kilobyte(5), 6: samples.half_megabyte(6)}
-    found, records = packing.pack(schema, odd)
-    assert found.tolist() == [3, 5]
+    found, records = packing.pack(cache_of(schema), schema, odd, absent=[9])
+    assert found.tolist() == [3, 5, 9, 4, 6]
+    assert sound(cache_of(schema), found, records).tolist() == [True, True, False, False, False]
     assert [difference(a, odd[i]) for i, a in zip((3, 5), unpacked(schema, records), strict=True)] == [
         None
     ] * 2
-    found, records = packing.pack(schema, {4: "no tensor"})
-    assert (len(found), records.rows.nbytes) == (0, 0)
+    found, records = packing.pack(cache_of(schema), schema, {4: "no tensor"})
+    assert (found.tolist(), records.generations.tolist(), records.rows.nbytes) == ([4], [ABSENT], 0)
 
 
 @pytest.mark.parametrize("make", [samples.kilobyte, samples.jpeg_like])
 def test_one_message_is_not_too_large(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "LARGEST", 5000)
     schema = Schema.infer([make(0), make(1)], as_lies=True)
-    found, records = packing.pack(schema, {number: make(number) for number in range(40)})
-    assert 0 < len(found) < 40
+    found, records = packing.pack(cache_of(schema), schema, {number: make(number) for number in range(40)})
+    there = records.generations >= 0
+    assert sorted(found.tolist()) == list(range(40))
+    assert 0 < np.count_nonzero(there) < 40
     assert max(records.rows.nbytes, records.tails.nbytes) <= 5000
     assert max(records.rows.nbytes, records.tails.nbytes) > 5000 - 2000, "there was room for another one"
-    assert sound(cache_of(schema), found, records).all()
-    for number, value in zip(found.tolist(), unpacked(schema, records), strict=True):
+    assert np.array_equal(sound(cache_of(schema), found, records), there)
+    for number, value in zip(found[there].tolist(), unpacked(schema, records), strict=True):
         assert difference(value, make(number)) is None
 
 
@@ -501,7 +549,8 @@ def take(shelf: StoreShelf, *numbers: int, claim: bool = True) -> list[int]:
 
 
 def brought(store: Store, *numbers: int) -> tuple[Any, Records]:
-    return packing.pack(store.schema, {number: samples.kilobyte(number) for number in numbers})
+    cache = cache_of(store.schema, len(store))
+    return packing.pack(cache, store.schema, {number: samples.kilobyte(number) for number in numbers})
 
 
 def test_a_claim_is_granted_once() -> None:
@@ -578,6 +627,43 @@ def test_a_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shelves._leases == {}
 
 
+def test_a_lease_that_could_not_be_ended_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with shelved() as (store, shelves):
+        assert take(shelves, 1) == [ABSENT]
+        with monkeypatch.context() as patch:
+            patch.setattr(store.filler.claims, "release", raising(OSError("too many open files")))
+            with pytest.raises(OSError, match="too many"):
+                shelves.end_all_leases()
+        shelves.end_all_leases()
+        assert take(shelves, 1) == [ABSENT], "or it would be promised for ever"
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_clear_does_not_hold_up_others_where_somebody_reads(tmp_path: Path) -> None:
+    with opened(samples.kilobyte, 40, path=tmp_path / "store") as store:
+        shelf = StoreShelf(store, FINGERPRINT)
+        store.fill(ids(5), samples.kilobyte)
+        kept: list[Store] = []
+
+        def claim() -> None:
+            kept.append(Store.attach(str(tmp_path / "store")))
+            kept[0].filler.claims.take(ids(1), 1)
+
+        with lingering(claim):
+            begun = time.monotonic()
+            assert not shelf.clear()
+            assert time.monotonic() - begun < 1.2
+            assert store.holds(ids(5)), "it is whole"
+        assert shelf.clear()
+        assert not store.holds(ids(5))
+
+
 def test_a_lease_is_shorter_than_anybody_waits() -> None:
     from hotset.cluster.roster import PATIENCE
     from hotset.store import fill
@@ -607,20 +693,33 @@ def test_what_nobody_claimed_may_be_brought() -> None:
         assert take(shelf, 7, 8) == [0, 0]
 
 
-def test_what_has_no_room_is_not_stored_and_may_be_claimed_again() -> None:
+def test_what_has_no_room_is_nobodys_and_that_is_said() -> None:
     with shelved(limit=4 * MIB // 1024) as (store, shelf):
         room = 0
-        for number in range(40):
-            assert take(shelf, number) == [ABSENT]
-            there = bool(shelf.put(*brought(store, number))[0])
-            room += there
-            if not there:
-                break
+        while take(shelf, room) == [ABSENT]:
+            assert shelf.put(*brought(store, room)).tolist() == [True]
+            room += 1
         assert 0 < room < 8
+        assert take(shelf, room, room + 1, 0) == [ROOMLESS, ROOMLESS, 0]
+        assert take(shelf, room, claim=False) == [ABSENT], "who only asks is to ask nobody else"
+        assert shelf.put(*brought(store, room)).tolist() == [False]
         assert count(store) == room
         assert (store.words(ids(range(room, 40))) == 0).all(), "a claim would make processes here wait"
-        assert take(shelf, room) == [ABSENT]
         assert wrong(stored(store), samples.kilobyte) == {}
+        assert store.clear()
+        time.sleep(0.6)
+        assert take(shelf, room) == [ABSENT], "there is room again"
+
+
+def test_who_has_nothing_to_bring_ends_its_lease() -> None:
+    with shelved() as (store, shelf):
+        assert take(shelf, 1, 2) == [ABSENT, ABSENT]
+        cache = cache_of(store.schema, len(store))
+        ended = packing.pack(cache, store.schema, {}, absent=[1])
+        assert shelf.put(*ended).tolist() == [False]
+        assert take(shelf, 1, 2) == [ABSENT, PROMISED]
+        assert shelf.put(*packing.pack(cache, store.schema, {2: "no tensor"})).tolist() == [False]
+        assert take(shelf, 2) == [ABSENT]
 
 
 def test_a_cache_that_is_destroyed_or_cleared_takes_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotset.cluster import messages
-from hotset.cluster.messages import ABSENT, LEFT, Cache, Head, Malformed, Operation, Records, Status
+from hotset.cluster.messages import Head, Malformed, Operation, Status
+from hotset.cluster.records import ABSENT, LEFT, PROMISED, ROOMLESS, Cache, Records, only, sound
 from hotset.errors import ArgumentError
 from hotset.store import format as fmt
 from hotset.store.check import RECORD
@@ -42,11 +43,12 @@ def record(cache: Cache, sample: int, tail_bytes: int, generation: int) -> tuple
 
 
 def records(cache: Cache, ids: npt.NDArray[np.int64], plan: list[int | None]) -> Records:
-    """Records of these samples; the plan says of each the bytes of its tail, or None: absent, -1: left."""
+    """Records of these samples; the plan says of each the bytes of its tail, or None, -1, ...: a state."""
     generations, lines, rows, tails = [], [], bytearray(), bytearray()
     for sample, tail_bytes in zip(ids.tolist(), plan, strict=True):
         if tail_bytes is None or tail_bytes < 0:
-            generations.append(ABSENT if tail_bytes is None else LEFT)
+            states = {None: ABSENT, -1: LEFT, -2: PROMISED, -3: ROOMLESS}
+            generations.append(states[tail_bytes])
             lines.append(0)
             continue
         row, tail = record(cache, sample, tail_bytes, sample % 7)
@@ -72,7 +74,7 @@ def same(one: Records, other: Records) -> bool:
 
 # ---- there and back ------------------------------------------------------------------------------------
 
-plans = st.lists(st.one_of(st.none(), st.just(-1), st.integers(0, 700)), max_size=8)
+plans = st.lists(st.one_of(st.none(), st.integers(-3, 700)), max_size=8)
 
 
 @given(plans, st.booleans(), st.integers(0, 2**64 - 1))
@@ -95,7 +97,21 @@ def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: i
             found = messages.parse_records(head, frames[-3:], cache)
             assert same(found, sent)
             there = [size is not None and size >= 0 for size in plan]
-            assert messages.sound(cache, ids, found).tolist() == there
+            assert sound(cache, ids, found).tolist() == there
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8), st.integers(0, 2**64 - 1))
+def test_words_of_a_window_come_and_go(words: list[int], number: int) -> None:
+    asked = [bytes(frame) for frame in messages.window(number, PLAIN, numbers(*words))]
+    head = messages.parse_head(asked, answers=False)
+    assert (head.operation, head.number, head.samples) == (Operation.WINDOW, number, len(words))
+    assert messages.parse_words(head, asked[1:]).tolist() == words
+    said = [bytes(frame) for frame in messages.window_answer(head, PLAIN, numbers(*words[:1]))]
+    answer = messages.parse_head(said, answers=True)
+    assert (answer.operation, answer.number, answer.samples) == (Operation.WINDOW, number, len(words[:1]))
+    for frames in (asked, [asked[0], asked[1] + b"x"], [*asked, b""]):
+        with pytest.raises(Malformed, match="words, and sends others"):
+            messages.parse_words(head, frames)
 
 
 def test_a_refusal_names_its_request_and_why() -> None:
@@ -131,7 +147,7 @@ def read_all(frames: list[bytes], cache: Cache) -> None:
             rest = frames[1 if answers else 2 :]
             found = messages.parse_records(head, rest, cache, bare=len(rest) == 1)
             if len(rest) == 3:
-                messages.sound(cache, ids, found)
+                sound(cache, ids, found)
         except Malformed:
             continue
 
@@ -205,7 +221,7 @@ def test_the_body_is_refused_with_its_reason() -> None:
         ([good[0], good[1], b"x"], "sends 1 bytes of tails, where its entries make 0"),
         ([good[0][:4] + b"\x01" + good[0][5:], *good[1:]], "speaks of a tail where there can be none"),
         ([b"\x01\x00\x00\xc0" + good[0][4:], *good[1:]], "entry that means nothing"),
-        ([b"\x01\x00\x00\x00" + good[0][4:], *good[1:]], "entry that means nothing"),
+        ([b"\x02\x00\x00\x00" + good[0][4:], *good[1:]], "entry that means nothing"),
         ([b"\x00\x00\x10\x40" + good[0][4:], *good[1:]], "entry that means nothing"),
     ):
         with pytest.raises(Malformed, match=why):
@@ -247,12 +263,12 @@ def test_a_flipped_bit_anywhere_is_found(data: st.DataObject, cache: Cache) -> N
         which = data.draw(st.integers(0, 1))
         rows[which, data.draw(st.sampled_from(row_bits))] ^= 1 << data.draw(st.integers(0, 7))
     good = [True, False, True]
-    assert messages.sound(cache, ids, sent).tolist() == good
+    assert sound(cache, ids, sent).tolist() == good
     good[2 * which] = False
-    found = messages.sound(cache, ids, damaged)
+    found = sound(cache, ids, damaged)
     assert found.tolist() == good
-    kept = messages.only(damaged, found)
-    assert messages.sound(cache, ids, kept).tolist() == good
+    kept = only(damaged, found)
+    assert sound(cache, ids, kept).tolist() == good
     assert len(kept.rows) == 1
     assert len(kept.tails) == kept.lines.sum()
 
@@ -262,15 +278,15 @@ def test_a_record_for_another_sample_is_not_sound(cache: Cache) -> None:
     ids = numbers(5, 12)  # of the same generation
     sent = records(cache, ids, [0, 0])
     swapped = sent._replace(rows=sent.rows[::-1].copy())
-    assert messages.sound(cache, ids, sent).all()
-    assert not messages.sound(cache, ids, swapped).any()
-    assert not messages.sound(cache, ids + 7, sent).any()
+    assert sound(cache, ids, sent).all()
+    assert not sound(cache, ids, swapped).any()
+    assert not sound(cache, ids + 7, sent).any()
 
 
 def test_a_record_of_another_generation_is_not_sound() -> None:
     ids = numbers(5)
     sent = records(PLAIN, ids, [0])
-    assert not messages.sound(PLAIN, ids, sent._replace(generations=sent.generations + 1)).any()
+    assert not sound(PLAIN, ids, sent._replace(generations=sent.generations + 1)).any()
 
 
 def test_a_length_that_does_not_fit_the_lines_is_not_sound() -> None:
@@ -287,7 +303,7 @@ def test_a_length_that_does_not_fit_the_lines_is_not_sound() -> None:
         np.frombuffer(row, np.uint8).reshape(1, -1),
         np.frombuffer(tail, np.uint8).reshape(-1, LINE),
     )
-    assert not messages.sound(TAILED, ids, sent).any()
+    assert not sound(TAILED, ids, sent).any()
 
 
 def test_the_layout_tells_schemas_apart() -> None:

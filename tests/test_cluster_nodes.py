@@ -14,12 +14,14 @@ import samples
 from helpers import eventually
 from samples import big_image_and_label as image
 from sources import PlainError, Raising, Samples, Stalling
-from stores import attached, ids
+from stores import attached, ids, opened
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
 from machines import MIB, Machine, Town, Trainer, Walk, town
 
+from hotset.cluster import neighbours
+from hotset.errors import SegmentError
 from hotset.store.format import ROW_MASK
 
 N = 240
@@ -213,6 +215,16 @@ def test_a_machine_is_killed_in_mid_epoch(tmp_path: Path) -> None:
             assert machine.check() == []
 
 
+def test_of_a_dead_machine_a_loaders_workers_tell_once_together(tmp_path: Path) -> None:
+    with town(tmp_path, image, N, count=2) as made:
+        trainers = filled(made)
+        made.machines[1].kill()
+        walks = [trainers[0].load(made.order(epoch), 2) for epoch in (1, 2)]
+        assert [walk.wrong for walk in walks] == [[], []]
+        (told,) = [sentence for walk in walks for sentence in walk.warnings]
+        assert made.machines[1].name in told
+
+
 def test_what_a_dead_machine_had_is_read_once(tmp_path: Path) -> None:
     with town(tmp_path, image, N, rate=4) as made:
         trainers = filled(made)
@@ -290,7 +302,7 @@ def test_all_nodes_and_the_directory_begin_again(tmp_path: Path) -> None:
 
 
 def test_training_goes_on_without_a_directory(tmp_path: Path) -> None:
-    with town(tmp_path, image, N, rate=4) as made:
+    with town(tmp_path, image, N) as made:
         trainers = made.trainers()
         rosters = [machine.roster() for machine in made.machines]
         made.post.close()
@@ -351,7 +363,7 @@ def test_who_joins_gets_its_share_from_its_neighbours(tmp_path: Path) -> None:
 # ---- memory, data, sessions ----------------------------------------------------------------------------
 
 
-def test_a_machine_whose_memory_is_full(tmp_path: Path) -> None:
+def test_what_its_owner_has_no_room_for_the_next_machine_takes(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2, memory=4 * MIB) as made:
         trainers = made.trainers()
         trainers[1].begin("fill_session", 6000)
@@ -361,16 +373,44 @@ def test_a_machine_whose_memory_is_full(tmp_path: Path) -> None:
         made.reads()
         for epoch in range(3):
             for trainer in trainers:
-                all_right([trainer.walk(made.order(epoch))], warnings=1)
+                all_right([trainer.walk(made.order(epoch))])
+            assert made.reads() == (0 if epoch else N)
             there, lost = made.owned()
             held = made.machines[1].holds()
-            assert made.machines[0].holds() == there
             assert held < lost
-            counts = made.log.counts()
-            if epoch:
-                assert set(counts) <= lost - held
-            assert max(counts.values()) <= len(trainers)
-            made.log.reset()
+            assert made.machines[0].holds() == there | (lost - held)
+        late = made.trainers(*made.machines)
+        all_right(made.epoch(late, 3))
+        assert made.reads() == 0, "processes that have met no machine without room so far"
+
+
+@pytest.mark.parametrize("make", [samples.kilobyte, samples.ragged])
+def test_shares_that_are_drawn_too_large_find_room(tmp_path: Path, make: Callable[[int], Any]) -> None:
+    n = 900
+    with opened(make, n) as store:
+        store.fill(ids(range(n)), make)
+        size = store.stored_bytes
+    # Shares of 300 samples differ by 14, and there is room for 6 more.
+    with town(tmp_path, make, n, memory=size * 102 // 100 // 3) as made:
+        trainers = made.trainers()
+        for epoch in range(3):
+            all_right(made.epoch(trainers, epoch))
+            assert made.reads() == (0 if epoch else n)
+
+
+def test_where_no_machine_has_room_samples_are_read_and_that_is_told_once(tmp_path: Path) -> None:
+    with town(tmp_path, image, N, memory=N * 12400 // 4) as made:
+        trainers = made.trainers()
+        told = all_right(made.epoch(trainers, 0), warnings=1)
+        told += all_right(made.epoch(trainers, 1), warnings=1)
+        assert told
+        assert all("no more fit" in sentence and "--memory" in sentence for sentence in told)
+        assert len(told) <= 3
+        made.reads()
+        all_right(made.epoch(trainers, 2))
+        held = set.union(*(machine.holds() for machine in made.machines))
+        assert N // 2 < len(held) < N
+        assert made.reads() == N - len(held), "each by who needs it, once"
 
 
 def test_other_data_in_the_same_session(tmp_path: Path) -> None:
@@ -414,6 +454,71 @@ def test_a_session_is_destroyed_on_one_machine_in_mid_epoch(tmp_path: Path) -> N
         all_right(made.epoch([trainers[0], trainers[2]], 4), warnings=1)
         assert made.reads() == 0
         assert list(made.machines[1].folder.glob("*.cluster")) == []
+
+
+def test_a_session_that_a_person_destroys_on_one_machine_is_made_anew(tmp_path: Path) -> None:
+    with town(tmp_path, image, N, count=2) as made:
+        trainers = filled(made)
+        machine = made.machines[1]
+        (before,) = machine.folder.glob("*.session")
+        assert trainers[1].call("destroy_session") > 0
+        assert eventually(lambda: [f for f in machine.folder.glob("*.session") if f != before])
+        (told,) = all_right([trainers[1].walk(made.order(1))], warnings=1)
+        assert "its session was destroyed" in told, "who used it is not to go on with another one"
+        made.settled()
+        late = made.trainers(machine)[0]
+        made.reads()
+        for epoch in (2, 3):
+            all_right(made.epoch([trainers[0], late], epoch))
+            assert made.reads() == (0 if epoch == 3 else len(made.owned()[1])), "what was lost, once"
+        lie_with_their_owners(made)
+
+
+def test_a_clear_is_repeated_until_nobody_reads_and_holds_nobody_up(tmp_path: Path) -> None:
+    with town(tmp_path, image, N, count=3) as made:
+        theirs = sorted(made.owned()[1])
+        source = Stalling(image, N, theirs[3], tmp_path / "marker")
+        trainers = [machine.trainer() for machine in made.machines]
+        for trainer in trainers:
+            assert trainer.cache(source, image) == []
+        all_right([trainers[1].walk([theirs[6:12]])])
+        source.arm()
+        trainers[1].begin("walk", [theirs[:6]])
+        source.stalled_pid()
+        trainers[0].begin("clear")
+        for _ in range(4):
+            walk = trainers[2].walk([theirs[6:12]])
+            all_right([walk])
+            assert walk.longest < 1.4, "less than it is waited for"
+        assert made.machines[1].holds() >= set(theirs[6:12])
+        source.disarm()
+        assert trainers[0].result().warnings == []
+        all_right([trainers[1].walked()])
+        assert not made.machines[1].holds() & set(theirs[6:12])
+
+
+def test_a_clear_that_somebody_who_reads_prevents_says_so_and_nobody_is_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_CLEAR_SECONDS", 3.0)
+    with town(tmp_path, image, N, count=2) as made:
+        theirs = sorted(made.owned()[1])[:6]
+        source = Stalling(image, N, theirs[3], tmp_path / "marker")
+        trainers = [machine.trainer() for machine in made.machines]
+        for trainer in trainers:
+            assert trainer.cache(source, image) == []
+        source.arm()
+        trainers[1].begin("walk", [theirs])
+        source.stalled_pid()
+        trainers[0].begin("clear")
+        told = trainers[0].told()
+        assert isinstance(told.value, SegmentError)
+        assert made.machines[1].name in str(told.value)
+        assert told.warnings == []
+        assert trainers[0].call("stats").peers[made.machines[1].name].failures == 0
+        source.disarm()
+        all_right([trainers[1].walked()])
+        trainers[0].call("clear")
 
 
 # ---- samples that are not as they should be ------------------------------------------------------------
@@ -474,7 +579,7 @@ def test_who_reads_for_ever_holds_nobody_up(tmp_path: Path) -> None:
         assert walk.longest < BOUND
         source.disarm()
         all_right([trainers[1].walked()])
-        assert made.machines[1].holds() == set(theirs)
+        assert [machine.holds() for machine in made.machines] == [set(), set(theirs)]
 
 
 def test_what_a_dead_process_had_promised_is_read_and_kept(tmp_path: Path) -> None:

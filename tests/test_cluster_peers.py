@@ -25,15 +25,17 @@ from stores import child, ended, ids, in_child, kill, opened, stop
 
 zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
-from hotset.cluster import messages  # noqa: E402
-from hotset.cluster.asking import Answer, Peer, Peers, Ticket  # noqa: E402
+from hotset.cluster import messages, serving  # noqa: E402
+from hotset.cluster.asking import Peer, Peers  # noqa: E402
 from hotset.cluster.keys import Keys  # noqa: E402
-from hotset.cluster.messages import Bytes, Cache, Longs, Operation, Records, Status  # noqa: E402
+from hotset.cluster.messages import Operation, Status  # noqa: E402
+from hotset.cluster.records import ABSENT, LEFT, Bytes, Cache, Longs, Records, sound  # noqa: E402
 from hotset.cluster.serving import Served, Serving  # noqa: E402
-from hotset.cluster.shelf import StoreShelf  # noqa: E402
+from hotset.cluster.shelf import StoreShelf, cache_of  # noqa: E402
 from hotset.cluster.sockets import SPARE  # noqa: E402
+from hotset.cluster.ticket import Answer, Ticket  # noqa: E402
 from hotset.errors import HotsetWarning  # noqa: E402
-from hotset.store.schema import Schema  # noqa: E402
+from hotset.store import format as fmt  # noqa: E402
 
 HERE = "127.0.0.1"
 FINGERPRINT = b"0123456789abcdef"
@@ -54,8 +56,8 @@ class Fake:
         rows = memory[: len(wanted) * self.cache.stride].reshape(len(wanted), -1)
         rows[:] = wanted.astype("<u1")[:, None]
         for sample, row in zip(wanted.tolist(), rows, strict=True):
-            length = len(row) - messages.RECORD_HEADER
-            crc = messages.fmt.checksum(sample, length, 0, row[16:].data, None)
+            length = len(row) - fmt.RECORD_HEADER
+            crc = fmt.checksum(sample, length, 0, row[16:].data, None)
             row[:12] = np.array([length, 0, crc], "<u4").view(np.uint8)
         none = np.zeros(len(wanted), np.int64)
         return Records(none, none, rows, np.empty((0, 256), np.uint8))
@@ -153,10 +155,8 @@ def with_tails(index: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [samples.big_image_and_label, with_tails])
 def test_records_of_a_store_arrive_as_they_lie_there(make: samples.Callable[[int], Any]) -> None:
-    schema = Schema.infer([make(i) for i in (0, 1)], as_lies=True)
-    cache = Cache.of(
-        FINGERPRINT, samples=40, stride=schema.stride, has_tail=schema.has_tail, schema=schema.to_json()
-    )
+    with opened(make, 40) as alike:
+        schema, cache = alike.schema, cache_of(alike, FINGERPRINT)
     there = [i for i in range(40) if i % 3]
 
     def body() -> Serving:
@@ -215,16 +215,14 @@ def test_what_has_no_room_in_an_answer_is_left_for_the_next(make: samples.Callab
         while len(wanted):
             records = shelf.take(wanted, memory)
             assert records.rows.nbytes + records.tails.nbytes <= len(memory)
-            assert (
-                messages.sound(shelf.cache, wanted, records).tolist() == (records.generations >= 0).tolist()
-            )
+            assert sound(shelf.cache, wanted, records).tolist() == (records.generations >= 0).tolist()
             got += wanted[records.generations >= 0].tolist()
-            wanted = wanted[records.generations == messages.LEFT]
+            wanted = wanted[records.generations == LEFT]
         assert got == list(range(8))
         # A record that no answer can hold is absent, or it would be asked for again for ever.
-        assert (shelf.take(ids(7), np.empty(100, np.uint8)).generations == messages.ABSENT).all()
+        assert (shelf.take(ids(7), np.empty(100, np.uint8)).generations == ABSENT).all()
         assert store.clear()
-        assert (shelf.take(ids(range(10)), memory).generations == messages.ABSENT).all()
+        assert (shelf.take(ids(range(10)), memory).generations == ABSENT).all()
 
 
 # ---- strangers -----------------------------------------------------------------------------------------
@@ -301,6 +299,46 @@ def test_a_shelf_that_fails_serves_nothing_and_the_others_go_on() -> None:
         refuses(peer, shelf.cache, "could not get at its own records")
         assert gets(peer, whole.cache, 1, 2)
         assert other.served.problem == "OSError: the session is gone"
+
+
+def test_without_memory_for_a_moment_a_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scarce(serving._Buffer):
+        made = 0
+
+        def __init__(self) -> None:
+            Scarce.made += 1
+            if Scarce.made == 1:
+                raise MemoryError
+            super().__init__()
+
+    monkeypatch.setattr(serving, "_Buffer", Scarce)
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        answer, _ = fetch(peer, cache, ids(1))
+        assert not answer.present.any()
+        assert (peer.traffic.refused, peer.traffic.failures) == (1, 0)
+        assert gets(peer, cache, 1, 2), "at once"
+
+
+def test_a_request_that_goes_wrong_in_any_way_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, asked = messages.parse_head, []
+
+    def fail(frames: Any, *, answers: bool) -> Any:
+        asked.append(answers)
+        if asked.count(False) == 1 and not answers:
+            raise MemoryError("nothing is left")
+        return read(frames, answers=answers)
+
+    monkeypatch.setattr(messages, "parse_head", fail)
+    cache = Fake().cache
+    with machine(fake()) as other:
+        with asker(other.endpoint) as peer:
+            refuses(peer, cache, "has not answered in time", within=0.5)
+        with asker(other.endpoint) as peer:
+            assert gets(peer, cache, 1, 2)
+        assert other.served.problem == "MemoryError: nothing is left"
 
 
 # ---- a man in the middle -------------------------------------------------------------------------------

@@ -6,18 +6,17 @@ at what came of one claim. A claim in which something was raised fails with that
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from helpers import failure, is_a_sentence
-from ray_here import require_ray
+from ray_here import end, require_ray
 from samples import number
 from sources import Samples
 
@@ -26,6 +25,7 @@ pytest.importorskip("zmq", reason="pyzmq, which carries records between machines
 
 import hotset
 from hotset.cluster import joining
+from hotset.session import sessions
 
 N = 3000
 PROBE = 40  # what a probe reads at most: a few samples, most of them twice
@@ -50,28 +50,13 @@ def _all_said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
         except subprocess.TimeoutExpired:
             pass  # what it has said until then is looked at all the same
         finally:
-            _end(running)
+            end(running)
     lines = map(json.loads, (folder / "said").read_text().splitlines())
     said = {line.pop("claim"): line for line in lines}
     said["errors"] = {"text": (folder / "errors").read_text()[-3000:]}
     if "start" not in said:
         require_ray()
     return said
-
-
-def _end(running: subprocess.Popen[bytes]) -> None:
-    """End the program, which ends what it has started; what is left after that is killed."""
-    if running.poll() is not None:
-        return
-    every = psutil.Process(running.pid).children(recursive=True)
-    running.terminate()
-    try:
-        running.wait(20)
-    except subprocess.TimeoutExpired:
-        running.kill()
-        for process in every:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 @pytest.fixture
@@ -277,7 +262,12 @@ def test_no_cluster_at_an_address_is_said_at_once(said: Said) -> None:
         ({"cluster": "ray://10.0.0.1:10001"}, hotset.ClusterError, "Ray Client"),
         ({"session": None}, hotset.ArgumentError, 'write session="..."'),
         ({"session": 7}, hotset.ArgumentError, 'write session="..."'),
-        ({"window": hotset.Window(resident=10)}, hotset.ArgumentError, "leave out cluster= or window="),
+        ({"window": hotset.Window(10), "replicate": True}, hotset.ArgumentError, "leave out one"),
+        (
+            {"window": hotset.Window(10), "cluster": None},
+            hotset.ArgumentError,
+            "leave out session= or window=",
+        ),
         ({"spill": "/nowhere"}, hotset.ArgumentError, "leave out spill="),
         ({"cluster": None, "session": None, "replicate": True}, hotset.ArgumentError, "replicate= is for"),
         ({"cluster": 5}, hotset.ArgumentError, "cluster=5 is no address"),
@@ -310,3 +300,47 @@ def test_a_cache_over_a_cluster_without_ray_is_a_sentence(monkeypatch: pytest.Mo
     found = failure(lambda: hotset.cache(Samples(number), cluster="auto", session="none"))
     assert found.kind is hotset.ClusterError
     assert "not installed" in found.text
+
+
+def test_a_session_that_is_made_anew_is_waited_for(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = with_a_node(monkeypatch)
+    gone = sessions.create("one", memory=1 << 20)
+    sessions.destroy(gone)
+    there = sessions.create("one", memory=1 << 20)
+    numbers += [there.number, gone.number, gone.number]
+    assert joining.join("auto", "one", None).here() == there
+
+
+def test_a_session_that_is_not_there_is_named_as_the_user_did(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_ANEW_SECONDS", 0.3)
+    with_a_node(monkeypatch).append(4711)
+    found = failure(lambda: hotset.cache(Samples(number), cluster="auto", session="one"))
+    assert found.kind is hotset.SessionError
+    assert "session 'one'" in found.text
+    assert "4711" not in found.text
+    assert is_a_sentence(found.text)
+
+
+def with_a_node(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stands for a Ray cluster whose node says numbers from the end on; the first remains."""
+    numbers: list[int] = []
+
+    def answering(answer: Callable[[], Any]) -> Any:
+        return types.SimpleNamespace(remote=lambda *_: answer)
+
+    node = answering(lambda: numbers.pop() if len(numbers) > 1 else numbers[0])
+    directory = types.SimpleNamespace(why=answering(lambda: ""))
+    context = types.SimpleNamespace(get_node_id=lambda: "here")
+    fake = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        remote=lambda actor: types.SimpleNamespace(
+            options=lambda **_: types.SimpleNamespace(remote=lambda *_: directory)
+        ),
+        get_runtime_context=lambda: context,
+        get_actor=lambda name, namespace: types.SimpleNamespace(session_number=node),
+        get=lambda call, timeout: call(),
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)  # type: ignore[arg-type]
+    return numbers

@@ -48,7 +48,7 @@ def page_of(geometry: Geometry) -> bytes:
 
 
 def forged(
-    *sizes: int, magic: bytes = b"hotset\x00\x1a", version: int = 2, flags: int | None = None
+    *sizes: int, magic: bytes = b"hotset\x00\x1a", version: int = 3, flags: int | None = None
 ) -> bytes:
     """A header of any content, with a checksum that fits: samples, stride, rows, lines, metadata."""
     flags = int(sizes[3] > 0) if flags is None else flags
@@ -79,7 +79,7 @@ def test_what_is_packed_is_unpacked(geometry: Geometry, nonce: bytes) -> None:
 def test_the_header_is_the_one_that_is_drawn() -> None:
     fixed = pack_header(GEOMETRY, NONCE)
     assert len(fixed) == FIXED <= fmt.LIVE_AT
-    assert HEADER.unpack_from(fixed) == (b"hotset\x00\x1a", 2, 1, 1000, 4096, 500, 300, 700, NONCE)
+    assert HEADER.unpack_from(fixed) == (b"hotset\x00\x1a", 3, 1, 1000, 4096, 500, 300, 700, NONCE)
 
 
 @fuzz
@@ -103,7 +103,7 @@ def test_live_words_lie_in_the_header_behind_what_its_checksum_covers() -> None:
     assert fmt.LIVE_AT % 8 == 0
     assert fmt.LIVE_AT + 8 * 8 <= fmt.HEADER_BYTES
     slot_words = [value for name, value in vars(fmt.Slot).items() if name.isupper()]
-    assert sorted(slot_words) == list(range(16))
+    assert sorted(slot_words) == list(range(17))
     assert max(slot_words) < fmt.SLOT_WORDS
 
 
@@ -246,6 +246,21 @@ def test_a_page_that_was_lost_or_is_another_records_is_found() -> None:
     two_lost = bytes(fmt.PAGE) + white[: fmt.PAGE] + bytes(fmt.PAGE) + white[: fmt.PAGE]
     foreign = white[: 3 * fmt.PAGE] + b"\x01" * fmt.PAGE
     assert len({_crc(row=white), _crc(row=two_lost), _crc(row=foreign)}) == 3
+
+
+@pytest.mark.parametrize("width", [16, 24, 1000, 4096, 8192, 8200, 8208, 20_000])
+def test_many_checksums_are_each_ones(width: int) -> None:
+    noise = np.random.default_rng(width)
+    rows = noise.integers(0, 256, (7, width), np.uint8)
+    samples, lengths = noise.integers(0, 1 << 40, 7), np.full(7, width - 16)
+    eras = noise.integers(0, 1 << 20, 7)
+    each = [
+        fmt.checksum(*one, memoryview(row)[16:], None)  # type: ignore[arg-type]
+        for *one, row in zip(samples.tolist(), lengths.tolist(), eras.tolist(), rows, strict=True)
+    ]
+    assert fmt.checksums(samples, lengths, eras, rows) == each
+    assert len(set(each)) == 7
+    assert fmt.checksums(samples[:0], lengths[:0], eras[:0], rows[:0]) == []
 
 
 def test_a_long_parts_checksum_is_what_the_format_says() -> None:

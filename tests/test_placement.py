@@ -168,6 +168,23 @@ def test_owners_do_not_depend_on_how_many_are_asked_for_at_once(
     assert placed.owners(IDS).tolist() == expected
 
 
+@fuzz
+@given(clusters(), st.integers(1, 4))
+def test_who_comes_next_is_who_would_own_it_without_those_before(
+    cluster: tuple[list[str], list[int], int], count: int
+) -> None:
+    names, capacities, seed = cluster
+    order = Placement(names, capacities, seed).order(IDS[:50], count)
+    assert order.shape == (50, min(count, len(names)))
+    assert np.array_equal(order[:, 0], Placement(names, capacities, seed).owners(IDS[:50]))
+    for sample, places in enumerate(order.tolist()):
+        left = list(range(len(names)))
+        for place in places:
+            first = owner_names([names[n] for n in left], [capacities[n] for n in left], seed, IDS[[sample]])
+            assert first == [names[place]]
+            left.remove(place)
+
+
 def test_no_samples_have_no_owners() -> None:
     owners = Placement(["a", "b"], [1, 1]).owners(np.array([], np.int64))
     assert owners.dtype == np.int64

@@ -26,7 +26,7 @@ from stores import Make, child, ended, ids, in_child, lingering, wrong
 from hotset.collate import pad
 from hotset.data.collate import bound
 from hotset.errors import SegmentError
-from hotset.store import ring as ring_module
+from hotset.store import ring_index, ring_room
 from hotset.store.claims import Claims, Ids, Membership
 from hotset.store.format import (
     CLAIMED,
@@ -411,8 +411,8 @@ def test_one_look_for_room_serves_many_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = []
-    find = ring_module._RingRoom._find
-    monkeypatch.setattr(ring_module._RingRoom, "_find", lambda room, n: looks.append(n) or find(room, n))
+    find = ring_room.RingRoom._find
+    monkeypatch.setattr(ring_room.RingRoom, "_find", lambda room, n: looks.append(n) or find(room, n))
     make = sized(lambda entry: 1 + entry % 4)
     with opened(make, 4096, limit=limit_for(make, 4096, 256 * 64)) as ring:
         for _ in range(3):
@@ -465,7 +465,7 @@ def test_what_is_written_and_not_published_yet_is_in_use() -> None:
 def test_what_is_published_while_another_looks_for_room_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     make = sized(lambda entry: 4)
     with opened(make, limit=limit_for(make, M, 4 * M)) as ring, view_of(ring) as other:
-        records = ring_module._RingIndex.records
+        records = ring_index.RingIndex.records
         put = ring.index.put
         meanwhile: list[Callable[[], None]] = []
 
@@ -482,7 +482,7 @@ def test_what_is_published_while_another_looks_for_room_is_in_use(monkeypatch: p
             other.fill(ids(4), make)
             return None
 
-        monkeypatch.setattr(ring_module._RingIndex, "records", records_and_then)
+        monkeypatch.setattr(ring_index.RingIndex, "records", records_and_then)
         monkeypatch.setattr(ring.index, "put", put_amid)
         ring.fill(ids(0), make)
         holds_exactly(ring, ids(0, 4), make)
@@ -683,11 +683,12 @@ class RingMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["fixed", "variable"]),
         limit=st.sampled_from([0, 900, 3000, 6000, 1 << 20]),
         start=st.sampled_from([0, 5, FAR, (1 << 44) + 3]),
+        part=st.booleans(),
     )
-    def create(self, kind: str, limit: int, start: int) -> None:
+    def create(self, kind: str, limit: int, start: int, part: bool) -> None:
         self.kind, self.limit = kind, limit
         schema = Schema.infer([self.version(0, 0), self.version(1, 0)], as_lies=True)
-        self.views = [Ring.create(schema, M, limit, about={})]
+        self.views = [Ring.create(schema, M, limit, about={"shared": True} if part else {})]
         move(self.ring, start)
 
     def teardown(self) -> None:
@@ -845,3 +846,189 @@ class RingMachine(RuleBasedStateMachine):
 
 TestRingMachine = RingMachine.TestCase
 TestRingMachine.settings = settings(max_examples=30, stateful_step_count=20, deadline=None, database=None)
+
+
+# ---- shared by several machines ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shared(make: Make, limit: int, slots: int = 64) -> Iterator[Ring]:
+    """A machine's part of a ring."""
+    schema = Schema.infer([make(0), make(1)], as_lies=True)
+    with contextlib.closing(
+        Ring.create(schema, slots, limit, about={"name": "test", "shared": True})
+    ) as ring:
+        yield ring
+
+
+@BOTH
+def test_a_part_of_a_ring_takes_room_for_that_part(make: Make) -> None:
+    whole = limit_for(make, 64, 8 * 64 if make is variable else 0)
+    with shared(make, whole // 3) as ring:
+        assert ring.segment.geometry.rows == 64, "each slot has its place, wherever it is"
+        mine = np.arange(3, 64, 5)
+        ring.fill(mine, make)
+        assert ring.holds(mine)
+        assert ring.check() == []
+        assert int(ring.segment.live[Live.ROWS_NEXT]) == len(mine)
+        assert 0 < used(ring) <= whole // 3
+        for lap in range(1, 4):  # rows and lines are used again
+            move(ring, lap * 64)
+            ring.fill(lap * 64 + mine, make)
+            assert contents(ring, lap * 64 + mine).keys() == set((lap * 64 + mine).tolist())
+        assert int(ring.segment.live[Live.ROWS_NEXT]) == len(mine)
+
+
+def test_the_limit_of_a_part_holds_to_the_row() -> None:
+    with opened(fixed) as probe:
+        stride = probe.schema.stride
+    with shared(fixed, 10 * stride + 5) as ring:
+        ring.fill(np.arange(20, 60), fixed)
+        there = np.flatnonzero(ring.segment.index >= PRESENT)
+        assert len(there) == 10
+        assert used(ring) == 10 * stride
+        assert ring.why_full is not None
+        assert ring.room.is_full
+        assert ring.clear()
+        assert used(ring) == 0
+
+
+class Budget:
+    """A session that has so much left."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.held = size, 0
+
+    def left(self) -> int:
+        return self.size
+
+    def take(self, total: int) -> bool:
+        if total > self.size:
+            return False
+        self.held = total
+        return True
+
+
+@BOTH
+def test_a_part_of_a_ring_keeps_to_its_sessions_budget(make: Make) -> None:
+    with shared(make, 1 << 20) as ring:
+        ring.room.allowance = budget = Budget(12_000)
+        ring.fill(np.arange(64), make)
+        assert ring.why_full is not None
+        assert used(ring) == budget.held <= 12_000
+        assert used(ring) > 9_000
+        assert ring.check() == []
+
+
+def rows_of(ring: Ring) -> set[int]:
+    """Which rows have their memory."""
+    return {row for row in range(len(ring)) if ring.room._was_written(row)}  # type: ignore[attr-defined]
+
+
+@BOTH
+def test_rows_of_slots_that_are_others_now_are_given_up(make: Make) -> None:
+    with opened(make) as probe:
+        stride = probe.schema.stride
+    with shared(make, 40 * stride + (1 << 16 if make is variable else 0)) as ring:
+        limit = int(ring.segment.live[Live.LIMIT])
+        for lap in range(12):  # as machines come and go
+            move(ring, lap * 64)
+            mine = lap * 64 + (np.arange(24) * 5 + 7 * lap) % 64
+            assert len(set(mine.tolist())) == 24
+            ring.fill(mine, make)
+            assert contents(ring, mine).keys() == set(mine.tolist())
+            assert ring.check() == []
+            assert int(ring.segment.live[Live.ROWS_NEXT]) == len(rows_of(ring))
+            assert used(ring) <= limit
+
+
+def test_rows_of_what_was_refused_are_found_and_given_up() -> None:
+    with opened(fixed) as probe:
+        stride = probe.schema.stride
+    with shared(fixed, 10 * stride) as ring:
+        ring.fill(np.arange(10), fixed)
+        move(ring, 64)
+        ring.refuse(64 + np.arange(10))
+        ring.fill(64 + np.arange(20, 30), fixed)
+        assert contents(ring, 64 + np.arange(20, 30)).keys() == set(range(84, 94))
+        assert rows_of(ring) == set(range(20, 30))
+
+
+def test_what_has_not_left_keeps_its_row() -> None:
+    with opened(fixed) as probe:
+        stride = probe.schema.stride
+    with shared(fixed, 10 * stride) as ring:
+        ring.fill(np.arange(10), fixed)
+        move(ring, 4)
+        ring.fill(np.arange(10, 20), fixed)
+        assert set(contents(ring, np.arange(20))) == {*range(4, 10), *range(10, 14)}, "four had left"
+
+
+def test_the_pages_of_a_row_that_was_given_up_are_free_and_its_neighbours_whole() -> None:
+    def make(entry: int) -> Any:
+        return torch.full((10_000,), entry % 251, dtype=torch.uint8)
+
+    with shared(make, 20 * 10_100) as ring:
+        assert ring.schema.stride * 20 <= 20 * 10_100
+        ring.fill(np.arange(20), make)
+        size = os.fstat(ring.segment.fd).st_blocks * 512
+        for lap in range(1, 20):
+            move(ring, 64 * lap)
+            mine = 64 * lap + (np.arange(20) + 3 * lap) % 64
+            ring.fill(mine, make)
+            assert len(contents(ring, mine)) == 20
+            # Where rows lie apart, the pages at both their ends are theirs alone.
+            assert os.fstat(ring.segment.fd).st_blocks * 512 < 1.5 * size
+
+
+def test_a_row_is_not_taken_from_under_who_copies_from_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "ring")
+    schema = Schema.infer([fixed(0), fixed(1)], as_lies=True)
+    about = {"name": "test", "shared": True}
+    with contextlib.closing(Ring.create(schema, 64, 10 * schema.stride, about=about, path=path)) as ring:
+        ring.fill(np.arange(10), fixed)
+        move(ring, 64)
+        with contextlib.closing(Ring.attach(path)) as reader:
+            with reader.member.reading:
+                ring.fill(ids(64 + 20), fixed)
+                assert rows_of(ring) == set(range(10)), "they are as they were"
+                assert not ring.present(ids(64 + 20))[0]
+            ring.room.reopen()  # as after half a second
+            ring.fill(ids(64 + 20), fixed)
+            assert ring.present(ids(64 + 20))[0]
+            assert 20 in rows_of(ring)
+            assert len(rows_of(ring)) <= 10
+
+
+def test_a_large_tail_finds_its_lines_where_rows_of_others_were() -> None:
+    make = sized(lambda entry: 30 if entry == 64 + 60 else 1)
+    with opened(make) as probe:
+        stride = probe.schema.stride
+    with shared(make, 30 * stride + 30 * LINE) as ring:
+        ring.fill(np.arange(30), make)
+        move(ring, 64)
+        ring.fill(64 + np.arange(59, 62), make)
+        assert len(contents(ring, 64 + np.arange(59, 62))) == 3
+        assert ring.check() == []
+        assert used(ring) <= int(ring.segment.live[Live.LIMIT])
+
+
+def test_where_the_file_system_is_full_rows_of_what_has_left_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = Schema.infer([fixed(0), fixed(1)], as_lies=True)
+    about = {"name": "test", "shared": True}
+    path = str(tmp_path / "ring")
+    with contextlib.closing(Ring.create(schema, 64, 1 << 20, about=about, path=path)) as ring:
+        reserve = ring.segment.reserve
+
+        def only_ten(offset: int, length: int) -> bool:
+            return int(ring.segment.live[Live.ROWS_NEXT]) <= 10 and reserve(offset, length)
+
+        monkeypatch.setattr(ring.segment, "reserve", only_ten)
+        for lap in range(4):
+            move(ring, 64 * lap)
+            mine = 64 * lap + (np.arange(8) * 5 + 7 * lap) % 64
+            ring.fill(mine, fixed)
+            assert contents(ring, mine).keys() == set(mine.tolist())
+            assert int(ring.segment.live[Live.ROWS_NEXT]) == len(rows_of(ring))

@@ -11,6 +11,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import hotset
 from hotset.store import memory
 from hotset.store.format import LINE, PRESENT, ROW_MASK, Live, Slot
 from hotset.store.memory import Headroom
+from hotset.store.schema import Schema
 from hotset.store.store import Store
 
 MIB = 1 << 20
@@ -137,6 +139,38 @@ def test_after_the_limit_was_hit_smaller_tails_still_find_room() -> None:
         assert store.check() == []
 
 
+def test_room_is_there_until_it_was_refused() -> None:
+    stride = Schema.infer([row(0), row(1)], as_lies=True).stride
+    with opened(row, 40, 10 * stride) as store, attached(store) as other:
+        for sample in range(10):
+            assert store.has_room()
+            assert used(store) <= 10 * stride
+            assert store.fill(ids(sample), row, keep=False) == {}
+        assert not store.has_room()
+        assert not other.has_room(), "another process has not met it"
+        assert list(store.fill(ids(10), row, keep=False)) == [10]
+        assert store.clear()
+        assert other.has_room()
+
+
+def test_where_a_large_record_found_no_room_there_is_none_for_a_small_one() -> None:
+    """It is to be looked for where it was stored instead, and that is the same place for all who look."""
+    with opened(text, 40, 6000) as store:
+        large, small = (1, "x" * 4000), (2, "x")
+        values = {0: large, 1: large, 2: small}
+        store.fill(ids(0), values.__getitem__)
+        assert store.has_room()
+        assert list(store.fill(ids(1), values.__getitem__, keep=False)) == [1]
+        time.sleep(0.6)
+        with attached(store) as other:
+            store.segment.live[Live.LIMIT] = used(store) + 50
+            assert not other.has_room()
+            store.segment.live[Live.LIMIT] += 1 << 20
+            assert other.has_room(), "a part is free again"
+            store.segment.live[Live.LIMIT] = used(store) + 50
+            assert other.has_room(), "nobody was refused since, and it has rows and lines of its own"
+
+
 def test_samples_whose_tails_find_no_room_take_none() -> None:
     def large(i: int) -> str:
         return "x" * 100_000
@@ -153,7 +187,7 @@ def test_samples_whose_tails_find_no_room_take_none() -> None:
 
 
 @pytest.mark.parametrize("limit", [64 << 10, MIB])
-def test_processes_that_fill_together_use_the_limit_to_95_percent(limit: int) -> None:
+def test_processes_that_fill_together_use_the_limit_to_93_percent(limit: int) -> None:
     n = 3 * limit // 256
     with opened(row, n, limit) as store:
 
@@ -170,7 +204,7 @@ def test_processes_that_fill_together_use_the_limit_to_95_percent(limit: int) ->
         assert wrong(stored(store), row) == {}
 
 
-def test_processes_that_fill_tails_together_use_the_limit_to_95_percent() -> None:
+def test_processes_that_fill_tails_together_use_the_limit_to_93_percent() -> None:
     with opened(text, 6000, MIB) as store:
 
         def fill(seed: int) -> None:
@@ -180,7 +214,7 @@ def test_processes_that_fill_tails_together_use_the_limit_to_95_percent() -> Non
 
         children = [child(lambda seed=seed: fill(seed)) for seed in range(4)]  # type: ignore[misc]
         assert [ended(pid) for pid in children] == [0] * 4
-        assert int(store.segment.slots[:, Slot.STORED_BYTES].sum()) >= 0.95 * MIB
+        assert int(store.segment.slots[:, Slot.STORED_BYTES].sum()) >= 0.93 * MIB
         assert store.check() == []
         assert wrong(stored(store), text) == {}
 

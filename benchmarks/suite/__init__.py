@@ -29,7 +29,7 @@ __all__ = ["BENCHMARKS"]
 
 
 def _cluster(settings: Settings) -> Outcome:
-    from benchmarks.cluster import cluster  # needs the extra hotset[ray]
+    from benchmarks.suite.cluster import cluster  # needs the extra hotset[ray]
 
     return cluster(settings)
 

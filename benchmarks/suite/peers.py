@@ -145,10 +145,11 @@ def _plain(store: Store, settings: Settings) -> Iterator[Callable[[], float]]:
 @contextlib.contextmanager
 def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[[], float]]:
     try:
-        from hotset.cluster.asking import Peers, Ticket
+        from hotset.cluster.asking import Peers
         from hotset.cluster.keys import Keys
         from hotset.cluster.serving import Serving
         from hotset.cluster.shelf import StoreShelf
+        from hotset.cluster.ticket import Ticket
     except ImportError as error:
         why = f"not installed ({error.name})"
 

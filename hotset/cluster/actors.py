@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.cluster.directory import Beat, Directory, Heard
-from hotset.cluster.messages import Cache, Longs, Records
+from hotset.cluster.records import Cache, Longs, Records
 from hotset.cluster.roster import Member
 
 __all__ = ["ANSWER_SECONDS", "NAMESPACE", "DirectoryActor", "directory_name", "node_name"]
@@ -119,9 +119,13 @@ class NodeActor:
         """See :meth:`Node.take`."""
         return self._node.take(cache, ids, claim)
 
-    def clear(self, cache: Cache) -> None:
+    def clear(self, cache: Cache) -> bool:
         """See :meth:`Node.clear`."""
-        self._node.clear(cache)
+        return self._node.clear(cache)
+
+    def window(self, cache: Cache, words: Longs) -> Longs:
+        """See :meth:`Node.window`."""
+        return self._node.window(cache, words)
 
     def put(self, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         """See :meth:`Node.put`."""
@@ -151,11 +155,18 @@ class _ByRay:
         found: Records = ray.get(node.take.remote(cache, ids, claim), timeout=_RELAY_SECONDS)
         return found
 
-    def clear(self, member: Member, cache: Cache) -> None:
+    def clear(self, member: Member, cache: Cache) -> bool:
         import ray
 
         node = ray.get_actor(member.actor, namespace=NAMESPACE)
-        ray.get(node.clear.remote(cache), timeout=_RELAY_SECONDS)
+        return bool(ray.get(node.clear.remote(cache), timeout=_RELAY_SECONDS))
+
+    def window(self, member: Member, cache: Cache, words: Longs) -> Longs:
+        import ray
+
+        node = ray.get_actor(member.actor, namespace=NAMESPACE)
+        said: Longs = ray.get(node.window.remote(cache, words), timeout=_RELAY_SECONDS)
+        return said
 
     def put(self, member: Member, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         import ray

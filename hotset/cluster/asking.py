@@ -9,8 +9,7 @@
 Asking never raises for what a peer does or does not do. A peer *fails* when it is not there, refuses our
 key, speaks another version, or lets a deadline pass. It is then left alone for half a second, twice as long
 after each further failure in a row, half a minute at most, and its samples are absent meanwhile; where it has
-no such cache, for that cache alone. A record that is damaged, or another sample's, is absent too. All that is
-counted, and told once for each peer.
+no such cache, for that cache alone. All that is counted, and told once for each peer.
 
 An answer is known by its request's number, which begins at random for each connection: what comes for a
 ticket that nobody has any more (it is weakly held) is dropped, and so is what was said before a restart.
@@ -24,38 +23,26 @@ from __future__ import annotations
 
 import math
 import os
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hotset.cluster import messages
 from hotset.cluster.keys import Keys
-from hotset.cluster.messages import (
-    LEFT,
-    PROMISED,
-    Bytes,
-    Cache,
-    Head,
-    Longs,
-    Malformed,
-    Operation,
-    Records,
-    Status,
-)
+from hotset.cluster.messages import Malformed, Operation, Status
+from hotset.cluster.records import Cache, Longs, Records
 from hotset.cluster.sockets import close, open_socket, require_descriptors
+from hotset.cluster.ticket import Ticket
 from hotset.cluster.traffic import Rest, Traffic
-from hotset.store.format import LINE
-from hotset.told import tell
+from hotset.told import Teller
 
-__all__ = ["Answer", "Peer", "Peers", "Ticket"]
+__all__ = ["Peer", "Peers"]
 
 _IN_FLIGHT = 16  # what the other end queues for one asker
 
@@ -69,100 +56,6 @@ _ENDS: dict[int, str] = {
 
 # What forked children inherited: kept from being collected, which would close the parent's sockets.
 _inherited: list[Any] = []
-
-
-class Answer(NamedTuple):
-    """What became of a request.
-
-    Attributes:
-        present: bool for each sample: its record is there, verified. (Of a put: it is stored.)
-        left: bool for each sample: the peer has it, but the answer was full; ask for it again.
-        promised: bool for each sample: another one reads it now, and will bring it.
-        answered: whether the peer has answered at all, and has this cache.
-        lines: int64 for each sample: of its tail; 0 unless it is present.
-        rows: uint8 of shape (present samples, stride), in their order; read-only, as are the tails.
-        tails: uint8 of shape (sum of lines, 256).
-    """
-
-    present: npt.NDArray[np.bool_]
-    left: npt.NDArray[np.bool_]
-    promised: npt.NDArray[np.bool_]
-    answered: bool
-    lines: Longs
-    rows: Bytes
-    tails: Bytes
-
-
-class Ticket:
-    """A request that was sent, or was not; see :meth:`wait`."""
-
-    def __init__(self, peer: Peer, cache: Cache, ids: Longs, operation: Operation) -> None:
-        self._peer, self.cache, self.ids, self.operation = peer, cache, ids, operation
-        self._pid = os.getpid()
-        self._asked_at = time.monotonic()
-        self.frames: Sequence[memoryview] | None = None
-        self.head: Head | None = None
-        self.is_lost = False
-
-    def wait(self, deadline: float) -> Answer:
-        """Wait for the answer, and verify its records.
-
-        Args:
-            deadline: of :func:`time.monotonic`. The peer has failed if it passes.
-        """
-        peer = self._peer
-        if self._pid != os.getpid():
-            self.is_lost = True
-        while self.frames is None and not self.is_lost:
-            left = deadline - time.monotonic()
-            peer.look(max(left, 0.0))
-            if left <= 0 and self.frames is None and not self.is_lost:
-                self.is_lost = True
-                peer.fail("has not answered in time")
-        if self.frames is None or self.head is None:
-            return self._nothing()
-        frames, self.frames, self.is_lost = self.frames, None, True
-        if self.head.status not in (Status.OK, Status.MALFORMED):
-            peer.refuses(self.head.status, self.cache)
-            return self._nothing()
-        try:
-            records = self._parse(self.head, frames)
-        except Malformed as error:
-            peer.fail(str(error))
-            return self._nothing()
-        peer.well(time.monotonic() - self._asked_at, self.cache)
-        if self.operation is Operation.PUT:
-            stored = records.generations >= 0
-            peer.traffic.stored += int(np.count_nonzero(stored))
-            return self._nothing()._replace(present=stored, answered=True)
-        return self._verified(records)
-
-    def _parse(self, head: Head, frames: Sequence[memoryview]) -> Records:
-        cache = self.cache
-        if head.status is not Status.OK:
-            raise Malformed(head.status.sentence)
-        said = (head.operation, head.samples, head.fingerprint, head.layout)
-        if said != (self.operation, len(self.ids), cache.fingerprint, cache.layout):
-            raise Malformed("answers what it was not asked")
-        return messages.parse_records(head, frames[1:], cache, bare=self.operation is Operation.PUT)
-
-    def _verified(self, records: Records) -> Answer:
-        """The sound ones of these records: nothing else ever reaches the caller."""
-        left, promised = records.generations == LEFT, records.generations == PROMISED
-        present = messages.sound(self.cache, self.ids, records)
-        wrong = int(np.count_nonzero((records.generations >= 0) & ~present))
-        if wrong:
-            self._peer.wrong(wrong)
-            records = messages.only(records, present)
-        self._peer.traffic.received += int(np.count_nonzero(present))
-        self._peer.traffic.bytes += records.rows.nbytes + records.tails.nbytes
-        return Answer(present, left, promised, True, records.lines, records.rows, records.tails)
-
-    def _nothing(self) -> Answer:
-        count = len(self.ids)
-        no, lines = np.zeros(count, np.bool_), np.zeros(count, np.int64)
-        rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
-        return Answer(no, no, no, False, lines, rows, tails)
 
 
 class Peer:
@@ -207,6 +100,12 @@ class Peer:
     def clear(self, cache: Cache) -> Ticket:
         """Ask it to forget every record of a cache; its answer says whether it has."""
         return self._ask(cache, np.empty(0, np.int64), Operation.CLEAR)
+
+    def window(self, cache: Cache, words: Longs) -> Ticket:
+        """Ask about a window, or move it: see :mod:`hotset.cluster.boundary`."""
+        ticket = Ticket(self, cache, words, Operation.WINDOW)
+        self._send(ticket, lambda number: messages.window(number, cache, words))
+        return ticket
 
     def _ask(self, cache: Cache, ids: Longs, operation: Operation) -> Ticket:
         ticket = Ticket(self, cache, ids, operation)
@@ -314,7 +213,10 @@ class Peer:
     def _tell(self, sentence: str) -> None:
         if not self._is_told:
             self._is_told = True
-            tell(f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.")
+            self.peers.tell(
+                f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.",
+                self.name,
+            )
 
     def _disconnect(self) -> None:
         for ticket in list(self._open.values()):
@@ -344,10 +246,11 @@ class Peers:
 
     Args:
         keys: this machine's; None: no keys (:mod:`hotset.cluster.sockets`).
+        tell: gets a sentence of what is wrong with a machine, and its name.
     """
 
-    def __init__(self, keys: Keys | None) -> None:
-        self.keys = keys
+    def __init__(self, keys: Keys | None, tell: Callable[[str, str], object] | None = None) -> None:
+        self.keys, self.tell = keys, tell or Teller()
         self._pid = os.getpid()
         self._context: zmq.Context[Any] | None = None
         self._peers: dict[str, Peer] = {}

@@ -8,7 +8,8 @@ would move half of the samples.
 
     joined       once it has its part of all caches, and all others let its key in; at the latest after
                  `PREPARING` seconds
-    left         after `SILENT` seconds without a beat, whatever became of it
+    left         after `SILENT` seconds without a beat, whatever became of it. Where that is most of them at
+                 once, the directory was cut off, and gathers them anew
 
 Who has come gets its samples from those that owned them before, so these are told of too, for `FORMER`
 seconds: by then what is used at all has moved.
@@ -33,6 +34,7 @@ SILENT = 6.0
 PREPARING = 10.0
 FORMER = 600.0
 _GATHERING = 15.0
+_CUT_OFF = 120.0  # Ray takes a minute to see who is dead, and expects no more of them then
 _PLANNING = 60.0
 
 
@@ -57,6 +59,11 @@ class Described(NamedTuple):
         here_alone = ("schema", "spill", "meeting")
         about = {key: value for key, value in metadata.items() if key not in here_alone}
         return cls(meeting, samples, metadata["schema"], about)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether its samples are entries of a window."""
+        return self.about.get("window") is not None
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +118,7 @@ class Directory:
     def __init__(self, expected: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self._expected, self._clock = expected, clock
         self._begun = clock()
-        self._has_gathered = False
+        self._has_gathered, self._patience = False, _GATHERING
         self._beats: dict[str, tuple[float, Beat]] = {}
         self._joined: dict[str, float | None] = {}  # when each has come; None once it has joined
         self._last: tuple[Member, ...] = ()
@@ -124,8 +131,7 @@ class Directory:
         """Hear from a machine, and tell it what it does not know."""
         now, name, there = self._clock(), beat.member.name, set(beat.caches)
         self._beats[name] = now, beat
-        for gone in [known for known, (when, _) in self._beats.items() if now - when > SILENT]:
-            del self._beats[gone], self._joined[gone]
+        self._drop_silent(now)
         for described in beat.news:
             self.publish(described)
         self._joined.setdefault(name, now)
@@ -135,6 +141,18 @@ class Directory:
         members = self._changed(self.members(), now)
         former = self._former if now - self._changed_at < FORMER else ()
         return Heard(keys, members, former, caches, tuple(there - set(self._caches)))
+
+    def _drop_silent(self, now: float) -> None:
+        silences = {name: now - when for name, (when, _) in self._beats.items()}
+        silent = [name for name, seconds in silences.items() if seconds > SILENT]
+        if not silent:
+            return
+        # Those that fell silent together are found so one after the other, within a beat.
+        quiet = [silences[name] > SILENT / 2 for name, come in self._joined.items() if come is None]
+        if 2 * sum(quiet) > len(quiet):  # it is rather this one that was cut off: see who is there
+            self._has_gathered, self._begun, self._patience = False, now, _CUT_OFF
+        for gone in silent:
+            del self._beats[gone], self._joined[gone]
 
     def _changed(self, members: tuple[Member, ...] | None, now: float) -> tuple[Member, ...] | None:
         """Note who was there before, if it is others than now, or of other capacity."""
@@ -156,7 +174,7 @@ class Directory:
         if not self._has_gathered:
             joined = sum(come is None for come in self._joined.values())
             all_here = 0 < self._expected() <= joined
-            if not all_here and self._clock() - self._begun < _GATHERING:
+            if not all_here and self._clock() - self._begun < self._patience:
                 return None
             self._has_gathered = True
         there = (beat.member for _, beat in self._beats.values())

@@ -17,13 +17,16 @@ from typing import Any
 from hotset.cluster.actors import ANSWER_SECONDS, NAMESPACE, DirectoryActor, directory_name, node_name
 from hotset.cluster.directory import Described
 from hotset.cluster.roster import read_roster
-from hotset.errors import ClusterError
+from hotset.errors import ClusterError, SessionError
+from hotset.session.definition import Session
+from hotset.session.sessions import find
 
 __all__ = ["Joined", "join", "sessions", "status", "stop"]
 
 _JOIN_SECONDS = 60.0
 _PLAN_SECONDS = 120.0
 _READY_SECONDS = 20.0
+_ANEW_SECONDS = 10.0
 
 
 class Joined:
@@ -38,6 +41,31 @@ class Joined:
         self.session, self.number = session, number
         self._directory, self._alone = directory, alone
         self._who = f"{os.uname().nodename}-{os.getpid()}"
+
+    def here(self) -> Session:
+        """The session as it is on this machine.
+
+        Raises:
+            SessionError: it is not there.
+        """
+        try:
+            return find(self.number)
+        except SessionError:
+            raise SessionError(
+                f"session {self.session!r} of the cluster is not there on this machine. If it was just "
+                "destroyed, or has expired, its node makes it anew: try again. If that does not help, "
+                "HOTSET_RUNTIME_DIR or the user is another one here than for `ray start`."
+            ) from None
+
+    def is_gone(self) -> bool:
+        """Whether the session is not there; what else may be wrong :meth:`here` says."""
+        try:
+            self.here()
+        except SessionError:
+            return True
+        except OSError:
+            pass
+        return False
 
     @contextlib.contextmanager
     def planning(self, meeting: str) -> Iterator[Described | None]:
@@ -71,6 +99,13 @@ class Joined:
             import ray
 
             ray.shutdown()
+
+    def capacity(self) -> int:
+        """Bytes that all machines can hold together, as far as this one knows."""
+        deadline = time.monotonic() + _READY_SECONDS
+        while (roster := read_roster(self.number)) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return roster.capacity if roster is not None else 0
 
     def publish(self, described: Described) -> None:
         """Say how a data set is cached."""
@@ -123,13 +158,16 @@ def join(address: str, session: str, memory: int | None) -> Joined:
     )
     handle = directory.remote(session, memory)
     here = ray.get_runtime_context().get_node_id()
-    deadline = time.monotonic() + _JOIN_SECONDS
+    begun = time.monotonic()
     why = "it has not started in time; look at `ray status`, and whether hotset is installed on all machines"
-    while time.monotonic() < deadline:
+    while time.monotonic() < begun + _JOIN_SECONDS:
         with contextlib.suppress(Exception):
             node = ray.get_actor(node_name(session, here), namespace=NAMESPACE)
             number = ray.get(node.session_number.remote(), timeout=ANSWER_SECONDS)
-            return Joined(session, number, handle, alone=alone)
+            joined = Joined(session, number, handle, alone=alone)
+            # It may be gone for the moment, and under another number with one of the node's next beats.
+            if not joined.is_gone() or time.monotonic() > begun + _ANEW_SECONDS:
+                return joined
         with contextlib.suppress(Exception):
             why = ray.get(handle.why.remote(here), timeout=ANSWER_SECONDS) or why
         time.sleep(0.1)
@@ -217,7 +255,8 @@ def _connect(address: str) -> Any:
         except (OSError, ValueError, RuntimeError) as error:
             raise ClusterError(
                 f"no Ray cluster can be reached by cluster={address!r}: {error}. Start one "
-                "(`ray start --head`, and `ray start --address=...` on the others), or leave out cluster=."
+                "(`ray start --head`, and `ray start --address=...` on the others), give this process the "
+                "token of one that asks for it (`RAY_AUTH_MODE=token`), or leave out cluster=."
             ) from error
     return ray
 

@@ -6,21 +6,23 @@ was read before it: what has another length is refused with a reason. ::
     get        header | ids                                     sample numbers, i64 each
     claim      the same; what is absent the asker will bring
     clear      the same, of no samples: forget all
+    window     header | words, i64 each                         see hotset.cluster.boundary
     put        header | ids | entries | rows | tails
-    answer     header | entries | rows | tails                  of a put: header | entries
+    answer     header | entries | rows | tails                  of a put: header | entries; of a window: words
     refusal    header                                           with a status other than OK
 
     header     +0   magic        8 B
                +8   version      u16
-               +10  operation    u8    1 get, 2 put, 3 claim, 4 clear; 0x80 is set in what answers it
+               +10  operation    u8    1 get, 2 put, 3 claim, 4 clear, 5 window; 0x80 is set in answers
                +11  status       u8    of an answer; 0 in a request
-               +12  count        u32   of samples
+               +12  count        u32   of samples, or words
                +16  number       u64   of the request, which its answer repeats
                +24  fingerprint  16 B  of the cache
                +40  layout       16 B  digest of schema, stride, samples and the segment's format
                +56  zeros        8 B
 
     entry      +0   state:2 | generation:20, u32     0 absent, 1 present, 2 left: answer full, 3 promised
+                    absent, with 1 for a generation: and there is no room for it
                +4   lines, u32                       of its tail
 
 A *row* is a record's row as it lies in the sender's segment (:mod:`hotset.store.format`), header and checksum
@@ -36,47 +38,37 @@ The first 24 bytes stay what they are in every version, so that another version 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from hotset.cluster.records import ABSENT, LEFT, PROMISED, ROOMLESS, Cache, Longs, Records
 from hotset.errors import ArgumentError
-from hotset.store import format as fmt
-from hotset.store.format import GENERATION_MASK, LINE, RECORD_HEADER, TAIL_COUNT_BITS
+from hotset.store.format import GENERATION_MASK, LINE, TAIL_COUNT_BITS
 
 __all__ = [
-    "ABSENT",
     "LARGEST",
-    "LEFT",
     "MOST",
-    "PROMISED",
-    "Cache",
     "Head",
     "Malformed",
     "Operation",
-    "Records",
     "Status",
     "answer",
     "get",
-    "only",
     "parse_head",
     "parse_ids",
     "parse_records",
+    "parse_words",
     "put",
     "refusal",
     "refusal_of",
-    "sound",
+    "window",
+    "window_answer",
 ]
 
-Bytes = npt.NDArray[np.uint8]
-Longs = npt.NDArray[np.int64]
 Frame = memoryview | bytes
 
 MAGIC = b"hotpeer\x1a"
@@ -84,11 +76,6 @@ VERSION = 1
 # Samples of one message, and bytes of one frame.
 MOST = 1 << 16
 LARGEST = 64 << 20
-
-# In place of a generation.
-ABSENT = -1
-LEFT = -2
-PROMISED = -3
 
 _HEADER = struct.Struct("<8sHBBIQ16s16s8x")
 _ANSWERS = 0x80
@@ -102,9 +89,9 @@ class Malformed(ValueError):
 
 
 class Operation(IntEnum):
-    """What a request asks for: records; to keep some; some, and to promise others; to forget all."""
+    """What a request asks for: records; to keep some; some, and to promise others; to forget; a window."""
 
-    GET, PUT, CLAIM, CLEAR = 1, 2, 3, 4
+    GET, PUT, CLAIM, CLEAR, WINDOW = 1, 2, 3, 4, 5
 
 
 class Status(IntEnum):
@@ -128,42 +115,6 @@ _SENTENCES = {
 }
 
 
-@dataclass(frozen=True)
-class Cache:
-    """A cache, as two machines must agree on it before a record passes between them.
-
-    Attributes:
-        fingerprint: 16 bytes; of source, transforms and versions.
-        layout: 16 bytes; of how a record is laid out.
-        samples: length of the data set.
-        stride: bytes of a row.
-        has_tail: whether records have tails.
-
-    Example:
-        >>> one = Cache.of(bytes(16), samples=10, stride=64, has_tail=False, schema={"kind": "tensor"})
-        >>> other = Cache.of(bytes(16), samples=10, stride=72, has_tail=False, schema={"kind": "tensor"})
-        >>> one.layout == other.layout
-        False
-    """
-
-    fingerprint: bytes
-    layout: bytes
-    samples: int
-    stride: int
-    has_tail: bool
-
-    def __post_init__(self) -> None:
-        if len(self.fingerprint) != 16 or len(self.layout) != 16:
-            raise ArgumentError("a cache's fingerprint and its layout's digest have 16 bytes each.")
-
-    @classmethod
-    def of(cls, fingerprint: bytes, *, samples: int, stride: int, has_tail: bool, schema: Any) -> Cache:
-        """Describe a cache; ``schema`` is of JSON's types."""
-        said = json.dumps([fmt.VERSION, samples, stride, has_tail, schema], sort_keys=True).encode()
-        layout = hashlib.blake2b(said, digest_size=16).digest()
-        return cls(fingerprint, layout, samples, stride, has_tail)
-
-
 class Head(NamedTuple):
     """What a message's header says."""
 
@@ -173,22 +124,6 @@ class Head(NamedTuple):
     number: int
     fingerprint: bytes
     layout: bytes
-
-
-class Records(NamedTuple):
-    """Records side by side, as they travel.
-
-    Attributes:
-        generations: int64 for each sample asked for: of its record; or ``ABSENT``, ``LEFT``, ``PROMISED``.
-        lines: int64 for each sample: of its record's tail; 0 where there is none.
-        rows: uint8 of shape (records present, stride).
-        tails: uint8 of shape (sum of lines, 256).
-    """
-
-    generations: Longs
-    lines: Longs
-    rows: Bytes
-    tails: Bytes
 
 
 # ---- writing -------------------------------------------------------------------------------------------
@@ -212,6 +147,16 @@ def put(number: int, cache: Cache, ids: Longs, records: Records) -> list[Any]:
     """
     _fit(ids, max(records.rows.nbytes, records.tails.nbytes))
     return [_header(Operation.PUT, 0, len(ids), number, cache), _little(ids), *_frames(records)]
+
+
+def window(number: int, cache: Cache, words: Longs) -> list[Any]:
+    """Frames that ask about a window, or move it."""
+    return [_header(Operation.WINDOW, 0, len(words), number, cache), _little(words)]
+
+
+def window_answer(head: Head, cache: Cache, words: Longs) -> list[Any]:
+    """Frames that answer that."""
+    return [_header(Operation.WINDOW | _ANSWERS, 0, len(words), head.number, cache), _little(words)]
 
 
 def answer(head: Head, cache: Cache, records: Records) -> list[Any]:
@@ -246,8 +191,8 @@ def _frames(records: Records) -> list[Any]:
     entries = np.zeros((len(records.generations), 2), "<u4")
     present = records.generations >= 0
     entries[present, 0] = records.generations[present] | 1 << _STATE_SHIFT
-    for state, generation in ((2, LEFT), (3, PROMISED)):
-        entries[records.generations == generation, 0] = state << _STATE_SHIFT
+    for word, generation in ((2 << _STATE_SHIFT, LEFT), (3 << _STATE_SHIFT, PROMISED), (1, ROOMLESS)):
+        entries[records.generations == generation, 0] = word
     entries[:, 1] = records.lines
     return [memoryview(entries.tobytes()), records.rows.reshape(-1).data, records.tails.reshape(-1).data]
 
@@ -292,9 +237,20 @@ def parse_ids(head: Head, frame: Frame, cache: Cache) -> Longs:
     if len(frame) != head.samples * 8:
         raise Malformed(f"speaks of {head.samples} samples, and names {len(frame) / 8:g}")
     ids = np.frombuffer(frame, "<i8")
-    if head.samples and (int(ids.min()) < 0 or int(ids.max()) >= cache.samples):
+    if head.samples and (int(ids.min()) < 0 or int(ids.max()) >= cache.numbers):
         raise Malformed(f"names a sample that is none of the {cache.samples:,} of this cache")
     return ids
+
+
+def parse_words(head: Head, frames: Sequence[Frame]) -> Longs:
+    """Read the words of a window's request or answer; ``frames`` come after the header.
+
+    Raises:
+        Malformed: they are not ``head.samples``.
+    """
+    if len(frames) != 1 or len(frames[0]) != head.samples * 8:
+        raise Malformed(f"speaks of {head.samples} words, and sends others")
+    return np.frombuffer(frames[0], "<i8")
 
 
 def parse_records(head: Head, frames: Sequence[Frame], cache: Cache, *, bare: bool = False) -> Records:
@@ -317,11 +273,12 @@ def parse_records(head: Head, frames: Sequence[Frame], cache: Cache, *, bare: bo
     states, lines = entries[:, 0] >> _STATE_SHIFT, entries[:, 1]
     generations = entries[:, 0] & ((1 << _STATE_SHIFT) - 1)
     present = states == 1
-    if (generations > (GENERATION_MASK * present)).any():
+    if (generations > np.array([1, GENERATION_MASK, 0, 0])[states]).any():
         raise Malformed("has an entry that means nothing")
+    roomless = generations * (states == 0) * (ROOMLESS - ABSENT)
     if (lines > (_TAIL_MASK * present if cache.has_tail else 0)).any():
         raise Malformed("speaks of a tail where there can be none")
-    generations = np.where(present, generations, np.array([ABSENT, 0, LEFT, PROMISED])[states])
+    generations = np.where(present, generations, np.array([ABSENT, 0, LEFT, PROMISED])[states] + roomless)
     count, total = int(np.count_nonzero(present)), int(lines.sum())
     if bare:
         count, total = 0, 0
@@ -332,63 +289,6 @@ def parse_records(head: Head, frames: Sequence[Frame], cache: Cache, *, bare: bo
     rows = np.frombuffer(frames[1], np.uint8).reshape(count, cache.stride)
     tails = np.frombuffer(frames[2], np.uint8).reshape(total, LINE)
     return Records(generations, lines, rows, tails)
-
-
-def sound(cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
-    """Which of these samples' records are there, and what their writer wrote: length, generation, checksum.
-
-    Args:
-        cache: whose records they are.
-        ids: the samples that were asked for.
-        records: what came.
-
-    Returns:
-        For each sample whether its record is there and sound.
-    """
-    found = records.generations >= 0
-    if not found.any():
-        return found
-    heads = np.ascontiguousarray(records.rows[:, :12]).view("<u4").astype(np.int64)
-    lengths, generations = heads[:, 0], heads[:, 1]
-    lines = records.lines[found]
-    tail_bytes = lengths - (cache.stride - RECORD_HEADER)
-    spare = lines * LINE - tail_bytes
-    fits = (generations == records.generations[found]) & (tail_bytes >= 0) & (spare >= 0) & (spare < LINE)
-    if cache.has_tail:
-        word = np.ascontiguousarray(records.rows[:, RECORD_HEADER : RECORD_HEADER + 8]).view("<u8")[:, 0]
-        fits &= word & np.uint64(_TAIL_MASK) == lines.astype(np.uint64)
-    rows, tails = records.rows.reshape(-1).data, records.tails.reshape(-1).data
-    starts = (np.cumsum(lines) - lines) * LINE
-    said = zip(ids[found].tolist(), heads.tolist(), tail_bytes.tolist(), starts.tolist(), strict=True)
-    row_at = 0
-    for place, (sample, (length, generation, crc), size, start) in enumerate(said):
-        if fits[place]:
-            row = rows[row_at + RECORD_HEADER : row_at + cache.stride]
-            tail = tails[start : start + size] if size else None
-            fits[place] = fmt.checksum(sample, length, generation, row, tail) == crc
-        row_at += cache.stride
-    found[found] = fits
-    return found
-
-
-def only(records: Records, keep: npt.NDArray[np.bool_]) -> Records:
-    """The records of some of the samples; the others are absent.
-
-    Args:
-        records: of all of them.
-        keep: for each sample whether its record, which is there, is kept.
-    """
-    found = records.generations >= 0
-    generations = np.where(keep | ~found, records.generations, ABSENT)
-    lines = np.where(keep, records.lines, 0)
-    if keep[found].all():
-        return records
-    return Records(
-        generations,
-        lines,
-        records.rows[keep[found]],
-        records.tails[np.repeat(keep, records.lines)],
-    )
 
 
 def refusal_of(frames: Sequence[Frame]) -> list[Any] | None:

@@ -1,20 +1,9 @@
 """Neighbours: this process's way to those samples of a cache that other machines own.
 
-Each sample has an owner among the machines (:mod:`hotset.policy.placement`), whose memory keeps it. Of the
-samples of a batch that are not in this machine's memory::
-
-    owned here          left to the store: claimed, read, kept                      (Store.fill)
-    owned elsewhere     asked for, of all owners at once, one request each:
-      present           verified, copied, given out; kept here too with `replicate`
-      absent            this process has promised to bring it: read here, and put to its owner
-      promised          by another one, who reads it: waited for, after all else is done
-      no answer         read here, and kept nowhere
-
-Where the roster has changed, a sample's former owner is asked before the source is read: so a machine that
-joins gets its share from its neighbours.
-
-Nothing here raises but what reading the source does. Every wait is bounded: an answer's by the machine's
-patience (:class:`hotset.cluster.roster.Member`), and that for what others promised by `PATIENCE`.
+Each sample has an owner among the machines (:mod:`hotset.cluster.owners`), whose memory keeps it. What a
+batch lacks is got from the owners (:mod:`hotset.cluster.errand`). What the next batch will lack can be asked
+for before (:meth:`Neighbours.announce`): it comes while this one is trained on. That promises nothing: what
+is absent is asked for again, with a promise to bring it, when it is needed.
 """
 
 from __future__ import annotations
@@ -24,51 +13,39 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.asking import Answer, Peer, Peers, Ticket
-from hotset.cluster.messages import LARGEST, MOST, Cache, Longs
-from hotset.cluster.packing import pack, unpack
-from hotset.cluster.roster import PATIENCE, Member, Roster, RosterFile
-from hotset.cluster.tally import Tally, read_tally
-from hotset.cluster.traffic import Rest, Traffic
+from hotset.cluster.asking import Peer
+from hotset.cluster.company import Company
+from hotset.cluster.errand import Brought, Errand, Read, parts
+from hotset.cluster.owners import Owners
+from hotset.cluster.records import Cache, Longs
+from hotset.cluster.roster import PATIENCE, Roster
+from hotset.cluster.shelf import cache_of
+from hotset.cluster.ticket import Ticket
+from hotset.cluster.traffic import Traffic
 from hotset.errors import SegmentError
-from hotset.policy.placement import Placement
-from hotset.store.format import PRESENT, Slot
-from hotset.store.schema import Schema
+from hotset.store.format import PRESENT
 from hotset.store.store import Store
 
 __all__ = ["Neighbours"]
 
-Read = Callable[[int], Any]
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
-# What is brought to others at once: they are written down while the next samples are read.
-_PUT_BYTES = 4 << 20
-_PUTS = 8
-_CLEAR_SECONDS = 10.0
+_CLEAR_SECONDS, _AGAIN_SECONDS = 10.0, 0.1
+# Batches that are asked for before they are wanted.
+_AHEAD = 4
 _ESTIMATE, _ESTIMATE_SECONDS = 4000, 1.0
 
 
-class _Owners:
-    """Who owns what, among some machines."""
+class _Ahead(NamedTuple):
+    """What was asked for ahead of use, and the store's era at that time."""
 
-    def __init__(self, me: str, members: tuple[Member, ...]) -> None:
-        self._me, self._names = me, [member.name for member in members]
-        capacities = [member.capacity for member in members]
-        self._placement = Placement(self._names, capacities) if any(capacities) else None
-
-    def others(self, ids: Longs) -> list[tuple[str, Longs]]:
-        """The machines but this one that own some of these samples, by name, and which."""
-        if self._placement is None:
-            return []
-        owners = self._placement.owners(ids)
-        numbers = [number for number in np.unique(owners).tolist() if self._names[number] != self._me]
-        return [(self._names[number], ids[owners == number]) for number in numbers]
+    era: int | None
+    tickets: list[Ticket]
 
 
 class Neighbours:
@@ -88,16 +65,10 @@ class Neighbours:
         """What belongs to one process."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._file = RosterFile(self._number)
-        self._roster: Roster | None = None  # what the following is made of
-        self._owners: _Owners | None = None
-        self._former: _Owners | None = None
-        self._peers: Peers | None = None
-        self._known: dict[str, Peer] = {}
+        self._company = Company(self._number)
         self._cache: Cache | None = None
-        self._full: dict[str, Rest] = {}
+        self._ahead: dict[bytes, _Ahead] = {}  # by the ids of a batch
         self._estimated = (float("-inf"), 0.0)
-        self._tally = Tally(self._number)
         # A worker ends without collecting anything: what it has counted last would be lost.
         Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
 
@@ -107,10 +78,10 @@ class Neighbours:
     @property
     def roster(self) -> Roster | None:
         """Which machines there are, as far as this one knows; None before it was told."""
-        return self._file.current()
+        return self._company.roster
 
-    def bring(self, store: Store, ids: Longs, read: Read) -> dict[int, Any]:
-        """The samples of these that other machines own and this one has not got, each the caller's own.
+    def bring(self, store: Store, ids: Longs, read: Read) -> Brought:
+        """Get what this machine has not got of these samples, but for what it is to read and keep itself.
 
         Args:
             store: this machine's part of the cache.
@@ -120,30 +91,124 @@ class Neighbours:
         Raises:
             Whatever ``read`` raises, untouched.
         """
-        missing = np.unique(ids[store.words(ids) < PRESENT])
+        missing = self._missing(store, ids)
         if not len(missing) or store.era() is None:
-            return {}
-        if self._pid != os.getpid():
-            self._begin()
-        with self._lock:
-            self._look()
-            if self._owners is None:
-                return {}
+            return Brought()
+        with self._looked(store):
+            if self._company.owners is None:
+                return Brought()
             try:
-                return _Errand(self, store, read).run(missing, self._owners.others(missing))
+                ahead = self._ahead.pop(ids.tobytes(), None)
+                # What was asked for before a clear is what was to be forgotten.
+                asked = ahead.tickets if ahead is not None and ahead.era == store.era() else []
+                return self._errand(store, read).run(missing, asked)
             finally:
-                self._tally.add(self._traffics())
+                self._company.count()
 
-    def _traffics(self) -> dict[str, Traffic]:
-        return {name: peer.traffic for name, peer in self._known.items()}
+    def pass_on(self, store: Store, samples: dict[int, Any]) -> bool:
+        """Bring to other machines what this one was to keep and had no room for; whether all is kept now.
+
+        Args:
+            store: this machine's part of the cache.
+            samples: that were read for it, by number.
+        """
+        if store.why_full is None:
+            return False
+        with self._looked(store):
+            if self._company.owners is None:
+                return False
+            ids = np.fromiter(samples, np.int64)
+            ids = ids[store.words(ids) < PRESENT]
+            errand = self._errand(store, samples.__getitem__)
+            return errand.pass_on({sample: samples[sample] for sample in ids.tolist()})
+
+    def _errand(self, store: Store, read: Read) -> Errand:
+        return Errand(self._company, self.cache(store), store, read, partial(self._keeps, store))
+
+    def announce(self, store: Store, ids: Longs) -> None:
+        """Ask for what this machine has not got of samples that will be wanted soon; returns at once.
+
+        Args:
+            store: this machine's part of the cache.
+            ids: of one batch, as :meth:`bring` will be given them.
+        """
+        missing = self._missing(store, ids)
+        if not len(missing) or store.era() is None or self._pid != os.getpid():
+            return
+        with self._looked(store):
+            if self._company.owners is None or ids.tobytes() in self._ahead:
+                return
+            cache, era = self.cache(store), store.era()
+            tickets = [
+                self._company.peers[name].ask(cache, part)
+                for name, some in self._company.others(cache, missing)
+                for part in parts(cache, some)
+            ]
+            self._ahead[ids.tobytes()] = _Ahead(era, tickets)
+            while len(self._ahead) > _AHEAD:  # a pass that was left in its midst
+                del self._ahead[next(iter(self._ahead))]
+
+    @staticmethod
+    def _missing(store: Store, ids: Longs) -> Longs:
+        words = store.words(ids)
+        if len(words) and int(np.minimum.reduce(words)) >= PRESENT:
+            return ids[:0]  # which is asked for every batch
+        missing: Longs = np.unique(ids[words < PRESENT])
+        return missing
+
+    def troubles(self) -> list[tuple[str, str]]:
+        """What was found wrong with machines since this was asked last, and the names of these."""
+        found: list[tuple[str, str]] = []
+        while self._company.troubles:
+            found.append(self._company.troubles.pop(0))
+        return found
 
     def traffic(self) -> dict[str, Traffic]:
         """What passed between this machine and each other one, for all caches of the session; by name."""
         if self._pid == os.getpid():
-            self._tally.add(self._traffics(), now=True)
-        with contextlib.suppress(OSError):
-            return read_tally(self._number)
-        return {}
+            self._company.count(now=True)
+        return self._company.traffic()
+
+    # ---- of a window, see hotset.cluster.boundary ------------------------------------------------------
+
+    def owners(self, store: Store) -> Owners | None:
+        """Who owns what, as far as this process knows; another object whenever that has changed."""
+        with self._looked(store):
+            return self._company.owners
+
+    def me(self, store: Store) -> str:
+        """This machine's name."""
+        with self._looked(store):
+            return self._company.me
+
+    def names(self, store: Store) -> list[str]:
+        """The other machines."""
+        with self._looked(store):
+            return list(self._company.peers)
+
+    def say(self, store: Store, words: Longs, names: Sequence[str] | None = None) -> dict[str, Longs]:
+        """Ask these machines, or all others, about a window; the words of those that answer, by name."""
+        with self._looked(store):
+            cache = self.cache(store)
+            peers = self._company.peers
+            wanted = peers if names is None else [name for name in names if name in peers]
+            asked = {name: peers[name].window(cache, words) for name in wanted}
+            begun = time.monotonic()
+            found = {
+                name: ticket.words(begun + self._company.patience(name)) for name, ticket in asked.items()
+            }
+        return {name: said for name, said in found.items() if said is not None}
+
+    @contextlib.contextmanager
+    def _looked(self, store: Store) -> Iterator[None]:
+        """Be the one who uses the sockets, and know who is there."""
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            self._company.look()
+            yield
+
+    # ---- all of it -----------------------------------------------------------------------------------
 
     def clear(self, store: Store, name: str) -> None:
         """Have all other machines forget their parts of the cache.
@@ -155,116 +220,71 @@ class Neighbours:
         Raises:
             SegmentError: some have not said that they have.
         """
-        if self._pid != os.getpid():
-            self._begin()
-        with self._lock:
-            self._look()
-            asked = [(name, peer.clear(self.cache(store))) for name, peer in self._known.items()]
-            begun = time.monotonic()
-            kept = [peer for peer, ticket in asked if not ticket.wait(begun + _CLEAR_SECONDS).answered]
-        if kept:
+        deadline = time.monotonic() + _CLEAR_SECONDS
+        with self._looked(store):
+            gone = self._company.gone()
+            kept = self._cleared(self._company.peers, store, deadline)
+            last = deadline - PATIENCE  # an answer is to come in time
+            while (busy := [peer for peer, again in kept.items() if again]) and time.monotonic() < last:
+                time.sleep(_AGAIN_SECONDS)  # in which they serve others
+                peers = {peer: self._company.peers[peer] for peer in busy}
+                for peer in busy:
+                    del kept[peer]
+                kept |= self._cleared(peers, store, deadline)
+        away = [*kept, *gone]
+        if away:
             raise SegmentError(
-                f"{name} is cleared here, but {', '.join(kept)} may still have a part of it; call clear() "
+                f"{name} is cleared here, but {', '.join(away)} may still have a part of it; call clear() "
                 "again once they answer, or end the session: `hotset cluster stop`."
             )
 
-    # ---- who is there --------------------------------------------------------------------------------
+    def _cleared(self, peers: dict[str, Peer], store: Store, deadline: float) -> dict[str, bool]:
+        """Ask these machines; those that have not cleared it, and whether one is to be asked again."""
+        asked = {name: peer.clear(self.cache(store)) for name, peer in peers.items()}
+        return {
+            name: ticket.is_refused_for_now
+            for name, ticket in asked.items()
+            if not ticket.wait(deadline).answered
+        }
 
-    def _look(self) -> None:
-        """See who owns what; peers are made for machines that have come, and closed for those that left."""
-        roster = self._file.current()
-        if roster is None or self._roster is roster:
-            return
-        if self._peers is None or self._roster is None or self._roster.keys != roster.keys:
-            if self._peers is not None:
-                self._peers.close()
-            self._peers, self._known = Peers(roster.keys), {}
-        there = {member.name: member for member in roster.members if member.name != roster.me}
-        for name in [name for name in self._known if name not in there]:
-            del self._known[name]
-            self._peers.remove(name)
-        for name, member in there.items():
-            known = self._known.get(name)
-            if known is None or known.endpoint != member.endpoint:
-                self._tally.add(self._traffics(), now=known is not None)
-                self._known[name] = self._peers.add(name, member.endpoint, member.key.encode())
-        self._roster, self._owners = roster, _Owners(roster.me, roster.members)
-        self._former = _Owners(roster.me, roster.former) if roster.former else None
-
-    def former(self, ids: Longs) -> list[tuple[str, Longs]]:
-        """Who owned these samples before the roster changed, as far as they are still there, and not this."""
-        owners = self._former.others(ids) if self._former is not None and len(ids) else []
-        return [(name, some) for name, some in owners if name in self._known]
-
-    def peer(self, name: str) -> Peer:
-        """The machine of this name, which is in the roster."""
-        return self._known[name]
-
-    def patience(self, name: str) -> float:
-        """Seconds that an answer of this machine is waited for."""
-        assert self._roster is not None
-        return next((m.patience for m in self._roster.members if m.name == name), PATIENCE)
+    # ---- of this cache -------------------------------------------------------------------------------
 
     def cache(self, store: Store) -> Cache:
         """The cache, as machines must agree on it."""
         if self._cache is None:
-            schema = store.schema
-            self._cache = Cache.of(
-                self._fingerprint,
-                samples=len(store),
-                stride=schema.stride,
-                has_tail=schema.has_tail,
-                schema=schema.to_json(),
-            )
+            self._cache = cache_of(store, self._fingerprint)
         return self._cache
 
-    def is_full(self, name: str) -> bool:
-        """Whether a machine had no room for records a moment ago."""
-        rest = self._full.get(name)
-        return rest is not None and rest.lasts
+    def _keeps(self, store: Store, count: int) -> bool:
+        """Whether so many records that others sent are kept here: in memory that is left over.
 
-    def note_full(self, name: str, full: bool) -> None:
-        """Note whether a machine had room for what was brought to it."""
-        if full:
-            self._full.setdefault(name, Rest()).begin()
-        else:
-            self._full.pop(name, None)
-
-    def keep(self, store: Store, samples: dict[int, Any]) -> None:
-        """Keep what others sent where memory is left over: what this machine owns, and lacks, comes first."""
-        if not self._replicate or not samples or store.room.why_full is not None:
-            return
+        What this machine owns, and lacks, comes first.
+        """
+        if not self._replicate or store.room.why_full is not None:
+            return False
         mean = store.stored_bytes / max(1, int((store.segment.index >= PRESENT).sum()))
         # A sixteenth is left to extents that are not full, and to samples larger than the mean.
-        room = self._capacity * 15 / 16 - store.stored_bytes
-        if mean * (len(samples) + self._owned_and_missing(store)) <= room:
-            store.adopt(samples)
+        room = self._company.capacity * 15 / 16 - store.stored_bytes
+        return mean * (count + self._owned_and_missing(store)) <= room
 
     def _owned_and_missing(self, store: Store) -> float:
         """About how many samples this machine owns and has not got: an estimate, made now and then."""
         now = time.monotonic()
         if now - self._estimated[0] > _ESTIMATE_SECONDS:
-            assert self._owners is not None
             total = len(store)
             ids = np.arange(total)
             if total > _ESTIMATE:
                 ids = np.random.default_rng().integers(total, size=_ESTIMATE)
             missing = ids[store.words(ids) < PRESENT]
-            others = sum(len(some) for _, some in self._owners.others(missing))
+            others = sum(len(some) for _, some in self._company.others(self.cache(store), missing))
             self._estimated = now, (len(missing) - others) / len(ids) * total
         return self._estimated[1]
 
-    @property
-    def _capacity(self) -> int:
-        assert self._roster is not None
-        return next((m.capacity for m in self._roster.members if m.name == self._roster.me), 0)
-
     def close(self) -> None:
         """Close all connections of this process."""
-        if self._peers is not None and self._pid == os.getpid():
-            self._tally.add(self._traffics(), now=True)
-            self._peers.close()
-        self._peers, self._roster, self._known = None, None, {}
+        if self._pid == os.getpid():
+            self._company.close()
+        self._ahead = {}
 
 
 def _restored(number: int, fingerprint: bytes, replicate: bool) -> Neighbours:
@@ -275,131 +295,3 @@ def _count_up(of: weakref.ref[Neighbours]) -> None:
     neighbours = of()
     if neighbours is not None:
         neighbours.traffic()
-
-
-class _Errand:
-    """One batch's way around the neighbours."""
-
-    def __init__(self, neighbours: Neighbours, store: Store, read: Read) -> None:
-        self._all, self._store, self._read = neighbours, store, read
-        self._cache = neighbours.cache(store)
-        self._schema: Schema = store.schema
-        self._found: dict[int, Any] = {}
-        self._puts: list[tuple[str, Ticket]] = []
-
-    def run(self, missing: Longs, owned: list[tuple[str, Longs]]) -> dict[int, Any]:
-        """Get the samples that these machines own; and this one's, from who owned them before."""
-        promised = self._ask(owned)
-        self._fetch_home(np.setdiff1d(missing, [sample for _, ids in owned for sample in ids.tolist()]))
-        waited = time.monotonic() + PATIENCE
-        pause = _SHORTEST_PAUSE
-        while promised:
-            if time.monotonic() > waited:
-                for _, some in promised:
-                    self._read_here(None, some)
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            promised = self._ask(promised)
-        self._settle()
-        return self._found
-
-    def _ask(self, owned: list[tuple[str, Longs]]) -> list[tuple[str, Longs]]:
-        """Ask all owners at once; read what is nobody's yet. Returns what others have promised."""
-        asked = [
-            (name, self._all.peer(name).ask(self._cache, part, claim=not self._all.is_full(name)))
-            for name, ids in owned
-            for part in self._parts(ids)
-        ]
-        begun = time.monotonic()
-        promised: list[tuple[str, Longs]] = []
-        absent: list[tuple[str | None, Longs]] = []
-        while asked:
-            again = []
-            for name, ticket in asked:
-                answer = ticket.wait(begun + self._all.patience(name))
-                self._give_out(ticket.ids, answer)
-                if answer.left.any():
-                    left = self._all.peer(name).ask(self._cache, ticket.ids[answer.left], claim=True)
-                    again.append((name, left))
-                if answer.promised.any():
-                    promised.append((name, ticket.ids[answer.promised]))
-                rest = ticket.ids[~(answer.present | answer.left | answer.promised)]
-                if len(rest):
-                    absent.append((name if answer.answered else None, rest))
-            asked = again
-        for owner, ids in absent:
-            self._read_here(owner, self._not_moved(owner, ids))
-        return promised
-
-    def _parts(self, ids: Longs) -> Iterator[Longs]:
-        """Requests that one answer has room for."""
-        most = max(1, min(MOST, LARGEST // self._cache.stride))
-        for start in range(0, len(ids), most):
-            yield ids[start : start + most]
-
-    def _give_out(self, ids: Longs, answer: Answer) -> None:
-        """Take the samples of an answer."""
-        if not answer.present.any():
-            return
-        there = ids[answer.present].tolist()
-        samples = unpack(self._schema, answer.lines[answer.present], answer.rows, answer.tails)
-        came = dict(zip(there, samples, strict=True))
-        self._found.update(came)
-        counters = self._store.member.row
-        counters[Slot.PEER_HITS] += len(came)
-        self._all.keep(self._store, came)
-
-    def _fetch_home(self, ids: Longs) -> None:
-        """Get what this machine owns, and has not had so far, from who owned it before."""
-        self._not_moved(None, ids)
-        self._store.adopt({sample: self._found[sample] for sample in ids.tolist() if sample in self._found})
-
-    def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
-        """Those of these samples that their former owners have not got either; the others are brought on."""
-        asked = [(name, self._all.peer(name).ask(self._cache, some)) for name, some in self._all.former(ids)]
-        begun = time.monotonic()
-        for name, ticket in asked:
-            self._give_out(ticket.ids, ticket.wait(begun + self._all.patience(name)))
-        came = {sample: self._found[sample] for sample in ids.tolist() if sample in self._found}
-        if owner is not None and came and not self._all.is_full(owner):
-            self._put(owner, came)
-        return np.array([sample for sample in ids.tolist() if sample not in came], np.int64)
-
-    def _read_here(self, owner: str | None, ids: Longs) -> None:
-        """Read samples from the source, and bring them to their owner if it is there."""
-        brings = owner is not None and not self._all.is_full(owner)
-        samples: dict[int, Any] = {}
-        size = 0
-        counters = self._store.member.row
-        try:
-            for sample in ids.tolist():
-                start = time.perf_counter_ns()
-                self._found[sample] = value = self._read(sample)
-                counters[Slot.FILL_NS] += time.perf_counter_ns() - start
-                counters[Slot.MISSES] += 1
-                samples[sample] = value
-                size += self._cache.stride
-                if brings and size >= _PUT_BYTES:
-                    self._put(owner, samples)
-                    samples, size = {}, 0
-        finally:
-            if brings and samples:
-                self._put(owner, samples)
-
-    def _put(self, owner: str | None, samples: dict[int, Any]) -> None:
-        """Bring samples to their owner, without waiting for it."""
-        assert owner is not None
-        ids, records = pack(self._schema, samples)
-        if len(ids):
-            self._settle(_PUTS - 1)
-            self._puts.append((owner, self._all.peer(owner).put(self._cache, ids, records)))
-
-    def _settle(self, left: int = 0) -> None:
-        """Wait until what was brought is there, but for the last so many."""
-        begun = time.monotonic()
-        while len(self._puts) > left:
-            owner, ticket = self._puts.pop(0)
-            answer = ticket.wait(begun + self._all.patience(owner))
-            if answer.answered:
-                self._all.note_full(owner, not answer.present.any())

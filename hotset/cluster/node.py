@@ -1,9 +1,9 @@
 """The node: what one machine does for a session that it shares with others.
 
-It owns the session on its machine: it makes it if it is not there, makes this machine's part of each cache
-that any machine has, and serves what is in them. Who is there it hears from the directory, once a second, and
-writes it down for the machine's processes (:mod:`hotset.cluster.roster`). For a machine whose port is closed
-to this one it stands in (:mod:`hotset.cluster.relay`).
+It owns the session on its machine: it makes it if it is not there, and anew if it is gone; makes this
+machine's part of each cache that any machine has, and serves what is in them. Who is there it hears from the
+directory, once a second, and writes it down for the machine's processes (:mod:`hotset.cluster.roster`). For a
+machine whose port is closed to this one it stands in (:mod:`hotset.cluster.relay`).
 
 It runs in an actor of Ray's on that machine, which begins again when it dies: the session, what is in it, the
 machine's name and its keys are where they were, and only the port is another.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import socket
@@ -26,10 +27,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotset.cluster import messages
+from hotset.cluster.boundary import RingShelf
 from hotset.cluster.directory import Beat, Described, Heard
 from hotset.cluster.keys import Keys
-from hotset.cluster.messages import LARGEST, Cache, Longs, Records
+from hotset.cluster.messages import LARGEST
+from hotset.cluster.owners import Owners
+from hotset.cluster.records import Cache, Longs, Records, only, sound
 from hotset.cluster.relay import Relays, Remote, reachable
 from hotset.cluster.roster import Member, Roster, read_roster, write_roster
 from hotset.cluster.serving import Serving, Shelf
@@ -42,6 +45,7 @@ from hotset.session.files import CACHE, runtime
 from hotset.session.folder import runtime_folder
 from hotset.session.within import Place, Use, share_in
 from hotset.store import memory as machine
+from hotset.store.ring import Ring, attach_store
 from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
@@ -51,14 +55,19 @@ __all__ = ["Node", "fingerprint_of"]
 BEAT_SECONDS = 1.0
 _TTL = 3600.0
 _LONGEST = 39  # of a host's name: with what is drawn behind it, as much as a tally's row has room for
-# How long a machine that could not be connected to is gone around before it is tried again.
+# How long it is believed that a machine can be connected to, or cannot: a port may be closed later, too.
 _LOOK_SECONDS = 30.0
 # What is offered for a record's tail in an answer to a relay: who has more asks again.
 _TAIL_BYTES = 64 << 10
 
 
-def fingerprint_of(text: str) -> bytes:
-    """A cache's fingerprint, or the user's key for it, in 16 bytes."""
+def fingerprint_of(about: dict[str, Any]) -> bytes:
+    """What tells a cache from all others of a session: its fingerprint or the user's key, and its window.
+
+    Args:
+        about: its metadata.
+    """
+    text = json.dumps([about["fingerprint"], about.get("window")])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -74,7 +83,7 @@ class Node:
         actor: what Ray knows it by.
 
     Attributes:
-        session: on this machine.
+        session: on this machine; another one once that was made anew.
         member: what others are told of it.
 
     Raises:
@@ -91,6 +100,7 @@ class Node:
         remote: Remote | None = None,
         actor: str = "",
     ) -> None:
+        self._name = name
         self.session = _session(name, memory)
         known = read_roster(self.session.number)
         new = f"{socket.gethostname()[:_LONGEST]}-{secrets.token_hex(4)}"
@@ -98,6 +108,7 @@ class Node:
         self._keys = known.keys if known is not None else Keys.new()
         self._roster = known
         self._beat = beat
+        self._owners = Owners(known.me, known.members) if known is not None else None
         self._shelves = _Shelves()
         self._caches: dict[str, Described] = {}
         self._wanted: tuple[str, ...] = ()
@@ -113,6 +124,7 @@ class Node:
         )
         self._relays = Relays(self._shelves, self._keys, remote) if remote is not None else None
         self._looked: dict[str, tuple[bool, float]] = {}  # by endpoint: whether it opens, and since when
+        self._has_ended = False  # the session, on purpose
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotset node", daemon=True)
         self._thread.start()
@@ -137,7 +149,8 @@ class Node:
             use.close()
 
     def destroy(self) -> int:
-        """Destroy the session on this machine; returns the bytes that were freed."""
+        """Destroy the session on this machine, for good; returns the bytes that were freed."""
+        self._has_ended = True
         with contextlib.suppress(SessionError):
             return sessions.destroy(self.session)
         return 0
@@ -167,11 +180,11 @@ class Node:
 
     def _run(self) -> None:
         while not self._stop.wait(0 if self._roster is None else BEAT_SECONDS):
-            self._shelves.end_leases()
-            if not self._is_there():  # destroyed: it owns nothing any more, and the others are told so
-                self.member = self.member._replace(capacity=0)
-            with contextlib.suppress(Exception):  # no directory for the moment: what was known last holds
-                self._hear(self._beat(self._said()))
+            for task in (self._shelves.end_leases, self._keep_session, self._exchange):
+                # Each for itself, whatever it is (no descriptors, say): it is tried again with the next beat.
+                # Without a directory for the moment, what was known last holds.
+                with contextlib.suppress(Exception):
+                    task()
             if self._roster is None:
                 self._stop.wait(0.2)
 
@@ -179,6 +192,28 @@ class Node:
         with contextlib.suppress(SessionError), open_ledger(self.session):
             return True
         return False
+
+    def _keep_session(self) -> None:
+        """Make the session anew if it is gone, unless that was on purpose: as empty as it was at first."""
+        if self._is_there():
+            return
+        self.member = self.member._replace(capacity=0)  # it owns nothing, and the others are told so
+        if self._has_ended:
+            return
+        session = _session(self._name, self.session.memory)
+        make_tally(session.number)
+        if self._roster is not None:
+            write_roster(session.number, self._roster)
+        self.session = session
+        caches, self._caches = self._caches, {}
+        self._shelves.retire()
+        for described in caches.values():
+            with contextlib.suppress(Exception):
+                self._make(described)  # else the directory says with the next beat that it is missing
+        self.member = self.member._replace(capacity=self._capacity())
+
+    def _exchange(self) -> None:
+        self._hear(self._beat(self._said()))
 
     def _said(self) -> Beat:
         news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
@@ -190,14 +225,14 @@ class Node:
         self._allowed |= set(self._knows.values())
         self._wanted = heard.unknown
         for described in heard.caches:
-            with contextlib.suppress(SegmentError, SessionError, OSError):
+            with contextlib.suppress(Exception):  # of types that this process cannot import, say
                 self._make(described)
         if heard.members is None:
             return
         roster = Roster(self._me, self._keys, self._within_reach(heard.members), heard.former)
         if roster != self._roster and self._is_there():
             write_roster(self.session.number, roster)
-            self._roster = roster
+            self._roster, self._owners = roster, Owners(roster.me, roster.members)
 
     def _within_reach(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """The machines as this machine's processes reach them."""
@@ -205,7 +240,7 @@ class Node:
             return members
         others = [member for member in members if member.name != self._me]
         now = time.monotonic()
-        known = {end: seen for end, seen in self._looked.items() if seen[0] or now - seen[1] < _LOOK_SECONDS}
+        known = {end: seen for end, seen in self._looked.items() if now - seen[1] < _LOOK_SECONDS}
         new = [member for member in others if member.endpoint not in known]
         opens = reachable(new)
         self._looked = known | {member.endpoint: (member.endpoint in opens, now) for member in new}
@@ -233,15 +268,23 @@ class Node:
             SegmentError: this machine has no such cache.
         """
         shelf = self._shelf(cache)
-        return shelf.put(ids, messages.only(records, messages.sound(cache, ids, records)))
+        return shelf.put(ids, only(records, sound(cache, ids, records)))
 
-    def clear(self, cache: Cache) -> None:
+    def clear(self, cache: Cache) -> bool:
         """Forget a cache's records: see :meth:`Shelf.clear`.
 
         Raises:
-            SegmentError: this machine has no such cache, or it cannot be cleared.
+            SegmentError: this machine has no such cache.
         """
-        self._shelf(cache).clear()
+        return self._shelf(cache).clear()
+
+    def window(self, cache: Cache, words: Longs) -> Longs:
+        """Say where a window stands, or move it: see :meth:`Shelf.window`.
+
+        Raises:
+            SegmentError: this machine has no such cache, or it has no window.
+        """
+        return self._shelf(cache).window(words)
 
     def _shelf(self, cache: Cache) -> Shelf:
         shelf = self._shelves.get(cache.fingerprint)
@@ -261,7 +304,7 @@ class Node:
             if found is None or int(found[1]) != self.session.number or found[4] != "cache":
                 continue
             with contextlib.suppress(SegmentError, OSError):
-                store = Store.attach(f"{place}/{file}")
+                store = attach_store(f"{place}/{file}")
                 about = store.segment.metadata
                 if "meeting" not in about:  # of a job on this machine alone
                     store.close()
@@ -276,15 +319,19 @@ class Node:
         def create(place: Place) -> Store:
             limit = self.session.memory
             about = {**described.about, "meeting": described.meeting}
-            spill = place.spill and SpillTo(place.folder, place.spill, keeps_all=place.persist)
-            store = Store.create(
-                schema, described.samples, limit, about=about, path=place.path, spill=spill or None
-            )
+            store: Store
+            if described.has_window:
+                store = Ring.create(schema, described.samples, limit, about=about, path=place.path)
+            else:
+                spill = place.spill and SpillTo(place.folder, place.spill, keeps_all=place.persist)
+                store = Store.create(
+                    schema, described.samples, limit, about=about, path=place.path, spill=spill or None
+                )
             store.path = place.name
             return store
 
         def attach(path: str) -> Store:
-            store = Store.attach(path)
+            store = attach_store(path)
             if store.segment.metadata.get("fingerprint") != described.fingerprint:
                 store.close()
                 raise SegmentError("other samples are cached there.")
@@ -299,7 +346,11 @@ class Node:
         store.room.allowance, store.room.knob = use, "the session's `--memory`"
         self._uses.append(use)
         self._caches[described.meeting] = described
-        self._shelves.add(StoreShelf(store, fingerprint_of(described.fingerprint)), store)
+        fingerprint = fingerprint_of(described.about)
+        shelf = StoreShelf(store, fingerprint)
+        if isinstance(store, Ring):
+            shelf = RingShelf(store, fingerprint, lambda: self._owners)
+        self._shelves.add(shelf, store)
 
 
 class _Shelves(Mapping[bytes, Shelf]):
@@ -307,6 +358,7 @@ class _Shelves(Mapping[bytes, Shelf]):
 
     def __init__(self) -> None:
         self._shelves: dict[bytes, tuple[StoreShelf, Store]] = {}
+        self._retired: list[tuple[StoreShelf, Store]] = []
 
     def add(self, shelf: StoreShelf, store: Store) -> None:
         self._shelves[shelf.cache.fingerprint] = shelf, store
@@ -315,10 +367,16 @@ class _Shelves(Mapping[bytes, Shelf]):
         for shelf, _ in list(self._shelves.values()):
             shelf.end_leases()
 
+    def retire(self) -> None:
+        """Serve none of them any more. Another thread may be in the midst of one, so none is closed yet."""
+        self._retired += self._shelves.values()
+        self._shelves = {}
+
     def close(self) -> None:
-        for _, store in self._shelves.values():
+        self.retire()
+        for _, store in self._retired:
             store.close()
-        self._shelves.clear()
+        self._retired.clear()
 
     def __getitem__(self, fingerprint: bytes) -> Shelf:
         return self._shelves[fingerprint][0]

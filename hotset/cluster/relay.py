@@ -7,7 +7,9 @@ own, on the loopback address alone, and the roster names that one::
     process ──ZeroMQ, loopback──> relay in this machine's node ──Ray: one object a batch──> the owner's node
 
 It is slower (a copy through Ray's object store, and one request at a time for each machine), and needs
-nothing that a Ray cluster has not got.
+nothing that a Ray cluster has not got. Each stand-in has a thread and a few descriptors of its own, and all
+of them one context: there may be as many as there are machines. Where too few descriptors are left for
+another one, there is none: who asks that machine gets nothing, and reads its source.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hotset.cluster.door import Hall
 from hotset.cluster.keys import Keys
-from hotset.cluster.messages import Bytes, Cache, Longs, Records
+from hotset.cluster.records import Bytes, Cache, Longs, Records
 from hotset.cluster.roster import Member
 from hotset.cluster.serving import Serving, Shelf
+from hotset.cluster.sockets import require_descriptors
 
 __all__ = ["Relays", "Remote", "reachable"]
 
@@ -41,8 +45,12 @@ class Remote(Protocol):
         """See :meth:`Shelf.take`; raises whatever goes wrong."""
         ...
 
-    def clear(self, member: Member, cache: Cache) -> None:
+    def clear(self, member: Member, cache: Cache) -> bool:
         """See :meth:`Shelf.clear`; raises whatever goes wrong."""
+        ...
+
+    def window(self, member: Member, cache: Cache, words: Longs) -> Longs:
+        """See :meth:`Shelf.window`; raises whatever goes wrong."""
         ...
 
     def put(self, member: Member, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
@@ -65,7 +73,7 @@ def _opens(endpoint: str) -> bool:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS):
             return True
-    except OSError:
+    except (OSError, ValueError):  # nobody there, or no address
         return False
 
 
@@ -81,20 +89,24 @@ class Relays:
     def __init__(self, shelves: Mapping[bytes, Shelf], keys: Keys, remote: Remote) -> None:
         self._shelves, self._keys, self._remote = shelves, keys, remote
         self._servings: dict[Member, Serving] = {}
+        self._hall: Hall | None = None  # made with the first of them
 
     def stand_in(self, member: Member) -> Member:
-        """The machine as this machine's processes reach it.
+        """The machine as this machine's processes reach it; itself, where a stand-in can have no port."""
+        if member not in self._servings:
+            try:
+                self._servings[member] = self._serving(member)
+            except OSError:
+                return member
+        endpoint, key = self._servings[member].endpoint, self._keys.public.decode()
+        return member._replace(endpoint=endpoint, key=key, patience=_PATIENCE)
 
-        Raises:
-            OSError: no port can be had for it.
-        """
-        serving = self._servings.get(member)
-        if serving is None:
-            shelves = _RemoteShelves(self._shelves, member, self._remote)
-            serving = Serving(_LOOPBACK, shelves, self._keys, {self._keys.public})
-            self._servings[member] = serving
-        key = self._keys.public.decode()
-        return member._replace(endpoint=serving.endpoint, key=key, patience=_PATIENCE)
+    def _serving(self, member: Member) -> Serving:
+        if self._hall is None:
+            require_descriptors()
+            self._hall = Hall({self._keys.public})
+        shelves = _RemoteShelves(self._shelves, member, self._remote)
+        return Serving(_LOOPBACK, shelves, self._keys, hall=self._hall)
 
     def keep(self, members: Collection[Member]) -> None:
         """End the stand-ins of all but these."""
@@ -104,6 +116,9 @@ class Relays:
     def close(self) -> None:
         """End them all."""
         self.keep(())
+        if self._hall is not None:
+            self._hall.close()
+            self._hall = None
 
 
 class _RemoteShelves(Mapping[bytes, Shelf]):
@@ -130,8 +145,11 @@ class _RemoteShelf:
     def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> Records:
         return self._remote.take(self._member, self.cache, ids, claim)
 
-    def clear(self) -> None:
-        self._remote.clear(self._member, self.cache)
+    def clear(self) -> bool:
+        return self._remote.clear(self._member, self.cache)
+
+    def window(self, words: Longs) -> Longs:
+        return self._remote.window(self._member, self.cache, words)
 
     def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         return self._remote.put(self._member, self.cache, ids, records)

@@ -150,7 +150,7 @@ class RosterFile:
             with contextlib.suppress(OSError), runtime() as folder:
                 status = os.stat(roster_file(self._number), dir_fd=folder, follow_symlinks=False)
                 seen = status.st_ino, status.st_mtime_ns
-                if seen != self._seen:
-                    self._roster = read_roster(self._number) or self._roster
-                    self._seen = seen
+                if seen != self._seen and (roster := read_roster(self._number)) is not None:
+                    # Not before: what could not be read for want of descriptors is read with the next look.
+                    self._roster, self._seen = roster, seen
         return self._roster

@@ -15,7 +15,9 @@ may have two at a time, so that one that stopped reading leaves the others their
 heartbeat fails, and its buffers are free again.
 
 It is bound to the one address that it is given. Who is let in is decided in this thread too, by the list of
-allowed keys (ZAP, https://rfc.zeromq.org/spec/27/); strangers get no byte of an answer.
+allowed keys (:mod:`hotset.cluster.door`); strangers get no byte of an answer.
+
+Whatever goes wrong with one request, the thread lives, and answers the others.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import zmq
-from zmq.utils import z85
 
 from hotset.cluster import messages
+from hotset.cluster.door import Door, Hall
 from hotset.cluster.keys import Keys
-from hotset.cluster.messages import LARGEST, Bytes, Cache, Head, Longs, Malformed, Operation, Records, Status
-from hotset.cluster.sockets import close, open_socket
+from hotset.cluster.messages import LARGEST, Head, Malformed, Operation, Status
+from hotset.cluster.records import ABSENT, ROOMLESS, Bytes, Cache, Longs, Records, only, sound
+from hotset.cluster.sockets import close, open_socket, require_descriptors
 
 __all__ = ["Served", "Serving", "Shelf"]
 
@@ -46,7 +49,6 @@ _BUFFERS_EACH = 2
 _WAITING_EACH = 16
 _AT_ONCE = 64  # requests read in one go, between looks at who wants to be let in
 _ANY_PORT = "*"
-_ZAP = "inproc://zeromq.zap.01"
 
 
 class Shelf(Protocol):
@@ -68,8 +70,12 @@ class Shelf(Protocol):
         """
         ...
 
-    def clear(self) -> None:
-        """Forget every record; raises if that cannot be done."""
+    def clear(self) -> bool:
+        """Forget every record; False if somebody goes on writing, so that it is to be asked for again."""
+        ...
+
+    def window(self, words: Longs) -> Longs:
+        """Say where a window stands, or move it: see :mod:`hotset.cluster.boundary`; raises without one."""
         ...
 
     def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
@@ -92,7 +98,7 @@ class Served:
         bytes: of those records.
         stored: records that others brought.
         unsound: records that others brought, damaged or for another sample.
-        refused: requests that were refused: malformed, for another cache, or too many.
+        refused: requests that were refused: malformed, for another cache, or at a time when it is busy.
         dropped: answers that the asker did not wait for.
         strangers: connections that were not let in.
         problem: what a shelf raised last, in words; empty if none did.
@@ -107,6 +113,10 @@ class Served:
     dropped: int = 0
     strangers: int = 0
     problem: str = ""
+
+
+class _Busy(Exception):
+    """Not now: who asks may ask again."""
 
 
 class _Request(NamedTuple):
@@ -136,32 +146,40 @@ class Serving:
         shelves: the caches by fingerprint; looked at anew with each request.
         keys: this machine's; None: no keys at all (:mod:`hotset.cluster.sockets`).
         allowed: public keys of who is let in; looked at anew with each connection.
+        hall: whose context and door it has, in place of its own and of ``allowed``; it is closed first.
 
     Attributes:
         endpoint: where others reach it, ``"tcp://10.0.0.7:41173"``; the port is the system's choice.
         served: counters.
 
     Raises:
-        OSError: it cannot be bound to that address.
+        OSError: it cannot be bound to that address, or there are few descriptors left.
     """
 
     def __init__(
-        self, address: str, shelves: Mapping[bytes, Shelf], keys: Keys | None, allowed: Collection[bytes] = ()
+        self,
+        address: str,
+        shelves: Mapping[bytes, Shelf],
+        keys: Keys | None,
+        allowed: Collection[bytes] = (),
+        hall: Hall | None = None,
     ) -> None:
+        require_descriptors()
         self.served = Served()
-        self._shelves, self._allowed = shelves, allowed
+        self._shelves = shelves
         self._pid = os.getpid()
-        self._context: zmq.Context[Any] = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
+        self._context: zmq.Context[Any] = (
+            zmq.Context(io_threads=min(4, os.cpu_count() or 1)) if hall is None else hall.context
+        )
         # Before the address is bound: who comes first is asked for a key too.
-        self._zap: Any = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP)
+        self._door = Door(self._context, allowed) if hall is None else None
         self._socket = open_socket(self._context, zmq.ROUTER, keys, None)
         self._socket.router_mandatory = True
         try:
             self._socket.ipv6 = ":" in address
             self._socket.bind(f"tcp://{f'[{address}]' if ':' in address else address}:{_ANY_PORT}")
         except zmq.ZMQError as error:
-            close(self._context, self._zap, self._socket)
+            self._close()
             raise OSError(error.errno, f"{address} cannot be served from ({error})") from error
         self.endpoint: str = self._socket.last_endpoint.decode()
         self._stop = os.eventfd(0)
@@ -191,7 +209,7 @@ class Serving:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._stop, self._zap, self._socket):
+        for source in (self._stop, self._socket, *([self._door.socket] if self._door is not None else [])):
             poller.register(source, zmq.POLLIN)
         try:
             while True:
@@ -199,22 +217,26 @@ class Serving:
                 ready = dict(poller.poll(1 if self._waiting else None))
                 if self._stop in ready:
                     return
-                if self._zap in ready:
-                    self._admit()
-                if self._socket in ready:
-                    self._read()
-                self._answer()
+                try:
+                    self._go_on(ready)
+                except Exception as error:  # without memory, say: that request is lost, and no other
+                    self.served.problem = f"{type(error).__name__}: {error}"
         finally:
-            close(self._context, self._zap, self._socket)
+            self._close()
 
-    def _admit(self) -> None:
-        """Say whether who connects may: a request of ZAP, whose last frame is the public key."""
-        version, number, _domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart()
-        key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
-        known = key in self._allowed
-        self.served.strangers += not known
-        code, text = (b"200", b"OK") if known else (b"400", b"a key that is not allowed")
-        self._zap.send_multipart([version, number, code, text, key, b""])
+    def _go_on(self, ready: Mapping[Any, int]) -> None:
+        if self._door is not None and self._door.socket in ready:
+            self._door.admit()
+            self.served.strangers = self._door.strangers
+        if self._socket in ready:
+            self._read()
+        self._answer()
+
+    def _close(self) -> None:
+        """Close what is this one's own."""
+        self._socket.close(0)
+        if self._door is not None:
+            close(self._context, self._door.socket)
 
     def _read(self) -> None:
         """Read what came, and queue it or refuse it."""
@@ -240,7 +262,11 @@ class Serving:
         """Answer what can be answered now, in order; who has no buffer free waits, and holds up nobody."""
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
-            buffer = self._buffer(request.asker)
+            try:
+                buffer = self._buffer(request.asker)
+            except MemoryError:
+                self._refuse(request.asker, messages.refusal(request.head, Status.BUSY))
+                continue
             if buffer is None:
                 self._waiting.append(request)
                 continue
@@ -248,7 +274,11 @@ class Serving:
             buffer.asker, buffer.sent = request.asker, self._send(request.asker, frames)
 
     def _buffer(self, asker: bytes) -> _Buffer | None:
-        """A buffer for this asker; None if it has enough, or none is free."""
+        """A buffer for this asker; None if it has enough, or none is free.
+
+        Raises:
+            MemoryError: there is no memory for another one.
+        """
         taken = [buffer for buffer in self._buffers if not buffer.is_free]
         if sum(buffer.asker == asker for buffer in taken) >= _BUFFERS_EACH:
             return None
@@ -268,36 +298,50 @@ class Serving:
             self.served.refused += 1
             return messages.refusal(head, Status.UNKNOWN if shelf is None else Status.LAYOUT)
         try:
-            records = self._records(shelf, request, buffer)
+            frames = self._frames_of(shelf, request, buffer)
         except Malformed:
             self.served.refused += 1
             return messages.refusal(head, Status.MALFORMED)
+        except _Busy:
+            self.served.refused += 1
+            return messages.refusal(head, Status.BUSY)
         except Exception as error:  # a cache that is closed or destroyed under it: the others go on
             self.served.problem = f"{type(error).__name__}: {error}"
             self.served.refused += 1
             return messages.refusal(head, Status.FAILED)
         self.served.requests += 1
-        return messages.answer(head, shelf.cache, records)
+        return frames
+
+    def _frames_of(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> list[Any]:
+        head = request.head
+        if head.operation is Operation.WINDOW:
+            words = shelf.window(messages.parse_words(head, request.frames))
+            return messages.window_answer(head, shelf.cache, words)
+        return messages.answer(head, shelf.cache, self._records(shelf, request, buffer))
 
     def _records(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> Records:
         head, frames, cache = request.head, request.frames, shelf.cache
         if len(frames) != (4 if head.operation is Operation.PUT else 1):
             raise Malformed(f"sends {len(frames)} frames after its header")
         ids = messages.parse_ids(head, frames[0], cache)
+        nothing = np.empty((0, 1), np.uint8)
         if head.operation is Operation.CLEAR:
-            shelf.clear()
+            if not shelf.clear():
+                raise _Busy
+            return Records(np.empty(0, np.int64), np.empty(0, np.int64), nothing, nothing)
         if head.operation is not Operation.PUT:
             records = shelf.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
             self.served.records += len(records.rows)
             self.served.bytes += records.rows.nbytes + records.tails.nbytes
             return records
         brought = messages.parse_records(head, frames[1:], cache)
-        good = messages.sound(cache, ids, brought)
+        good = sound(cache, ids, brought)
         self.served.unsound += int(np.count_nonzero((brought.generations >= 0) & ~good))
-        there = shelf.put(ids, messages.only(brought, good))
+        there = shelf.put(ids, only(brought, good))
         self.served.stored += int(np.count_nonzero(there))
-        nothing = np.empty((0, 1), np.uint8)
-        return Records(np.where(there, 0, messages.ABSENT), np.zeros(len(ids), np.int64), nothing, nothing)
+        # What is sound and not there had no room.
+        missing = np.where(good, ROOMLESS, ABSENT)
+        return Records(np.where(there, 0, missing), np.zeros(len(ids), np.int64), nothing, nothing)
 
     def _refuse(self, asker: bytes, frames: list[Any] | None) -> None:
         self.served.refused += 1

@@ -18,24 +18,43 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hotset.cluster.messages import ABSENT, LEFT, PROMISED, Bytes, Cache, Longs, Records
+from hotset.cluster.records import ABSENT, LEFT, PROMISED, ROOMLESS, Bytes, Cache, Longs, Records
 from hotset.errors import SegmentError
 from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK
+from hotset.store.tails import runs
 
-if TYPE_CHECKING:  # the store brings torch along
+if TYPE_CHECKING:  # these bring torch along
+    from hotset.store.segment import Words
     from hotset.store.store import Store
 
-__all__ = ["LEASE", "StoreShelf"]
+__all__ = ["LEASE", "StoreShelf", "cache_of"]
 
 # Less than anybody waits for another one's sample: see hotset.store.fill.
 LEASE = 1.5
+# Of a record that alone is more than an answer has room for: it is there, and to be had by nobody.
+_TOO_LARGE = -9
+# Nothing else is served meanwhile: who goes on clearing asks again.
+_CLEAR_SECONDS = 0.5
+
+
+def cache_of(store: Store, fingerprint: bytes) -> Cache:
+    """A store's cache, as machines must agree on it."""
+    schema, about = store.schema, store.segment.metadata
+    return Cache.of(
+        fingerprint,
+        samples=len(store),
+        stride=schema.stride,
+        has_tail=schema.has_tail,
+        schema=[schema.to_json(), about.get("window")],  # which sample an entry is, too
+        ring=bool(about.get("ring")),
+    )
 
 
 class StoreShelf:
     """One store, to be served (:class:`hotset.cluster.serving.Shelf`), by any thread.
 
     Args:
-        store: whose records are written once; no ring.
+        store: of samples, or of a ring's entries.
         fingerprint: of its cache, 16 bytes.
 
     Attributes:
@@ -46,14 +65,7 @@ class StoreShelf:
         self._store = store
         self._leases: dict[int, float] = {}  # when each ends
         self._lock = threading.RLock()
-        schema = store.schema
-        self.cache = Cache.of(
-            fingerprint,
-            samples=len(store),
-            stride=schema.stride,
-            has_tail=schema.has_tail,
-            schema=schema.to_json(),
-        )
+        self.cache = cache_of(store, fingerprint)
 
     def take(self, ids: Longs, memory: Bytes, *, claim: bool = False) -> Records:
         """Copy the records that are there now; those that ``memory`` has no room for are ``LEFT``.
@@ -61,14 +73,20 @@ class StoreShelf:
         Args:
             ids: sample numbers.
             memory: one-dimensional; the records returned lie in it, or in memory of their own.
-            claim: claim for the asker what is absent; what is claimed already is ``PROMISED``.
+            claim: claim for the asker what is absent; what is claimed already is ``PROMISED``. Where there is
+                no room for more, nothing is claimed, and what is absent is ``ROOMLESS``.
         """
         with self._lock:
             found = self._take(ids, memory)
             self.end_leases()
-            if claim:
-                absent = found.generations == ABSENT
-                found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PROMISED)
+            large = found.generations == _TOO_LARGE
+            absent = found.generations == ABSENT
+            if claim and absent.any():
+                if self._store.era() is None or self._store.has_room():
+                    found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PROMISED)
+                else:
+                    found.generations[absent] = ROOMLESS
+            found.generations[large] = ABSENT
         return found
 
     def _lease(self, ids: Longs) -> npt.NDArray[np.bool_]:
@@ -87,9 +105,10 @@ class StoreShelf:
                 over = [sample for sample, until in self._leases.items() if until < now]
             else:
                 over = [sample for sample in ids.tolist() if sample in self._leases]
+            # First: where that fails, for want of descriptors, it is tried again.
+            self._store.filler.claims.release(np.array(over, np.int64))
             for sample in over:
                 del self._leases[sample]
-            self._store.filler.claims.release(np.array(over, np.int64))
 
     def _take(self, ids: Longs, memory: Bytes) -> Records:
         store = self._store
@@ -109,12 +128,12 @@ class StoreShelf:
             fits = self._fitting(lines, memory)
             rows, tails = staged.rows[:fits], staged.lines[: int(lines[:fits].sum())]
         else:
-            copied = self._copy(words[some] & ROW_MASK, memory)
+            copied = self._copy(words[some], era, memory)
             if copied is None:
                 return self._records(len(ids))
             lines, rows, tails = copied
             fits = len(rows)
-        if not store.unchanged(words, era):
+        if not store.unchanged(words[some], era):
             return self._records(len(ids))
         generations = words >> GENERATION_SHIFT & GENERATION_MASK
         found = self._records(len(ids))._replace(rows=rows, tails=tails)
@@ -122,26 +141,31 @@ class StoreShelf:
         found.generations[some[fits:]] = LEFT
         found.generations[later] = LEFT
         if not fits:  # it alone is too large, and would be asked for again for ever
-            found.generations[some[0]] = ABSENT
+            found.generations[some[0]] = _TOO_LARGE
         found.lines[some[:fits]] = lines[:fits]
         return found
 
-    def _copy(self, rows: Longs, memory: Bytes) -> tuple[Longs, Bytes, Bytes] | None:
-        """Copy rows and tails, as many as there is room for; None if they make no sense (any more)."""
+    def _copy(self, words: Words, era: int, memory: Bytes) -> tuple[Longs, Bytes, Bytes] | None:
+        """Copy rows and tails, as many as there is room for; None if they are not what they were any more."""
         store, stride = self._store, self.cache.stride
+        rows = words & ROW_MASK
         with store.member.reading:
-            if store.era() is None:
+            if not store.unchanged(words, era):
                 return None
-            lines = store.tails(rows).counts if self.cache.has_tail else np.zeros(len(rows), np.int64)
+            tails = store.tails(rows) if self.cache.has_tail else None
+            if not store.unchanged(words, era):
+                return None  # where the tails are may be half of one record and half of another
+            lines = tails.counts if tails is not None else np.zeros(len(rows), np.int64)
             fits = self._fitting(lines, memory)
             rows, at = rows[:fits], fits * stride
             out = memory[:at].reshape(fits, stride)
             np.take(store.rows, rows, axis=0, out=out, mode="clip")
             total = int(lines[:fits].sum())
-            tails = memory[at : at + total * LINE].reshape(total, LINE)
-            if total:
-                np.take(store.lines, store.tails(rows).lines(), axis=0, out=tails, mode="clip")
-        return lines, out, tails
+            out_tails = memory[at : at + total * LINE].reshape(total, LINE)
+            if tails is not None and total:
+                numbers = runs(tails.first[:fits], lines[:fits])
+                np.take(store.lines, numbers, axis=0, out=out_tails, mode="clip")
+        return lines, out, out_tails
 
     def _fitting(self, lines: Longs, memory: Bytes) -> int:
         """How many of the first of these records fit into the memory."""
@@ -152,22 +176,31 @@ class StoreShelf:
         rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
         return Records(np.full(count, ABSENT, np.int64), np.zeros(count, np.int64), rows, tails)
 
-    def clear(self) -> None:
-        """Forget every record.
-
-        Raises:
-            SegmentError: some process goes on writing.
-        """
+    def end_all_leases(self) -> None:
+        """Give back all claims: a clear waits for who is reading."""
         with self._lock:
             self.end_leases(np.fromiter(self._leases, np.int64))
-            if not self._store.clear():
-                raise SegmentError("processes go on filling it.")
+
+    def window(self, words: Longs) -> Longs:
+        """Here is none.
+
+        Raises:
+            SegmentError: always.
+        """
+        raise SegmentError("this cache has no window.")
+
+    def clear(self) -> bool:
+        """Forget every record; False if some process goes on writing, for longer than others can wait."""
+        with self._lock:
+            self.end_all_leases()
+            return self._store.clear(_CLEAR_SECONDS)
 
     def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
-        """Store what another machine brings; returns which samples are there now."""
+        """Store what another machine brings; returns which samples are there now, or are just being read."""
         store = self._store
         there = records.generations >= 0
         if not there.any():
+            self.end_leases(ids)  # who had promised them has nothing to bring
             return there
         tails_at = records.rows.size
         ends = np.cumsum(records.lines[there])
@@ -180,4 +213,5 @@ class StoreShelf:
         with self._lock:
             store.adopt(samples)  # under the claims that were made for who brings them
             self.end_leases(ids)
-        return store.present(ids) & there
+        # A claim is somebody's here, who has the sample in a moment.
+        return (store.present(ids) | (store.words(ids) >= CLAIMED)) & there & (store.era() is not None)

@@ -5,7 +5,8 @@ A file beside the session's ledger, one row for each machine that was ever asked
     <number>.traffic      1,024 rows of 128 B:  name, 48 B | ten counters, i64
 
 Processes add to it now and then what they have counted since (:class:`Tally`), under its lock, as there is
-no atomic addition. Counting must not cost what is counted: who cannot have the lock adds it up next time.
+no atomic addition. Counting must not cost what is counted: who cannot have the lock adds it up next time, and
+only who has no next time waits for it, a little.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _COUNTED = [field.name for field in fields(Traffic) if field.name not in ("secon
 _ROW = np.dtype([("name", "S48"), ("counts", "<i8", len(_COUNTED)), ("nanoseconds", "<i8")])
 _ROWS = 1024
 _EVERY_SECONDS = 0.5
+_PATIENCE = 0.2
 _SHORT = 0
 
 
@@ -100,7 +102,7 @@ class Tally:
             return
         self._last = time.monotonic()
         with contextlib.suppress(OSError), _opened(self._number) as fd:
-            if not locks.lock(fd, _SHORT, 0.0):
+            if not locks.lock(fd, _SHORT, _PATIENCE if now else 0.0):
                 return
             rows = _rows(fd)
             for name, traffic in traffics.items():

@@ -18,24 +18,12 @@ from torch.utils.data import get_worker_info
 from hotset.errors import SegmentError
 from hotset.session.share import Share, attach_again
 from hotset.session.within import Use
-from hotset.store.ring import Ring
+from hotset.store.ring import attach_store
 from hotset.store.segment import Address
 from hotset.store.store import Store
 from hotset.told import tell
 
-__all__ = ["Attachment", "attach_store"]
-
-
-def attach_store(address: Address | str) -> Store:
-    """Attach to a cache, with a window or without.
-
-    Raises:
-        SegmentError: it is gone, or damaged.
-    """
-    try:
-        return Store.attach(address)
-    except SegmentError:
-        return Ring.attach(address)
+__all__ = ["Attachment"]
 
 
 class Attachment:

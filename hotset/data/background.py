@@ -311,10 +311,7 @@ class _Helper:
 
         Returns at once when there is a newer list.
         """
-        while self._store.room.is_full and self._board.number == number:
-            self._board.pause(
-                _LONGEST_PAUSE
-            )  # it was an earlier list's; after a moment it is looked for again
+        self._store.room.reopen()  # where there was none for an earlier list, the window has moved since
         left = np.sort(np.unique(ids, return_index=True)[1])  # places in the list
         pause = _SHORTEST_PAUSE
         while len(left := self._absent(number, ids, left)):
@@ -324,7 +321,10 @@ class _Helper:
                 while len(look := self._free(number, ids, look)):
                     self._fill(number, ids, self._share(look))
                     read = True
-                    if self._board.number != number or self._in_vain:
+                    if self._board.number != number:
+                        return
+                    if self._in_vain:  # nobody needs to wait for the others either
+                        self._store.refuse(ids[left])
                         return
             if not read:  # all that is left is claimed by others
                 self._board.pause(pause)

@@ -15,14 +15,13 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import Dataset
 
-from hotset.data.attachment import attach_store
 from hotset.data.cached import CachedDataset
 from hotset.data.identity import Identity
-from hotset.data.machines import join_machines, neighbours_of, planned_by_all, require_machines
+from hotset.data.machines import boundary_of, join_machines, neighbours_of, planned_by_all, require_machines
 from hotset.data.mapping import map_ahead
 from hotset.data.planning import Made, Wanted, joined_plan, make_plan
 from hotset.data.residents import Residents
@@ -34,12 +33,16 @@ from hotset.session.sessions import find
 from hotset.session.share import Shared, share
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.within import Place, share_in
-from hotset.store.ring import Ring
+from hotset.store.ring import Ring, attach_store
+from hotset.store.ring_room import is_shared
 from hotset.store.segment import Address
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 from hotset.told import tell
 from hotset.units import parse_bytes
+
+if TYPE_CHECKING:  # what it needs is an extra
+    from hotset.cluster.boundary import Boundary
 
 __all__ = ["cache"]
 
@@ -88,11 +91,13 @@ def cache(
             has one key, one length, and a live part or none.
         window: keep only a part of the samples in memory, which runs over all of them: see
             :class:`hotset.Window`. An epoch uses just those, and ``len()`` is their number. Where that is
-            given as an amount of memory, ``memory`` is not looked at.
+            given as an amount of memory, ``memory`` is not looked at. With ``cluster`` it is one window for
+            all machines, whose cursor they agree on at each boundary.
         cluster: share the session with the other machines of a Ray cluster, so that their memories hold the
             data together, each sample once: its address, or ``"auto"`` for the one that this process or
             machine belongs to. Where a machine has no such session it is made there, with ``memory``.
-        replicate: keep samples that other machines sent in the memory that this one has left over.
+        replicate: keep samples that other machines sent in the memory that this one has left over; not with
+            a window.
         strict: leave live what is known to be deterministic by its trial only.
         cut: how many transforms are cached, the data set's own ``transform`` first; instead of what hotset
             would choose.
@@ -127,12 +132,13 @@ def cache(
     _require_sense(session, window, spill, cluster, replicate)
     spill = _folder(spill)
     with contextlib.ExitStack() as stack:
-        joined = None
+        joined, found = None, None
         if cluster is not None and isinstance(session, str):
             joined = join_machines(cluster, session, memory)
             stack.callback(joined.leave)
-            session = joined.number
-        found = find(session) if session is not None else None
+            found = joined.here()
+        elif session is not None:
+            found = find(session)
         wanted = Wanted(memory, strict, cut, window, spill, found, joined, replicate)
         return _cached(Uncut.of(dataset, transform), key, wanted)
 
@@ -198,10 +204,10 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
                 f"{name}: an audit has found that what is cached of it in {where} is not what the source "
                 "gives, so samples come from the source; call clear() to cache them anew."
             )
-        elif store.segment.trusted:
+        elif store.segment.trusted and not is_shared(store.segment):
             map_ahead(store.segment)
-    residents = _residents(made, wanted.window, store)
-    neighbours = neighbours_of(wanted, identity, made.plan, store)
+    neighbours = neighbours_of(wanted, identity, store)
+    residents = _residents(made, wanted.window, store, boundary_of(neighbours))
     return CachedDataset(dataset, made.source, made.plan, store, registration, residents, neighbours)
 
 
@@ -233,7 +239,7 @@ def _require_sense(
         ArgumentError: see :func:`cache`.
     """
     if cluster is not None:
-        require_machines(cluster, session, window)
+        require_machines(cluster, session, window, replicate)
     elif replicate:
         raise ArgumentError("replicate= is for cluster=, and there are no other machines; leave it out.")
     if window is not None and spill is not None:
@@ -245,7 +251,7 @@ def _require_sense(
         if spill is False:
             raise ArgumentError("spill=False is for a session that spills; leave it out.")
         return
-    if window is not None:
+    if window is not None and cluster is None:
         raise ArgumentError(
             "a window belongs to one job, which moves it, and a session to all; leave out session= or "
             "window=."
@@ -264,7 +270,9 @@ def _create(made: Made, wanted: Wanted, place: Place | None) -> Store | None:
     about = {**plan.about(wanted.memory, made.cuts), **made.said}
     try:
         if plan.window is not None:
-            ring = Ring.create(schema, plan.window.slots, plan.limit, about=about)
+            where = place.path if place is not None else None
+            ring = Ring.create(schema, plan.window.slots, plan.limit, about=about, path=where)
+            ring.path = place.name if place is not None else None
             ring.room.knob = "`resident=`"
             return ring
         path, spill = place.path if place is not None else None, _spill_to(plan.name, wanted, place)
@@ -297,9 +305,19 @@ def _spill_to(name: str, wanted: Wanted, place: Place | None) -> SpillTo | None:
     return SpillTo(str(spill_path(folder)))
 
 
-def _residents(made: Made, window: Window | None, store: Store | None) -> Residents | None:
+def _residents(
+    made: Made, window: Window | None, store: Store | None, boundary: Boundary | None
+) -> Residents | None:
     plan = made.plan
     if plan.window is None or window is None:
         return None
     ring = store if isinstance(store, Ring) else None
-    return Residents(plan.window, ring, made.source.read, plan.name, wait=window.wait, prefill=window.prefill)
+    return Residents(
+        plan.window,
+        ring,
+        made.source.read,
+        plan.name,
+        wait=window.wait,
+        prefill=window.prefill,
+        boundary=boundary,
+    )

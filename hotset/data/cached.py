@@ -28,9 +28,10 @@ from hotset.session.retire import DESTROYED
 from hotset.session.share import Share
 from hotset.store.claims import Ids
 from hotset.store.format import Live, Slot
+from hotset.store.loose import Loose
 from hotset.store.ring import Ring
 from hotset.store.store import Store
-from hotset.told import tell
+from hotset.told import Teller
 
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.neighbours import Neighbours
@@ -53,7 +54,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         plan: what is cached, what stays live, and why; print it.
         residents: the running window; None if there is none.
         neighbours: other machines, which have a part of the cache; None if this one is alone.
-        tell: gets the sentence when samples stay uncached; warns. A loader's worker hands it on instead.
+        tell: gets a sentence, and what it is about if that is to be told once; warns. A loader's worker
+            hands it on instead.
         epoch: what :meth:`set_epoch` was told last; 0 before.
 
     Example:
@@ -85,7 +87,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         self._own_misses = 0
         self._ended = False  # and that was told
         self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
-        self.tell: Callable[[str], None] = tell
+        self.tell: Callable[..., None] = Teller()
         self.epoch = 0
 
     # ---- the data set --------------------------------------------------------------------------------
@@ -166,26 +168,42 @@ class CachedDataset(Dataset[T], Generic[T]):
 
         What belongs to other machines is got from them, and is in hand.
         """
+        records, in_hand = self.bring(ids, keep=keep)
+        return {**self.taken_apart(records), **in_hand}
+
+    def bring(self, ids: Ids, *, keep: bool = True) -> tuple[list[Loose], dict[int, Any]]:
+        """As :meth:`fill`; what other machines have sent is returned first, as it came."""
         store = self.store
         if store is None:
-            return {}
-        theirs = self._from_neighbours(store, ids)
-        mine = ids[np.isin(ids, list(theirs), invert=True)] if theirs else ids
-        in_hand = store.fill(mine, self.read, keep=keep)
-        if in_hand:
+            return [], {}
+        records: list[Loose] = []
+        in_hand: dict[int, Any] = {}
+        if self.neighbours is not None:
+            brought = self.neighbours.bring(store, ids, self.read)
+            self._tell_of_machines()
+            records, in_hand = brought.records, brought.read
+            if brought.unkept:
+                self._tell(store)
+            self._audit_theirs(records, store)
+            ids = ids[np.isin(ids, brought.ids(), invert=True)]
+        read = store.fill(ids, self.read, keep=keep)
+        if read and (self.neighbours is None or not self.neighbours.pass_on(store, read)):
             self._tell(store)
-        return {**theirs, **in_hand}
+        return records, {**in_hand, **read}
 
-    def _from_neighbours(self, store: Store, ids: Ids) -> dict[int, Any]:
-        """Those of these samples that other machines own; now and then one of them is audited."""
-        if self.neighbours is None:
+    def taken_apart(self, records: list[Loose]) -> dict[int, Any]:
+        """The samples of loose records, each the caller's own, by number."""
+        store = self.store
+        if store is None or not records:
             return {}
-        theirs = self.neighbours.bring(store, ids, self.read)
-        due = self._audit.due(len(theirs)) if self._audit is not None else None
+        return {sample: value for each in records for sample, value in each.samples(store.schema).items()}
+
+    def _audit_theirs(self, records: list[Loose], store: Store) -> None:
+        """Now and then compare a sample that another machine has sent with what the source gives."""
+        due = self._audit.due(sum(len(each.ids) for each in records)) if self._audit is not None else None
         if due is not None:
-            number = list(theirs)[due]
-            self._compare(number, theirs[number], store)
-        return theirs
+            number, value = list(self.taken_apart(records).items())[due]
+            self._compare(number, value, store)
 
     def _again(self, sample: int) -> Any:
         """A sample that was in the cache or in hand a moment ago: from there, else from the source."""
@@ -196,8 +214,9 @@ class CachedDataset(Dataset[T], Generic[T]):
             if copies is not None:
                 self.count_hits(ids)
                 return copies[0]
-        if store is not None:
-            theirs = self._from_neighbours(store, ids)
+        if store is not None and self.neighbours is not None:
+            records, in_hand = self.bring(ids)
+            theirs = {**self.taken_apart(records), **in_hand}
             if theirs:
                 return theirs[sample]
         return self._uncached(sample)
@@ -234,6 +253,16 @@ class CachedDataset(Dataset[T], Generic[T]):
         if store is not None and not store.condemned:
             store.announce(ids)
 
+    def ask_ahead(self, ids: Ids) -> None:
+        """Say that these samples are wanted next: what other machines have of them is sent meanwhile.
+
+        Args:
+            ids: what :meth:`numbers` gave.
+        """
+        store = self.store
+        if store is not None and self.neighbours is not None:
+            self.neighbours.announce(store, ids)
+
     @property
     def spills(self) -> bool:
         """Whether some of its samples may lie on a disk."""
@@ -255,6 +284,11 @@ class CachedDataset(Dataset[T], Generic[T]):
     def _uncached(self, sample: int) -> Any:
         self._own_misses += 1
         return self.read(sample)
+
+    def _tell_of_machines(self) -> None:
+        if self.neighbours is not None:
+            for sentence, machine in self.neighbours.troubles():
+                self.tell(sentence, machine)
 
     def _tell(self, store: Store) -> None:
         """Tell the user, once for all processes, that samples stay uncached, and which knob to turn."""
@@ -353,6 +387,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         self.epoch = epoch
         if self.residents is not None:
             self.residents.announce(epoch, self._ring, self.tell)
+            self._tell_of_machines()
         # Two, where the chain was cut: what is read is a copy then.
         for dataset in {id(known): known for known in (self.dataset, self.source.dataset)}.values():
             if hasattr(dataset, "set_epoch"):
@@ -367,6 +402,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         """
         if self.residents is not None:
             self.residents.begin_next(self._ring, processes, context, self.tell)
+            self._tell_of_machines()
 
     def prepare(self, processes: int, context: Any) -> None:
         """Have the window's next samples prepared, in the midst of an epoch that goes on here.
@@ -407,7 +443,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         return getattr(self.dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "tell": tell}
+        return {**self.__dict__, "tell": Teller()}
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.dataset!r})"

@@ -10,8 +10,8 @@ draws too (dropout). Their order decides both. torch's loader asks its sampler
 and draws a base seed in between, except when persistent workers are used again. The same calls are made
 here, in the consumer's thread, at the same moments. What is known of later batches without drawing anything
 is lent to the thread that gathers ahead: with workers the batches drawn already, and with torch's own
-``RandomSampler`` and ``SequentialSampler`` the whole epoch, taken as one array, without Python for each
-index.
+``RandomSampler``, ``SequentialSampler`` and ``DistributedSampler`` the whole epoch, as one array, without
+Python for each index.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 __all__ = ["Draws", "draw_base_seed", "whole_epoch"]
 
@@ -138,7 +139,7 @@ def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
     """
     if type(batches) is not BatchSampler:
         return None
-    sampler = batches.sampler
+    sampler: Any = batches.sampler
     if type(sampler) is SequentialSampler:
         count = len(sampler.data_source)
         return _WholeEpoch(lambda: np.arange(count), batches.batch_size, batches.drop_last, start)
@@ -146,6 +147,10 @@ def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
         count = len(sampler.data_source)
         if sampler.num_samples == count:
             return _WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last, start)
+    if type(sampler) is DistributedSampler:  # it draws from a generator of its own, all at once
+        return _WholeEpoch(
+            lambda: np.fromiter(sampler, np.int64, len(sampler)), batches.batch_size, batches.drop_last, start
+        )
     return None
 
 

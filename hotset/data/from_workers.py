@@ -9,6 +9,7 @@ its states.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -18,17 +19,32 @@ from hotset.data.resume import Pass
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import Desks, TaskSampler
 from hotset.store.blocks import making_workers
-from hotset.told import tell
 
 __all__ = ["WorkerBatches"]
 
 
 class WorkerBatches:
-    """Iterator over one epoch's batches, made by the inner loader's workers."""
+    """Iterator over one epoch's batches, made by the inner loader's workers.
+
+    Args:
+        inner: the loader whose batches are letters.
+        desks: the blocks that they come in.
+        run: counts what was consumed, for who goes on from there.
+        batches: the epoch's indices.
+        summary: counts batches, samples and waiting.
+        tell: gets what workers have to say to the user, and what it is about.
+    """
 
     def __init__(
-        self, inner: TorchDataLoader[Any], desks: Desks, run: Pass, batches: Any, summary: EpochSummary
+        self,
+        inner: TorchDataLoader[Any],
+        desks: Desks,
+        run: Pass,
+        batches: Any,
+        summary: EpochSummary,
+        tell: Callable[[str, str], None],
     ) -> None:
+        self._tell = tell
         self._persistent = inner.persistent_workers
         self._workers = inner.num_workers
         self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
@@ -66,8 +82,8 @@ class WorkerBatches:
         self._tasks.answered(letter)
         news = letter.news
         self._desks.needed = max(self._desks.needed, news.needed)
-        for sentence in news.told:
-            tell(sentence)
+        for sentence, about in news.told:
+            self._tell(sentence, about)
         self._run.workers[news.worker] = news.states
         self._run.turn = (news.worker + 1) % self._workers
         self._run.count(news.samples)

@@ -77,14 +77,15 @@ class News(NamedTuple):
         worker: its number.
         needed: bytes that the batch would have liked to have in its block.
         samples: how many samples the batch has.
-        told: sentences for the user, to be said in the main process.
+        told: sentences for the user, to be said in the main process, and what each is about (see
+            :class:`hotset.told.Teller`).
         states: of the worker's generators after the batch, if it has a live part.
     """
 
     worker: int
     needed: int
     samples: int
-    told: tuple[str, ...]
+    told: tuple[tuple[str, str], ...]
     states: Any
 
 

@@ -32,7 +32,8 @@ from hotset.data.collate import bound, is_known
 from hotset.data.draws import Draws, draw_base_seed
 from hotset.data.from_workers import WorkerBatches
 from hotset.data.letters import Letter
-from hotset.data.local import LocalBatches, LocalGather
+from hotset.data.local import LocalBatches
+from hotset.data.local_gather import LocalGather
 from hotset.data.randomness import Beginning
 from hotset.data.rest import Rest, cut_of
 from hotset.data.resume import (
@@ -69,6 +70,8 @@ _MADE = {
 }
 # Live parts often turn uint8 into float32; a shared block takes no memory before it is written to.
 _GROWTH = 4
+# Samples that are looked at for one that is here.
+_LOOKED_AT = 4096
 _SMALLEST_BLOCK = 1 << 20
 
 
@@ -141,10 +144,11 @@ class DataLoader(TorchDataLoader[T]):
         route = self._route()
         if route is None:
             return Counted(super().__iter__(), run, self.batch_size or 1)
-        gather = self._local_gather(route) if route.all_present() else None
+        is_here = route.all_present()
+        gather = self._local_gather(route) if is_here or route.has_neighbours else None
         summary = EpochSummary(run.number, _length(self), route.caches)
         self.last_epoch = summary
-        if self.num_workers == 0 or gather is not None:
+        if self.num_workers == 0 or (gather is not None and is_here):
             self._warn_of_pinning()
             if self._desks is not None:
                 self._desks.rest()
@@ -295,7 +299,11 @@ class DataLoader(TorchDataLoader[T]):
         if single is None or single.store is None or single.source.live:
             return None
         if self._gathers is None or self._gathers[0] is not single.store:
-            gather = make_gather(single, self.collate_fn, int(route.local(np.zeros(1, np.int64))[0]))
+            some = route.local(np.arange(min(route.length, _LOOKED_AT)))
+            here = some[single.store.present(some)]
+            if not len(here):  # with neighbours: nothing was read so far
+                return None
+            gather = make_gather(single, self.collate_fn, int(here[0]))
             pinned = self.pin_memory and torch.accelerator.is_available()
             size = single.plan.sample_bytes
             local = LocalGather(gather, size, pinned=pinned) if gather is not None else None
@@ -312,15 +320,15 @@ class DataLoader(TorchDataLoader[T]):
             draws.begin()
         return draws
 
-    def _builder(self, route: Route) -> Callable[[Any, Ids | None], Any]:
+    def _builder(self, route: Route) -> Callable[[Any, Ids | None, dict[int, Any] | None], Any]:
         collate_fn = bound(self.collate_fn, route.schema)[0]
         pinned = self.pin_memory and torch.accelerator.is_available()
 
-        def build(indices: Any, ids: Ids | None) -> Any:
+        def build(indices: Any, ids: Ids | None, in_hand: dict[int, Any] | None) -> Any:
             if ids is None:
                 samples = [self.dataset[index] for index in indices]
             else:
-                samples = route.samples(ids)
+                samples = route.samples(ids, in_hand)
             batch = collate_fn(samples)
             if pinned:
                 batch = pin_memory(batch)  # type: ignore[no-untyped-call]
@@ -335,7 +343,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._desks is not None
-        return WorkerBatches(inner, self._desks, run, batches, summary)
+        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0].tell)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._desks is None:

@@ -27,94 +27,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from hotset.data.copying import Copying
 from hotset.data.draws import Draws
 from hotset.data.fetching import Fetching
+from hotset.data.local_gather import LocalGather
 from hotset.data.resume import Pass
 from hotset.data.route import Route
 from hotset.data.summary import EpochSummary
-from hotset.store.blocks import BlockPool
 from hotset.store.claims import Ids
-from hotset.store.gather import Copy, Gather, Memory
+from hotset.store.gather import Copy
 from hotset.store.threads import one_thread
 
-__all__ = ["LocalBatches", "LocalGather"]
+__all__ = ["LocalBatches"]
 
 _WORTH_A_THREAD = 2 << 20
 _AHEAD = 2
 _FETCHED_AHEAD = 64 << 20
-# Batches gathered at once take no more than this together: what is kept of one keeps the others' memory.
-_RUN_BYTES = 1 << 20
 _LONGEST_RUN = 16
 _LONGEST_RUN_OF_A_DISK = 256
-
-
-class LocalGather:
-    """Gathers batches of one cache into this process's recycled blocks, or into page-locked memory.
-
-    Args:
-        gather: how batches of the cache are made.
-        sample_bytes: about what a sample takes.
-        pinned: batches go to page-locked memory of torch's own allocator, because only that one knows when
-            a ``.to("cuda", non_blocking=True)`` has ended; they are not recycled by us.
-    """
-
-    def __init__(self, gather: Gather, sample_bytes: int, *, pinned: bool) -> None:
-        self.gather = gather
-        self._sample_bytes = sample_bytes
-        self._pinned = pinned
-        self._pool: BlockPool | None = None
-
-    def size(self, count: int) -> int:
-        """About what a batch takes."""
-        return self._sample_bytes * count
-
-    def prepare(self, ids: Ids) -> Copy | None:
-        """Look a batch up; None if one of its samples is not in the cache."""
-        return self.gather.prepare(ids, self._memory)
-
-    def finish(self, copy: Copy, start: int = 0, stop: int | None = None) -> Any | None:
-        """The batch, once the copy was run; None if the cache was cleared meanwhile."""
-        return self.gather.finish(copy, _keep, start, stop)
-
-    def run_length(self, count: int, most: int) -> int:
-        """How many batches of so many samples are worth gathering at once."""
-        # Page-locked memory is torch's: it is given for one tensor at a time.
-        return 1 if self._pinned else min(_RUN_BYTES // max(self.size(count), 1), most)
-
-    def _memory(self, size: int) -> Memory:
-        if self._pinned:
-            return _Pinned()
-        pool = self._pool
-        if pool is None or not pool.is_ours or pool.block_bytes < size:
-            # Batches of variable size: a quarter more, so that not every larger one asks for a new pool.
-            pool = self._pool = BlockPool(size if pool is None else size + size // 4)
-        return _Block(pool.lend(pool.take()))
-
-
-class _Block:
-    """Memory in a block; each tensor refers to it, and has a storage of its own."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        if size == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._array, dtype=dtype, count=size // dtype.itemsize, offset=offset)
-
-
-class _Pinned:
-    """Memory that torch's own page-locked allocator gives and recycles."""
-
-    def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.empty(size // dtype.itemsize, dtype=dtype, pin_memory=True)
-
-
-def _keep(done: torch.Tensor, offset: int) -> torch.Tensor:
-    return done
 
 
 class _One(NamedTuple):
@@ -134,6 +65,11 @@ class _Several:
         self._left = deque(batches)
         self._start = 0
 
+    @property
+    def left(self) -> int:
+        """How many batches are still to be handed over."""
+        return len(self._left)
+
     def next(self) -> _One:
         ids = self._left.popleft()
         start, self._start = self._start, self._start + len(ids)
@@ -147,7 +83,8 @@ class LocalBatches:
         draws: the epoch's indices, and when to draw them.
         route: to the caches.
         gather: for wholly cached batches without a live part; None if there is no such thing.
-        build: makes a batch of indices the slow way: samples read one by one, then collated.
+        build: makes a batch of indices the slow way: samples read one by one, but for those that it is given
+            in hand, then collated.
         run: counts what was consumed, for who goes on from there.
         summary: counts batches, samples and waiting.
     """
@@ -157,7 +94,7 @@ class LocalBatches:
         draws: Draws,
         route: Route,
         gather: LocalGather | None,
-        build: Callable[[Any, Ids | None], Any],
+        build: Callable[[Any, Ids | None, dict[int, Any] | None], Any],
         run: Pass,
         summary: EpochSummary,
     ) -> None:
@@ -185,6 +122,8 @@ class LocalBatches:
         indices = self._draw()
         if self._announced is not None:
             self._announced = self._announce(self._announced - 1, len(indices))
+        if self._route.has_neighbours and not (self._several is not None and self._several.left > 1):
+            self._ask_ahead()
         batch = self._make(indices, start - self._handed_over)
         self._hand_over(len(indices), start)
         return batch
@@ -212,6 +151,8 @@ class LocalBatches:
         store = single.store if single is not None else None
         if self._gather is None or single is None or single.residents is not None or store is None:
             return None
+        if self._route.has_neighbours:
+            return None  # not all of them are here
         if store.schema.has_tail:
             return None  # how a batch looks depends on which samples are in it
         return np.unique(self._route.local(np.arange(self._route.length)))
@@ -249,7 +190,7 @@ class LocalBatches:
 
     def build(self) -> Any:
         """The batch that :meth:`select` gave last, made the slow way."""
-        return self._build(self._selected, self._route.resolve(self._selected))
+        return self._build(self._selected, self._route.resolve(self._selected), None)
 
     # ---- making --------------------------------------------------------------------------------------
 
@@ -274,6 +215,13 @@ class LocalBatches:
             self._fetching.ask(np.concatenate(batches))
         return known
 
+    def _ask_ahead(self) -> None:
+        """Have other machines send what they have of the next batch, if that is known."""
+        later = self._draws.peek(0)
+        ids = self._route.resolve(later) if later is not None else None
+        if ids is not None and self._route.single is not None:
+            self._route.single.ask_ahead(self._route.local(ids))
+
     def _make(self, indices: Any, away: float) -> Any:
         """The batch of these indices, for a consumer that was away for so many seconds."""
         if self._several is not None:
@@ -284,7 +232,7 @@ class LocalBatches:
             self._several = None  # the store was cleared, and what was gathered with this is no good either
         ids = self._route.resolve(indices)
         if ids is None or self._gather is None:
-            return self._build(indices, ids)
+            return self._build(indices, ids, None)
         local = self._route.local(ids)
         pending = self._ahead.pending if self._ahead is not None else 0
         # A disk is waited for in the thread while the next batches are announced here.
@@ -294,7 +242,27 @@ class LocalBatches:
             batch = self._gather_ahead(local, _AHEAD if worth else 0)
         else:
             batch = self._gather_here(local)
-        return self._counted(batch, local) if batch is not None else self._build(indices, ids)
+        if batch is not None:
+            return self._counted(batch, local)
+        if self._route.has_neighbours:
+            return self._gather_brought(indices, ids, local)
+        return self._build(indices, ids, None)
+
+    def _gather_brought(self, indices: Any, ids: Ids, local: Ids) -> Any:
+        """The batch with what other machines have sent for it, copied to its place from where it came in."""
+        single = self._route.single
+        assert single is not None
+        assert self._gather is not None
+        records, in_hand = single.bring(local)
+        copy = self._gather.prepare(local, records) if not in_hand else None
+        if copy is not None:
+            with one_thread():
+                copy.run()
+            batch = self._gather.finish(copy)
+            if batch is not None:
+                single.count_hits(local, less=sum(len(each.ids) for each in records))
+                return batch
+        return self._build(indices, ids, {**single.taken_apart(records), **in_hand})
 
     def _counted(self, batch: Any, local: Ids) -> Any:
         single = self._route.single

@@ -8,10 +8,9 @@ gets from its neighbours (:mod:`hotset.cluster.neighbours`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hotset.data.identity import Identity
-from hotset.data.plan import Plan
 from hotset.data.planning import Made, Wanted, joined_plan, make_plan
 from hotset.data.source import Uncut
 from hotset.errors import ArgumentError, ClusterError
@@ -21,13 +20,14 @@ from hotset.told import tell
 from hotset.units import parse_bytes
 
 if TYPE_CHECKING:  # what they need is an extra
+    from hotset.cluster.boundary import Boundary
     from hotset.cluster.joining import Joined
     from hotset.cluster.neighbours import Neighbours
 
-__all__ = ["join_machines", "neighbours_of", "planned_by_all", "require_machines"]
+__all__ = ["boundary_of", "join_machines", "neighbours_of", "planned_by_all", "require_machines"]
 
 
-def require_machines(cluster: object, session: object, window: object) -> None:
+def require_machines(cluster: object, session: object, window: object, replicate: bool) -> None:
     """Refuse what machines cannot share.
 
     Raises:
@@ -39,8 +39,10 @@ def require_machines(cluster: object, session: object, window: object) -> None:
         raise ArgumentError(
             'the machines of a cluster find each other by their session\'s name; write session="...".'
         )
-    if window is not None:
-        raise ArgumentError("a window runs on one machine so far; leave out cluster= or window=.")
+    if window is not None and replicate:
+        raise ArgumentError(
+            "replicate= keeps what other machines sent, and a window's samples leave again; leave out one."
+        )
 
 
 def join_machines(cluster: str, session: str, memory: int | str) -> Joined:
@@ -75,13 +77,16 @@ def planned_by_all(
     """
     from hotset.cluster.directory import Described
 
-    said: dict[str, Any] = {"meeting": identity.meeting, "maker": joined.number}
+    def sharing(made: Made) -> Made:
+        said = {"meeting": identity.meeting, "maker": joined.number}
+        return made._replace(said={**said, "shared": True} if made.plan.window is not None else said)
+
     with joined.planning(identity.meeting) as described:
         if described is not None:
             made = joined_plan(uncut, wanted, identity, described.about)
-            made = made._replace(schema=Schema.from_json(described.schema), said=said)
+            made = sharing(made._replace(schema=Schema.from_json(described.schema)))
             return made, create(made)
-        made = make_plan(uncut, wanted, identity)._replace(said=said)
+        made = sharing(make_plan(uncut, wanted, identity))
         if joined.has_alike(made.plan.name, made.plan.samples):
             tell(
                 f"{made.plan.name}: another machine caches a data set of this class and length under another "
@@ -94,7 +99,7 @@ def planned_by_all(
         return made, store
 
 
-def neighbours_of(wanted: Wanted, identity: Identity, plan: Plan, store: Store | None) -> Neighbours | None:
+def neighbours_of(wanted: Wanted, identity: Identity, store: Store | None) -> Neighbours | None:
     """The way to the other machines, once all have their part of the cache; None if there are none."""
     joined = wanted.joined
     if joined is None or store is None:
@@ -103,4 +108,13 @@ def neighbours_of(wanted: Wanted, identity: Identity, plan: Plan, store: Store |
     from hotset.cluster.node import fingerprint_of
 
     joined.wait_for_all(identity.meeting)
-    return Neighbours(joined.number, fingerprint_of(plan.fingerprint), replicate=wanted.replicate)
+    return Neighbours(joined.number, fingerprint_of(store.segment.metadata), replicate=wanted.replicate)
+
+
+def boundary_of(neighbours: Neighbours | None) -> Boundary | None:
+    """How these machines move a window that they share; None if there are none."""
+    if neighbours is None:
+        return None
+    from hotset.cluster.boundary import Boundary
+
+    return Boundary(neighbours)

@@ -166,7 +166,7 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
         warned.append(f"nothing of {name} can be cached, samples come from the source: {misfit}.")
     sizes = None
     if wanted.window is not None:
-        sizes, limit, told = _window(wanted.window, len(dataset), sample_bytes, limit)
+        sizes, limit, told = _window(wanted, len(dataset), sample_bytes, limit)
         warned += told
     rows = choice.rows
     if len(rows) == 1:  # no transforms, so nothing was measured yet
@@ -213,9 +213,11 @@ def _spills_to(wanted: Wanted) -> str | None:
 
 
 def _window(
-    window: Window, samples: int, sample_bytes: int, limit: int
+    wanted: Wanted, samples: int, sample_bytes: int, limit: int
 ) -> tuple[Sizes | None, int, list[str]]:
-    """A window's sizes, the bytes that it may take, and what the user should know about them."""
+    """A window's sizes, the bytes that it may take here, and what the user should know about them."""
+    window = wanted.window
+    assert window is not None
     sizes = Sizes.of(window, samples, sample_bytes or 1)
     if sizes.resident == samples:
         larger = isinstance(window.resident, int) and window.resident > samples
@@ -224,16 +226,23 @@ def _window(
         return None, limit, [told] if larger else []
     room = machine.headroom()
     needed = sizes.slots * sample_bytes
+    if wanted.joined is not None:
+        there = wanted.joined.capacity()
+        knob = "`--memory` of the session"
+        return sizes, limit, [_too_small(sizes, needed, there, knob)] if needed > there else []
     if isinstance(window.resident, str):
         limit = min(max(parse_bytes(window.resident, name="resident"), needed), room.bytes)
     if needed <= limit:
         return sizes, limit, []
-    told = (
+    return sizes, limit, [_too_small(sizes, needed, limit, "`memory=` if there is more")]
+
+
+def _too_small(sizes: Sizes, needed: int, there: int, knob: str) -> str:
+    return (
         f"a window of {sizes.resident:,} samples, and {sizes.ahead:,} beside them, takes "
-        f"{format_bytes(needed)}, and there are {format_bytes(limit)} for it: what has no room comes from "
-        "the source, as the machine would swap. Lower `resident=`, or raise `memory=` if there is more."
+        f"{format_bytes(needed)}, and there are {format_bytes(there)} for it: what has no room comes from "
+        f"the source, as the machine would swap. Lower `resident=`, or raise {knob}."
     )
-    return sizes, limit, [told]
 
 
 def _decide(uncut: Uncut, wanted: Wanted, limit: int) -> tuple[Choice, Source, Probe]:

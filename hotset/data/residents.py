@@ -10,6 +10,9 @@
 comes to the boundary; the others find it moved and take it as it is. Each main process puts its epoch and
 cursor into its own slot, where its workers read them: ranks may be some batches apart.
 
+**Several machines** that share a window agree on the cursor at each boundary
+(:mod:`hotset.cluster.boundary`). Each prepares what it owns.
+
 **Ready** are the next samples up to the first that is missing. So the order never depends on speed; speed
 only decides how far the cursor goes. What is late is due again at the next boundary, together with that
 one's own R. A sample that cannot be read, or cannot be stored, is not waited for: it comes in, and is read
@@ -22,14 +25,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from hotset.bars import counted
 from hotset.data.background import Background
 from hotset.data.window import Sizes
 from hotset.errors import StateError
@@ -37,12 +40,15 @@ from hotset.policy.window import epoch_order
 from hotset.store.claims import Ids
 from hotset.store.format import Live, Slot
 from hotset.store.ring import Ring
+from hotset.store.standing import Standing
+
+if TYPE_CHECKING:  # what it needs is an extra
+    from hotset.cluster.boundary import Boundary, Seen
 
 __all__ = ["Position", "Residents", "positions_of"]
 
 _PROGRESS_SECONDS = 0.1
 _STARTING_SECONDS = 1.0
-_BAR = 30
 # Entries are looked up this many at a time: the arithmetic takes a tenth of a millisecond for one, too.
 _BLOCK = 4096
 
@@ -67,6 +73,7 @@ class Residents:
     Args:
         sizes: of the window.
         wait, prefill: see :class:`Window`.
+        boundary: how the cursor moves on several machines; None on one.
         ring: holds the entries; None if nothing can be cached.
         read: gives the sample of a number of the data set, up to the cut.
         name: of the data set, for people.
@@ -81,6 +88,7 @@ class Residents:
         *,
         wait: bool = False,
         prefill: bool = False,
+        boundary: Boundary | None = None,
     ) -> None:
         self.sizes = sizes
         self._policy = sizes.policy()
@@ -88,6 +96,7 @@ class Residents:
         self._name = name
         self._wait = wait
         self._prefill = prefill
+        self._boundary = boundary
         self._background: Background | None = None
         self._pid = os.getpid()
         # The slot of the process that announces epochs; its workers inherit the number.
@@ -180,6 +189,8 @@ class Residents:
         self._employ(ring, processes, context)
         self.raise_errors()
         live = ring.segment.live
+        if self._offset is None and self._boundary is not None:
+            self._boundary.furthest(ring).advance(ring)
         if self._offset is None:  # a job that comes later counts from 0, where others are far ahead
             self._offset = max(int(live[Live.EPOCH]) - 1 - epoch, 0)
         elif epoch < self._here.epoch:  # counted from 0 again: another training, whose epochs are new ones
@@ -187,25 +198,25 @@ class Residents:
         number = epoch + self._offset
         # The word counts from 1, so that 0 is: none has begun yet, and nothing is due.
         if self._wait and not ring.condemned and 0 < int(live[Live.EPOCH]) <= number:
-            due = self._due(ring)
+            due = self._mine(ring, self._due(ring))
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
-        with ring.member.short_lock() as held:
-            if held and number >= int(live[Live.EPOCH]):
-                self._move(ring, number, tell)
+        if self._boundary is not None:
+            self._move_together(ring, number, self._boundary, tell)
+        else:
+            self._move(ring, number, tell)
         self._here = Position(epoch, int(live[Live.CURSOR]), int(live[Live.BEHIND]))
-        row = ring.member.row
-        row[Slot.CURSOR], row[Slot.EPOCH] = self._here.cursor, epoch
+        self._say_where(ring)
         if self._background is not None:
             if self._prefill and first:
                 self._fill_first(ring)
-            self._background.ask(self._due(ring))
+            self._background.ask(self._mine(ring, self._due(ring)))
 
     def prepare(self, ring: Ring | None, processes: int, context: Any) -> None:
         """Have the samples prepared that are due at the next boundary; see :meth:`begin`."""
         if ring is not None:
             self._employ(ring, processes, context)
             if self._background is not None:
-                self._background.ask(self._due(ring))
+                self._background.ask(self._mine(ring, self._due(ring)))
 
     def _employ(self, ring: Ring, processes: int, context: Any) -> None:
         """Have helpers, if there are none and they will have something to do."""
@@ -215,35 +226,57 @@ class Residents:
             self._background = Background(ring, self.read, processes=processes, context=context)
             self._started = time.monotonic()
 
+    def _mine(self, ring: Ring, entries: Ids) -> Ids:
+        """Those of these entries that this machine prepares."""
+        return entries if self._boundary is None else self._boundary.mine(ring, entries)
+
     def _due(self, ring: Ring) -> Ids:
         """The entries that are to go in at the next boundary."""
-        live, sizes = ring.segment.live, self.sizes
-        count = sizes.ahead if sizes.auto else min(sizes.replaced + int(live[Live.BEHIND]), sizes.ahead)
-        return _run(int(live[Live.CURSOR]) + sizes.resident, count)
+        now = Standing.of(ring)
+        return _run(now.cursor + self.sizes.resident, self.sizes.due(now.behind))
 
     def _move(self, ring: Ring, epoch: int, tell: Callable[[str], None]) -> None:
-        """Move the cursor; the caller has the short lock."""
-        live = ring.segment.live
-        if int(live[Live.EPOCH]) > 0:
-            due = self._due(ring)
-            settled = ring.settled(due)
-            ready = len(due) if settled.all() else int(settled.argmin())
-            residents = _run(int(live[Live.CURSOR]), self.sizes.resident)
-            # Who has waited has done so for all, and what is still missing is read when it is used.
-            if ready < len(due) and (self._wait or not ring.settled(residents).any()):
-                ready = len(due)
-            if not self.sizes.auto:
-                late, before = len(due) - ready, int(live[Live.BEHIND])
-                # More may be behind than there is room for at once: it is all made up, a part at a time.
-                live[Live.LATE] += max(self.sizes.replaced - ready, 0)
-                live[Live.BEHIND] = before + self.sizes.replaced - ready
-                # Once, or in the first moments, is no more than helpers that were just started.
-                if before and time.monotonic() > self._started + _STARTING_SECONDS:
-                    self._tell_late(live, late, len(due), tell)
-            live[Live.CURSOR] += ready
-        live[Live.EPOCH] = epoch + 1
+        """Move the cursor on this machine, if nobody has moved it there already."""
+        with ring.member.short_lock() as held:
+            now = Standing.of(ring)
+            if held and epoch >= now.epoch:
+                due = self._due(ring)
+                settled = ring.settled(due)
+                ready = len(due) if settled.all() else int(settled.argmin())
+                fresh = not ring.settled(_run(now.cursor, self.sizes.resident)).any()
+                after = self.sizes.moved(now, epoch, len(due) if self._wait or fresh else ready)
+                after.put(ring)
+                self._tell_late(ring, now, after, tell)
 
-    def _tell_late(self, live: Any, late: int, due: int, tell: Callable[[str], None]) -> None:
+    def _move_together(self, ring: Ring, epoch: int, boundary: Boundary, tell: Callable[[str], None]) -> None:
+        """Move the cursor on all machines, if nobody has moved it there already."""
+        while epoch >= (now := Standing.of(ring)).epoch:
+            seen = self._look(ring, boundary)
+            furthest = max(each.standing for each in seen)
+            if furthest > now:  # what is ready was asked of other entries
+                if furthest.advance(ring) == now:  # the short lock cannot be had
+                    return
+                continue
+            due = self._due(ring)
+            ready = min(each.ready for each in seen)
+            fresh = all(each.fresh for each in seen)
+            after = self.sizes.moved(now, epoch, len(due) if self._wait or fresh else ready)
+            boundary.move(ring, after)
+            self._tell_late(ring, now, after, tell)
+            return
+
+    def _look(self, ring: Ring, boundary: Boundary) -> list[Seen]:
+        """What all machines say of the window, this one first."""
+        residents = _run(int(ring.segment.live[Live.CURSOR]), self.sizes.resident)
+        return boundary.look(ring, self._due(ring), residents)
+
+    def _tell_late(self, ring: Ring, before: Standing, after: Standing, tell: Callable[[str], None]) -> None:
+        live = ring.segment.live
+        # Once, or in the first moments, is no more than helpers that were just started.
+        if self.sizes.auto or not before.behind or time.monotonic() <= self._started + _STARTING_SECONDS:
+            return
+        due = self.sizes.due(before.behind)
+        late = due - (after.cursor - before.cursor)
         if late and not live[Live.LATE_TOLD]:
             live[Live.LATE_TOLD] = 1
             tell(
@@ -255,26 +288,15 @@ class Residents:
     def _fill_first(self, ring: Ring) -> None:
         """Fill the residents before the first epoch, and show how far that is."""
         assert self._background is not None
-        wanted = _run(self._here.cursor, self.sizes.resident)
+        wanted = self._mine(ring, _run(self._here.cursor, self.sizes.resident))
         self._background.ask(wanted)
-        shown = sys.stderr is not None and sys.stderr.isatty()
-        while not (settled := ring.settled(wanted)).all() and not self._background.idle:
-            self.raise_errors()
-            if shown:
-                self._show(int(settled.sum()))
-            time.sleep(_PROGRESS_SECONDS)
-        if shown:
-            self._show(int(settled.sum()), end="\n")
+        with counted(self._name, len(wanted), "samples") as show:
+            while not (settled := ring.settled(wanted)).all() and not self._background.idle:
+                self.raise_errors()
+                show(int(settled.sum()))
+                time.sleep(_PROGRESS_SECONDS)
+            show(int(settled.sum()))
         self.raise_errors()
-
-    def _show(self, ready: int, end: str = "") -> None:
-        """A bar of how many residents there are."""
-        wanted = self.sizes.resident
-        full = _BAR * ready // wanted
-        bar = "#" * full + "." * (_BAR - full)
-        print(
-            f"\r{self._name}: [{bar}] {ready:,} of {wanted:,} samples", end=end, file=sys.stderr, flush=True
-        )
 
     def count(self, samples: int, ring: Ring | None, tell: Callable[[str], None]) -> None:
         """Count samples that a loader of another kind has taken; tell the user if it announces no epochs."""
@@ -313,21 +335,29 @@ class Residents:
         if ring is None:
             return
         self._settle(ring)
-        live = ring.segment.live
         self.close()  # the helpers are filling what was due elsewhere, and must not go on after the clear
-        if int(live[Live.CURSOR]) > position.cursor:
-            ring.clear()  # an entry is never claimed twice, so none of those that have left may be there
-        with ring.member.short_lock():
-            live[Live.CURSOR], live[Live.BEHIND] = position.cursor, position.behind
-            live[Live.EPOCH] = position.epoch + 1
-        row = ring.member.row
-        row[Slot.CURSOR], row[Slot.EPOCH] = position.cursor, position.epoch
+        now = Standing.of(ring) if self._boundary is None else self._boundary.furthest(ring)
+        to = Standing(now.loads + 1, position.epoch + 1, position.cursor, position.behind, now.late)
+        # Another rank may have loaded it, and begun: what has come in since is not to be forgotten.
+        if self.sizes.leads(to, now):
+            now.advance(ring)
+        elif self._boundary is not None:
+            self._boundary.put_back(ring, to)
+        else:
+            to.put_back(ring)
+        self._say_where(ring)
 
     def _stand(self, position: Position) -> None:
         """Be there; for workers, too, that have nothing else to look at."""
         self._here = position
         if self._bare is not None:
             self._bare[0], self._bare[1] = max(position.epoch, 0), position.cursor
+
+    def _say_where(self, ring: Ring) -> None:
+        """Tell this process's workers which epoch they are in, and all that it trains."""
+        row = ring.member.row
+        row[Slot.CURSOR], row[Slot.EPOCH] = self._here.cursor, self._here.epoch
+        row[Slot.BEGUN] = ring.segment.live[Live.EPOCH]
 
     def _settle(self, ring: Ring) -> None:
         """Have the slot from which this process's workers read the epoch."""

@@ -67,6 +67,11 @@ class Route:
         """Whether some of the samples may lie on a disk."""
         return any(cached.spills for cached in self.caches)
 
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether other machines may have samples of the single cache."""
+        return self.single is not None and self.single.neighbours is not None
+
     def announce(self, indices: Any) -> None:
         """Say that these indices' samples are wanted soon: what lies on a disk is fetched meanwhile."""
         ids = self.resolve(indices)

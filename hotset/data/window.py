@@ -18,6 +18,7 @@ from hotset.policy.window import (
     replaced_count,
     resident_count,
 )
+from hotset.store.standing import Standing
 
 __all__ = ["Sizes", "Window"]
 
@@ -112,6 +113,35 @@ class Sizes(NamedTuple):
     def slots(self) -> int:
         """How many samples there is room for."""
         return self.resident + self.ahead
+
+    def due(self, behind: int) -> int:
+        """How many samples are to go in at the next boundary, when so many are behind."""
+        return self.ahead if self.auto else min(self.replaced + behind, self.ahead)
+
+    def moved(self, now: Standing, epoch: int, ready: int) -> Standing:
+        """Where the window stands once an epoch has begun.
+
+        Args:
+            now: where it stands.
+            epoch: its number, from 0 on.
+            ready: how many of those that are due go in. Before the first epoch none are.
+        """
+        if not now.epoch:
+            return now._replace(epoch=epoch + 1)
+        if self.auto:
+            return now._replace(epoch=epoch + 1, cursor=now.cursor + ready)
+        # More may be behind than there is room for at once: it is all made up, a part at a time.
+        behind = now.behind + self.replaced - ready
+        late = now.late + max(self.replaced - ready, 0)
+        return Standing(now.loads, epoch + 1, now.cursor + ready, behind, late)
+
+    def leads(self, then: Standing, now: Standing) -> bool:
+        """Whether a window that stood there stands here when no epoch, or one, has begun since."""
+        moved, behind = now.cursor - then.cursor, now.behind - then.behind
+        if now.epoch == then.epoch:
+            return moved == behind == 0
+        fits = self.auto or moved + behind == self.replaced
+        return now.epoch == then.epoch + 1 and 0 <= moved <= self.ahead and fits
 
     @property
     def epochs_until_all_seen(self) -> int | None:

@@ -39,6 +39,7 @@ from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
 from hotset.store.columns import NotGathered
 from hotset.store.gather import Gather
+from hotset.store.loose import Loose
 from hotset.store.segment import Address
 
 __all__ = ["BatchMaker", "Desks", "Letter", "Task", "TaskSampler", "WorkerInit", "make_gather"]
@@ -184,13 +185,13 @@ class _InWorker:
         self._gather: Gather | None = None
         self._not_gathered = False
         self._pools: dict[Address, SharedBlocks] = {}
-        self._told: list[str] = []
+        self._told: list[tuple[str, str]] = []
         live = [cached.source.live for cached in route.caches if cached.source.live]
         self._generators = Generators(live) if live else None
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         for cached in route.caches:
-            cached.tell = self._told.append
+            cached.tell = self._hand_on
 
     def answer(self, task: Task) -> Letter:
         if task.states is not None and self._generators is not None:
@@ -207,6 +208,9 @@ class _InWorker:
         news = News(self._worker, desk.needed, len(indices), told, states)
         return Letter(task.pool.inode, task.block, batch, news)
 
+    def _hand_on(self, sentence: str, about: str = "") -> None:
+        self._told.append((sentence, about))
+
     def _batch(self, indices: Sequence[Any], desk: _Desk) -> Any:
         ids = self.route.resolve(indices)
         if ids is None:  # not numbers, or out of range: whatever the data set says to that
@@ -216,24 +220,26 @@ class _InWorker:
             return self._collate(self.route.samples(ids), desk)
         store, local = single.store, self.route.local(ids)
         before = store.filler.reads if store is not None else 0
-        in_hand = single.fill(local)
+        records, in_hand = single.bring(local)
         # What was just read is collated as it is: its record's pages were written, and are not mapped yet.
-        batch = self._gathered(local, desk) if 2 * len(in_hand) < len(ids) else None
+        batch = self._gathered(local, desk, records) if 2 * len(in_hand) < len(ids) else None
         if batch is None:
-            return self._collate(self.route.samples(ids, in_hand), desk)
+            return self._collate(self.route.samples(ids, {**single.taken_apart(records), **in_hand}), desk)
         if store is not None:
-            single.count_hits(local, less=store.filler.reads - before)
+            theirs = sum(len(each.ids) for each in records)
+            single.count_hits(local, less=store.filler.reads - before + theirs)
         return batch
 
-    def _gathered(self, local: Ids, desk: _Desk) -> Any | None:
+    def _gathered(self, local: Ids, desk: _Desk, records: Sequence[Loose]) -> Any | None:
         single = self.route.single
         assert single is not None
         if self._gather is None and not self._not_gathered and single.store is not None:
-            if not single.store.holds(local):
+            here = local[single.store.present(local)]
+            if not len(here):
                 return None
-            self._gather = make_gather(single, self.collate_fn, int(local[0]))
+            self._gather = make_gather(single, self.collate_fn, int(here[0]))
             self._not_gathered = self._gather is None
-        copy = self._gather.prepare(local, desk.whole) if self._gather is not None else None
+        copy = self._gather.prepare(local, desk.whole, records) if self._gather is not None else None
         if self._gather is None or copy is None:
             return None
         copy.run()

@@ -114,6 +114,28 @@ class Placement:
             first[part] = self._race(samples[part], self._least, self._horizon)
         return self._members[first]
 
+    def order(self, ids: _Ids, count: int) -> _Ids:
+        """Return who comes first for each sample, its owner, and who comes next.
+
+        Args:
+            ids: shape ``[n]``, the samples' numbers; few, as here every member runs.
+            count: how many of them.
+
+        Returns:
+            Shape ``[n, count]``, positions in ``names``; as many columns as there are members, if these are
+            fewer.
+
+        Example:
+            >>> placement = Placement(["a", "b", "c"], [100, 100, 200], seed=7)
+            >>> placement.order(np.arange(3), 2)
+            array([[1, 2],
+                   [2, 1],
+                   [2, 1]])
+        """
+        times = _minus_log(key(self._seed, ids)[:, None] * self._words) / self._rates
+        first: _Ids = self._members[np.argsort(times, axis=1, kind="stable")[:, :count]]
+        return first
+
     def _race(self, samples: _Words, least: _Words, horizon: float) -> _Ids:
         """Return who is first for each sample, among those whose hash is at ``least`` so much."""
         hashes = samples[:, None] * self._words

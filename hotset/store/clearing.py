@@ -82,7 +82,7 @@ class Clearing:
         segment.slots[:, Slot.STORED_BYTES] = 0
         if self._spill is not None:
             self._spill.clear()
-        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD, Live.CONDEMNED]] = 0
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD, Live.CONDEMNED, Live.FULL]] = 0
         if self._member.unread(_READERS_SECONDS):  # else its pages are written again as they are
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         if self._room.allowance is not None:

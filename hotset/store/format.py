@@ -8,7 +8,7 @@ is free, so each region is as large as it could ever need to be, and memory is t
     0                 header        4,096 B   see _HEADER; the metadata's CRC-32 at METADATA_CRC_AT; live
                                           words at LIVE_AT
     metadata_at       metadata      JSON: name, fingerprint, schema
-    slots_at          slots         1,024 x 128 B, one for each process that attaches to write
+    slots_at          slots         1,024 x 192 B, one for each process that attaches to write
     index_at          index         samples x 8 B
     rows_at           rows          rows x stride: the fixed part of each record
     lines_at          lines         lines x 256 B: the variable tails, each a run of lines
@@ -43,7 +43,7 @@ The sample's number is part of the checksum: a damaged index word that points at
 is found like a damaged record. The order of stores is record first, index word last; that this order is
 what another processor sees is x86-64's promise (elsewhere every read is verified).
 
-**Slot** (16 words): incarnation, the extents that its holder has reserved and not used up, and counters.
+**Slot** (24 words): incarnation, the extents that its holder has reserved and not used up, and counters.
 The incarnation counts the slot's holders, so that a claim of a dead one is not taken for its successor's.
 A holder's extents pass to the next: room that a killed process had reserved is not lost. (Not so in a ring,
 where the generation of a record is its lap, and what a dead process had is free: :mod:`hotset.store.ring`.)
@@ -61,6 +61,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from hotset.errors import SegmentError
 
@@ -93,7 +94,7 @@ __all__ = [
 ]
 
 MAGIC = b"hotset\x00\x1a"
-VERSION = 2
+VERSION = 3
 PAGE = 4096
 HEADER_BYTES = PAGE
 METADATA_CRC_AT = 256
@@ -101,7 +102,7 @@ LIVE_AT = 512
 LIVE_WORDS = 16
 LINE = 256
 SLOTS = 1024
-SLOT_WORDS = 16
+SLOT_WORDS = 24
 RECORD_HEADER = 16
 
 PRESENT = 1 << 62
@@ -118,8 +119,12 @@ TIER_MASK = 3 << 60
 # magic, version, flags, samples, stride, rows, lines, metadata bytes, nonce; then the CRC of all that.
 _HEADER = struct.Struct("<8sIIQQQQQ16s")
 _CRC = struct.Struct("<I")
-_RECORD_PREFIX = struct.Struct("<QII")
+_RECORD_PREFIX = struct.Struct("<QII")  # as long as a record's header
+_RECORD_PREFIX_DTYPE = np.dtype([("sample", "<u8"), ("length", "<u4"), ("generation", "<u4")])
 _HAS_TAIL = 1
+
+_Longs = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
 
 
 class Live:
@@ -136,6 +141,8 @@ class Live:
     LATE = 8  # of a window: samples that were not ready at the boundary where they were due
     LATE_TOLD = 9  # 1 once the user was told of that
     BEHIND = 10  # of a window: how many of those that were due have not come in yet
+    FULL = 11  # 1 once room was refused, for as long as there is hardly any
+    LOADS = 12  # of a window: how often it was put where a state had it
 
 
 class Slot:
@@ -157,6 +164,7 @@ class Slot:
     CURSOR = 13  # the window's cursor in that epoch
     WAIT_NS = 14  # time that its holder's training waited for batches
     PEER_HITS = 15  # samples that other machines sent
+    BEGUN = 16  # of a window: its EPOCH as it was when the holder last began one, 0 if it never did
 
 
 def _page_up(offset: int) -> int:
@@ -264,6 +272,26 @@ def checksum(sample: int, length: int, generation: int, row: memoryview, tail: m
     """Checksum of a record: its identity, its row from the record header on, and its tail."""
     crc = _checksum_of_part(row, zlib.crc32(_RECORD_PREFIX.pack(sample, length, generation)))
     return _checksum_of_part(tail, crc) if tail is not None else crc
+
+
+def checksums(samples: _Longs, lengths: _Longs, generations: _Longs, rows: _Bytes) -> list[int]:
+    """Checksums of records without tails, each as :func:`checksum` has it; short ones in a third of the time.
+
+    Args:
+        samples, lengths, generations: of each record.
+        rows: uint8 of shape (records, stride), record headers included.
+    """
+    width = rows.shape[1]
+    if width - RECORD_HEADER >= 2 * PAGE:
+        said = zip(samples.tolist(), lengths.tolist(), generations.tolist(), rows, strict=True)
+        return [checksum(s, length, g, row[RECORD_HEADER:].data, None) for s, length, g, row in said]
+    whole = np.empty((len(rows), width), np.uint8)
+    prefix = np.empty(len(rows), _RECORD_PREFIX_DTYPE)
+    prefix["sample"], prefix["length"], prefix["generation"] = samples, lengths, generations
+    whole[:, :RECORD_HEADER] = prefix.view(np.uint8).reshape(-1, RECORD_HEADER)
+    whole[:, RECORD_HEADER:] = rows[:, RECORD_HEADER:]
+    flat = whole.reshape(-1).data
+    return [zlib.crc32(flat[start : start + width]) for start in range(0, len(flat), width)]
 
 
 def _checksum_of_part(part: memoryview, crc: int) -> int:

@@ -11,14 +11,17 @@ come as runs of lines, one more selection with an index that numpy builds.
     finish     look whether the records still are what they were, and       the consumer's thread
                put the columns together
 
+Some of a batch's records may lie elsewhere, as other machines have sent them (:mod:`hotset.store.loose`).
+These are copied to their places from there, and the others around them.
+
 What comes out must be exactly what the collate function makes of the same samples. To be sure, a
 sample is collated both ways once, and compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from hotset.store.claims import Ids
 from hotset.store.columns import BatchTree, NotGathered, torch_dtype
 from hotset.store.format import PRESENT, ROW_MASK
 from hotset.store.leaves import ArrayLeaf, Leaf, TextLeaf
+from hotset.store.loose import Loose, Mix, Piece
 from hotset.store.ragged import Ragged
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
@@ -60,6 +64,7 @@ class Copy:
         self.words = words
         self.era = era
         self.selections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.pieces: list[Piece] = []
         self.columns: list[tuple[torch.Tensor, int]] = []
         self.lying: dict[int, torch.Tensor] = {}
         self.tails: Tails | None = None
@@ -68,6 +73,8 @@ class Copy:
         self.sound = True
         self.lines_at = 0
         self.line_numbers: Words | None = None
+        self.line_places: Words | None = None  # where they go; None: one behind the other
+        self.line_pieces: list[tuple[Any, Words]] = []
 
     def run(self) -> None:
         """Copy. The caller keeps torch to one thread."""
@@ -82,11 +89,22 @@ class Copy:
     def _copy(self) -> None:
         for view, index, out in self.selections:
             torch.index_select(view, 0, index, out=out)
-        if self.lines is not None and self.line_numbers is not None and len(self.line_numbers):
+        for piece in self.pieces:
+            # numpy copies rows to where they belong as fast as torch selects them; torch's index_copy_ takes
+            # ten times as long where rows are strided.
+            piece.out[piece.places] = piece.view if piece.rows is None else piece.view[piece.rows]
+        if self.lines is None:
+            return
+        into = self.lines.numpy().reshape(-1, fmt.LINE)
+        if self.line_numbers is not None and len(self.line_numbers):
             # Lines are contiguous and short: numpy takes them twice as fast as torch.
-            into = self.lines.numpy().reshape(-1, fmt.LINE)
             lines = self.gather.lines if self.staged is None else self.staged.lines
-            lines.take(self.line_numbers, axis=0, out=into, mode="clip")
+            if self.line_places is None:
+                lines.take(self.line_numbers, axis=0, out=into, mode="clip")
+            else:
+                into[self.line_places] = lines.take(self.line_numbers, axis=0, mode="clip")
+        for tails, places in self.line_pieces:
+            into[places] = tails
 
 
 class Gather:
@@ -115,46 +133,31 @@ class Gather:
         self.reading = store.member.reading
         self._views = self._tree.views(store.rows)
 
-    def prepare(self, ids: Ids, memory: Callable[[int], Memory | None]) -> Copy | None:
+    def prepare(
+        self, ids: Ids, memory: Callable[[int], Memory | None], loose: Sequence[Loose] = ()
+    ) -> Copy | None:
         """Look up a batch and say what has to be copied where.
 
         Args:
             ids: sample numbers.
             memory: gives memory for that many bytes, or None if it has not so much.
+            loose: the records that the store lacks; they are left as they are until the copy was run.
 
         Returns:
             The copy to be made; None if a sample is not in the store (any more), or there is no memory.
         """
-        store, tree = self._store, self._tree
-        era = store.era()
-        words = store.words(ids)
-        if era is None or not len(ids) or int(np.minimum.reduce(words)) < PRESENT or not self._sound(ids):
+        found = self._look_up(ids, loose)
+        if found is None:
             return None
-        rows = words & ROW_MASK
-        count = len(ids)
-        offsets, size = tree.layout(count)
-        tails, views, staged = None, self._views, None
-        if store.on_disk(words):
-            staged = store.stage(ids, words)
-            # Without tails the disk is read when the copy is run, which may be in a thread.
-            if self._schema.has_tail and not store.load(staged):
-                return None
-            tails, rows = staged.tails, np.arange(count)
-            views = tree.views(staged.rows)
-        elif self._schema.has_tail:
-            with self.reading:
-                if not store.unchanged(words, era):
-                    return None
-                tails = store.tails(rows)
-            if not store.unchanged(words, era):
-                return None  # their places may be half of one record and half of another
+        count, mix, tails = len(ids), found.mix, found.tails
+        offsets, size = self._tree.layout(count)
         block = memory(size + tails.total * fmt.LINE if tails is not None else size)
         if block is None:
             return None
-        copy = Copy(self, count, words, era, block)
-        copy.staged = staged
-        index = torch.from_numpy(rows)
-        for column, view, offset in zip(tree.columns, views, offsets, strict=True):
+        copy = Copy(self, count, found.words, found.era, block)
+        copy.staged = found.staged
+        index = torch.from_numpy(found.rows)
+        for column, view, offset in zip(self._tree.columns, found.views, offsets, strict=True):
             out = block.tensor(offset, count * column.width)
             copy.columns.append((out, offset))
             if column.lies is not None:
@@ -162,12 +165,54 @@ class Gather:
                 out = torch.empty_like(out)
                 copy.lying[len(copy.columns) - 1] = out
             if column.width:
-                copy.selections.append((view, index, out.view(count, column.width)))
+                out = out.view(count, column.width)
+                if mix is None:
+                    copy.selections.append((view, index, out))
+                else:
+                    copy.pieces += mix.pieces(column, view.numpy(), found.rows, out.numpy())
         if tails is not None:
             copy.tails, copy.lines = tails, block.tensor(size, tails.total * fmt.LINE)
-            copy.lines_at = size
-            copy.line_numbers = tails.lines() if staged is None else np.arange(tails.total)
+            copy.lines_at, copy.line_numbers = size, found.line_numbers
+            if mix is not None:
+                copy.line_places, copy.line_pieces = mix.lines(tails)
         return copy
+
+    def _look_up(self, ids: Ids, loose: Sequence[Loose]) -> _Found | None:
+        """Where the records of a batch lie; None if one is missing, or goes as this looks."""
+        store = self._store
+        era = store.era()
+        words = store.words(ids)
+        if era is None or not len(ids):
+            return None
+        mix = None
+        if int(np.minimum.reduce(words)) < PRESENT:
+            mix = Mix.of(ids, words, loose)
+            if mix is None:
+                return None
+            ids, words = ids[mix.here], words[mix.here]
+        if not self._sound(ids):
+            return None
+        rows = words & ROW_MASK
+        tails, views, staged = None, self._views, None
+        if store.on_disk(words):
+            staged = store.stage(ids, words)
+            # Without tails the disk is read when the copy is run, which may be in a thread.
+            if self._schema.has_tail and not store.load(staged):
+                return None
+            tails, rows = staged.tails, np.arange(len(ids))
+            views = self._tree.views(staged.rows)
+        elif self._schema.has_tail:
+            with self.reading:
+                if not store.unchanged(words, era):
+                    return None
+                tails = store.tails(rows)
+            if not store.unchanged(words, era):
+                return None  # their places may be half of one record and half of another
+        lines = None
+        if tails is not None:
+            lines = tails.lines() if staged is None else np.arange(tails.total)
+            tails = tails if mix is None else Tails(mix.heads(tails.heads))
+        return _Found(era, words, rows, views, staged, lines, tails, mix)
 
     def finish(
         self, copy: Copy, place: Callable[[torch.Tensor, int], Any], start: int = 0, stop: int | None = None
@@ -280,6 +325,28 @@ class Gather:
         if not _alike(gathered, wanted):
             raise NotGathered("its collate function makes other batches")
         self._compared = True
+
+
+class _Found(NamedTuple):
+    """Where the records of a batch lie.
+
+    Attributes:
+        era, words: of those in the store, by which it is seen whether they still are there.
+        rows, views: their rows, and the columns that these are rows of.
+        staged: what they are copied to first, if some are on a disk.
+        line_numbers: the lines of their tails, one run behind the other.
+        tails: of the whole batch.
+        mix: which records are in the store, and which are loose; None if all are in the store.
+    """
+
+    era: int
+    words: Words
+    rows: Words
+    views: list[torch.Tensor]
+    staged: Staged | None
+    line_numbers: Words | None
+    tails: Tails | None
+    mix: Mix | None
 
 
 # What becomes of a variable array's ragged batch: itself, or a padded tensor.

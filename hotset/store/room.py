@@ -43,6 +43,7 @@ __all__ = ["Allowance", "Room", "distrust_room"]
 
 _LARGEST_EXTENT = 4 << 20
 _RETRY_SECONDS = 0.5
+_PART = 64
 
 
 class Allowance(Protocol):
@@ -121,17 +122,9 @@ class Room:
 
         For segments in which each sample has its row; the caller has claimed the sample.
         """
-        if self.is_full:
+        if not self._affords(self._geometry.stride):
             return False
-        stride, live = self._geometry.stride, self._segment.live
-        with self._member.one_thread():
-            if self._affordable < stride:
-                free = self._free()
-                room = free.bytes - self._geometry.rows_at
-                if stride > room:
-                    return self.refuse(self._no_memory(free))
-                self._affordable = max(stride, min(room // 16, _LARGEST_EXTENT))
-            self._affordable -= stride
+        live = self._segment.live
         if row < int(live[Live.ROWS_NEXT]):
             return True
         with self._member.short_lock() as held:
@@ -140,6 +133,36 @@ class Room:
                 after = int(live[Live.ROWS_NEXT])
                 live[Live.ROWS_NEXT] = min(max(row + 1, after, after * 17 // 16), self._geometry.rows)
             return held
+
+    def _affords(self, size: int) -> bool:
+        """Whether so much more may be touched, as far as the machine goes."""
+        if self.is_full:
+            return False
+        with self._member.one_thread():
+            if self._affordable < size:
+                free = self._free()
+                room = free.bytes - self._geometry.rows_at
+                if size > room:
+                    return self.refuse(self._no_memory(free))
+                self._affordable = max(size, min(room // 16, _LARGEST_EXTENT))
+            self._affordable -= size
+        return True
+
+    def has_room(self) -> bool:
+        """Whether one more record can be stored now: room for one of the smallest size is asked for.
+
+        Where room was refused to anybody, there is none until a part of all is free again: a record that was
+        refused and stored elsewhere is to be looked for there, though a smaller one would still fit.
+        """
+        geometry, live = self._geometry, self._segment.live
+        if self.is_full or (live[Live.FULL] and self._left_of_limit() < int(live[Live.LIMIT]) // _PART):
+            return False
+        live[Live.FULL] = 0
+        with self._member.one_thread():
+            row = self._own_extent(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows)
+            if row is None or not geometry.has_tail:
+                return row is not None
+            return self._own_extent(Slot.LINE_NEXT, Live.LINES_NEXT, 1, LINE, geometry.lines) is not None
 
     def _take_rows(self, count: int) -> list[int]:
         geometry = self._geometry
@@ -170,8 +193,22 @@ class Room:
         self, next_word: int, live_word: int, least: int, most: int, size: int, capacity: int
     ) -> tuple[int, int]:
         """Take up to ``most`` units; returns the first and how many, 0 if ``least`` cannot be had."""
-        # The extent's end is the word after its next one. What is taken is entered before it is written: a
-        # process killed in between loses that; the other order could hand out a published row.
+        extent = self._own_extent(next_word, live_word, least, size, capacity)
+        if extent is None:
+            return 0, 0
+        begin, end = extent
+        taken = min(most, end - begin)
+        # What is taken is entered before it is written: a process killed in between loses that; the other
+        # order could hand out a published row.
+        self._member.row[next_word] = begin + taken
+        self._left[os.getpid(), next_word] = (begin + taken, end)
+        return begin, taken
+
+    def _own_extent(
+        self, next_word: int, live_word: int, least: int, size: int, capacity: int
+    ) -> tuple[int, int] | None:
+        """This process's extent, from its next unit on, if need be a new one; None if it cannot be had."""
+        # The extent's end is the word after its next one.
         row = self._member.row
         begin, end = int(row[next_word]), int(row[next_word + 1])
         # An extent that this process has not left there itself is believed if it lies in the region
@@ -180,12 +217,10 @@ class Room:
         sound = 0 <= begin <= end <= capacity and (begin, end) == known
         if end - begin < least or not sound:
             if not self._extend(next_word, live_word, least, size, capacity):
-                return 0, 0
+                return None
             begin, end = int(row[next_word]), int(row[next_word + 1])
-        taken = min(most, end - begin)
-        row[next_word] = begin + taken
-        self._left[os.getpid(), next_word] = (begin + taken, end)
-        return begin, taken
+            self._left[os.getpid(), next_word] = begin, end
+        return begin, end
 
     def _extend(self, next_word: int, live_word: int, count: int, size: int, capacity: int) -> bool:
         """Reserve an extent of at least ``count`` units for this process's slot."""
@@ -198,10 +233,7 @@ class Room:
                 return False
             first = max(int(live[live_word]), 0)
             taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
-            limit = int(live[Live.LIMIT])
-            if self.allowance is not None:
-                limit = min(limit, self.allowance.left())
-            left = min(capacity - first, (limit - taken) // size)
+            left = min(capacity - first, self._left_of_limit() // size)
             units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
             free = self._free()
             # The index is touched word by word, as samples come in: what it may still take is spoken for.
@@ -226,6 +258,14 @@ class Room:
             row[next_word + 1] = first + units
         return True
 
+    def _left_of_limit(self) -> int:
+        """Bytes that the limit, and the budget, leave."""
+        live = self._segment.live
+        limit = int(live[Live.LIMIT])
+        if self.allowance is not None:
+            limit = min(limit, self.allowance.left())
+        return limit - self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+
     def _limit_reached(self) -> str:
         return f"its memory limit is reached; raise {self.knob}"
 
@@ -243,6 +283,7 @@ class Room:
     def refuse(self, why: str) -> bool:
         """Say that there is no room, and why; it is asked for again after half a second. Returns False."""
         self.why_full = why
+        self._segment.live[Live.FULL] = 1
         self._refused_until = time.monotonic() + _RETRY_SECONDS
         return False
 

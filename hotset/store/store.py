@@ -114,7 +114,7 @@ class Store:
         Raises:
             OSError: a file cannot be made, or its index alone takes more memory than there is.
         """
-        space = cls._address_space(schema, samples, limit)
+        space = cls._address_space(schema, samples, limit, about)
         with new_tiers(
             schema, samples, space, limit, ring=cls._is_ring, about=about, path=path, spill=spill
         ) as (segment, second):
@@ -123,7 +123,7 @@ class Store:
         return store
 
     @staticmethod
-    def _address_space(schema: Schema, samples: int, limit: int) -> tuple[int, int]:
+    def _address_space(schema: Schema, samples: int, limit: int, about: dict[str, Any]) -> tuple[int, int]:
         """How many rows and lines there may ever be."""
         # A row for every sample that the limit has room for, and some for what killed processes lose.
         rows = min(samples, limit // schema.stride) + fmt.SLOTS
@@ -153,6 +153,10 @@ class Store:
     def why_full(self) -> str | None:
         """What stands in the way of more samples, once something did; None otherwise."""
         return self.room.why_full if self.spill is None else self.spill.room.why_full
+
+    def has_room(self) -> bool:
+        """Whether this process can store one more record, in memory or on the disk."""
+        return self.room.has_room() or (self.spill is not None and self.spill.room.has_room())
 
     # ---- filling -------------------------------------------------------------------------------------
 

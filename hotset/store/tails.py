@@ -8,7 +8,7 @@ import numpy.typing as npt
 from hotset.store import format as fmt
 from hotset.store.segment import Words
 
-__all__ = ["Tails"]
+__all__ = ["Tails", "runs"]
 
 
 class Tails:
@@ -33,6 +33,17 @@ class Tails:
 
     def lines(self) -> Words:
         """The numbers of all lines, in the order in which they are gathered."""
-        offsets: Words = (self.first - self.starts).repeat(self.counts)
-        offsets += np.arange(self.total)
-        return offsets
+        return runs(self.first, self.counts)
+
+
+def runs(firsts: Words, counts: Words) -> Words:
+    """The numbers in these runs, one run behind the other.
+
+    Example:
+        >>> runs(np.array([10, 3]), np.array([2, 3]))
+        array([10, 11,  3,  4,  5])
+    """
+    ends = np.add.accumulate(counts)
+    numbers: Words = (firsts - ends + counts).repeat(counts)
+    numbers += np.arange(len(numbers))
+    return numbers
