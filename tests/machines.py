@@ -265,7 +265,7 @@ class _Trainer:
 
     def announce(self, batch: Sequence[int]) -> None:
         """Ask for a batch ahead of its use."""
-        self._cached.ask_ahead(np.array(batch))
+        self._cached.supply.ask_ahead(np.array(batch))
 
     def scribble(self, batches: Sequence[Sequence[int]]) -> list[int]:
         """As :meth:`walk`, and overwrite each sample before the next one is looked at."""

@@ -27,7 +27,8 @@ from samples import image_and_label
 from sources import Counting, PlainError, ReadLog, Stalling, TwoArgumentError
 from stores import child, count, ids, kill, opened, stored, wrong
 
-from hotset.data.background import Background, _Carried
+from hotset.data.background import Background
+from hotset.data.helper import Carried
 from hotset.errors import HotsetWarning
 from hotset.store.store import Store
 
@@ -218,7 +219,7 @@ def test_a_store_that_is_pickled_is_attached_to_as_what_it_is() -> None:
     with opened(image_and_label, 4) as store:
         store.__class__ = _Special
         store.fill(ids(2), image_and_label)
-        with contextlib.closing(pickle.loads(pickle.dumps(_Carried(store))).store) as other:
+        with contextlib.closing(pickle.loads(pickle.dumps(Carried(store))).store) as other:
             assert type(other) is _Special
             assert wrong(stored(other), image_and_label) == {}
             assert count(other) == 1

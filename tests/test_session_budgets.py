@@ -147,7 +147,7 @@ def test_511_caches_are_one_too_many_in_a_sentence(runtime: Path) -> None:
 def fill_through(key: str, make: Any, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(400)
     cached = hotset.cache(Samples(make, 400), session="a", key=key)
-    cached.tell = lambda sentence: None
+    cached.supply.tell = lambda sentence: None
     for i in order.tolist():
         equal_batches(cached[i], make(i))
     cached.close()
@@ -244,7 +244,7 @@ def test_what_is_cleared_is_free_for_others() -> None:
         ):
             read_all(one, kilobyte)
             one.clear()
-            two.tell = lambda sentence: None
+            two.supply.tell = lambda sentence: None
             read_all(two, kilobyte)
             return two.stats().cached
 

@@ -438,8 +438,9 @@ def test_what_is_late_is_counted_told_once_and_made_up_and_nobody_waits(
 def test_those_that_are_ready_go_in_without_the_others(make: Make, gated: Gated) -> None:
     cached = make(gated, hotset.Window(N, replace=0.5))
     gated.shut(incoming(cached, 8)[2:3])
-    cached.fill(np.arange(N, N + 2), keep=False)  # a helper may read them together with the one that waits
-    cached.fill(np.arange(N + 3, N + 4), keep=False)
+    # A helper may read them together with the one that waits.
+    cached.supply.fill(np.arange(N, N + 2), keep=False)
+    cached.supply.fill(np.arange(N + 3, N + 4), keep=False)
     loader = loader_over(cached)
     first = numbers(loader)
     again = numbers(loader)
@@ -470,7 +471,8 @@ def test_with_wait_the_boundary_waits(make: Make, gated: Gated) -> None:
 
 def test_with_wait_the_cursor_is_certain_though_something_cannot_be_kept(make: Make) -> None:
     cached = make()
-    cached.fill(np.arange(30, 32), keep=False)  # far ahead, in the slots of what comes at the fifth boundary
+    # Far ahead, in the slots of what comes at the fifth boundary.
+    cached.supply.fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
     reference = Reference(Samples(tagged, D), QUARTER)
     for epoch in range(12):
@@ -482,7 +484,8 @@ def test_auto_takes_what_is_ready_up_to_half_and_nothing_is_late(make: Make, gat
     cached = make(gated, hotset.Window(N, replace="auto"))
     loader = loader_over(cached)
     gated.shut(incoming(cached, 5)[3:])
-    cached.fill(np.arange(N, N + 3), keep=False)  # a helper may read them together with the one that waits
+    # A helper may read them together with the one that waits.
+    cached.supply.fill(np.arange(N, N + 3), keep=False)
     first = numbers(loader)
     second = numbers(loader)
     assert cursor_of(cached) == 3
@@ -877,7 +880,7 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
 def test_entries_far_ahead_never_hold_the_window_up(make: Make) -> None:
     """A helper of another process, with a list from before the window was moved back, may fill them."""
     cached = make(Samples(tagged, D), QUARTER)
-    cached.fill(np.arange(30, 32), keep=False)
+    cached.supply.fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
     for epoch in range(8):
         assert len(numbers(loader)) == N

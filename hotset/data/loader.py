@@ -343,7 +343,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._desks is not None
-        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0].tell)
+        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0].supply.tell)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._desks is None:

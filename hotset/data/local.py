@@ -220,7 +220,7 @@ class LocalBatches:
         later = self._draws.peek(0)
         ids = self._route.resolve(later) if later is not None else None
         if ids is not None and self._route.single is not None:
-            self._route.single.ask_ahead(self._route.local(ids))
+            self._route.single.supply.ask_ahead(self._route.local(ids))
 
     def _make(self, indices: Any, away: float) -> Any:
         """The batch of these indices, for a consumer that was away for so many seconds."""
@@ -253,21 +253,21 @@ class LocalBatches:
         single = self._route.single
         assert single is not None
         assert self._gather is not None
-        records, in_hand = single.bring(local)
+        records, in_hand = single.supply.bring(local)
         copy = self._gather.prepare(local, records) if not in_hand else None
         if copy is not None:
             with one_thread():
                 copy.run()
             batch = self._gather.finish(copy)
             if batch is not None:
-                single.count_hits(local, less=sum(len(each.ids) for each in records))
+                single.supply.count_hits(local, less=sum(len(each.ids) for each in records))
                 return batch
-        return self._build(indices, ids, {**single.taken_apart(records), **in_hand})
+        return self._build(indices, ids, {**single.supply.taken_apart(records), **in_hand})
 
     def _counted(self, batch: Any, local: Ids) -> Any:
         single = self._route.single
         if single is not None:
-            single.count_hits(local)
+            single.supply.count_hits(local)
         return batch
 
     def _gather_here(self, local: Ids) -> Any | None:

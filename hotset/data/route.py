@@ -60,12 +60,12 @@ class Route:
 
     def local(self, ids: Ids) -> Ids:
         """What the single cache's store calls these samples."""
-        return self.caches[0].numbers(self._places(ids))
+        return self.caches[0].supply.numbers(self._places(ids))
 
     @property
     def spills(self) -> bool:
         """Whether some of the samples may lie on a disk."""
-        return any(cached.spills for cached in self.caches)
+        return any(cached.supply.spills for cached in self.caches)
 
     @property
     def has_neighbours(self) -> bool:
@@ -80,7 +80,7 @@ class Route:
         places = self._places(ids)
         for number, cached in enumerate(self.caches):
             mine = places if len(self.caches) == 1 else places[self._which[ids] == number]
-            cached.announce(cached.numbers(mine))
+            cached.supply.announce(cached.supply.numbers(mine))
 
     def _places(self, ids: Ids) -> Ids:
         """The samples' places in their caches."""
@@ -95,14 +95,14 @@ class Route:
         """
         if len(self.caches) == 1:
             finish = self.caches[0].source.finish
-            return [finish(sample) for sample in self.caches[0].records(self.local(ids), in_hand)]
+            return [finish(sample) for sample in self.caches[0].supply.records(self.local(ids), in_hand)]
         which, inside = self._which[ids], self._places(ids)
         records: list[Any] = [None] * len(ids)
         for number in np.unique(which).tolist():
             places = np.flatnonzero(which == number)
-            cached = self.caches[number]
-            called = cached.numbers(inside[places])
-            for place, record in zip(places, cached.records(called), strict=True):
+            supply = self.caches[number].supply
+            called = supply.numbers(inside[places])
+            for place, record in zip(places, supply.records(called), strict=True):
                 records[place] = record
         # The live part comes last, in the batch's order: that is the order of its random draws.
         return [self.caches[n].source.finish(r) for n, r in zip(which.tolist(), records, strict=True)]
@@ -110,8 +110,8 @@ class Route:
     def all_present(self) -> bool:
         """Whether every sample that these indices can name is cached now."""
         if len(self.caches) > 1:
-            return all(cached.holds(None) for cached in self.caches)
-        return self.caches[0].holds(self._local)
+            return all(cached.supply.holds(None) for cached in self.caches)
+        return self.caches[0].supply.holds(self._local)
 
 
 def route_to(dataset: Any) -> Route | None:

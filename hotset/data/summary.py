@@ -40,7 +40,7 @@ class EpochSummary:
         self._hit_rate: float | None = None
 
     def _served(self) -> tuple[int, int]:
-        served = [cached.served() for cached in self._caches]
+        served = [cached.supply.served() for cached in self._caches]
         return sum(hits for hits, _ in served), sum(misses for _, misses in served)
 
     @property
@@ -76,7 +76,7 @@ class EpochSummary:
     def _tell(self) -> None:
         """Enter the waiting in a counter that others can see; not for each batch, as that takes as long."""
         if self._caches:
-            self._caches[0].count_waiting(self.waited - self._told)
+            self._caches[0].supply.count_waiting(self.waited - self._told)
         self._told = self.waited
 
     def __str__(self) -> str:

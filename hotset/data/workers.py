@@ -191,7 +191,7 @@ class _InWorker:
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         for cached in route.caches:
-            cached.tell = self._hand_on
+            cached.supply.tell = self._hand_on
 
     def answer(self, task: Task) -> Letter:
         if task.states is not None and self._generators is not None:
@@ -218,16 +218,16 @@ class _InWorker:
         single = self.route.single
         if single is None or single.source.live:
             return self._collate(self.route.samples(ids), desk)
-        store, local = single.store, self.route.local(ids)
+        supply, store, local = single.supply, single.store, self.route.local(ids)
         before = store.filler.reads if store is not None else 0
-        records, in_hand = single.bring(local)
+        records, in_hand = supply.bring(local)
         # What was just read is collated as it is: its record's pages were written, and are not mapped yet.
         batch = self._gathered(local, desk, records) if 2 * len(in_hand) < len(ids) else None
         if batch is None:
-            return self._collate(self.route.samples(ids, {**single.taken_apart(records), **in_hand}), desk)
+            return self._collate(self.route.samples(ids, {**supply.taken_apart(records), **in_hand}), desk)
         if store is not None:
             theirs = sum(len(each.ids) for each in records)
-            single.count_hits(local, less=store.filler.reads - before + theirs)
+            supply.count_hits(local, less=store.filler.reads - before + theirs)
         return batch
 
     def _gathered(self, local: Ids, desk: _Desk, records: Sequence[Loose]) -> Any | None:

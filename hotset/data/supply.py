@@ -1,0 +1,321 @@
+"""The supply: where each sample of a cached data set comes from, in this process.
+
+::
+
+    in the store            copied from there: a hit
+    another machine's       sent by it, or read here and passed on to it
+    absent                  read from the source, and put into the store where there is room
+    without a store         read from the source each time
+
+It goes by what the store calls a sample: its number in the data set, or a window's entry
+(:mod:`hotset.data.residents`). Whatever the way, a sample is the caller's own; and what goes wrong on it,
+other than in the source, costs time and no sample. The user is told of it, once for all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from hotset.data.attachment import Attachment
+from hotset.data.audit import Audit
+from hotset.data.plan import Plan
+from hotset.data.residents import Residents
+from hotset.data.shortage import first_to_tell, shortage
+from hotset.data.source import Source
+from hotset.session.retire import DESTROYED
+from hotset.store.claims import Ids
+from hotset.store.format import Live, Slot
+from hotset.store.loose import Loose
+from hotset.store.ring import Ring
+from hotset.store.store import Store
+from hotset.told import Teller
+
+if TYPE_CHECKING:  # what it needs is an extra
+    from hotset.cluster.neighbours import Neighbours
+
+__all__ = ["Supply"]
+
+
+class Supply:
+    """Samples at the cut, by the store's numbers. It pickles.
+
+    Args:
+        source: gives what is in no cache.
+        plan: of the cache.
+        attachment: this process's way to the store.
+        residents: the running window; None if there is none.
+        neighbours: other machines, which have a part of the cache; None if this one is alone.
+
+    Attributes:
+        tell: gets a sentence, and what it is about if that is to be told once; warns. A loader's worker
+            hands it on instead.
+        uncached: samples that this process has read from the source because nothing kept them.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        attachment: Attachment,
+        residents: Residents | None,
+        neighbours: Neighbours | None,
+    ) -> None:
+        self._source = source
+        self._plan = plan
+        self._attachment = attachment
+        self._residents = residents
+        self._neighbours = neighbours
+        self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
+        self._ended = False  # and that was told
+        self.tell: Callable[..., None] = Teller()
+        self.uncached = 0
+
+    # ---- the store -----------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store | None:
+        """The store as this process sees it.
+
+        None when nothing can be cached, after :meth:`close`, and when an audit found that it is not right.
+        """
+        store = self._attachment.store()
+        if store is None or not store.condemned:
+            return store
+        self._tell_of_the_end(store)
+        return None
+
+    @property
+    def any_store(self) -> Store | None:
+        """The store, whether or not samples are still to come from it."""
+        return self._attachment.store()
+
+    @property
+    def ring(self) -> Ring | None:
+        """What holds the window's cursor, whether or not samples are still to come from it."""
+        store = self.any_store
+        return store if isinstance(store, Ring) else None
+
+    @property
+    def spills(self) -> bool:
+        """Whether some samples may lie on a disk."""
+        store = self.store
+        return store is not None and store.spill is not None
+
+    def numbers(self, positions: Ids) -> Ids:
+        """What the store calls the samples at these places of the epoch; without a window the same."""
+        return positions if self._residents is None else self._residents.entries(positions, self.ring)
+
+    def holds(self, positions: Ids | None) -> bool:
+        """Whether all samples at these places of the epoch, or at all of them, are cached now."""
+        store = self.store
+        if store is None:
+            return False
+        if self._residents is not None:
+            return store.holds(self._residents.entries(positions, self.ring))
+        return store.holds(positions)
+
+    # ---- samples -------------------------------------------------------------------------------------
+
+    def records(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> list[Any]:
+        """Samples as they are at the cut, each the caller's own.
+
+        Args:
+            ids: what :meth:`numbers` gave.
+            in_hand: what :meth:`fill` has just returned for them, if it was called.
+        """
+        store = self.store
+        if store is None:
+            return [self._read_uncached(sample) for sample in ids.tolist()]
+        if in_hand is None:
+            in_hand = self.fill(ids)
+        numbers = ids.tolist()
+        stored = [place for place, sample in enumerate(numbers) if sample not in in_hand]
+        found: dict[int, Any] = {}
+        if stored:
+            there = ids[stored]
+            copies = store.read(there) if store.present(there).all() else None
+            if copies is not None:
+                found = dict(zip(stored, copies, strict=True))
+                self.count_hits(there)
+        samples = []
+        for place, sample in enumerate(numbers):
+            if place in found:
+                samples.append(found[place])
+            elif sample in in_hand:
+                # Given out once: who asks for it again, in the same batch too, must not share the object.
+                samples.append(in_hand.pop(sample))
+            else:
+                samples.append(self._again(sample))
+        return samples
+
+    def fill(self, ids: Ids, *, keep: bool = True) -> dict[int, Any]:
+        """Bring these samples into the cache where there is room: see :meth:`Store.fill`.
+
+        What belongs to other machines is got from them, and is in hand.
+        """
+        records, in_hand = self.bring(ids, keep=keep)
+        return {**self.taken_apart(records), **in_hand}
+
+    def bring(self, ids: Ids, *, keep: bool = True) -> tuple[list[Loose], dict[int, Any]]:
+        """As :meth:`fill`; what other machines have sent is returned first, as it came."""
+        store = self.store
+        if store is None:
+            return [], {}
+        records: list[Loose] = []
+        in_hand: dict[int, Any] = {}
+        if self._neighbours is not None:
+            brought = self._neighbours.bring(store, ids, self._read)
+            self.tell_of_machines()
+            records, in_hand = brought.records, brought.read
+            if brought.unkept:
+                self._tell_of_shortage(store)
+            self._audit_theirs(records, store)
+            ids = ids[np.isin(ids, brought.ids(), invert=True)]
+        read = store.fill(ids, self._read, keep=keep)
+        if read and (self._neighbours is None or not self._neighbours.pass_on(store, read)):
+            self._tell_of_shortage(store)
+        return records, {**in_hand, **read}
+
+    def taken_apart(self, records: list[Loose]) -> dict[int, Any]:
+        """The samples of loose records, each the caller's own, by number."""
+        store = self.store
+        if store is None or not records:
+            return {}
+        return {sample: value for each in records for sample, value in each.samples(store.schema).items()}
+
+    def announce(self, ids: Ids) -> None:
+        """Say that these samples are wanted soon: what lies on a disk is fetched meanwhile.
+
+        Args:
+            ids: what :meth:`numbers` gave.
+        """
+        store = self.any_store
+        # Asked in a thread, whose warnings nobody hears: that the cache has ended is told with the batches.
+        if store is not None and not store.condemned:
+            store.announce(ids)
+
+    def ask_ahead(self, ids: Ids) -> None:
+        """Say that these samples are wanted next: what other machines have of them is sent meanwhile.
+
+        Args:
+            ids: what :meth:`numbers` gave.
+        """
+        store = self.store
+        if store is not None and self._neighbours is not None:
+            self._neighbours.announce(store, ids)
+
+    def _again(self, sample: int) -> Any:
+        """A sample that was in the cache or in hand a moment ago: from there, else from the source."""
+        store = self.store
+        ids = np.array([sample])
+        if store is not None and store.present(ids).all():
+            copies = store.read(ids)
+            if copies is not None:
+                self.count_hits(ids)
+                return copies[0]
+        if store is not None and self._neighbours is not None:
+            records, in_hand = self.bring(ids)
+            theirs = {**self.taken_apart(records), **in_hand}
+            if theirs:
+                return theirs[sample]
+        return self._read_uncached(sample)
+
+    def _read_uncached(self, sample: int) -> Any:
+        self.uncached += 1
+        return self._read(sample)
+
+    def _read(self, number: int) -> Any:
+        """Read a sample from the source, as far as it is cached, by what the store calls it."""
+        return self._source.read(number) if self._residents is None else self._residents.read(number)
+
+    # ---- counting, and now and then looking ----------------------------------------------------------
+
+    def served(self) -> tuple[int, int]:
+        """Hits and misses so far, over all processes."""
+        store = self.store
+        if store is None:
+            return 0, self.uncached
+        sums = store.segment.slots.sum(axis=0).tolist()
+        return sums[Slot.HITS] + sums[Slot.PEER_HITS], sums[Slot.MISSES]
+
+    def count_hits(self, ids: Ids, less: int = 0) -> None:
+        """Count samples that this process has served from the store, and now and then audit one of them.
+
+        Args:
+            ids: what :meth:`numbers` gave.
+            less: how many of them were read for this batch.
+        """
+        store = self.store
+        if store is None:
+            return
+        store.count_hits(len(ids) - less)
+        due = self._audit.due(len(ids) - less) if self._audit is not None else None
+        if due is not None:
+            number = int(ids[due])
+            copies = store.read(np.array([number]))
+            if copies is not None:
+                self._compare(number, copies[0], store)
+
+    def count_waiting(self, seconds: float) -> None:
+        """Count time that a loader's consumer in this process has waited for batches."""
+        store = self.store
+        if store is not None:
+            store.member.row[Slot.WAIT_NS] += int(seconds * 1e9)
+
+    def _audit_theirs(self, records: list[Loose], store: Store) -> None:
+        """Now and then compare a sample that another machine has sent with what the source gives."""
+        due = self._audit.due(sum(len(each.ids) for each in records)) if self._audit is not None else None
+        if due is not None:
+            number, value = list(self.taken_apart(records).items())[due]
+            self._compare(number, value, store)
+
+    def _compare(self, number: int, cached: Any, store: Store) -> None:
+        """Compare a cached sample with what the source gives now; if it is another, stop serving."""
+        assert self._audit is not None
+        found = self._audit.differs(cached, self._index(number))
+        if found is not None and store.condemn():
+            self.tell(f"{self._plan.name}: {found}")
+
+    def _index(self, number: int) -> int:
+        """The user's number of what the store calls so."""
+        return number if self._residents is None else self._residents.sample(number)
+
+    # ---- telling -------------------------------------------------------------------------------------
+
+    def tell_of_machines(self) -> None:
+        """Tell of other machines what there is to tell."""
+        if self._neighbours is not None:
+            for sentence, machine in self._neighbours.troubles():
+                self.tell(sentence, machine)
+
+    def _tell_of_shortage(self, store: Store) -> None:
+        """Tell the user, once for all processes, that samples stay uncached, and which knob to turn."""
+        if store.segment.live[Live.TOLD]:
+            return
+        met: Any = store.filler.misfits
+        if self._residents is not None:  # a window meets them again, under other numbers
+            met = dict.fromkeys(map(self._index, met))
+        why = shortage(store, self._plan.used, self._plan.samples, met)
+        if why is not None and first_to_tell(store):
+            self.tell(f"{self._plan.name}: {why}.")
+
+    def _tell_of_the_end(self, store: Store) -> None:
+        if self._ended or store.segment.live[Live.CONDEMNED] != DESTROYED:
+            return
+        self._ended = True
+        if get_worker_info() is None:  # each job is to hear it, and not from all of its processes
+            self.tell(
+                f"{self._plan.name}: its session was destroyed, so samples come from the source from now on; "
+                "make another with `hotset session create`, and call hotset.cache again."
+            )
+
+    def close(self) -> None:
+        """Detach from the store; samples come from the source from then on."""
+        self._attachment.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tell": Teller()}
