@@ -121,6 +121,16 @@ def test_tensor_subclasses_keep_their_type_and_attributes() -> None:
     with_at_most_one_warning(lambda: hits_equal_misses(boxes_that_vary, 9))
 
 
+def test_attributes_are_the_data_sets_own() -> None:
+    names = ("records", "numbers", "fill", "read", "prepare", "spills", "served", "tell", "holds", "classes")
+    source = Samples(mapping, 4)
+    for name in names:
+        setattr(source, name, [name])
+    with hotset.cache(source) as cached:
+        assert [getattr(cached, name) for name in names] == [[name] for name in names]
+        assert not hasattr(cached, "no_such")
+
+
 def test_images_of_every_mode_and_of_varying_size() -> None:
     from subclasses import fixed_image, images
 

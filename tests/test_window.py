@@ -869,7 +869,9 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     begun: list[int] = []
     cached = make()
-    monkeypatch.setattr(type(cached), "begin_next", lambda self, processes, context: begun.append(processes))
+    monkeypatch.setattr(
+        type(cached.supply), "begin_next", lambda self, processes, context: begun.append(processes)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)

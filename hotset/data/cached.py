@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from hotset.data.attachment import Attachment
 from hotset.data.plan import Plan
-from hotset.data.residents import Position, Residents
+from hotset.data.residents import Residents
 from hotset.data.source import Source
 from hotset.data.stats import Stats, stats_of
 from hotset.data.supply import Supply
@@ -160,30 +160,6 @@ class CachedDataset(Dataset[T], Generic[T]):
         for dataset in {id(known): known for known in (self.dataset, self.source.dataset)}.values():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
-
-    def begin_next(self, processes: int, context: Any) -> None:
-        """Begin the next epoch of the window, if there is one and the user has not begun it.
-
-        Args:
-            processes: how many prepare samples in the background.
-            context: a multiprocessing context, or its name, by which they are started.
-        """
-        if self.residents is not None:
-            self.residents.begin_next(self.supply.ring, processes, context, self.supply.tell)
-            self.supply.tell_of_machines()
-
-    def prepare(self, processes: int, context: Any) -> None:
-        """Have the window's next samples prepared, in the midst of an epoch that goes on here.
-
-        Takes what :meth:`begin_next` does.
-        """
-        if self.residents is not None:
-            self.residents.prepare(self.supply.ring, processes, context)
-
-    def go_to(self, position: Position) -> None:
-        """Take up the window where it stood."""
-        if self.residents is not None:
-            self.residents.go_to(position, self.supply.ring)
 
     def close(self) -> None:
         """Detach from the cache; samples come from the source from then on. Batches in hand stay valid."""

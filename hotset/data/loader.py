@@ -115,10 +115,10 @@ class DataLoader(TorchDataLoader[T]):
         moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
         if saved is None or moved_on or not saved.under_way:
             for cached in windows:
-                cached.begin_next(self._helpers, self.multiprocessing_context)
+                cached.supply.begin_next(self._helpers, self.multiprocessing_context)
         else:
             for cached in windows:
-                cached.prepare(self._helpers, self.multiprocessing_context)
+                cached.supply.prepare(self._helpers, self.multiprocessing_context)
         if saved is not None and not moved_on:
             return self._go_on(saved)
         last, fresh = self._pass, self._fresh
@@ -213,7 +213,7 @@ class DataLoader(TorchDataLoader[T]):
             saved.require_replay(self, cut)
         saved.put_samplers(Beginning(self))
         for cached, position in zip(self._windows(), saved.windows, strict=True):
-            cached.go_to(position)
+            cached.supply.go_to(position)
         self._saved = saved
 
     def _go_on(self, saved: Saved) -> Any:

@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 from hotset.data.attachment import Attachment
 from hotset.data.audit import Audit
 from hotset.data.plan import Plan
-from hotset.data.residents import Residents
+from hotset.data.residents import Position, Residents
 from hotset.data.shortage import first_to_tell, shortage
 from hotset.data.source import Source
 from hotset.session.retire import DESTROYED
@@ -231,6 +231,32 @@ class Supply:
     def _read(self, number: int) -> Any:
         """Read a sample from the source, as far as it is cached, by what the store calls it."""
         return self._source.read(number) if self._residents is None else self._residents.read(number)
+
+    # ---- a window in motion --------------------------------------------------------------------------
+
+    def begin_next(self, processes: int, context: Any) -> None:
+        """Begin the next epoch of the window, if there is one and the user has not begun it.
+
+        Args:
+            processes: how many prepare samples in the background.
+            context: a multiprocessing context, or its name, by which they are started.
+        """
+        if self._residents is not None:
+            self._residents.begin_next(self.ring, processes, context, self.tell)
+            self.tell_of_machines()
+
+    def prepare(self, processes: int, context: Any) -> None:
+        """Have the window's next samples prepared, in the midst of an epoch that goes on here.
+
+        Takes what :meth:`begin_next` does.
+        """
+        if self._residents is not None:
+            self._residents.prepare(self.ring, processes, context)
+
+    def go_to(self, position: Position) -> None:
+        """Take up the window where it stood."""
+        if self._residents is not None:
+            self._residents.go_to(position, self.ring)
 
     # ---- counting, and now and then looking ----------------------------------------------------------
 
