@@ -128,4 +128,4 @@ def _nothing_left_behind(_own_runtime_folder: Path, request: pytest.FixtureReque
 
     if not clean():
         gc.collect()  # a loader and its workers may sit in a reference cycle, as with torch's
-        assert eventually(clean, within=5.0), f"left behind: {sorted(left)}"
+        assert eventually(clean), f"left behind: {sorted(left)}"

@@ -6,8 +6,10 @@
                         └─────────────── plans, parts ── trainer   children too, as many as are asked for
 
 The nodes are the library's, and so is how a trainer joins: what Ray does in between is done here by a socket,
-which a test may close. A directory's clock may go faster than the test's, so that who is silent has left
-before anybody is tired of waiting.
+which a test may close.
+
+No time passes here unless a test has it pass: the directory's clock stands still, nobody is tired of waiting
+for who is merely slow, and no lease ends. So a machine that is busy with other things changes no outcome.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from helpers import difference, eventually, scribble
 from samples import kilobyte
 from sources import Counting, ReadLog, Samples
@@ -40,21 +43,39 @@ from stores import attached, child, ended, kill
 from torch.utils.data.distributed import DistributedSampler
 
 import hotset
-from hotset.cluster import joining, node
-from hotset.cluster.directory import Directory
+from hotset.cluster import errand, joining, neighbours, node, roster, shelf, tally
+from hotset.cluster.directory import SILENT, Directory
 from hotset.cluster.node import Node
 from hotset.cluster.roster import Member
+from hotset.data import audit
 from hotset.policy.placement import Placement
 from hotset.session import sessions
+from hotset.store import fill
 from hotset.store.format import PRESENT
 
 SESSION = "shared"
 BEAT = 0.05
 MIB = 1 << 20
 SOON = 60.0
+# Seconds that no test lasts: what waits for so long waits for ever.
+NEVER = 600.0
 
 
 # ---- the directory, and how it is reached ----------------------------------------------------------------
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    """Has a thread for each who asks: one that is stopped in the midst of it holds up nobody."""
+
+    request_queue_size = 64
+
+    def server_close(self) -> None:
+        # Who waits is told at once: children have inherited the socket, so that closing it ends nothing.
+        self.socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            while True:
+                self.socket.accept()[0].close()
+        super().server_close()
 
 
 class Post:
@@ -63,26 +84,45 @@ class Post:
     Attributes:
         path: of its socket.
         directory: the one that answers; None while there is none.
+        now: what time it is for the directory.
     """
 
-    def __init__(self, path: str, rate: float) -> None:
-        self.path, self._rate = path, rate
+    def __init__(self, path: str) -> None:
+        self.path, self.now = path, 0.0
         self.expected = 0
         self.directory: Directory | None = None
+        self._turn = threading.Lock()
 
     def open(self) -> None:
         """Begin, knowing of nothing."""
-        self.directory = directory = Directory(lambda: self.expected, lambda: time.monotonic() * self._rate)
+        self.directory = directory = Directory(lambda: self.expected, lambda: self.now)
+        turn = self._turn
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
                     what, args = pickle.load(self.rfile)
-                    pickle.dump(getattr(directory, what)(*args), self.wfile)
+                    with turn:
+                        answer = getattr(directory, what)(*args)
+                    pickle.dump(answer, self.wfile)
 
-        self._server = socketserver.UnixStreamServer(self.path, Handler)
+        self._server = _Server(self.path, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
+
+    def silence(self, *gone: str) -> None:
+        """Have time pass, in which all machines beat but these, until these have left."""
+        directory = self.directory
+        assert directory is not None
+
+        def heard() -> bool:
+            with self._turn:
+                return all(each["silent"] == 0 for each in directory.status() if each["name"] not in gone)
+
+        for _ in range(3):  # in steps in which nobody who beats is taken for silent
+            with self._turn:
+                self.now += 0.4 * SILENT
+            assert eventually(heard, SOON)
 
     def close(self) -> None:
         """Be gone; nothing happens a second time."""
@@ -98,7 +138,7 @@ class Post:
 def ask(path: str, what: str, *args: Any) -> Any:
     """Call a directory's method."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(5)
+        connection.settimeout(SOON)
         connection.connect(path)
         with connection.makefile("rwb") as file:
             pickle.dump((what, args), file)
@@ -199,16 +239,18 @@ class Child:
         with self._pipe, contextlib.suppress(OSError, EOFError, ChildProcessError):
             os.kill(self.pid, signal.SIGCONT)
             self.begin("close")
-            assert ended(self.pid, 15) == 0
+            assert ended(self.pid, SOON) == 0
 
 
 class _Node:
     def __init__(self, path: str, memory: int) -> None:
-        node.BEAT_SECONDS = BEAT
         self._node = Node(SESSION, memory, "127.0.0.1", partial(ask, path, "beat"))
 
     def member(self) -> Member:
         return self._node.member
+
+    def be_waited_for(self, seconds: float) -> None:
+        self._node.member = self._node.member._replace(patience=seconds)
 
     def status(self) -> dict[str, Any]:
         return self._node.status()
@@ -226,12 +268,10 @@ class Walk(NamedTuple):
     Attributes:
         wrong: samples that were not what they must be.
         warnings: what the process was warned of.
-        longest: seconds that the slowest batch took.
     """
 
     wrong: list[int]
     warnings: list[str]
-    longest: float
 
 
 class _Trainer:
@@ -248,15 +288,11 @@ class _Trainer:
         how = {"cluster": "auto", "session": SESSION, "key": "the data", **how}
         self._cached, self._make = hotset.cache(dataset, **how), make
 
-    def walk(self, batches: Sequence[Sequence[int]]) -> tuple[list[int], float]:
+    def walk(self, batches: Sequence[Sequence[int]]) -> list[int]:
         wrong: list[int] = []
-        longest = 0.0
         for batch in batches:
-            start = time.monotonic()
-            got = self._cached.__getitems__(batch)
-            longest = max(longest, time.monotonic() - start)
-            wrong += self._differing(batch, got)
-        return wrong, longest
+            wrong += self._differing(batch, self._cached.__getitems__(batch))
+        return wrong
 
     def use(self, batches: Sequence[Sequence[int]]) -> None:
         """As :meth:`walk`, whatever the samples are."""
@@ -288,7 +324,7 @@ class _Trainer:
         for batch, (data, labels) in zip(batches, loader, strict=True):
             assert labels.tolist() == list(batch)
             wrong += self._differing(batch, list(zip(data, labels.tolist(), strict=True)))
-        return wrong, 0.0
+        return wrong
 
     def window_epoch(self, rank: int, ranks: int, workers: int, pause: float) -> list[int]:
         """This rank's part of a window's next epoch: which samples, all of them compared."""
@@ -392,10 +428,9 @@ class Trainer(Child):
         self.begin("load", batches, workers, context)
         return self.walked()
 
-    def walked(self, within: float = SOON) -> Walk:
+    def walked(self) -> Walk:
         """The outcome of a walk that was begun."""
-        (wrong, longest), told = self.result(within)
-        return Walk(wrong, told, longest)
+        return Walk(*self.result())
 
 
 # ---- machines ----------------------------------------------------------------------------------------------
@@ -451,6 +486,10 @@ class Machine:
         """Where the machines serve that it knows of."""
         return [each[2] for file in self.folder.glob("*.cluster") for each in self._members(file)]
 
+    def patience(self) -> list[float]:
+        """How long it waits for an answer of each machine that it knows of."""
+        return [each[6] for file in self.folder.glob("*.cluster") for each in self._members(file)]
+
     def shared(self) -> list[Path]:
         """Its parts of caches; caches of its own are none."""
         found = []
@@ -486,8 +525,8 @@ class Town:
         log: who has read what.
     """
 
-    def __init__(self, tmp_path: Path, make: Callable[[int], Any], n: int, seconds: float, rate: float):
-        self.post = Post(str(tmp_path / "directory"), rate)
+    def __init__(self, tmp_path: Path, make: Callable[[int], Any], n: int, seconds: float):
+        self.post = Post(str(tmp_path / "directory"))
         self.make, self.n = make, n
         self.log = ReadLog(tmp_path / "log")
         self.source = Counting(make, n, self.log, seconds)
@@ -499,11 +538,22 @@ class Town:
         self.machines += [Machine(self.post, memory) for _ in range(count)]
         return self.machines[-1]
 
-    def settled(self, *names: str, within: float = 15.0) -> None:
+    def settled(self, *names: str) -> None:
         """Wait until all these machines know of each other and of no others."""
         wanted = sorted(names or [machine.name for machine in self.machines])
         there = [machine for machine in self.machines if machine.name in wanted]
-        assert eventually(lambda: all(machine.roster() == wanted for machine in there), within)
+        assert eventually(lambda: all(machine.roster() == wanted for machine in there), SOON)
+
+    def silence(self, gone: Machine) -> None:
+        """Have all others know that a machine that beats no more has left."""
+        self.post.silence(gone.name)
+        self.settled(*(machine.name for machine in self.machines if machine is not gone))
+
+    def wait_less_for(self, machine: Machine, seconds: float) -> None:
+        """Have all machines wait no longer than this for an answer of that one."""
+        assert machine.node is not None
+        machine.node.call("be_waited_for", seconds)
+        assert eventually(lambda: all(seconds in each.patience() for each in self.machines), SOON)
 
     def trainers(self, *machines: Machine, **how: Any) -> list[Trainer]:
         """A trainer on each machine, with the data set cached; its readings are counted from then on."""
@@ -560,7 +610,7 @@ def town(
     count: int = 3,
     memory: int = 16 * MIB,
     seconds: float = 0.0,
-    rate: float = 1.0,
+    lease: float = NEVER,
 ) -> Iterator[Town]:
     """Some machines that know of each other.
 
@@ -571,12 +621,27 @@ def town(
         count: of machines.
         memory: of each one's session.
         seconds: that each reading of the source takes.
-        rate: of the directory's clock.
+        lease: seconds that a sample is waited for which somebody has promised to read.
     """
-    made = Town(tmp_path, make, n, seconds, rate)
-    try:
-        made.post.open()
-        made.add(count, memory)
-        yield made
-    finally:
-        made.close()
+    with pytest.MonkeyPatch.context() as patch:
+        _stop_clocks(patch, lease)
+        made = Town(tmp_path, make, n, seconds)
+        try:
+            made.post.open()
+            made.add(count, memory)
+            yield made
+        finally:
+            made.close()
+
+
+def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
+    """Have nothing in the children depend on how fast they are: they inherit what is set here."""
+    patch.setattr(node, "BEAT_SECONDS", BEAT)
+    patch.setattr(node, "Member", partial(Member, patience=NEVER))
+    patch.setattr(shelf, "LEASE", lease)
+    patch.setattr(errand, "PATIENCE", lease)
+    patch.setattr(fill, "_PATIENCE_SECONDS", NEVER)
+    patch.setattr(neighbours, "_CLEAR_SECONDS", 2 * NEVER)
+    patch.setattr(tally, "_PATIENCE", NEVER)
+    patch.setattr(roster, "_LOOK_SECONDS", 0.0)  # who is there is known at once
+    patch.setattr(audit, "_ONE_IN", 1 << 40)  # readings are counted here, and these are on purpose

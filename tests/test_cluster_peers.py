@@ -1,12 +1,14 @@
 """Records between machines: each machine a process, over TCP, with keys; and all that goes wrong there.
 
-Whatever a peer does, asking it gives sound records or none, in bounded time, and one warning.
+Whatever a peer does, asking it gives sound records or none, in bounded time, and one warning. How long a peer
+that fails is left alone is by a clock that stands still, unless a test has time pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 import resource
 import signal
@@ -20,12 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-from helpers import difference, eventually
+from helpers import Clock, difference, eventually
 from stores import child, ended, ids, in_child, kill, opened, stop
 
 zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
-from hotset.cluster import messages, serving  # noqa: E402
+from hotset.cluster import messages, serving, traffic  # noqa: E402
 from hotset.cluster.asking import Peer, Peers  # noqa: E402
 from hotset.cluster.keys import Keys  # noqa: E402
 from hotset.cluster.messages import Operation, Status  # noqa: E402
@@ -40,7 +42,15 @@ from hotset.store import format as fmt  # noqa: E402
 HERE = "127.0.0.1"
 FINGERPRINT = b"0123456789abcdef"
 SERVER, ASKER, STRANGER = Keys.new(), Keys.new(), Keys.new()
-SOON = 10.0
+SOON = 60.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of the peers' rests."""
+    clock = Clock()
+    monkeypatch.setattr(traffic, "time", clock)
+    return clock
 
 
 class Fake:
@@ -93,7 +103,7 @@ class Machine:
         with self._ours, contextlib.suppress(ProcessLookupError, ChildProcessError, BrokenPipeError):
             os.kill(self.pid, signal.SIGCONT)
             self._ours.sendall(b".")
-            assert ended(self.pid, 5) == 0
+            assert ended(self.pid, SOON) == 0
 
 
 @contextlib.contextmanager
@@ -141,6 +151,15 @@ def refuses(peer: Peer, cache: Cache, why: str, within: float = SOON) -> None:
     """Fail unless the peer's samples are absent, with one warning that says why."""
     with pytest.warns(HotsetWarning, match=why) as told:
         answer, rows = fetch(peer, cache, ids(1, 2), within)
+    assert len(told) == 1
+    assert not answer.present.any()
+    assert (rows == 255).all(), "something was written over the caller's memory"
+
+
+def unanswered(ticket: Ticket) -> None:
+    """Let the deadline of a request pass, to which no answer can have come; fails unless that is told of."""
+    with pytest.warns(HotsetWarning, match="has not answered in time") as told:
+        answer, rows = wait(ticket, within=0.0)
     assert len(told) == 1
     assert not answer.present.any()
     assert (rows == 255).all(), "something was written over the caller's memory"
@@ -244,7 +263,8 @@ def test_strangers_get_nothing() -> None:
         with asker(other.endpoint) as peer:
             assert gets(peer, cache, 1, 2, 3)
         served = other.served
-        assert (served.requests, served.strangers) == (1, 1)
+        assert served.requests == 1
+        assert served.strangers >= 1, "it tries again until it is told"
 
 
 def test_it_is_bound_to_the_one_address() -> None:
@@ -335,7 +355,9 @@ def test_a_request_that_goes_wrong_in_any_way_costs_the_others_nothing(
     cache = Fake().cache
     with machine(fake()) as other:
         with asker(other.endpoint) as peer:
-            refuses(peer, cache, "has not answered in time", within=0.5)
+            ticket = peer.ask(cache, ids(1, 2))
+            assert eventually(lambda: other.served.problem)
+            unanswered(ticket)
         with asker(other.endpoint) as peer:
             assert gets(peer, cache, 1, 2)
         assert other.served.problem == "MemoryError: nothing is left"
@@ -479,43 +501,68 @@ def test_answers_in_flight_are_not_written_over() -> None:
 # ---- peers that are slow, stopped, dead, or not the same any more --------------------------------------
 
 
-def test_an_answer_that_comes_late_is_dropped_and_the_peer_is_left_alone() -> None:
+def test_an_answer_that_comes_late_is_dropped_and_the_peer_is_left_alone(clock: Clock) -> None:
+    begun, gate = multiprocessing.Event(), multiprocessing.Event()
+
     def dawdle(wanted: Longs) -> None:
         if wanted[0] == 1:
-            time.sleep(0.4)
+            begun.set()
+            assert gate.wait(SOON)
 
     cache = Fake().cache
     with machine(fake(Fake(dawdle))) as other, asker(other.endpoint) as peer:
         assert gets(peer, cache, 5)
-        abandoned = peer.ask(cache, ids(1, 2))
+        abandoned = peer.ask(cache, ids(3, 4))
         del abandoned
         assert gets(peer, cache, 6), "what nobody waits for must not get in the way"
         assert peer.traffic.late == 1
-        refuses(peer, cache, "has not answered in time", within=0.1)
-        assert peer.rests
+        ticket = peer.ask(cache, ids(1, 2))
+        assert begun.wait(SOON)
+        unanswered(ticket)
+        gate.set()
         assert eventually(lambda: other.served.requests == 4)
+        clock.now += 0.4
+        assert peer.rests
         answer, _ = fetch(peer, cache, ids(7))
         assert not answer.present.any()
-        assert eventually(lambda: not peer.rests)
+        clock.now += 0.2
+        assert not peer.rests
         assert gets(peer, cache, 7)
         assert other.served.requests == 5, "it was asked while it was left alone"
         assert (peer.traffic.failures, peer.traffic.why) == (1, "has not answered in time")
 
 
-def test_a_stopped_peer_costs_the_deadline_once() -> None:
+def test_who_fails_again_is_left_alone_for_longer_until_it_does_well(clock: Clock) -> None:
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        assert gets(peer, cache, 1)
+        peer.peers.tell = lambda sentence, name: None
+        for seconds in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+            peer.fail("is away")
+            clock.now += seconds - 0.1
+            assert peer.rests
+            clock.now += 0.2
+            assert not peer.rests
+        assert gets(peer, cache, 2)
+        peer.fail("is away")
+        clock.now += 0.6
+        assert not peer.rests
+
+
+def test_a_stopped_peer_costs_the_deadline_once(clock: Clock) -> None:
     cache = Fake().cache
     with machine(fake()) as other, asker(other.endpoint) as peer:
         assert gets(peer, cache, 1)
         stop(other.pid)
-        refuses(peer, cache, "has not answered in time", within=0.3)
-        begin = time.monotonic()
+        refuses(peer, cache, "has not answered in time", within=0.1)
+        assert peer.ask(cache, ids(2)).is_lost, "nobody waits for what is not asked"
         assert not gets(peer, cache, 2)
-        assert time.monotonic() - begin < 0.3
         os.kill(other.pid, signal.SIGCONT)
-        assert eventually(lambda: gets(peer, cache, 3))
+        clock.now += 0.6
+        assert gets(peer, cache, 3)
 
 
-def test_a_killed_peer_is_noticed_long_before_the_deadline() -> None:
+def test_a_killed_peer_is_noticed_long_before_the_deadline(clock: Clock) -> None:
     cache = Fake().cache
     with machine(fake()) as other, asker(other.endpoint) as peer:
         assert gets(peer, cache, 1)
@@ -528,12 +575,12 @@ def test_a_killed_peer_is_noticed_long_before_the_deadline() -> None:
         answer, _ = wait(two, within=600)
         assert not answer.present.any()
         assert peer.traffic.failures == 1
-        assert eventually(lambda: not peer.rests)
+        clock.now += 0.6
         assert not gets(peer, cache, 3), "nobody is there"
         assert peer.traffic.why == "does not listen at its address"
 
 
-def test_a_peer_that_restarts_with_another_key_serves_who_knows_it() -> None:
+def test_a_peer_that_restarts_with_another_key_serves_who_knows_it(clock: Clock) -> None:
     cache = Fake().cache
     with machine(fake()) as other, asker(other.endpoint) as peer:
         assert gets(peer, cache, 1)
@@ -546,7 +593,7 @@ def test_a_peer_that_restarts_with_another_key_serves_who_knows_it() -> None:
             assert again.endpoint == other.endpoint
             refuses(peer, cache, "machine-1")
             for _ in range(2):
-                assert eventually(lambda: not peer.rests)
+                clock.now += 60
                 assert not gets(peer, cache, 1), "a machine with another key was believed"
             moved = peer.peers.add("machine-1", again.endpoint, STRANGER.public)
             assert gets(moved, cache, 1)
@@ -591,9 +638,13 @@ def test_too_many_requests_are_refused_and_the_peer_is_not_to_blame() -> None:
         raw = context.socket(zmq.DEALER)
         raw.linger = 0
         raw.connect(other.endpoint)
-        for _ in range(40):
-            raw.send_multipart(head)
-        assert eventually(lambda: other.served.refused >= 1)
+
+        def is_flooded() -> bool:
+            for _ in range(40):
+                raw.send_multipart(head)
+            return other.served.refused > 0
+
+        assert eventually(is_flooded)
         refused = messages.parse_head([raw.recv_multipart()[0]], answers=True)
         assert refused.status in (Status.BUSY, Status.OK)
         raw.close()
@@ -664,12 +715,14 @@ def test_closing_leaves_no_thread_and_no_file() -> None:
 def test_closing_does_not_wait_for_who_does_not_answer() -> None:
     with machine(fake()) as other:
         stop(other.pid)
-        begin = time.monotonic()
-        with asker(other.endpoint) as peer:
-            ticket = peer.ask(Fake().cache, ids(1))
-        answer, _ = wait(ticket)
-        assert not answer.present.any()
-        assert time.monotonic() - begin < 5
+
+        def job() -> None:
+            with asker(other.endpoint) as peer:
+                ticket = peer.ask(Fake().cache, ids(1))
+            answer, _ = wait(ticket)
+            assert not answer.present.any()
+
+        in_child(job)  # which fails if it hangs
 
 
 def test_keys_do_not_show_their_secret() -> None:
