@@ -105,6 +105,28 @@ def test_clear_tells_who_is_away_and_may_come_back(tmp_path: Path) -> None:
             trainers[0].result()
 
 
+def test_who_was_away_while_it_was_cleared_forgets_it_before_it_is_asked(tmp_path: Path) -> None:
+    with town(tmp_path, Changing(tmp_path / "changed"), N, count=2) as made:
+        trainers = made.trainers()
+        made.epoch(trainers, 0)
+        away = made.machines[1]
+        theirs = sorted(made.owned()[1])
+        assert away.node is not None
+        away.node.stop()
+        made.silence(away)
+        trainers[0].begin("clear")
+        with pytest.raises(SegmentError):
+            trainers[0].result()
+        made.silence(away)  # in which the other one tells the directory
+        (tmp_path / "changed").touch()
+        assert away.holds() == set(theirs)
+        away.node.go_on()
+        made.settled()
+        assert away.holds() == set()
+        assert trainers[0].walk([theirs]).wrong == []
+        assert away.holds() == set(theirs), "it is cleared once, and not with each beat"
+
+
 def test_machines_whose_data_look_alike_and_are_not_the_same_are_told(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2) as made:
         made.settled()

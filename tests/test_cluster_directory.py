@@ -70,8 +70,9 @@ class Talk:
         news: tuple[Described, ...] = (),
         port: int = 1,
         knows: Iterable[str] = ("a", "b", "c"),
+        clears: dict[str, int] | None = None,
     ) -> Heard:
-        said = Beat(member(name, port), frozenset(knows), caches, news, {"requests": port})
+        said = Beat(member(name, port), frozenset(knows), caches, news, clears or {}, {"requests": port})
         return self.directory.beat(said)
 
     def names(self) -> list[str] | None:
@@ -189,7 +190,7 @@ def test_who_comes_makes_its_part_of_all_caches_before_it_joins() -> None:
 def test_who_comes_is_let_in_by_all_before_it_joins() -> None:
     talk = Talk(expected=2)
     assert talk.beat("a", knows="a").keys == {"a": "k" * 40}
-    assert talk.beat("b", knows="b") == Heard({"a": "k" * 40, "b": "k" * 40}, None, (), (), ())
+    assert talk.beat("b", knows="b") == Heard({"a": "k" * 40, "b": "k" * 40}, None, (), (), (), {})
     assert talk.beat("b", knows="ab").members is None, "a has not heard of b, and would not let it in"
     assert talk.beat("a", knows="ab").members == (member("a"), member("b"))
     assert sorted(talk.beat("c", knows="c").keys) == ["a", "b", "c"]
@@ -198,6 +199,38 @@ def test_who_comes_is_let_in_by_all_before_it_joins() -> None:
     assert talk.names() == ["a", "b"]
     talk.beat("b", knows="abc")
     assert talk.names() == ["a", "b", "c"]
+
+
+def test_who_has_what_was_cleared_forgets_it_before_it_joins() -> None:
+    talk = Talk().gathered("a", "b")
+    one = described("one")
+    assert talk.beat("a", "one", news=(one,)).clears == {}
+    talk.beat("b", "one", clears={"one": 1})  # and so on, while b is away
+    talk.now += SILENT + 0.1
+    assert talk.beat("a", "one", clears={"one": 2}).clears == {}
+    for _ in range(2 * int(PREPARING)):
+        talk.now += 1
+        talk.beat("a", "one", clears={"one": 2})
+        assert talk.beat("b", "one", clears={"one": 1}).clears == {"one": 2}
+        assert talk.names() == ["a"], "it could not clear it so far"
+    assert talk.beat("b", "one", clears={"one": 2}).clears == {}
+    assert talk.names() == ["a", "b"]
+    talk.beat("c")
+    assert talk.beat("c").clears == {"one": 2}, "what it makes is as new as the others'"
+    for _ in range(int(PREPARING) + 1):
+        talk.now += 1
+        talk.beat("a", "one", clears={"one": 3})
+        talk.beat("b", "one", clears={"one": 2})
+        talk.beat("c")
+    assert talk.names() == ["a", "b", "c"], "who has none of it has nothing to forget; and b is in"
+
+
+def test_a_new_directory_hears_how_often_was_cleared() -> None:
+    talk = Talk().gathered("a", "b")
+    talk.restart()
+    talk.beat("a", "one", clears={"one": 5}, news=(described("one"),))
+    assert talk.beat("b", "one").clears == {"one": 5}
+    assert talk.beat("b", "one", clears={"one": 4}).clears == {"one": 5}
 
 
 def test_who_cannot_make_a_cache_joins_without_it() -> None:
@@ -657,10 +690,12 @@ def test_a_clear_does_not_hold_up_others_where_somebody_reads(tmp_path: Path) ->
 
         with lingering(claim):
             begun = time.monotonic()
-            assert not shelf.clear()
+            assert not shelf.clear(7)
+            assert shelf.clears == 0
             assert time.monotonic() - begun < 1.2
             assert store.holds(ids(5)), "it is whole"
-        assert shelf.clear()
+        assert shelf.clear(7)
+        assert shelf.clears == 7
         assert not store.holds(ids(5))
 
 

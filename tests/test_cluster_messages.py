@@ -102,11 +102,11 @@ def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: i
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8), st.integers(0, 2**64 - 1))
 def test_words_of_a_window_come_and_go(words: list[int], number: int) -> None:
-    asked = [bytes(frame) for frame in messages.window(number, PLAIN, numbers(*words))]
+    asked = [bytes(frame) for frame in messages.words(number, PLAIN, numbers(*words), Operation.WINDOW)]
     head = messages.parse_head(asked, answers=False)
     assert (head.operation, head.number, head.samples) == (Operation.WINDOW, number, len(words))
     assert messages.parse_words(head, asked[1:]).tolist() == words
-    said = [bytes(frame) for frame in messages.window_answer(head, PLAIN, numbers(*words[:1]))]
+    said = [bytes(frame) for frame in messages.words_answer(head, PLAIN, numbers(*words[:1]))]
     answer = messages.parse_head(said, answers=True)
     assert (answer.operation, answer.number, answer.samples) == (Operation.WINDOW, number, len(words[:1]))
     for frames in (asked, [asked[0], asked[1] + b"x"], [*asked, b""]):

@@ -62,9 +62,9 @@ class ByHand:
         self._go("put", member)
         return self.shelf.put(wanted, records)
 
-    def clear(self, member: Member, cache: Cache) -> bool:
+    def clear(self, member: Member, cache: Cache, clears: int) -> bool:
         self._go("clear", member)
-        return self.shelf.clear()
+        return self.shelf.clear(clears)
 
     def window(self, member: Member, cache: Cache, words: Longs) -> Longs:
         self._go("window", member)
@@ -91,6 +91,11 @@ def wait(ticket: Any) -> Any:
     return ticket.wait(time.monotonic() + 10)
 
 
+def words_of(ticket: Any) -> list[int] | None:
+    found = ticket.words(time.monotonic() + 10)
+    return None if found is None else found.tolist()
+
+
 def test_records_come_and_go_through_a_stand_in() -> None:
     with relayed() as (peer, remote, store, _):
         cache = remote.shelf.cache
@@ -105,7 +110,7 @@ def test_records_come_and_go_through_a_stand_in() -> None:
         store.clear()
         assert wait(peer.put(cache, ids(3), records)).present.all()
         assert store.holds(ids(3))
-        assert wait(peer.clear(cache)).answered
+        assert words_of(peer.clear(cache, 1)) == [1]
         assert not store.holds(ids(3))
         assert remote.calls == ["take", "claim", "claim", "put", "clear"]
 
@@ -181,13 +186,13 @@ def test_a_stand_in_is_on_the_loopback_address_and_ends_with_its_machine() -> No
 
 def test_a_stand_in_says_that_a_clear_is_to_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with relayed() as (peer, remote, _, _):
-        monkeypatch.setattr(remote.shelf, "clear", lambda: False)
-        ticket = peer.clear(remote.shelf.cache)
-        assert not wait(ticket).answered
+        monkeypatch.setattr(remote.shelf, "clear", lambda clears: False)
+        ticket = peer.clear(remote.shelf.cache, 1)
+        assert words_of(ticket) is None
         assert ticket.is_refused_for_now
         monkeypatch.undo()
-        ticket = peer.clear(remote.shelf.cache)
-        assert wait(ticket).answered, "at once, and without a warning"
+        ticket = peer.clear(remote.shelf.cache, 1)
+        assert words_of(ticket) == [1], "at once, and without a warning"
         assert not ticket.is_refused_for_now
 
 
@@ -258,7 +263,7 @@ def with_a_far_one(
 
     def beat(said: Any) -> Heard:
         keys = {said.member.name: said.member.key, "far": FAR.key}
-        return Heard(keys, tuple(sorted((said.member, FAR))), (), (), ())
+        return Heard(keys, tuple(sorted((said.member, FAR))), (), (), (), {})
 
     def far() -> Member:
         assert eventually(lambda: read_roster(made.session.number) is not None)
@@ -298,7 +303,7 @@ class Alone:
 
     def beat(self, said: Any) -> Heard:
         self.beats += 1
-        return Heard({said.member.name: said.member.key}, (said.member,), (), (), ())
+        return Heard({said.member.name: said.member.key}, (said.member,), (), (), (), {})
 
     def goes_on(self) -> bool:
         begun = self.beats
@@ -381,6 +386,6 @@ def test_another_node_s_relay_is_served_what_is_sound(runtime: Path) -> None:
         store.clear()
         assert not made.put(shelf.cache, ids(1, 15), records._replace(rows=bent)).any()
         assert made.put(shelf.cache, ids(1, 15), records).tolist() == [True, False]
-        assert made.clear(shelf.cache)
+        assert made.clear(shelf.cache, 1)
         assert not store.holds(ids(1))
         made.destroy()

@@ -119,9 +119,9 @@ class NodeActor:
         """See :meth:`Node.take`."""
         return self._node.take(cache, ids, claim)
 
-    def clear(self, cache: Cache) -> bool:
+    def clear(self, cache: Cache, clears: int) -> bool:
         """See :meth:`Node.clear`."""
-        return self._node.clear(cache)
+        return self._node.clear(cache, clears)
 
     def window(self, cache: Cache, words: Longs) -> Longs:
         """See :meth:`Node.window`."""
@@ -155,11 +155,11 @@ class _ByRay:
         found: Records = ray.get(node.take.remote(cache, ids, claim), timeout=_RELAY_SECONDS)
         return found
 
-    def clear(self, member: Member, cache: Cache) -> bool:
+    def clear(self, member: Member, cache: Cache, clears: int) -> bool:
         import ray
 
         node = ray.get_actor(member.actor, namespace=NAMESPACE)
-        return bool(ray.get(node.clear.remote(cache), timeout=_RELAY_SECONDS))
+        return bool(ray.get(node.clear.remote(cache, clears), timeout=_RELAY_SECONDS))
 
     def window(self, member: Member, cache: Cache, words: Longs) -> Longs:
         import ray

@@ -97,14 +97,17 @@ class Peer:
         self.traffic.asked += len(ids)
         return self._ask(cache, ids, Operation.CLAIM if claim else Operation.GET)
 
-    def clear(self, cache: Cache) -> Ticket:
-        """Ask it to forget every record of a cache; its answer says whether it has."""
-        return self._ask(cache, np.empty(0, np.int64), Operation.CLEAR)
+    def clear(self, cache: Cache, clears: int) -> Ticket:
+        """Ask it to forget every record of a cache: see :meth:`Shelf.clear`. It has, if there are words."""
+        return self._say(cache, np.array([clears]), Operation.CLEAR)
 
     def window(self, cache: Cache, words: Longs) -> Ticket:
         """Ask about a window, or move it: see :mod:`hotset.cluster.boundary`."""
-        ticket = Ticket(self, cache, words, Operation.WINDOW)
-        self._send(ticket, lambda number: messages.window(number, cache, words))
+        return self._say(cache, words, Operation.WINDOW)
+
+    def _say(self, cache: Cache, words: Longs, operation: Operation) -> Ticket:
+        ticket = Ticket(self, cache, words, operation)
+        self._send(ticket, lambda number: messages.words(number, cache, words, operation))
         return ticket
 
     def _ask(self, cache: Cache, ids: Longs, operation: Operation) -> Ticket:

@@ -7,7 +7,7 @@ seconds of beats fill it again; until then it tells nobody anything, as a list w
 would move half of the samples.
 
     joined       once it has its part of all caches, and all others let its key in; at the latest after
-                 `PREPARING` seconds
+                 `PREPARING` seconds. But not with records of before a clear: it forgets them first
     left         after `SILENT` seconds without a beat, whatever became of it. Where that is most of them at
                  once, the directory was cut off, and gathers them anew
 
@@ -79,6 +79,7 @@ class Beat(NamedTuple):
         knows: names of the machines whose keys it lets in.
         caches: meetings of the caches that it has.
         news: those that the directory had not heard of when it answered last.
+        clears: how often each of its caches was cleared by the cluster, by meeting.
         status: counters, for people.
     """
 
@@ -86,6 +87,7 @@ class Beat(NamedTuple):
     knows: frozenset[str]
     caches: tuple[str, ...]
     news: tuple[Described, ...]
+    clears: dict[str, int]
     status: dict[str, Any]
 
 
@@ -98,6 +100,7 @@ class Heard(NamedTuple):
         former: those that had before the last of them came or left; none after a while, or if nobody has.
         caches: those that this machine has not got.
         unknown: meetings that it wants to hear of with the next beat.
+        clears: how often the cluster has cleared those caches that this machine has not cleared as often.
     """
 
     keys: dict[str, str]
@@ -105,6 +108,7 @@ class Heard(NamedTuple):
     former: tuple[Member, ...]
     caches: tuple[Described, ...]
     unknown: tuple[str, ...]
+    clears: dict[str, int]
 
 
 class Directory:
@@ -125,6 +129,7 @@ class Directory:
         self._former: tuple[Member, ...] = ()
         self._changed_at = self._begun
         self._caches: dict[str, Described] = {}
+        self._clears: dict[str, int] = {}
         self._plans: dict[str, tuple[float, str]] = {}
 
     def beat(self, beat: Beat) -> Heard:
@@ -134,13 +139,21 @@ class Directory:
         self._drop_silent(now)
         for described in beat.news:
             self.publish(described)
+        for meeting, clears in beat.clears.items():
+            self._clears[meeting] = max(clears, self._clears.get(meeting, 0))
         self._joined.setdefault(name, now)
         self._let_join(now)
         keys = {known: other.member.key for known, (_, other) in self._beats.items()}
         caches = tuple(cache for meeting, cache in self._caches.items() if meeting not in there)
         members = self._changed(self.members(), now)
         former = self._former if now - self._changed_at < FORMER else ()
-        return Heard(keys, members, former, caches, tuple(there - set(self._caches)))
+        unknown = tuple(there - set(self._caches))
+        return Heard(keys, members, former, caches, unknown, self._not_cleared(beat))
+
+    def _not_cleared(self, beat: Beat) -> dict[str, int]:
+        """How often the caches were cleared that this machine has not cleared as often."""
+        known = beat.clears
+        return {meeting: count for meeting, count in self._clears.items() if count > known.get(meeting, 0)}
 
     def _drop_silent(self, now: float) -> None:
         silences = {name: now - when for name, (when, _) in self._beats.items()}
@@ -164,9 +177,11 @@ class Directory:
         """Note which machines have joined: who is asked before it is ready refuses, and that is told of."""
         for name, come in self._joined.items():
             if come is not None:
-                ready = set(self._beats[name][1].caches) >= set(self._caches)
+                beat = self._beats[name][1]
+                ready = set(beat.caches) >= set(self._caches)
                 known = all(name in other.knows for _, other in self._beats.values())
-                if (ready and known) or now - come > PREPARING:
+                in_time = (ready and known) or now - come > PREPARING
+                if in_time and not set(beat.caches) & set(self._not_cleared(beat)):
                     self._joined[name] = None
 
     def members(self) -> tuple[Member, ...] | None:

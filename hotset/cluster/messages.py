@@ -5,10 +5,10 @@ was read before it: what has another length is refused with a reason. ::
 
     get        header | ids                                     sample numbers, i64 each
     claim      the same; what is absent the asker will bring
-    clear      the same, of no samples: forget all
+    clear      header | a word, i64: how often, by now          forget all
     window     header | words, i64 each                         see hotset.cluster.boundary
     put        header | ids | entries | rows | tails
-    answer     header | entries | rows | tails                  of a put: header | entries; of a window: words
+    answer     header | entries | rows | tails                  of a put: header | entries; words of words
     refusal    header                                           with a status other than OK
 
     header     +0   magic        8 B
@@ -65,8 +65,8 @@ __all__ = [
     "put",
     "refusal",
     "refusal_of",
-    "window",
-    "window_answer",
+    "words",
+    "words_answer",
 ]
 
 Frame = memoryview | bytes
@@ -149,14 +149,14 @@ def put(number: int, cache: Cache, ids: Longs, records: Records) -> list[Any]:
     return [_header(Operation.PUT, 0, len(ids), number, cache), _little(ids), *_frames(records)]
 
 
-def window(number: int, cache: Cache, words: Longs) -> list[Any]:
-    """Frames that ask about a window, or move it."""
-    return [_header(Operation.WINDOW, 0, len(words), number, cache), _little(words)]
+def words(number: int, cache: Cache, said: Longs, operation: Operation) -> list[Any]:
+    """Frames that ask about a window, or move it; or that have a cache cleared."""
+    return [_header(operation, 0, len(said), number, cache), _little(said)]
 
 
-def window_answer(head: Head, cache: Cache, words: Longs) -> list[Any]:
+def words_answer(head: Head, cache: Cache, said: Longs) -> list[Any]:
     """Frames that answer that."""
-    return [_header(Operation.WINDOW | _ANSWERS, 0, len(words), head.number, cache), _little(words)]
+    return [_header(head.operation | _ANSWERS, 0, len(said), head.number, cache), _little(said)]
 
 
 def answer(head: Head, cache: Cache, records: Records) -> list[Any]:
@@ -243,7 +243,7 @@ def parse_ids(head: Head, frame: Frame, cache: Cache) -> Longs:
 
 
 def parse_words(head: Head, frames: Sequence[Frame]) -> Longs:
-    """Read the words of a window's request or answer; ``frames`` come after the header.
+    """Read a message that is nothing but words; ``frames`` come after the header.
 
     Raises:
         Malformed: they are not ``head.samples``.

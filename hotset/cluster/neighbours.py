@@ -30,7 +30,7 @@ from hotset.cluster.shelf import cache_of
 from hotset.cluster.ticket import Ticket
 from hotset.cluster.traffic import Traffic
 from hotset.errors import SegmentError
-from hotset.store.format import PRESENT
+from hotset.store.format import PRESENT, Live
 from hotset.store.store import Store
 
 __all__ = ["Neighbours"]
@@ -221,6 +221,7 @@ class Neighbours:
             SegmentError: some have not said that they have.
         """
         deadline = time.monotonic() + _CLEAR_SECONDS
+        store.segment.live[Live.CLEARS] += 1  # of which the node tells those that cannot be asked now
         with self._looked(store):
             gone = self._company.gone()
             kept = self._cleared(self._company.peers, store, deadline)
@@ -234,17 +235,18 @@ class Neighbours:
         away = [*kept, *gone]
         if away:
             raise SegmentError(
-                f"{name} is cleared here, but {', '.join(away)} may still have a part of it; call clear() "
-                "again once they answer, or end the session: `hotset cluster stop`."
+                f"{name} is cleared here, but {', '.join(away)} may still have a part of it, until that "
+                "hears of the clear; call clear() again to be certain."
             )
 
     def _cleared(self, peers: dict[str, Peer], store: Store, deadline: float) -> dict[str, bool]:
         """Ask these machines; those that have not cleared it, and whether one is to be asked again."""
-        asked = {name: peer.clear(self.cache(store)) for name, peer in peers.items()}
+        clears = int(store.segment.live[Live.CLEARS])
+        asked = {name: peer.clear(self.cache(store), clears) for name, peer in peers.items()}
         return {
             name: ticket.is_refused_for_now
             for name, ticket in asked.items()
-            if not ticket.wait(deadline).answered
+            if ticket.words(deadline) is None
         }
 
     # ---- of this cache -------------------------------------------------------------------------------

@@ -217,7 +217,13 @@ class Node:
 
     def _said(self) -> Beat:
         news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
-        return Beat(self.member, frozenset(self._knows), tuple(self._caches), news, self.status())
+        clears = {meeting: self._shelves[mark].clears for meeting, mark in self._marks().items()}
+        return Beat(self.member, frozenset(self._knows), tuple(self._caches), news, clears, self.status())
+
+    def _marks(self) -> dict[str, bytes]:
+        """The fingerprints of the caches that are served here, by their meetings."""
+        marks = {meeting: fingerprint_of(described.about) for meeting, described in self._caches.items()}
+        return {meeting: mark for meeting, mark in marks.items() if mark in self._shelves}
 
     def _hear(self, heard: Heard) -> None:
         # First: who is let in says so with the next beat, and is asked from then on.
@@ -227,6 +233,12 @@ class Node:
         for described in heard.caches:
             with contextlib.suppress(Exception):  # of types that this process cannot import, say
                 self._make(described)
+        marks = self._marks()
+        for meeting, clears in heard.clears.items():
+            # Whose clear it was may have asked for it meanwhile; and what is not done is heard of again.
+            if meeting in marks and (shelf := self._shelves[marks[meeting]]).clears < clears:
+                with contextlib.suppress(Exception):
+                    shelf.clear(clears)
         if heard.members is None:
             return
         roster = Roster(self._me, self._keys, self._within_reach(heard.members), heard.former)
@@ -270,13 +282,13 @@ class Node:
         shelf = self._shelf(cache)
         return shelf.put(ids, only(records, sound(cache, ids, records)))
 
-    def clear(self, cache: Cache) -> bool:
+    def clear(self, cache: Cache, clears: int) -> bool:
         """Forget a cache's records: see :meth:`Shelf.clear`.
 
         Raises:
             SegmentError: this machine has no such cache.
         """
-        return self._shelf(cache).clear()
+        return self._shelf(cache).clear(clears)
 
     def window(self, cache: Cache, words: Longs) -> Longs:
         """Say where a window stands, or move it: see :meth:`Shelf.window`.
@@ -353,7 +365,7 @@ class Node:
         self._shelves.add(shelf, store)
 
 
-class _Shelves(Mapping[bytes, Shelf]):
+class _Shelves(Mapping[bytes, StoreShelf]):
     """The caches that are served. Looked at by the serving thread, added to by another one."""
 
     def __init__(self) -> None:
@@ -378,7 +390,7 @@ class _Shelves(Mapping[bytes, Shelf]):
             store.close()
         self._retired.clear()
 
-    def __getitem__(self, fingerprint: bytes) -> Shelf:
+    def __getitem__(self, fingerprint: bytes) -> StoreShelf:
         return self._shelves[fingerprint][0]
 
     def __iter__(self) -> Iterator[bytes]:

@@ -45,7 +45,7 @@ class Remote(Protocol):
         """See :meth:`Shelf.take`; raises whatever goes wrong."""
         ...
 
-    def clear(self, member: Member, cache: Cache) -> bool:
+    def clear(self, member: Member, cache: Cache, clears: int) -> bool:
         """See :meth:`Shelf.clear`; raises whatever goes wrong."""
         ...
 
@@ -145,8 +145,8 @@ class _RemoteShelf:
     def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> Records:
         return self._remote.take(self._member, self.cache, ids, claim)
 
-    def clear(self) -> bool:
-        return self._remote.clear(self._member, self.cache)
+    def clear(self, clears: int) -> bool:
+        return self._remote.clear(self._member, self.cache, clears)
 
     def window(self, words: Longs) -> Longs:
         return self._remote.window(self._member, self.cache, words)

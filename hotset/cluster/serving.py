@@ -70,8 +70,12 @@ class Shelf(Protocol):
         """
         ...
 
-    def clear(self) -> bool:
-        """Forget every record; False if somebody goes on writing, so that it is to be asked for again."""
+    def clear(self, clears: int) -> bool:
+        """Forget every record; False if somebody goes on writing, so that it is to be asked for again.
+
+        Args:
+            clears: how often the cluster has cleared this cache, this time counted.
+        """
         ...
 
     def window(self, words: Longs) -> Longs:
@@ -314,9 +318,10 @@ class Serving:
 
     def _frames_of(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> list[Any]:
         head = request.head
-        if head.operation is Operation.WINDOW:
-            words = shelf.window(messages.parse_words(head, request.frames))
-            return messages.window_answer(head, shelf.cache, words)
+        if head.operation in (Operation.WINDOW, Operation.CLEAR):
+            words = messages.parse_words(head, request.frames)
+            said = shelf.window(words) if head.operation is Operation.WINDOW else _cleared(shelf, words)
+            return messages.words_answer(head, shelf.cache, said)
         return messages.answer(head, shelf.cache, self._records(shelf, request, buffer))
 
     def _records(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> Records:
@@ -325,10 +330,6 @@ class Serving:
             raise Malformed(f"sends {len(frames)} frames after its header")
         ids = messages.parse_ids(head, frames[0], cache)
         nothing = np.empty((0, 1), np.uint8)
-        if head.operation is Operation.CLEAR:
-            if not shelf.clear():
-                raise _Busy
-            return Records(np.empty(0, np.int64), np.empty(0, np.int64), nothing, nothing)
         if head.operation is not Operation.PUT:
             records = shelf.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
             self.served.records += len(records.rows)
@@ -362,3 +363,12 @@ class Serving:
             )
         self.served.dropped += 1
         return None
+
+
+def _cleared(shelf: Shelf, words: Longs) -> Longs:
+    """Clear a shelf, and give the words back."""
+    if len(words) != 1 or words[0] < 0:
+        raise Malformed("does not say how often the cache was cleared")
+    if not shelf.clear(int(words[0])):
+        raise _Busy
+    return words

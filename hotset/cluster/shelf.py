@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hotset.cluster.records import ABSENT, LEFT, PROMISED, ROOMLESS, Bytes, Cache, Longs, Records
 from hotset.errors import SegmentError
-from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK
+from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK, Live
 from hotset.store.tails import runs
 
 if TYPE_CHECKING:  # these bring torch along
@@ -189,11 +189,23 @@ class StoreShelf:
         """
         raise SegmentError("this cache has no window.")
 
-    def clear(self) -> bool:
-        """Forget every record; False if some process goes on writing, for longer than others can wait."""
+    @property
+    def clears(self) -> int:
+        """How often the cluster has cleared this cache, as far as what is here has been."""
+        return int(self._store.segment.live[Live.CLEARS])
+
+    def clear(self, clears: int) -> bool:
+        """Forget every record; False if some process goes on writing, for longer than others can wait.
+
+        Args:
+            clears: see :attr:`clears`; what it is from then on, if that is more.
+        """
         with self._lock:
             self.end_all_leases()
-            return self._store.clear(_CLEAR_SECONDS)
+            cleared = self._store.clear(_CLEAR_SECONDS)
+            if cleared:  # not before: who dies in between is told to do it once more
+                self._store.segment.live[Live.CLEARS] = max(self.clears, clears)
+            return cleared
 
     def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         """Store what another machine brings; returns which samples are there now, or are just being read."""

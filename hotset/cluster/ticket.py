@@ -103,7 +103,7 @@ class Ticket:
         return self._verified(found)
 
     def words(self, deadline: float) -> Longs | None:
-        """Wait for the answer to a question about a window; None if there is none.
+        """Wait for the words that answer words; None if there are none.
 
         Args:
             deadline: see :meth:`wait`.

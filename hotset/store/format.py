@@ -143,6 +143,7 @@ class Live:
     BEHIND = 10  # of a window: how many of those that were due have not come in yet
     FULL = 11  # 1 once room was refused, for as long as there is hardly any
     LOADS = 12  # of a window: how often it was put where a state had it
+    CLEARS = 13  # of a cluster: how often its machines were told to forget this cache, as far as is known
 
 
 class Slot:
