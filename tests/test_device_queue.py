@@ -205,24 +205,33 @@ def test_sparse_batches_are_handed_over_too() -> None:
         assert queue.stats()[:2] == (1, 8)
 
 
-def test_stats_count_over_all_passes() -> None:
+@pytest.mark.parametrize("depth", [0, 2])
+def test_stats_count_over_all_passes(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"x": torch.zeros(4, 3), "y": [torch.zeros(2, dtype=torch.uint8), "text"]}
+    clock = 0.0
+    waits = threading.Event()
 
-    def slowly() -> Iterator[Any]:
-        time.sleep(0.05)
-        yield batch
+    def now() -> float:
+        before = clock
+        waits.set()
+        return before
 
-    queue: DeviceQueue[Any] = DeviceQueue(Generating(lambda i: batch, 3), 0, **on_cpu)
+    def slowly(index: int) -> Any:
+        nonlocal clock
+        assert waits.wait(60)
+        clock += 0.25
+        return batch
+
+    monkeypatch.setattr("hotset.device.queue.time.perf_counter", now)
+    queue: DeviceQueue[Any] = DeviceQueue(Generating(slowly, 1), depth, **on_cpu)
     assert queue.stats() == (0, 0, 0.0, 0)
-    for _ in range(2):
-        list(queue)
-    assert queue.stats()[:2] == (6, 6 * 50)
-    assert queue.stats().resident == 0
+    for passes in (1, 2, 3):
+        waits.clear()
+        for _ in queue:
+            clock += 8.0  # a slow step waits for nothing
+        assert queue.stats() == (passes, passes * 50, passes * 0.25, 0)
     queue.close()
-    assert queue.stats().batches == 6
-    with DeviceQueue(slowly(), **on_cpu) as other:
-        list(other)
-        assert other.stats().waited >= 0.04
+    assert queue.stats().batches == 3
 
 
 # ---- errors -------------------------------------------------------------------------------------------
