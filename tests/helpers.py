@@ -295,23 +295,13 @@ def is_a_sentence(text: str) -> bool:
 
 
 def eventually(true: Callable[[], object], within: float = 60.0) -> bool:
-    """Whether ``true()`` becomes so within a bound."""
+    """Whether ``true()`` becomes so within a bound, which only what hangs ever reaches."""
     deadline = time.monotonic() + within
     while not true():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
-
-
-class Clock:
-    """What a module has in place of :mod:`time`, where a test says what time it is."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def memory_files() -> set[str]:

@@ -140,6 +140,6 @@ def running(folder: Path, *options: str) -> Iterator[Server]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server.pid, signal.SIGTERM)
-        if not eventually(server.has_gone, within=20.0):
+        if not eventually(server.has_gone):
             server.kill()
             raise AssertionError(f"the server did not end by itself; its log:\n{server.log}")

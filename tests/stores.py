@@ -130,7 +130,7 @@ def child(body: Callable[[], object]) -> int:
     return pid
 
 
-def ended(pid: int, within: float = 60.0) -> int:
+def ended(pid: int, within: float = 100.0) -> int:
     """Wait for a child; its exit code, or minus the signal that ended it. Killed and failed after that."""
     status = 0
 
@@ -146,7 +146,7 @@ def ended(pid: int, within: float = 60.0) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def in_child(body: Callable[[], object], within: float = 60.0) -> None:
+def in_child(body: Callable[[], object], within: float = 100.0) -> None:
     """Run ``body`` in a forked child, and fail unless it ends well within a bound."""
     code = ended(child(body), within)
     assert code == 0, f"the child ended with {code}"

@@ -241,7 +241,7 @@ class Director:
 
     def finish(self) -> None:
         """Wait for all, each within a bound: a process that wedges is a failure too."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while self.pids and time.monotonic() < deadline:
             time.sleep(0.01)
             for pid in list(self.pids):
