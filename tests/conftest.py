@@ -16,9 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import define_torchvision_operators, eventually, memory_files, seed_everything
+from hypothesis import HealthCheck, settings
 from session_places import own_runtime
 
 define_torchvision_operators()
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 # Python's own servants live until the interpreter ends: two processes for spawn and forkserver, and the
 # thread that hands descriptors to other processes (of a sampler's tensors, for one).
@@ -55,6 +58,19 @@ def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         os.environ["HOTSET_RUNTIME_DIR"] = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _unhurried() -> Iterator[None]:
+    """What a cache is planned from is looked at in full, however long a busy machine takes for that."""
+    from hotset.determinism.fingerprint import fingerprint
+
+    budgets = ("data.choice._READ_SECONDS", "data.choice._LIVE_SECONDS", "data.planning._PROBE_SECONDS")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*budgets, "determinism.split._SECONDS"):
+            patch.setattr(f"hotset.{name}", 600.0)
+        patch.setitem(fingerprint.__kwdefaults__, "seconds", 600.0)
+        yield
+
+
 @pytest.fixture
 def runtime_folder(_own_runtime_folder: Path) -> Path:
     return _own_runtime_folder
@@ -65,6 +81,20 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime folder of this test's own, in memory, for what goes on in sessions."""
     with own_runtime(tmp_path, monkeypatch) as folder:
         yield folder
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gives up a process that stands still, nor ends its probe early, and so nothing is read twice.
+
+    For tests that count reads: a machine may stand still for longer than the two seconds that users wait.
+    Children that are forked later have this too.
+    """
+    for module in ("store.fill", "store.slots"):
+        monkeypatch.setattr(f"hotset.{module}._PATIENCE_SECONDS", 60.0)
+    for module in ("store.claims", "session.ledger"):
+        monkeypatch.setattr(f"hotset.{module}._LOCK_SECONDS", 60.0)
+    monkeypatch.setattr("hotset.data.planning._PROBE_SECONDS", 600.0)
 
 
 @pytest.fixture
