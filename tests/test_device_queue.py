@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -40,6 +41,7 @@ from hotset.device.lanes import HostLane
 from hotset.device.queue import DeviceQueue
 from hotset.device.watch import Watch
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, StateError
+from hotset.told import tell
 
 N = 22
 on_cpu: Any = {"device": "cpu"}
@@ -55,6 +57,19 @@ class AheadLane(HostLane):
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queues send ahead."""
     monkeypatch.setattr("hotset.device.queue.lane_to", AheadLane)
+
+
+class Clock:
+    """A watch's time, which stands still until it is moved."""
+
+    now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("hotset.device.watch.time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
 
 
 def ours() -> set[str]:
@@ -317,7 +332,7 @@ def test_what_ends_a_pass_holds_nothing(raising: bool, loader: Any, ahead: None)
         alive = weakref.ref(iterator)
         del queue, iterator
         assert alive() is None
-        assert eventually(lambda: not ours(), within=3.0), ours()
+        assert eventually(lambda: not ours()), ours()
     finally:
         gc.enable()
 
@@ -350,8 +365,8 @@ def test_workers_and_threads_end_with_the_queue(
             if "kept" not in end:
                 del iterator, queue
             del loader
-            assert eventually(lambda: set(psutil.Process().children()) <= servants, within=3.0)
-            assert eventually(lambda: not ours(), within=3.0), ours()
+            assert eventually(lambda: set(psutil.Process().children()) <= servants)
+            assert eventually(lambda: not ours()), ours()
     finally:
         gc.enable()
 
@@ -367,22 +382,30 @@ def test_a_generator_is_ended_where_it_stands_when_nobody_reads_on() -> None:
     del held
 
 
-def slow_from_four(index: int) -> int:
-    time.sleep(0.02 if index < 4 else 60)
-    return index
+class StuckAtFour:
+    """Gives numbers, and is inside number four for longer than anybody waits."""
+
+    def __init__(self, reached: Path) -> None:
+        self.reached = reached
+
+    def __call__(self, index: int) -> int:
+        if index >= 4:
+            self.reached.touch()
+            time.sleep(600)
+        return index
 
 
 @pytest.mark.parametrize("workers", [None, 2])
 def test_ctrl_c_comes_out_at_once_and_leaves_nothing(workers: int | None, tmp_path: Path) -> None:
     """A real one, to the whole group of processes, as a terminal sends it."""
-    came = tmp_path / "a batch came"
+    came, stuck = tmp_path / "a batch came", tmp_path / "none comes"
 
     def train() -> None:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-        loader: Any = map(slow_from_four, range(9))
+        loader: Any = map(StuckAtFour(stuck), range(9))
         if workers is not None:
-            loader = DataLoader(Samples(slow_from_four, 40), 2, num_workers=workers)
+            loader = DataLoader(Samples(StuckAtFour(stuck), 40), 2, num_workers=workers)
         queue = DeviceQueue(loader, **on_cpu)
         with pytest.raises(KeyboardInterrupt):
             collections.deque((came.touch() for _ in queue), 0)
@@ -393,10 +416,9 @@ def test_ctrl_c_comes_out_at_once_and_leaves_nothing(workers: int | None, tmp_pa
         assert eventually(lambda: {t.name for t in threading.enumerate()} == {"MainThread"} | kept)
 
     pid = child(train)
-    assert eventually(came.exists)
+    assert eventually(lambda: came.exists() and stuck.exists())
     group = psutil.Process(pid).children()
     assert len(group) == (workers or 0)
-    time.sleep(0.2)
     os.killpg(pid, signal.SIGINT)
     assert ended(pid) == 0
     assert eventually(lambda: not any(one.is_running() for one in group))
@@ -446,43 +468,53 @@ def test_a_pass_that_was_ended_says_so(end: str) -> None:
 # ---- stalls -------------------------------------------------------------------------------------------
 
 
-def stalling(seconds: float) -> Iterator[torch.Tensor]:
-    for i in range(3):
-        if i == 2:
-            time.sleep(seconds)
-        yield torch.tensor(i)
+class StalledAtTwo:
+    """Gives numbers, and is inside number two until it is let go."""
+
+    def __init__(self, go: Path) -> None:
+        self.go = go
+
+    def __call__(self, index: int) -> torch.Tensor:
+        assert index != 2 or eventually(self.go.exists)
+        return torch.tensor(index)
 
 
 @pytest.mark.parametrize("kind", ["generator", "workers", "ahead"])
-def test_a_stall_is_said_and_the_pass_goes_on(kind: str, request: pytest.FixtureRequest) -> None:
+def test_a_stall_is_said_and_the_pass_goes_on(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind == "ahead":
         request.getfixturevalue("ahead")
-    loader: Any = stalling(0.6)
+    go, said = tmp_path / "go", []
+
+    def let_go(sentence: str) -> None:
+        tell(sentence)
+        took = sentence.partition("took ")[2].partition(" s.")[0]
+        if took.count(",") == 1:  # two fetches were made: earlier ones may stall too, on a slow machine
+            said.append(sentence)
+            go.touch()
+
+    monkeypatch.setattr("hotset.device.watch.tell", let_go)
+    loader: Any = map(StalledAtTwo(go), range(3))
     if kind == "workers":
-        loader = DataLoader(Samples(slow_at_two, 3), None, num_workers=1)
-    with DeviceQueue(loader, timeout=0.2, **on_cpu) as queue, pytest.warns(HotsetWarning) as told:
+        loader = DataLoader(Samples(StalledAtTwo(go), 3), None, num_workers=1)
+    with DeviceQueue(loader, timeout=0.2, **on_cpu) as queue, pytest.warns(HotsetWarning):
         assert [int(batch) for batch in queue] == [0, 1, 2]
-    text = str(told[0].message)
+    text = said[0]
     assert is_a_sentence(text)
     assert "timeout=0.2" in text
-    assert 1 <= len(told) <= 3, "once for each time that the patience has passed"
     assert ("Raise num_workers=1" if kind == "workers" else "Make it faster") in text
     assert ("2 of depth=2 batches are left" if kind == "ahead" else "nothing is left") in text
-    assert text.split("took ")[1].split(" s.")[0].count(",") == 1, "two fetches were made before"
 
 
-def slow_at_two(index: int) -> torch.Tensor:
-    time.sleep(0.6 if index == 2 else 0)
-    return torch.tensor(index)
-
-
-@pytest.mark.parametrize("timeout", [0.1, float("inf"), 1e300])
-def test_nothing_is_said_if_batches_come_in_time(timeout: float) -> None:
+@pytest.mark.parametrize("timeout", [0.04, float("inf"), 1e300])
+def test_nothing_is_said_if_batches_come_in_time(timeout: float, clock: Clock) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with DeviceQueue(stalling(0.0), 0, timeout=timeout, **on_cpu) as queue:
+        with DeviceQueue(map(torch.tensor, range(3)), 0, timeout=timeout, **on_cpu) as queue:
             for _ in queue:
-                time.sleep(0.15)  # a slow step starves nobody
+                clock.now += 1000.0  # a slow step starves nobody
+                time.sleep(0.05)  # for a watch that would say so
         assert eventually(lambda: not ours())
     assert [str(one.message) for one in told] == []
 
@@ -730,24 +762,26 @@ def said(monkeypatch: pytest.MonkeyPatch) -> queues.SimpleQueue[str]:
     return found
 
 
-def test_a_watch_tells_again_and_again_while_one_waits(said: queues.SimpleQueue[str]) -> None:
-    watch = Watch(0.1, lambda seconds: f"{seconds:.2f}")
+def test_a_watch_tells_again_and_again_while_one_waits(said: queues.SimpleQueue[str], clock: Clock) -> None:
+    watch = Watch(0.125, str)
     try:
         with watch:
-            times = [float(said.get(timeout=10)) for _ in range(3)]
-        assert times == sorted(times)
-        assert times[0] >= 0.1
-        assert times[1] >= times[0] + 0.09
+            for _ in range(3):
+                clock.now += 0.0625
+                time.sleep(0.05)  # for a watch that would say it too soon
+                assert said.empty()
+                clock.now += 0.0625
+                assert float(said.get(timeout=60)) == clock.now
     finally:
         watch.stop()
 
 
-def test_a_watch_says_nothing_of_many_short_waits(said: queues.SimpleQueue[str]) -> None:
-    watch = Watch(0.3, str)
-    deadline = time.monotonic() + 0.8
-    while time.monotonic() < deadline:
+def test_a_watch_says_nothing_of_many_short_waits(said: queues.SimpleQueue[str], clock: Clock) -> None:
+    watch = Watch(0.02, str)
+    for _ in range(50):
         with watch:
-            time.sleep(0.01)
+            clock.now += 0.015
+            time.sleep(0.006)
     watch.stop()
     assert said.empty()
 
@@ -756,7 +790,7 @@ def test_a_watch_ends_with_its_owner() -> None:
     watch: Any = Watch(1e6, str)
     assert ours() == {"hotset-watch"}
     del watch
-    assert eventually(lambda: not ours(), within=2.0)
+    assert eventually(lambda: not ours())
 
 
 def test_default_batches_are_what_collating_gives() -> None:

@@ -71,12 +71,12 @@ def _look(
             return
         except queue.Empty:
             pass
-        began = clock.since
+        # In this order: held up between the two, it must not speak of a wait that is over.
+        now, began = time.monotonic(), clock.since
         if began is None:
             continue
         if began != since:
             since, patient_until = began, began + patience
-        now = time.monotonic()
         if now >= patient_until:
             patient_until = now + patience
             tell(what(now - began))
