@@ -26,6 +26,13 @@ from hotset.session import care
 N = 120
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stands still is given up soon, as nothing here depends on how soon that is."""
+    monkeypatch.setattr("hotset.store.fill._PATIENCE_SECONDS", 0.3)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("order", ["sequential", "shuffled"])
 def test_four_processes_in_one_order_read_each_sample_once(order: str, tmp_path: Path) -> None:
     """Without claims four of them read it 3.99 times."""
@@ -44,6 +51,7 @@ def test_four_processes_in_one_order_read_each_sample_once(order: str, tmp_path:
         assert cached.check() == []
 
 
+@pytest.mark.usefixtures("patient")
 def test_four_loaders_in_one_order_read_each_sample_once(tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
     context = multiprocessing.get_context("fork")
@@ -114,6 +122,7 @@ def test_two_threads_that_miss_one_index_both_get_it_unlike_stocaching(tmp_path:
 # Death and standstill
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_claimant_killed_while_it_reads_holds_up_nobody(tmp_path: Path) -> None:
     source = Stalling(mapping, N, 51, tmp_path / "armed")
     with hotset.cache(source) as cached:
@@ -147,6 +156,7 @@ def test_a_claimant_killed_before_anybody_waits_is_taken_over(tmp_path: Path) ->
         assert cached.check() == []
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_claimant_that_is_stopped_holds_up_others_only_for_a_bound(tmp_path: Path) -> None:
     source = Stalling(mapping, N, 51, tmp_path / "armed")
     with hotset.cache(source) as cached:
@@ -171,6 +181,7 @@ def test_a_claimant_that_is_stopped_holds_up_others_only_for_a_bound(tmp_path: P
         assert cached.check() == []
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_loader_goes_on_beside_a_stopped_claimant(tmp_path: Path) -> None:
     source = Stalling(image_and_label, N, 51, tmp_path / "armed")
     with hotset.cache(source) as cached:
@@ -241,7 +252,7 @@ def test_a_worker_whose_maker_is_killed_as_it_begins_ends_too(method: str, tmp_p
 
     assert ended(child(job)) == -signal.SIGKILL
     worker = int(told.read_text())
-    gone = eventually(lambda: not psutil.pid_exists(worker), within=20.0)
+    gone = eventually(lambda: not psutil.pid_exists(worker))
     if not gone:
         os.kill(worker, signal.SIGKILL)
     assert gone
@@ -261,7 +272,7 @@ def test_a_worker_that_has_more_to_hand_over_than_its_killed_maker_will_read_end
 
     assert ended(child(job)) == -signal.SIGKILL
     worker = int(told.read_text())
-    gone = eventually(lambda: not psutil.pid_exists(worker), within=20.0)
+    gone = eventually(lambda: not psutil.pid_exists(worker))
     if not gone:
         os.kill(worker, signal.SIGKILL)
     assert gone
