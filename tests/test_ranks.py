@@ -38,6 +38,7 @@ from hotset.store.segment import Segment
 
 N = 48
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture(autouse=True)
@@ -499,7 +500,7 @@ def test_a_child_forked_while_the_cache_was_made_does_not_keep_its_dead_parents_
     assert eventually((tmp_path / "child").exists)
     first.kill()
     try:
-        assert second.do(_share_thing, 30.0) == []
+        assert second.do(_share_thing) == []
     finally:
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
@@ -516,9 +517,8 @@ def _share_and_fork(state: dict[str, Any], told: Path) -> None:
     share.share("thing", "thing", create=create, attach=_no)
 
 
-def _share_thing(state: dict[str, Any], patience: float) -> list[str]:
+def _share_thing(state: dict[str, Any]) -> list[str]:
     """Share a bare segment under the key "thing"; return the warnings."""
-    share.PATIENCE_SECONDS = patience
     made = Bare(Segment.create(Geometry(8, 64, 8, 0, 0), limit=1 << 20))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -546,7 +546,7 @@ def test_what_create_raises_comes_out_and_the_next_rank_creates(
 ) -> None:
     assert start(0).do(_share_failing) == "PlainError"
     assert holders(folder) == []
-    assert start(1).do(_share_thing, 5.0) == []
+    assert start(1).do(_share_thing) == []
 
 
 def _share_failing(state: dict[str, Any]) -> str:
@@ -620,7 +620,7 @@ def test_a_trap_in_place_of_the_turns_file_is_told_and_not_touched(
         path.touch()
         path.chmod(0o666)
     before = path.lstat()
-    (warning,) = start(0).do(_share_thing, 5.0)
+    (warning,) = start(0).do(_share_thing)
     assert is_a_sentence(warning)
     assert str(path) in warning
     assert victim.read_text() == "precious"
@@ -835,7 +835,8 @@ def check_example(said: str, ranks: int) -> None:
     assert "problems in the cache: []" in said
     # Less than one would mean that it had samples from another job's cache.
     (reads,) = re.findall(r"([\d.]+) per sample", said)
-    assert 1.0 <= float(reads) <= 1.02
+    # As many as ranks would mean that they share nothing; who stands still for long is read for by others.
+    assert 1.0 <= float(reads) < 1.5
 
 
 def test_two_jobs_of_torchrun_at_once_train_like_without_a_cache_and_stay_apart(folder: Path) -> None:
@@ -883,7 +884,7 @@ shared = share(
 index = shared.value.segment.index
 restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
 index[int(os.environ["LOCAL_RANK"])] = 1
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + 60
 while index[0] + index[1] < 2 and time.monotonic() < deadline:
     time.sleep(0.01)
 os.write(1, f"{restart} {shared.value.segment.nonce.hex()}\\n".encode())

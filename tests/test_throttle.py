@@ -172,7 +172,6 @@ def test_a_process_forked_in_the_midst_of_booking_holds_nobody_up(
                 signal.pause()
         return 0
 
-    monkeypatch.setattr(throttle, "_PATIENCE_SECONDS", 1.0)
     link = frozen(tmp_path, clock=forking)
     try:
         link.book(SIZE)
@@ -233,6 +232,7 @@ class Remote(Dataset[int]):
         return i
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_cache_reads_each_sample_of_it_once(tmp_path: Path) -> None:
     link = frozen(tmp_path, latency_seconds=0.0, bytes_per_second=10**9, clock=time.monotonic_ns)
     with hotset.cache(Remote(link), memory="1MiB") as cached:

@@ -50,7 +50,10 @@ from hotset.data import residents
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, StateError
 from hotset.policy.window import RunningWindow, epoch_order
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.usefixtures("patient"),
+]
 
 # Of 24 samples 8 are resident, and 2 are replaced: all are seen within 9 epochs, and a cycle has 12.
 D, N, R = 24, 8, 2
@@ -76,7 +79,7 @@ class Gated(Dataset[Any]):
         gate = self._hotset_folder / f"shut-{index}"
         if gate.exists():
             (self._hotset_folder / f"waited-{os.getpid()}").touch()
-            assert eventually(lambda: not gate.exists(), within=60), f"nobody opens the gate of {index}"
+            assert eventually(lambda: not gate.exists()), f"nobody opens the gate of {index}"
         return tagged(index)
 
     def shut(self, samples: Sequence[int]) -> None:
@@ -168,7 +171,7 @@ def memory_of(cached: Any) -> int:
 def ready(cached: Any, count: int = R) -> None:
     """Wait until this many of the samples that come next are there."""
     after = cursor_of(cached) + len(cached)
-    assert eventually(lambda: cached.store.settled(np.arange(after, after + count)).all(), within=30)
+    assert eventually(lambda: cached.store.settled(np.arange(after, after + count)).all())
 
 
 def incoming(cached: Any, count: int) -> list[int]:
@@ -457,7 +460,7 @@ def test_with_wait_the_boundary_waits(make: Make, gated: Gated) -> None:
     at_the_boundary = threading.Event()
 
     def opening() -> None:
-        at_the_boundary.wait(30)
+        at_the_boundary.wait(60)
         gated.open()
 
     opener = threading.Thread(target=opening)
@@ -690,7 +693,7 @@ def test_what_preparing_raises_reaches_the_caller_and_training_can_go_on(
                 raised.append(taken_apart(error).text)
         return bool(raised)
 
-    assert eventually(until_it_is_raised, within=30)
+    assert eventually(until_it_is_raised)
     (said,) = raised
     assert f"sample {source.index} is broken" in said
     assert "in misbehave" in said, "with its own traceback"
@@ -699,7 +702,7 @@ def test_what_preparing_raises_reaches_the_caller_and_training_can_go_on(
     before = cursor_of(cached)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HotsetWarning)
-        assert eventually(lambda: len(numbers(loader)) == N and cursor_of(cached) >= before + 4, within=30)
+        assert eventually(lambda: len(numbers(loader)) == N and cursor_of(cached) >= before + 4)
 
 
 def test_what_preparing_raises_comes_with_the_next_batch(make: Make, tmp_path: Path) -> None:
@@ -752,7 +755,7 @@ def test_a_data_set_that_shrinks_raises_its_own_error(make: Make, tmp_path: Path
                 raised.append(taken_apart(error).text)
         return bool(raised)
 
-    assert eventually(until_it_is_raised, within=30)
+    assert eventually(until_it_is_raised)
     assert "there are only 10 now" in raised[0]
 
 

@@ -33,6 +33,7 @@ from hotset.errors import HotsetWarning
 from hotset.policy.window import RunningWindow
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("patient")
 Start = Callable[..., Rank]
 folder, start = test_ranks.folder, test_ranks.start  # fixtures
 
@@ -100,6 +101,10 @@ def begin(state: dict[str, Any], number: int, count: int) -> list[int]:
 
 def rest(state: dict[str, Any]) -> list[int]:
     return numbers(state["loader"].batches)
+
+
+def prepared(state: dict[str, Any]) -> None:
+    ready(state["cached"])
 
 
 def position(state: dict[str, Any]) -> Any:
@@ -190,6 +195,7 @@ def test_a_rank_that_is_killed_takes_nothing_with_it(start: Start, tmp_path: Pat
     first, second = launched(start, Counted(log, tagged, D), QUARTER, 2)
     log.reset()
     all_do([first, second], epoch, 0)
+    first.do(prepared)  # a helper that is killed in its midst leaves a sample to be read again
     helpers = helpers_of(first.process.pid)
     assert helpers
     first.kill()
@@ -240,7 +246,10 @@ def test_a_new_job_goes_on_between_epochs(start: Start) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_helper_that_is_killed_is_told_of_once_and_filling_goes_on(workers: int, tmp_path: Path) -> None:
+def test_a_helper_that_is_killed_is_told_of_once_and_filling_goes_on(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotset.data.residents._STARTING_SECONDS", 600.0)  # what is late then is not told
     source = Stalling(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[1]), tmp_path / "armed")
     told: list[str] = []
     with hotset.cache(source, window=hotset.Window(N, replace=0.25)) as cached:
@@ -273,7 +282,7 @@ def test_helpers_that_are_killed_again_and_again_make_no_sample_wrong() -> None:
                 if round % 2:
                     for helper in helpers_of():
                         helper.kill()
-            assert eventually(lambda: len(numbers(loader)) == 40 and cursor_of(cached) > 100, within=30)
+            assert eventually(lambda: len(numbers(loader)) == 40 and cursor_of(cached) > 100)
         assert cached.check() == []
 
 
@@ -322,7 +331,7 @@ def test_of_a_main_process_that_is_killed_nothing_is_left() -> None:
     finally:
         running.kill()
         running.communicate()
-    assert eventually(lambda: all(gone(pid) for pid in children), within=10)
+    assert eventually(lambda: all(gone(pid) for pid in children))
     assert eventually(lambda: hotset.cache(Samples(tagged, 3)).close() is None and not _memory_held())
 
 
@@ -337,7 +346,7 @@ def test_the_end_of_the_program_is_the_end_of_its_helpers() -> None:
     children = [int(pid) for pid in said.split()]
     assert children
     assert (running.returncode, errors) == (0, "")
-    assert eventually(lambda: all(gone(pid) for pid in children), within=10)
+    assert eventually(lambda: all(gone(pid) for pid in children))
 
 
 def test_closed_dropped_or_left_no_process_remains() -> None:
