@@ -8,11 +8,11 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import eventually
 
 from hotset.store import memory
 from hotset.store.memory import Headroom, Limits, headroom, tmpfs_free
@@ -325,12 +325,18 @@ def control_group(limit: int) -> Iterator[Path]:
             pytest.skip(f"no limit can be set on a control group here: {error}")
         yield group
     finally:
-        # Its processes were waited for, but the kernel counts them out a little later.
-        for _ in range(200):
-            with contextlib.suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.01)
+        remove(group)
+
+
+def remove(group: Path) -> None:
+    """Its processes were waited for, but the kernel counts them out a little later."""
+
+    def removed() -> bool:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        return not group.exists()
+
+    assert eventually(removed)
 
 
 def run_in(group: Path, code: str, *wrapper: str) -> str:
@@ -364,7 +370,7 @@ def test_a_real_group_is_found_from_a_nested_one_and_from_a_newer_namespace() ->
                 pytest.skip("no cgroup namespace can be made here")
             assert run_in(inner, REPORT, unshare, "-C").split("|")[1] == str(256 * MIB)
         finally:
-            inner.rmdir()
+            remove(inner)
 
 
 def test_who_takes_no_more_than_the_headroom_is_not_killed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import eventually
 
 from hotset.errors import ArgumentError, FolderError, HotsetWarning
 from hotset.session.registry import Registration, entries, gc, register
@@ -334,8 +335,7 @@ signal.pause()
         try:
             kill(owner)
             # The child may be still at its first line after the fork.
-            while entries()[0].alive:
-                time.sleep(0.01)
+            assert eventually(lambda: not entries()[0].alive)
             os.kill(child, 0)
             assert len(gc()) == 1
         finally:
@@ -581,7 +581,6 @@ def test_a_collector_in_another_process_namespace_removes_only_what_is_dead(fold
         assert collect() == [[], [[True, None]]]
         kill(owner)
         # The namespace's processes die with its first one, a moment after what started it.
-        while entries()[0].alive:
-            time.sleep(0.01)
+        assert eventually(lambda: not entries()[0].alive)
         assert len(collect()[0]) == 1
     assert os.listdir(folder) == []

@@ -154,7 +154,7 @@ def test_the_next_server_has_the_sessions_of_a_killed_one(tmp_path: Path) -> Non
 
 def test_expired_sessions_go_by_themselves(server: Server) -> None:
     server.make(name="short", ttl=0.5)
-    assert eventually(lambda: server.ask("GET", "/api/sessions/short").status == 404, within=15.0)
+    assert eventually(lambda: server.ask("GET", "/api/sessions/short").status == 404)
     assert eventually(lambda: "Destroyed session 'short'" in server.log)
 
 
@@ -177,7 +177,7 @@ def test_in_the_foreground_it_logs_to_the_terminal(tmp_path: Path) -> None:
         first = process.stderr.readline()
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert f"server {process.pid} begins at http://127.0.0.1:{port}" in first
     assert f"server {process.pid} ends" in rest
     assert os.listdir(tmp_path / "runtime") == []

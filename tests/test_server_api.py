@@ -236,7 +236,7 @@ def test_long_bodies_are_refused_said_or_not(server: Server) -> None:
     assert made.status == 201
     assert server.ask("DELETE", "/api/sessions/x", token=True).status == 200
     chunk = b"8000\r\n" + bytes(0x8000) + b"\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         head = f"POST /api/sessions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.token}\r\n"
         connection.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk)
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
@@ -336,7 +336,7 @@ def test_it_keeps_to_its_own_description(server: Server, authorised: bool, tmp_p
                 # Folders are made where they are asked for: not on this machine's root.
                 digest = hashlib.sha1(repr(case.body["spill"]).encode()).hexdigest()
                 case.body["spill"] = str(tmp_path / digest)
-            case.call_and_validate(headers=headers, checks=checks)
+            case.call_and_validate(headers=headers, checks=checks, timeout=60)
 
         send()
     assert server.ask("GET", "/api/status").json["pid"] == server.pid

@@ -192,7 +192,7 @@ class Terminal:
 
     def until(self, pattern: str) -> re.Match[str]:
         """Read until a pattern comes; what was read up to its end is forgotten."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while (found := re.search(pattern, self.heard)) is None:
             assert time.monotonic() < deadline, f"{pattern!r} never came: {self.heard[-2000:]!r}"
             self._read()
@@ -213,15 +213,15 @@ class Terminal:
 
     def end(self) -> int:
         """Read to the end; returns the exit code."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while self._read():
             assert time.monotonic() < deadline, "it does not end"
-        return self.process.wait(15)
+        return self.process.wait(60)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(15)
+            self.process.wait(60)
         os.close(self.master)
 
 
