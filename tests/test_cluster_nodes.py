@@ -5,6 +5,7 @@ Whatever happens to some of them, the others' samples are right, and no process 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ pytest.importorskip("zmq", reason="pyzmq, which carries records between machines
 from machines import MIB, Machine, Town, Trainer, Walk, town
 
 from hotset.cluster import neighbours
+from hotset.cluster.node import find_or_make
 from hotset.errors import SegmentError
+from hotset.session import sessions
 from hotset.store.format import ROW_MASK
 
 N = 240
@@ -470,6 +473,22 @@ def test_a_session_that_a_person_destroys_on_one_machine_is_made_anew(tmp_path: 
             all_right(made.epoch([trainers[0], late], epoch))
             assert made.reads() == (0 if epoch == 3 else len(made.owned()[1])), "what was lost, once"
         lie_with_their_owners(made)
+
+
+def test_a_session_is_made_anew_as_it_was_and_without_its_disk_if_that_is_gone(
+    runtime: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    was = sessions.create("a", memory=MIB, spill=str(disk), persist=True, ttl=77.0)
+    sessions.destroy(was)
+    again = find_or_make("a", MIB, like=was)
+    assert (again.memory, again.spill, again.persist, again.ttl) == (MIB, str(disk), True, 77.0)
+    assert again.number != was.number
+    sessions.destroy(again)
+    shutil.rmtree(disk)
+    disk.touch()
+    bare = find_or_make("a", MIB, like=was)
+    assert (bare.memory, bare.spill, bare.persist) == (MIB, None, False)
 
 
 def test_a_clear_is_repeated_until_nobody_reads_and_holds_nobody_up(tmp_path: Path) -> None:

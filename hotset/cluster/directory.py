@@ -231,13 +231,13 @@ class Directory:
         self._caches.setdefault(described.meeting, described)
         self._plans.pop(described.meeting, None)
 
-    def has_alike(self, name: str, samples: int, maker: int) -> bool:
+    def has_alike(self, name: str, samples: int, maker: str) -> bool:
         """Whether another machine has found out how a data set of that class and length is cached.
 
         Args:
             name: of the class.
             samples: length.
-            maker: the machine's own number for the session.
+            maker: the machine's own name.
         """
         return any(
             cache.samples == samples and cache.about["name"] == name and cache.about.get("maker") != maker

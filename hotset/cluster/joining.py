@@ -100,6 +100,12 @@ class Joined:
 
             ray.shutdown()
 
+    @property
+    def machine(self) -> str:
+        """This machine's name, which outlives its session; empty before it has one."""
+        roster = read_roster(self.number)
+        return roster.me if roster is not None else ""
+
     def capacity(self) -> int:
         """Bytes that all machines can hold together, as far as this one knows."""
         deadline = time.monotonic() + _READY_SECONDS
@@ -119,7 +125,7 @@ class Joined:
         import ray
 
         with contextlib.suppress(Exception):
-            asked = self._directory.has_alike.remote(name, samples, self.number)
+            asked = self._directory.has_alike.remote(name, samples, self.machine)
             return bool(ray.get(asked, timeout=ANSWER_SECONDS))
         return False
 

@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -36,7 +36,7 @@ from hotset.cluster.records import Cache, Longs, Records, only, sound
 from hotset.cluster.relay import Relays, Remote, reachable
 from hotset.cluster.roster import Member, Roster, read_roster, write_roster
 from hotset.cluster.serving import Serving, Shelf
-from hotset.cluster.shelf import StoreShelf
+from hotset.cluster.shelf import Shelves, StoreShelf
 from hotset.cluster.tally import make_tally, read_tally
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
@@ -50,7 +50,7 @@ from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 
-__all__ = ["Node", "fingerprint_of"]
+__all__ = ["Node", "find_or_make", "fingerprint_of"]
 
 BEAT_SECONDS = 1.0
 _TTL = 3600.0
@@ -101,7 +101,7 @@ class Node:
         actor: str = "",
     ) -> None:
         self._name = name
-        self.session = _session(name, memory)
+        self.session = find_or_make(name, memory)
         known = read_roster(self.session.number)
         new = f"{socket.gethostname()[:_LONGEST]}-{secrets.token_hex(4)}"
         self._me = known.me if known is not None else new
@@ -109,7 +109,7 @@ class Node:
         self._roster = known
         self._beat = beat
         self._owners = Owners(known.me, known.members) if known is not None else None
-        self._shelves = _Shelves()
+        self._shelves = Shelves()
         self._caches: dict[str, Described] = {}
         self._wanted: tuple[str, ...] = ()
         self._uses: list[Use] = []
@@ -200,7 +200,7 @@ class Node:
         self.member = self.member._replace(capacity=0)  # it owns nothing, and the others are told so
         if self._has_ended:
             return
-        session = _session(self._name, self.session.memory)
+        session = find_or_make(self._name, self.session.memory, like=self.session)
         make_tally(session.number)
         if self._roster is not None:
             write_roster(session.number, self._roster)
@@ -365,45 +365,13 @@ class Node:
         self._shelves.add(shelf, store)
 
 
-class _Shelves(Mapping[bytes, StoreShelf]):
-    """The caches that are served. Looked at by the serving thread, added to by another one."""
-
-    def __init__(self) -> None:
-        self._shelves: dict[bytes, tuple[StoreShelf, Store]] = {}
-        self._retired: list[tuple[StoreShelf, Store]] = []
-
-    def add(self, shelf: StoreShelf, store: Store) -> None:
-        self._shelves[shelf.cache.fingerprint] = shelf, store
-
-    def end_leases(self) -> None:
-        for shelf, _ in list(self._shelves.values()):
-            shelf.end_leases()
-
-    def retire(self) -> None:
-        """Serve none of them any more. Another thread may be in the midst of one, so none is closed yet."""
-        self._retired += self._shelves.values()
-        self._shelves = {}
-
-    def close(self) -> None:
-        self.retire()
-        for _, store in self._retired:
-            store.close()
-        self._retired.clear()
-
-    def __getitem__(self, fingerprint: bytes) -> StoreShelf:
-        return self._shelves[fingerprint][0]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._shelves)
-
-    def __len__(self) -> int:
-        return len(self._shelves)
-
-
-def _session(name: str, memory: int | None) -> Session:
-    """The session of that name on this machine, which is made if it is not there."""
+def find_or_make(name: str, memory: int | None, like: Session | None = None) -> Session:
+    """The session of that name on this machine; made if it is not there, like another one if it can be."""
     with contextlib.suppress(SessionError):
         return sessions.find(name)
+    if like is not None:
+        with contextlib.suppress(SessionError, OSError):  # its disk may be gone as well
+            return sessions.create(name, memory=memory, spill=like.spill, persist=like.persist, ttl=like.ttl)
     try:
         return sessions.create(name, memory=memory, ttl=_TTL)
     except SessionError:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # these bring torch along
     from hotset.store.segment import Words
     from hotset.store.store import Store
 
-__all__ = ["LEASE", "StoreShelf", "cache_of"]
+__all__ = ["LEASE", "Shelves", "StoreShelf", "cache_of"]
 
 # Less than anybody waits for another one's sample: see hotset.store.fill.
 LEASE = 1.5
@@ -227,3 +228,38 @@ class StoreShelf:
             self.end_leases(ids)
         # A claim is somebody's here, who has the sample in a moment.
         return (store.present(ids) | (store.words(ids) >= CLAIMED)) & there & (store.era() is not None)
+
+
+class Shelves(Mapping[bytes, StoreShelf]):
+    """Caches that are served, by fingerprint. The serving thread looks at it, and another one adds to it."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[bytes, tuple[StoreShelf, Store]] = {}
+        self._retired: list[tuple[StoreShelf, Store]] = []
+
+    def add(self, shelf: StoreShelf, store: Store) -> None:
+        self._shelves[shelf.cache.fingerprint] = shelf, store
+
+    def end_leases(self) -> None:
+        for shelf, _ in list(self._shelves.values()):
+            shelf.end_leases()
+
+    def retire(self) -> None:
+        """Serve none of them any more. Another thread may be in the midst of one, so none is closed yet."""
+        self._retired += self._shelves.values()
+        self._shelves = {}
+
+    def close(self) -> None:
+        self.retire()
+        for _, store in self._retired:
+            store.close()
+        self._retired.clear()
+
+    def __getitem__(self, fingerprint: bytes) -> StoreShelf:
+        return self._shelves[fingerprint][0]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._shelves)
+
+    def __len__(self) -> int:
+        return len(self._shelves)

@@ -78,7 +78,7 @@ def planned_by_all(
     from hotset.cluster.directory import Described
 
     def sharing(made: Made) -> Made:
-        said = {"meeting": identity.meeting, "maker": joined.number}
+        said = {"meeting": identity.meeting, "maker": joined.machine}
         return made._replace(said={**said, "shared": True} if made.plan.window is not None else said)
 
     with joined.planning(identity.meeting) as described:
