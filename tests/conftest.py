@@ -15,9 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import define_torchvision_operators, eventually, memory_files, seed_everything
+from helpers import eventually, memory_files, seed_everything
 from hypothesis import HealthCheck, settings
 from session_places import own_runtime
+
+from benchmarks.operators import define_torchvision_operators
 
 define_torchvision_operators()
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -315,17 +315,3 @@ def memory_files() -> set[str]:
         if target.startswith("/memfd:"):
             found.add(f"descriptor {entry} of {target}")
     return found
-
-
-def define_torchvision_operators() -> None:
-    """Declare the two operators whose absence makes ``import torchvision`` fail on a CPU-only torch."""
-    schemas = {
-        "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    }
-    for name, schema in schemas.items():
-        if not hasattr(torch.ops.torchvision, name):
-            _TORCHVISION.define(name + schema)  # type: ignore[no-untyped-call]
-
-
-_TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]

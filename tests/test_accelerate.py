@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import define_torchvision_operators, seed_everything
+from helpers import seed_everything
 from live import flip_and_crop
 from samples import image_and_label
 from sources import Samples, Transformed
 from torch.utils.data import DataLoader, IterableDataset
 
 import hotset
+from benchmarks.operators import define_torchvision_operators
 
 define_torchvision_operators()
 

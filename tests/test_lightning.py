@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import define_torchvision_operators, equal_batches, seed_everything
+from helpers import equal_batches, seed_everything
 from live import flip_and_crop
 from samples import image_and_label
 from sources import Samples, Transformed
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 import hotset
+from benchmarks.operators import define_torchvision_operators
 
 define_torchvision_operators()
 

@@ -289,7 +289,6 @@ def test_helpers_that_are_killed_again_and_again_make_no_sample_wrong() -> None:
 SCRIPT = """
 import itertools, os, sys, time
 sys.path[:0] = [{tests!r}, {root!r}]
-from helpers import define_torchvision_operators
 from samples import image_and_label
 from sources import Samples
 from test_window import tagged

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import data, volumes
 from benchmarks.harness import Outcome, compare
+from benchmarks.operators import define_torchvision_operators
 from benchmarks.settings import Settings
 from benchmarks.suite.contest import speed
 
@@ -23,12 +22,11 @@ __all__ = ["planning"]
 
 _SECONDS = 2.0
 _READINGS = 8
-_TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")  # it must live on
 
 
 def planning(settings: Settings) -> Outcome:
     """The probe adds under two seconds to start-up, on ordinary chains."""
-    _let_torchvision_import()
+    define_torchvision_operators()
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as folder:
         items = volumes.write(Path(folder), settings.volumes, settings.volume_side)
@@ -51,13 +49,6 @@ def planning(settings: Settings) -> Outcome:
             outcome.comparisons.append(found)
             outcome.targets.append(speed(f"{title}: hotset.cache() in under 2 s", found, cache, _SECONDS))
     return outcome
-
-
-def _let_torchvision_import() -> None:
-    """Define the two operators that it looks for and that a torch without CUDA lacks."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            _TORCHVISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _pictures(files: list[Path]) -> Any:
