@@ -699,6 +699,14 @@ def test_a_clear_does_not_hold_up_others_where_somebody_reads(tmp_path: Path) ->
         assert not store.holds(ids(5))
 
 
+def test_what_was_destroyed_stays_so_whoever_clears_it(tmp_path: Path) -> None:
+    with opened(samples.kilobyte, 40, path=tmp_path / "store") as store:
+        store.fill(ids(5), samples.kilobyte)
+        retire(str(tmp_path / "store"))
+        assert StoreShelf(store, FINGERPRINT).clear(1)
+        assert store.condemned
+
+
 def test_a_lease_is_shorter_than_anybody_waits() -> None:
     from hotset.cluster.roster import PATIENCE
     from hotset.store import fill

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from hotset.cluster.records import ABSENT, LEFT, PROMISED, ROOMLESS, Bytes, Cache, Longs, Records
 from hotset.errors import SegmentError
+from hotset.session.retire import DESTROYED
 from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK, Live
 from hotset.store.tails import runs
 
@@ -203,6 +204,8 @@ class StoreShelf:
         """
         with self._lock:
             self.end_all_leases()
+            if self._store.segment.live[Live.CONDEMNED] == DESTROYED:
+                return True  # nothing is there, and nobody is to bring anything
             cleared = self._store.clear(_CLEAR_SECONDS)
             if cleared:  # not before: who dies in between is told to do it once more
                 self._store.segment.live[Live.CLEARS] = max(self.clears, clears)
