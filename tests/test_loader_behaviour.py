@@ -100,8 +100,11 @@ def test_breaking_early_with_persistent_workers(live: bool) -> None:
 @pytest.mark.parametrize("loader_type", [DataLoader, hotset.DataLoader])
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_dropping_a_loader_ends_its_workers_at_once(persistent: bool, live: bool, loader_type: Any) -> None:
+def test_dropping_a_loader_ends_its_workers_at_once(
+    persistent: bool, live: bool, loader_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not when the garbage collector comes by, as it then waits five seconds for each worker."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 600.0)  # those five seconds
     servants = set(psutil.Process().children())  # of earlier tests: forkserver and the like
 
     def workers() -> set[psutil.Process]:
@@ -121,6 +124,7 @@ def test_dropping_a_loader_ends_its_workers_at_once(persistent: bool, live: bool
             del loader
             assert eventually(lambda: not workers()), workers()
         finally:
+            monkeypatch.undo()
             gc.enable()
 
 
