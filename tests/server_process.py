@@ -17,7 +17,7 @@ from typing import Any
 
 from helpers import eventually
 
-SECONDS = 60
+SECONDS = 200
 
 
 def free_port() -> int:

@@ -343,7 +343,7 @@ def run_in(group: Path, code: str, *wrapper: str) -> str:
     """Run Python code by a process inside the group; returns what it prints."""
     enter = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
     command = ["sh", "-c", enter, str(group), *wrapper, sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -816,7 +816,7 @@ def torchrun(script: Path, ranks: int, *options: str) -> subprocess.Popen[str]:
 
 def output(launched: subprocess.Popen[str]) -> str:
     try:
-        said, errors = launched.communicate(timeout=100)
+        said, errors = launched.communicate(timeout=200)
     finally:
         launched.kill()
     assert launched.returncode == 0, errors

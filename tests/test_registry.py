@@ -385,7 +385,7 @@ def test_a_folder_that_cannot_be_used_is_one_warning(tmp_path: Path, monkeypatch
 def test_a_full_disk_is_one_warning_and_leaves_no_temporary_file(folder: Path) -> None:
     # A limit on the size of files stands for the full disk: the write fails, and the process lives.
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" + OWN + "print(own.joined)"
-    done = subprocess.run([sys.executable, "-c", code, NONCE], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, NONCE], capture_output=True, text=True, timeout=200)
     assert done.stdout == "False\n"
     assert done.stderr.count("HotsetWarning") == 1
     assert os.listdir(folder) == []

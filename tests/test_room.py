@@ -479,7 +479,7 @@ def run_in(group: Path, code: str, **constants: int) -> str:
         ["sh", "-c", enter, str(group), sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=200,
     )
     assert done.returncode == 0, f"ended with {done.returncode}, {oom_kills(group)} OOM kills\n{done.stderr}"
     return done.stdout

@@ -127,7 +127,7 @@ def test_a_second_program_reads_nothing(log: ReadLog, tmp_path: Path) -> None:
     script.write_text(RANK)
     for reads in (range(N, 2 * N), range(1)):
         log.reset()
-        subprocess.run([sys.executable, script, log.path], check=True, env=environment(), timeout=100)
+        subprocess.run([sys.executable, script, log.path], check=True, env=environment(), timeout=200)
         assert log.total() in reads
 
 
@@ -256,7 +256,7 @@ def test_ranks_of_torchrun_share_a_session(log: ReadLog, tmp_path: Path) -> None
         port = str(probe.getsockname()[1])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
     ran = subprocess.run(
-        [*command, script, log.path], env=environment(), capture_output=True, text=True, timeout=100
+        [*command, script, log.path], env=environment(), capture_output=True, text=True, timeout=200
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("ended well") == 2

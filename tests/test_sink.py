@@ -431,7 +431,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the workers too
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert "KeyboardInterrupt" in errors
     assert process.returncode in (1, -signal.SIGINT)
 
@@ -529,7 +529,7 @@ def test_a_new_sink_in_a_new_process_goes_on_to_the_bit(tmp_path: Path) -> None:
         "saved": str(tmp_path / "saved"),
         "found": str(tmp_path / "found"),
     }
-    subprocess.run([sys.executable, "-c", RESUMED.format(**values)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", RESUMED.format(**values)], check=True, timeout=200)
     assert torch.load(tmp_path / "found") == expected
 
 

@@ -528,7 +528,7 @@ def test_the_check_names_what_is_wrong() -> None:
 
 def test_the_stress_run_ends_well() -> None:
     command = [sys.executable, "-m", "tests.stress", "--seed", "7", "--seconds", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed 7" in done.stdout
 

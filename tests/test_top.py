@@ -159,7 +159,7 @@ def test_a_server_that_is_not_there_or_refuses_is_a_sentence(fake: FakeServer) -
 def test_the_command_ends_with_2_and_a_sentence_where_no_server_is() -> None:
     program = "import sys; sys.argv[0] = 'hotset'; from hotset.cli.main import main; main()"
     command = [sys.executable, "-c", program, "top", "--once", "--port", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert is_a_sentence(done.stderr)
     assert done.stdout == ""

@@ -341,7 +341,7 @@ def _memory_held() -> list[str]:
 
 def test_the_end_of_the_program_is_the_end_of_its_helpers() -> None:
     running = run("return")
-    said, errors = running.communicate(timeout=60)
+    said, errors = running.communicate(timeout=200)
     children = [int(pid) for pid in said.split()]
     assert children
     assert (running.returncode, errors) == (0, "")
