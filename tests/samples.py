@@ -225,7 +225,7 @@ def odd_arrays(index: int) -> list[Any]:
     point = np.dtype([("x", "<f4"), ("y", ">i2")])
     return [
         np.array([(index, 2), (3, index)], dtype=point), np.array(["a", f"b{index:03d}"]),
-        np.array([b"a", b"b%03d" % index]), np.array(["2020-01-01"], "M8[D]") + index,
+        np.array([b"a", b"b%03d" % index]), np.array(["2020-01-01"], "M8[D]") + np.timedelta64(index, "D"),
     ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import decimal
 import enum
 import functools
 import importlib
+import importlib.metadata
 import io
 import itertools
 import json
@@ -612,7 +613,11 @@ def test_another_version_of_a_library_counts(thing: Any, monkeypatch: pytest.Mon
 
 
 def test_what_is_installed_and_what_is_the_users() -> None:
-    assert codes.installed("torch.nn") == codes.installed("torch._C._nn") == f"torch {torch.__version__}"
+    assert (
+        codes.installed("torch.nn")
+        == codes.installed("torch._C._nn")
+        == f"torch {importlib.metadata.version('torch')}"
+    )
     assert "pillow" in str(codes.installed("PIL.Image"))
     assert codes.installed("json") == codes.installed("_thread") == codes.installed("math")
     assert (
