@@ -47,10 +47,11 @@ from hotset.cluster import errand, joining, neighbours, node, roster, shelf, tal
 from hotset.cluster.directory import SILENT, Directory
 from hotset.cluster.node import Node
 from hotset.cluster.roster import Member
+from hotset.cluster.traffic import Rest
 from hotset.data import audit
 from hotset.policy.placement import Placement
 from hotset.session import sessions
-from hotset.store import fill
+from hotset.store import fill, ring_room, standing
 from hotset.store.format import PRESENT
 
 SESSION = "shared"
@@ -388,6 +389,11 @@ class _Trainer:
         self._cached.close()
         self._cached = copy
 
+    def forgive(self) -> None:
+        """Leave nobody alone any more who has failed."""
+        for peer in self._cached.neighbours._company.peers.values():
+            peer._rest = Rest()
+
     def stats(self) -> Any:
         return self._cached.stats()
 
@@ -549,8 +555,8 @@ class Town:
         self.post.silence(gone.name)
         self.settled(*(machine.name for machine in self.machines if machine is not gone))
 
-    def wait_less_for(self, machine: Machine, seconds: float) -> None:
-        """Have all machines wait no longer than this for an answer of that one."""
+    def wait_for(self, machine: Machine, seconds: float) -> None:
+        """Have all machines wait so long for an answer of that one, and no longer."""
         assert machine.node is not None
         machine.node.call("be_waited_for", seconds)
         assert eventually(lambda: all(seconds in each.patience() for each in self.machines), SOON)
@@ -641,6 +647,8 @@ def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
     patch.setattr(shelf, "LEASE", lease)
     patch.setattr(errand, "PATIENCE", lease)
     patch.setattr(fill, "_PATIENCE_SECONDS", NEVER)
+    patch.setattr(ring_room, "_READERS_SECONDS", NEVER)
+    patch.setattr(standing, "_CLEAR_SECONDS", NEVER)
     patch.setattr(neighbours, "_CLEAR_SECONDS", 2 * NEVER)
     patch.setattr(tally, "_PATIENCE", NEVER)
     patch.setattr(roster, "_LOOK_SECONDS", 0.0)  # who is there is known at once

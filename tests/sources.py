@@ -208,6 +208,20 @@ class Stalling(Armed):
         raise AssertionError("nobody began to read the stalling sample")
 
 
+class Closed(Counting):
+    """Samples that are read at once if they are ``open``, and else only while there is no marker file."""
+
+    def __init__(self, make: Callable[[int], Any], n: int, log: ReadLog, marker: Path) -> None:
+        super().__init__(make, n, log)
+        self.open: frozenset[int] = frozenset()
+        self.marker = str(marker)
+
+    def __getitem__(self, index: int) -> Any:
+        while range(self.n)[index] not in self.open and os.path.exists(self.marker):
+            time.sleep(0.005)
+        return super().__getitem__(index)
+
+
 class FolderLike(Dataset[Any]):
     """The shape of torchvision's folders: ``(self.transform(image), label)``, ``transform`` may be None."""
 

@@ -7,9 +7,9 @@ what real processes on real machines get from it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -22,18 +22,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from samples import big_image_and_label as image
-from stores import attached, pause
+from sources import Closed
+from stores import attached
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
 import machines
-from machines import MIB, Town, Trainer, town
+from machines import MIB, NEVER, Town, Trainer, town
 
 import hotset
 from hotset.cluster import errand as errands
-from hotset.cluster import records
+from hotset.cluster import records, shelf
 from hotset.cluster.boundary import Boundary, RingShelf
 from hotset.cluster.company import Company
 from hotset.cluster.errand import Brought, Errand
@@ -201,6 +202,7 @@ class Line:
 def circle(window: Window = WINDOW) -> Iterator[Circle]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(residents, "Background", Helpers)
+        patch.setattr(shelf, "LEASE", NEVER)
         made = Circle(window)
         try:
             yield made
@@ -867,11 +869,13 @@ class Four:
 @contextlib.contextmanager
 def four(**limits: int) -> Iterator[Four]:
     made = Four(**limits)
-    try:
-        yield made
-    finally:
-        for peer in made.peers.values():
-            peer.store.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shelf, "LEASE", NEVER)
+        try:
+            yield made
+        finally:
+            for peer in made.peers.values():
+                peer.store.close()
 
 
 @pytest.mark.parametrize(
@@ -924,17 +928,18 @@ def test_all_that_was_asked_ahead_is_waited_for_together() -> None:
         waits: list[float] = []
         wanted = np.array([made.sample("bc")])
 
-        class Slow(Ticket):
+        class Watched(Ticket):
             def wait(self, deadline: float) -> Answer:
                 waits.append(deadline)
-                time.sleep(0.05)
                 return super().wait(deadline)
 
         peers = made.peers.values()
-        tickets: Any = [Slow(peer.name, wanted, peer.ask(peer.shelf.cache, wanted)._answer) for peer in peers]
+        tickets: Any = [
+            Watched(peer.name, wanted, peer.ask(peer.shelf.cache, wanted)._answer) for peer in peers
+        ]
         made.errand("a").run(wanted, tickets[1:])
         assert len(waits) == 3
-        assert max(waits) - min(waits) < 0.01, "one deadline, and not one after the other"
+        assert len(set(waits)) == 1, "one deadline, and not one after the other"
 
 
 def test_what_is_larger_than_any_answer_is_read_at_once() -> None:
@@ -979,7 +984,7 @@ def test_what_is_too_large_for_all_is_kept_nowhere_and_that_is_told() -> None:
 def test_what_another_one_promised_and_does_not_bring_is_read_and_brought(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(errands, "PATIENCE", 0.05)
+    monkeypatch.setattr(errands, "PATIENCE", 0.0)
     with four() as made:
         wanted = made.sample("b")
         made.peers["b"].ask(made.peers["b"].shelf.cache, np.array([wanted]), claim=True).wait(0.0)
@@ -1024,6 +1029,18 @@ def epoch(trainers: Sequence[Trainer], pause: float = 0.0) -> Epoch:
     return Epoch(trainers)
 
 
+def epochs(trainers: Sequence[Trainer], enough: Callable[[list[Epoch]], bool], pause: float) -> list[Epoch]:
+    """One after the other until it is enough; fails if it never is."""
+    found: list[Epoch] = []
+    assert eventually(lambda: found.append(epoch(trainers, pause)) or enough(found))
+    return found
+
+
+def moves_by(count: int) -> Callable[[list[Epoch]], bool]:
+    """Whether the window has moved by so many samples since the first of some epochs."""
+    return lambda found: found[-1].cursor - found[0].cursor >= count
+
+
 def each_is_held_once(made: Town) -> None:
     held: list[int] = []
     for machine in made.machines:
@@ -1037,12 +1054,8 @@ def test_all_come_to_the_boundary_at_once_many_times(tmp_path: Path) -> None:
     window = Window(60, replace="auto", seed=1)
     with town(tmp_path, image, D, seconds=0.004) as made:
         trainers = made.trainers(window=window)
-        cursors = []
-        for _ in range(30):
-            found = epoch(trainers, pause=0.01)
-            cursors.append(found.cursor)
+        for found in epochs(trainers, lambda found: len({each.cursor for each in found}) > 20, pause=0.01):
             assert found.samples == residents_at(found.cursor, window), "each by one rank"
-        assert len(set(cursors)) > 20, "it went on nearly each time"
 
 
 @pytest.mark.parametrize("window", [WAITING, WILLING])
@@ -1050,10 +1063,8 @@ def test_two_ranks_on_each_machine(tmp_path: Path, window: Window) -> None:
     with town(tmp_path, image, D, count=2) as made:
         trainers = [*made.trainers(window=window), *made.trainers(window=window)]
         made.reads()
-        for _ in range(8):
-            found = epoch(trainers, pause=0.01)
+        for found in epochs(trainers, moves_by(4 * STEP), pause=0.01):
             assert found.samples == residents_at(found.cursor, window)
-        assert found.cursor > 2 * STEP
         each_is_held_once(made)
         assert made.reads() <= 60 + found.cursor + 30, "and what comes next"
 
@@ -1061,15 +1072,19 @@ def test_two_ranks_on_each_machine(tmp_path: Path, window: Window) -> None:
 def test_ranks_that_come_one_after_the_others_epoch_are_where_they_were(tmp_path: Path) -> None:
     with town(tmp_path, image, D) as made:
         trainers = made.trainers(window=WILLING)
-        for number in range(6):
+        numbers = itertools.count()
+
+        def has_moved() -> bool:
             seen: list[int] = []
             for rank, trainer in enumerate(trainers):
                 trainer.begin("window_epoch", rank, 3, 0, 0.0)
                 seen += trainer.result().value
             ((at, cursor, _),) = {tuple(trainer.call("position")) for trainer in trainers}
-            assert at == number
+            assert at == next(numbers)
             assert sorted(seen) == residents_at(cursor, WILLING)
-        assert cursor > STEP
+            return bool(cursor > 2 * STEP)
+
+        assert eventually(has_moved)
 
 
 @pytest.mark.parametrize("window", [WAITING, WILLING])
@@ -1086,15 +1101,12 @@ def test_a_node_dies_and_begins_again_between_a_windows_epochs(tmp_path: Path, w
         machine.begin()
         ends = sorted(each.member.endpoint for each in made.machines)
         assert eventually(lambda: all(sorted(each.endpoints()) == ends for each in made.machines))
-        epoch(trainers, pause=0.05)  # in which what was read meanwhile is brought to where it belongs
+        # In this one what was read meanwhile is brought to where it belongs.
+        before = epoch(trainers, pause=0.05).cursor
         made.reads()
-        cursors = []
-        for _ in range(4):
-            found = epoch(trainers, pause=0.02)
-            assert found.samples == residents_at(found.cursor, window)
-            cursors.append(found.cursor)
-        assert cursors[-1] >= cursors[0] + 2 * STEP, "it is waited for again, and ready"
-        assert made.reads() <= 60, "its ring is where it was"
+        found = epochs(trainers, moves_by(2 * STEP), pause=0.02)
+        assert [each.samples for each in found] == [residents_at(each.cursor, window) for each in found]
+        assert made.reads() <= found[-1].cursor - before + 2 * STEP, "its ring is where it was"
         each_is_held_once(made)
 
 
@@ -1115,20 +1127,27 @@ def test_a_clear_in_the_midst_of_an_epoch_empties_all_machines_and_moves_nothing
 
 
 def test_what_is_late_is_made_up_and_counted_once_on_all_machines(tmp_path: Path) -> None:
-    with town(tmp_path, image, D, seconds=0.03) as made:
+    marker = tmp_path / "closed"
+    with town(tmp_path, image, D) as made:
+        made.source = source = Closed(image, D, made.log, marker)
+        source.open = frozenset(residents_at(0, WILLING))
         trainers = made.trainers(window=WILLING)
-        before, late = 0, 0
-        for number in range(24):
-            hurried = number < 8  # when an epoch is too short for so many
-            ((at, cursor, behind),) = epoch(trainers, pause=0.0 if hurried else 0.25).positions
+        marker.touch()
+        before, late, numbers = 0, 0, itertools.count()
+
+        def behind() -> int:
+            nonlocal before, late
+            number = next(numbers)
+            ((at, cursor, behind),) = epoch(trainers, pause=0.01).positions
             assert (at, cursor + behind) == (number, STEP * number)
             late += max(STEP - (cursor - before), 0) if number else 0
             before = cursor
             assert {trainer.call("stats").late for trainer in trainers} == {late}
-            assert not hurried or number < 7 or behind > STEP
-            if not hurried and not behind:
-                break
-        assert behind == 0
+            return behind
+
+        assert [behind() for _ in range(8)] == [STEP * number for number in range(8)]
+        marker.unlink()
+        assert eventually(lambda: behind() == 0)
 
 
 class _Loading(machines._Trainer):
@@ -1245,8 +1264,7 @@ def test_a_machine_whose_session_was_destroyed_does_not_hold_the_window_up(tmp_p
         node = made.machines[1].node
         assert node is not None
         node.call("destroy")
-        cursors = [epoch(trainers, pause=0.02).cursor for _ in range(12)]
-        assert cursors[-1] > cursors[0]
+        epochs(trainers, moves_by(STEP), pause=0.02)
 
 
 def test_a_machine_that_has_no_room_does_not_hold_the_window_up(tmp_path: Path) -> None:
@@ -1254,15 +1272,13 @@ def test_a_machine_that_has_no_room_does_not_hold_the_window_up(tmp_path: Path) 
         trainers = made.trainers(window=WILLING)
         trainers[1].begin("fill_session", 3000)
         trainers[1].result()
-        cursors = [epoch(trainers, pause=0.03).cursor for _ in range(8)]
-        assert cursors[-1] - cursors[1] >= 4 * STEP, "what cannot be stored is not waited for"
+        epochs(trainers, moves_by(5 * STEP), pause=0.03)  # what cannot be stored is not waited for
 
 
 def test_a_process_that_does_not_train_does_not_hold_the_window_up(tmp_path: Path) -> None:
     with town(tmp_path, image, D) as made:
         trainers = made.trainers(window=WILLING)
-        cursors = [epoch(trainers[:2], pause=0.02).cursor for _ in range(6)]
-        assert cursors[-1] - cursors[1] >= 2 * STEP
+        epochs(trainers[:2], moves_by(3 * STEP), pause=0.02)
 
 
 def test_a_state_holds_though_a_machine_did_not_hear_of_it(tmp_path: Path) -> None:
@@ -1273,16 +1289,19 @@ def test_a_state_holds_though_a_machine_did_not_hear_of_it(tmp_path: Path) -> No
         states = [trainer.call("state") for trainer in trainers]
         for _ in range(4):
             epoch(trainers)
-        unheard = made.machines[2].node
-        assert unheard is not None
-        unheard.stop()
+        machine = made.machines[2]
+        assert machine.node is not None
+        made.wait_for(machine, 0.5)
+        machine.node.stop()
         epoch(trainers[:2])  # in which it is found not to answer
         for rank, trainer in enumerate(trainers[:2]):
             trainer.begin("go_on", states[rank], rank, 2)
         for trainer in trainers[:2]:
             trainer.result()
-        unheard.go_on()
-        pause(2.0)  # as long as it is left alone
+        machine.node.go_on()
+        made.wait_for(machine, NEVER)
+        for trainer in trainers[:2]:
+            trainer.call("forgive")
         for number in range(2, 5):
             assert epoch(trainers[:2]).positions == {(number, STEP * number, 0)}
 

@@ -1,6 +1,7 @@
 """What machines that share a session agree on, without a machine: directory, roster, packing, leases.
 
-The directory's clock is the test's own. Leases are those of real stores, with claims by other processes.
+The clocks of the directory and of leases are the test's own. Leases are those of real stores, with claims by
+other processes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-from helpers import difference, eventually
+from helpers import Clock, difference, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_places import old
@@ -33,6 +33,7 @@ from hotset.cluster.roster import Member, Roster, RosterFile, read_roster, write
 from hotset.cluster.shelf import StoreShelf
 from hotset.session import recovery, sessions
 from hotset.session.retire import retire
+from hotset.store import fill
 from hotset.store.loose import Loose
 from hotset.store.schema import Schema
 from hotset.store.store import Store
@@ -403,48 +404,49 @@ def test_a_damaged_or_foreign_roster_is_none(runtime: Path) -> None:
 
 
 def test_a_process_reads_it_again_and_keeps_the_last(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(roster, "_LOOK_SECONDS", 0.0)
     seen = RosterFile(7)
     assert seen.current() is None
     write_roster(7, a_roster("a", "b"))
-    assert eventually(lambda: seen.current() == a_roster("a", "b"), 5)
     first = seen.current()
-    time.sleep(0.06)
+    assert first == a_roster("a", "b")
     assert seen.current() is first, "the same object, so that nobody places the samples anew"
     write_roster(7, a_roster("a", "b", "c"))
-    assert eventually(lambda: seen.current() == a_roster("a", "b", "c"), 5)
+    assert seen.current() == a_roster("a", "b", "c")
     (runtime / "7.cluster").write_text("{")
-    time.sleep(0.06)
     assert seen.current() == a_roster("a", "b", "c")
     (runtime / "7.cluster").unlink()
-    time.sleep(0.06)
     assert seen.current() == a_roster("a", "b", "c")
     write_roster(7, a_roster("a"))
-    assert eventually(lambda: seen.current() == a_roster("a"), 5)
+    assert seen.current() == a_roster("a")
 
 
 def test_what_could_not_be_read_is_read_with_the_next_look(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For want of descriptors, say; the file itself is as it was."""
-    monkeypatch.setattr(roster, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(roster, "_LOOK_SECONDS", 0.0)
     seen = RosterFile(7)
     write_roster(7, a_roster("a"))
     assert seen.current() == a_roster("a")
     write_roster(7, a_roster("a", "b"))
     with monkeypatch.context() as patch:
         patch.setattr(roster, "read_roster", lambda number: None)
-        time.sleep(0.06)
         assert seen.current() == a_roster("a")
-    assert eventually(lambda: seen.current() == a_roster("a", "b"), 5)
+    assert seen.current() == a_roster("a", "b")
 
 
-def test_it_is_not_looked_for_with_each_batch(runtime: Path) -> None:
+def test_it_is_not_looked_for_with_each_batch(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(roster, "time", clock)
     seen = RosterFile(7)
     write_roster(7, a_roster("a", "b"))
     assert seen.current() == a_roster("a", "b")
     write_roster(7, a_roster("a", "b", "c"))
+    clock.now += 0.2
     assert seen.current() == a_roster("a", "b")
+    clock.now += 0.1
+    assert seen.current() == a_roster("a", "b", "c")
 
 
 def test_who_was_there_before_is_told_for_a_while() -> None:
@@ -569,6 +571,14 @@ def test_one_message_is_not_too_large(make: Callable[[int], Any], monkeypatch: p
 # ---- leases --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of leases."""
+    clock = Clock()
+    monkeypatch.setattr(shelf, "time", clock)
+    return clock
+
+
 @contextlib.contextmanager
 def shelved(limit: int = 1 << 24, n: int = 40) -> Iterator[tuple[Store, StoreShelf]]:
     with opened(samples.kilobyte, n, limit) as store:
@@ -644,17 +654,16 @@ def test_a_process_here_waits_for_what_another_machine_reads(tmp_path: Path) -> 
         assert count(store) == 3
 
 
-def test_a_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "LEASE", 0.2)
+def test_a_lease_ends(clock: Clock) -> None:
     with shelved() as (store, shelves):
         assert take(shelves, 1, 2) == [ABSENT, ABSENT]
-        time.sleep(0.1)
+        clock.now += shelf.LEASE - 0.1
         assert take(shelves, 3) == [ABSENT]
         assert take(shelves, 1) == [PROMISED]
-        time.sleep(0.12)
+        clock.now += 0.2
         assert take(shelves, 1, 3) == [ABSENT, PROMISED], "the first one's time is over"
         assert take(shelves, 1) == [PROMISED], "and it is another one's now"
-        time.sleep(0.25)
+        clock.now += shelf.LEASE + 0.1
         shelves.end_leases()
         assert (store.words(ids(1, 2, 3)) == 0).all(), "processes here may claim them"
         assert shelves._leases == {}
@@ -689,10 +698,8 @@ def test_a_clear_does_not_hold_up_others_where_somebody_reads(tmp_path: Path) ->
             kept[0].filler.claims.take(ids(1), 1)
 
         with lingering(claim):
-            begun = time.monotonic()
             assert not shelf.clear(7)
             assert shelf.clears == 0
-            assert time.monotonic() - begun < 1.2
             assert store.holds(ids(5)), "it is whole"
         assert shelf.clear(7)
         assert shelf.clears == 7
@@ -709,16 +716,15 @@ def test_what_was_destroyed_stays_so_whoever_clears_it(tmp_path: Path) -> None:
 
 def test_a_lease_is_shorter_than_anybody_waits() -> None:
     from hotset.cluster.roster import PATIENCE
-    from hotset.store import fill
 
     assert shelf.LEASE <= PATIENCE < fill._PATIENCE_SECONDS
+    assert shelf._CLEAR_SECONDS < PATIENCE, "others' requests are not served meanwhile"
 
 
-def test_what_is_brought_late_is_stored_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "LEASE", 0.05)
+def test_what_is_brought_late_is_stored_too(clock: Clock) -> None:
     with shelved() as (store, shelves):
         assert take(shelves, 1, 2) == [ABSENT, ABSENT]
-        time.sleep(0.06)
+        clock.now += shelf.LEASE + 0.1
         shelves.end_leases()
         assert shelves.put(*brought(store, 1)).tolist() == [True]
         assert take(shelves, 2) == [ABSENT]  # by another machine
@@ -750,8 +756,7 @@ def test_what_has_no_room_is_nobodys_and_that_is_said() -> None:
         assert (store.words(ids(range(room, 40))) == 0).all(), "a claim would make processes here wait"
         assert wrong(stored(store), samples.kilobyte) == {}
         assert store.clear()
-        time.sleep(0.6)
-        assert take(shelf, room) == [ABSENT], "there is room again"
+        assert eventually(lambda: take(shelf, room) == [ABSENT]), "there is room again"
 
 
 def test_who_has_nothing_to_bring_ends_its_lease() -> None:
@@ -791,15 +796,19 @@ def test_what_is_left_for_the_next_answer_is_neither_absent_nor_claimed() -> Non
         assert list(shelf._leases) == [4]
 
 
-def test_claims_end_with_the_shelfs_process(tmp_path: Path) -> None:
+def test_claims_end_with_the_shelfs_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim of the dead is void: nobody waits for it, or this would be for ever."""
+    monkeypatch.setattr(fill, "_PATIENCE_SECONDS", 600.0)
     with opened(samples.kilobyte, 40, path=tmp_path / "store") as store:
 
         def serve() -> None:
             with attached(tmp_path / "store") as mine:
                 assert take(StoreShelf(mine, FINGERPRINT), 1, 2) == [ABSENT, ABSENT]
 
+        def go_on() -> None:
+            with attached(tmp_path / "store") as mine:
+                mine.fill(ids(1, 2), samples.kilobyte)
+
         in_child(serve)
-        start = time.monotonic()
-        store.fill(ids(1, 2), samples.kilobyte)
-        assert time.monotonic() - start < shelf.LEASE, "a claim of the dead is void"
+        in_child(go_on)
         assert count(store) == 2

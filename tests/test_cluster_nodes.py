@@ -243,7 +243,7 @@ def test_a_node_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
     with town(tmp_path, image, N) as made:
         trainers = filled(made)
         machine = made.machines[2]
-        made.wait_less_for(machine, 0.3)
+        made.wait_for(machine, 0.3)
         assert machine.node is not None
         machine.node.stop()
         for rank, trainer in enumerate(trainers):

@@ -21,6 +21,7 @@ from stores import ids, in_child, opened
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
 from hotset.cluster import node as nodes
+from hotset.cluster import shelf as shelves
 from hotset.cluster.asking import Peer, Peers
 from hotset.cluster.boundary import RingShelf
 from hotset.cluster.directory import Described, Heard
@@ -38,8 +39,14 @@ from hotset.store.ring import Ring
 from hotset.store.store import Store
 
 FINGERPRINT = b"0123456789abcdef"
+SOON = 60.0
 KEYS, STRANGER = Keys.new(), Keys.new()
 FAR = Member("far", "10.9.8.7", "tcp://10.9.8.7:1", "k" * 40, 100, "hotset-one-far")
+
+
+@pytest.fixture(autouse=True)
+def _leases_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelves, "LEASE", 600.0)
 
 
 class ByHand:
@@ -88,7 +95,7 @@ def relayed(keys: Keys = KEYS) -> Iterator[tuple[Peer, ByHand, Store, Relays]]:
 
 
 def wait(ticket: Any) -> Any:
-    return ticket.wait(time.monotonic() + 10)
+    return ticket.wait(time.monotonic() + SOON)
 
 
 def words_of(ticket: Any) -> list[int] | None:
@@ -107,7 +114,8 @@ def test_records_come_and_go_through_a_stand_in() -> None:
         assert wait(peer.ask(cache, ids(12), claim=True)).answered
         assert wait(peer.ask(cache, ids(12), claim=True)).promised.all(), "the claim came through"
         records = remote.shelf.take(ids(3), np.empty(1 << 20, np.uint8))
-        store.clear()
+        remote.shelf.end_all_leases()  # a clear waits for who is reading
+        assert store.clear()
         assert wait(peer.put(cache, ids(3), records)).present.all()
         assert store.holds(ids(3))
         assert words_of(peer.clear(cache, 1)) == [1]
@@ -118,7 +126,7 @@ def test_records_come_and_go_through_a_stand_in() -> None:
 def test_a_window_is_asked_about_through_a_stand_in() -> None:
     with relayed() as (peer, remote, _, _):
         with pytest.warns(HotsetWarning, match="could not get at its own records"):
-            assert peer.window(remote.shelf.cache, ids(0, 1, 2)).words(time.monotonic() + 10) is None
+            assert peer.window(remote.shelf.cache, ids(0, 1, 2)).words(time.monotonic() + SOON) is None
         assert remote.calls == ["window"], "a cache without one says so"
 
 
@@ -134,7 +142,7 @@ def test_a_windows_place_comes_and_goes_through_a_stand_in() -> None:
                 peer = peers.add("far", member.endpoint, member.key.encode())
 
                 def said(*words: int) -> Any:
-                    found = peer.window(shelf.cache, ids(*words)).words(time.monotonic() + 10)
+                    found = peer.window(shelf.cache, ids(*words)).words(time.monotonic() + SOON)
                     return found if found is None else found.tolist()
 
                 assert said(1, 0, 5, 12, 1, 2) == [0, 5, 12, 1, 2]
@@ -357,7 +365,8 @@ def test_a_node_that_cannot_make_a_cache_knows_who_is_there(
 def test_a_session_that_has_expired_is_made_anew(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(nodes, "_TTL", 0.1)
-    with Node("one", 1 << 20, "127.0.0.1", Alone().beat) as made:
+    post = Alone()
+    with Node("one", 1 << 20, "127.0.0.1", post.beat) as made:
         assert eventually(lambda: read_roster(made.session.number) is not None)
         first, member = made.session, made.member
         roster = read_roster(first.number)
@@ -368,7 +377,7 @@ def test_a_session_that_has_expired_is_made_anew(runtime: Path, monkeypatch: pyt
         assert eventually(lambda: made.member == member), "the same machine, which holds as much"
         assert eventually(lambda: read_roster(made.session.number) == roster)
         made.destroy()
-        time.sleep(0.2)
+        assert post.goes_on()
         assert sessions.sessions() == [], "that was on purpose"
 
 
