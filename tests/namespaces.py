@@ -38,7 +38,8 @@ from typing import Any
 import ray_rank
 from helpers import difference, eventually, seed_everything
 from live import flip_and_crop
-from ray_rank import BATCH, PATIENCE, SAMPLES, Picture, Rank, SharedLog, all_wait, let_go
+from ray_patient import PATIENCE
+from ray_rank import BATCH, SAMPLES, Picture, Rank, SharedLog, all_wait, let_go
 from sources import Samples, Transformed
 from torch.utils.data import DataLoader, DistributedSampler
 

@@ -13,7 +13,7 @@ import pytest
 
 __all__ = ["end", "require_ray"]
 
-_SECONDS = 90.0
+_SECONDS = 120.0
 _START = (
     "import ray; ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20); ray.shutdown()"
 )

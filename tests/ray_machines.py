@@ -17,7 +17,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_rank import PATIENCE
+from ray_patient import PATIENCE
 
 __all__ = ["RAY_GIVES_UP", "Machine", "Machines", "Plain"]
 

@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from helpers import difference, eventually, seed_everything
 from live import flip_and_crop
+from ray_patient import PATIENCE
 from sources import ReadLog, Samples, Transformed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hotset
+from hotset.cluster import joining, tally
 from hotset.data import audit
 
 SAMPLES = 3000
 BYTES = 3 * 32 * 32
 BATCH = 32
-PATIENCE = 40.0
 
 
 class Picture:
@@ -77,6 +78,7 @@ class Rank:
     def __init__(self, folder: str) -> None:
         torch.set_num_threads(1)
         audit._ONE_IN = 1 << 40  # reads are counted here, and these are on purpose
+        joining.ANSWER_SECONDS = joining._READY_SECONDS = tally._PATIENCE = PATIENCE
         self.folder = folder
         self._cached: dict[int, Any] = {}
 

@@ -33,6 +33,7 @@ from helpers import difference, seed_everything
 from live import flip_and_crop
 from ray.train.torch import TorchTrainer
 from ray_machines import Machines
+from ray_patient import HOOK
 from ray_rank import BATCH, SAMPLES, Picture, Rank, SharedLog
 from sources import Samples, Transformed
 from torch.utils.data import DataLoader, DistributedSampler
@@ -182,7 +183,8 @@ def main(folder: Path) -> None:
     with Machines() as machines:
         for _ in range(RANKS):
             machines.add()
-        ray.init(machines.address, log_to_driver=False, logging_level=logging.ERROR, namespace="a job")
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(machines.address, namespace="a job", runtime_env=HOOK, **quiet)
         job = fit(folder)
         job["held"] = [machine.taken() for machine in machines.all]
         with contextlib.suppress(hotset.ClusterError):

@@ -392,7 +392,7 @@ def test_another_node_s_relay_is_served_what_is_sound(runtime: Path) -> None:
         assert (records.generations >= 0).tolist() == [True, False]
         bent: Bytes = records.rows.copy()
         bent[0, -1] ^= 1
-        store.clear()
+        assert store.clear()
         assert not made.put(shelf.cache, ids(1, 15), records._replace(rows=bent)).any()
         assert made.put(shelf.cache, ids(1, 15), records).tolist() == [True, False]
         assert made.clear(shelf.cache, 1)
