@@ -43,7 +43,7 @@ from stores import attached, child, ended, kill
 from torch.utils.data.distributed import DistributedSampler
 
 import hotset
-from hotset.cluster import errand, joining, neighbours, node, roster, shelf, tally
+from hotset.cluster import errand, joining, neighbours, node, roster, shelf, sockets, tally
 from hotset.cluster.directory import SILENT, Directory
 from hotset.cluster.node import Node
 from hotset.cluster.roster import Member
@@ -96,34 +96,34 @@ class Post:
 
     def open(self) -> None:
         """Begin, knowing of nothing."""
-        self.directory = directory = Directory(lambda: self.expected, lambda: self.now)
-        turn = self._turn
+        self.directory = Directory(lambda: self.expected, lambda: self.now)
+        call = self.call
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
                     what, args = pickle.load(self.rfile)
-                    with turn:
-                        answer = getattr(directory, what)(*args)
-                    pickle.dump(answer, self.wfile)
+                    pickle.dump(call(what, *args), self.wfile)
 
         self._server = _Server(self.path, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
 
-    def silence(self, *gone: str) -> None:
-        """Have time pass, in which all machines beat but these, until these have left."""
-        directory = self.directory
-        assert directory is not None
+    def call(self, what: str, *args: Any) -> Any:
+        """Call a method of the directory, one at a time."""
+        with self._turn:
+            return getattr(self.directory, what)(*args)
+
+    def silence(self, gone: str) -> None:
+        """Have time pass, in which all machines beat but this one, until it has left."""
 
         def heard() -> bool:
-            with self._turn:
-                return all(each["silent"] == 0 for each in directory.status() if each["name"] not in gone)
+            return all(each["silent"] == 0 for each in self.call("status") if each["name"] != gone)
 
         for _ in range(3):  # in steps in which nobody who beats is taken for silent
             with self._turn:
                 self.now += 0.4 * SILENT
-            assert eventually(heard, SOON)
+            assert eventually(heard)
 
     def close(self) -> None:
         """Be gone; nothing happens a second time."""
@@ -548,7 +548,7 @@ class Town:
         """Wait until all these machines know of each other and of no others."""
         wanted = sorted(names or [machine.name for machine in self.machines])
         there = [machine for machine in self.machines if machine.name in wanted]
-        assert eventually(lambda: all(machine.roster() == wanted for machine in there), SOON)
+        assert eventually(lambda: all(machine.roster() == wanted for machine in there))
 
     def silence(self, gone: Machine) -> None:
         """Have all others know that a machine that beats no more has left."""
@@ -559,7 +559,7 @@ class Town:
         """Have all machines wait so long for an answer of that one, and no longer."""
         assert machine.node is not None
         machine.node.call("be_waited_for", seconds)
-        assert eventually(lambda: all(seconds in each.patience() for each in self.machines), SOON)
+        assert eventually(lambda: all(seconds in each.patience() for each in self.machines))
 
     def trainers(self, *machines: Machine, **how: Any) -> list[Trainer]:
         """A trainer on each machine, with the data set cached; its readings are counted from then on."""
@@ -644,11 +644,14 @@ def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
     """Have nothing in the children depend on how fast they are: they inherit what is set here."""
     patch.setattr(node, "BEAT_SECONDS", BEAT)
     patch.setattr(node, "Member", partial(Member, patience=NEVER))
+    patch.setattr(sockets, "_HEARTBEAT", 0)
+    patch.setattr(sockets, "_HANDSHAKE", 0)
     patch.setattr(shelf, "LEASE", lease)
     patch.setattr(errand, "PATIENCE", lease)
     patch.setattr(fill, "_PATIENCE_SECONDS", NEVER)
     patch.setattr(ring_room, "_READERS_SECONDS", NEVER)
     patch.setattr(standing, "_CLEAR_SECONDS", NEVER)
+    patch.setattr(joining, "_READY_SECONDS", SOON)
     patch.setattr(neighbours, "_CLEAR_SECONDS", 2 * NEVER)
     patch.setattr(tally, "_PATIENCE", NEVER)
     patch.setattr(roster, "_LOOK_SECONDS", 0.0)  # who is there is known at once

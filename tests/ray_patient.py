@@ -1,10 +1,11 @@
-"""Patience of the tests' Ray processes: which node answers late is no matter of how busy this machine is.
+"""Patience of the tests' Ray processes: what comes of a claim must not depend on how busy this machine is.
 
 Ray calls :func:`be_patient` in each process that it starts, before anything else; see ``HOOK``.
 """
 
 from __future__ import annotations
 
+from hotset.cluster import sockets
 from hotset.cluster.roster import Member
 
 __all__ = ["HOOK", "PATIENCE", "be_patient"]
@@ -14,5 +15,6 @@ HOOK = {"worker_process_setup_hook": "ray_patient.be_patient"}
 
 
 def be_patient() -> None:
-    """Have a node that begins in this process be waited for."""
+    """Have a node that begins in this process be waited for, and others not be missed here."""
     Member.__new__.__defaults__ = "", PATIENCE
+    sockets._HEARTBEAT = sockets._HANDSHAKE = 0

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from helpers import difference, eventually, seed_everything
 from live import flip_and_crop
-from ray_patient import PATIENCE
+from ray_patient import PATIENCE, be_patient
 from sources import ReadLog, Samples, Transformed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -187,6 +187,7 @@ def _caught() -> Iterator[list[str]]:
 
 
 def main() -> None:
+    be_patient()
     rank = Rank(sys.argv[1])
     answers = os.dup(1)
     os.dup2(2, 1)  # what others print

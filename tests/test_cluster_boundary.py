@@ -531,7 +531,7 @@ class Turns:
         go = self._goes.get(threading.get_ident())
         if go is not None:
             self._back.release()
-            assert go.acquire(timeout=30)
+            assert go.acquire(timeout=60)
 
     def run(self, bodies: Sequence[Callable[[], None]], between: Callable[[int], None]) -> None:
         """Run all to their ends; ``between`` is called before each turn, with the schedule's number."""
@@ -541,7 +541,7 @@ class Turns:
         def run(number: int) -> None:
             self._goes[threading.get_ident()] = goes[number]
             try:
-                assert goes[number].acquire(timeout=30)
+                assert goes[number].acquire(timeout=60)
                 bodies[number]()
             except BaseException as error:
                 self.errors.append(error)
@@ -557,7 +557,7 @@ class Turns:
             between(number)
             left = [each for each in range(len(bodies)) if each not in ended]
             goes[left[number % 3 % len(left)]].release()
-            assert self._back.acquire(timeout=30)
+            assert self._back.acquire(timeout=60)
         for thread in threads:
             thread.join()
         assert self.errors == []

@@ -221,13 +221,13 @@ def test_what_the_command_shows_is_what_the_machines_say(tmp_path: Path) -> None
         for trainer in trainers:
             trainer.call("stats")  # counts up
 
-        def said() -> list[dict[str, Any]]:
-            assert made.post.directory is not None
-            return made.post.directory.status()
+        found: list[dict[str, Any]] = []
 
-        assert eventually(lambda: sum(each.get("cached", 0) for each in said()) == N)
-        assert eventually(lambda: all(each["peers"] for each in said()))
-        found = said()
+        def is_complete() -> bool:
+            found[:] = made.post.call("status")
+            return sum(each.get("cached", 0) for each in found) == N and all(each["peers"] for each in found)
+
+        assert eventually(is_complete)
     with (tmp_path / "out").open("w") as out:
         console = Console(width=200, record=True, file=out)
         console.print(command.described({"shared": found}))

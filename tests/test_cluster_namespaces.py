@@ -26,7 +26,7 @@ import namespaces
 
 N = 3000
 LONGEST = 600.0  # seconds; a tenth of it where nothing else runs
-STEP = 2.0  # seconds
+STEP = 20.0  # seconds, in which a machine that does not answer is given up ten times
 
 # It takes a minute, and root's rights: part of `make chaos`.
 pytestmark = [pytest.mark.timeout(LONGEST + 60), pytest.mark.chaos]
@@ -93,7 +93,7 @@ def quiet(epoch: dict[str, Any]) -> None:
 
 
 def soon(epoch: dict[str, Any]) -> None:
-    """Fail if a step was held up for longer than it takes to give up an answer."""
+    """Fail if a step was held up as by who is waited for again and again."""
     assert max(rank["longest"] for rank in epoch["ranks"]) < STEP
 
 

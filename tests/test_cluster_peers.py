@@ -1,7 +1,9 @@
 """Records between machines: each machine a process, over TCP, with keys; and all that goes wrong there.
 
-Whatever a peer does, asking it gives sound records or none, in bounded time, and one warning. How long a peer
-that fails is left alone is by a clock that stands still, unless a test has time pass.
+Whatever a peer does, asking it gives sound records or none, in bounded time, and one warning.
+
+No time passes here unless a test has it pass: how long a peer that fails is left alone is by a clock that
+stands still, and who is silent is not missed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from stores import child, ended, ids, in_child, kill, opened, stop
 
 zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
-from hotset.cluster import messages, serving, traffic  # noqa: E402
+from hotset.cluster import messages, serving, sockets, traffic  # noqa: E402
 from hotset.cluster.asking import Peer, Peers  # noqa: E402
 from hotset.cluster.keys import Keys  # noqa: E402
 from hotset.cluster.messages import Operation, Status  # noqa: E402
@@ -50,6 +52,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of the peers' rests."""
     clock = Clock()
     monkeypatch.setattr(traffic, "time", clock)
+    monkeypatch.setattr(sockets, "_HEARTBEAT", 0)
+    monkeypatch.setattr(sockets, "_HANDSHAKE", 0)
     return clock
 
 
@@ -560,6 +564,26 @@ def test_a_stopped_peer_costs_the_deadline_once(clock: Clock) -> None:
         os.kill(other.pid, signal.SIGCONT)
         clock.now += 0.6
         assert gets(peer, cache, 3)
+
+
+def test_a_stopped_peer_is_missed_long_before_the_deadline(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_HEARTBEAT", 100)
+    monkeypatch.setattr(sockets, "SILENCE", 300)
+    cache = Fake().cache
+
+    def answers() -> bool:
+        clock.now += 60
+        return gets(peer, cache, 1)
+
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        peer.peers.tell = lambda sentence, name: None  # it may be so busy that it is missed before
+        assert eventually(answers)
+        stop(other.pid)
+        answer, _ = fetch(peer, cache, ids(2), within=600)
+        assert not answer.present.any()
+        assert peer.traffic.why == "has closed the connection, or died"
 
 
 def test_a_killed_peer_is_noticed_long_before_the_deadline(clock: Clock) -> None:

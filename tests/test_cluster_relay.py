@@ -22,6 +22,7 @@ pytest.importorskip("zmq", reason="pyzmq, which carries records between machines
 
 from hotset.cluster import node as nodes
 from hotset.cluster import shelf as shelves
+from hotset.cluster import sockets
 from hotset.cluster.asking import Peer, Peers
 from hotset.cluster.boundary import RingShelf
 from hotset.cluster.directory import Described, Heard
@@ -45,8 +46,10 @@ FAR = Member("far", "10.9.8.7", "tcp://10.9.8.7:1", "k" * 40, 100, "hotset-one-f
 
 
 @pytest.fixture(autouse=True)
-def _leases_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nobody_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelves, "LEASE", 600.0)
+    monkeypatch.setattr(sockets, "_HEARTBEAT", 0)
+    monkeypatch.setattr(sockets, "_HANDSHAKE", 0)
 
 
 class ByHand:
