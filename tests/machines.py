@@ -57,7 +57,7 @@ from hotset.store.format import PRESENT
 SESSION = "shared"
 BEAT = 0.05
 MIB = 1 << 20
-SOON = 60.0
+SOON = 120.0
 # Seconds that no test lasts: what waits for so long waits for ever.
 NEVER = 600.0
 
