@@ -11,7 +11,7 @@ import tempfile
 import psutil
 import pytest
 
-__all__ = ["end", "require_ray"]
+__all__ = ["end", "require_ray", "skip_where_ray_was_late"]
 
 _SECONDS = 120.0
 _START = (
@@ -39,6 +39,12 @@ def require_ray() -> None:
             pytest.skip(f"Ray does not start here within {_SECONDS:.0f} s")
     if done.returncode:
         pytest.skip(f"Ray does not start here: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+
+
+def skip_where_ray_was_late(raised: str) -> None:
+    """Skip if an error is that a node of Ray's has not started in the half minute that Ray gives it."""
+    if "The current node timed out during startup" in raised:
+        pytest.skip("a node of Ray's does not start here within 30 s")
 
 
 def end(running: subprocess.Popen[bytes]) -> None:
