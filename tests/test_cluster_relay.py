@@ -32,7 +32,7 @@ from hotset.cluster.packing import pack
 from hotset.cluster.records import Bytes, Cache, Longs, Records
 from hotset.cluster.relay import Relays, reachable
 from hotset.cluster.roster import Member, read_roster
-from hotset.cluster.shelf import StoreShelf
+from hotset.cluster.shelf import Shelves, StoreShelf
 from hotset.errors import HotsetWarning
 from hotset.session import sessions
 from hotset.store.loose import Loose
@@ -321,7 +321,7 @@ class Alone:
         return eventually(lambda: self.beats > begun + 2)
 
 
-@pytest.mark.parametrize("of", [(nodes, "open_ledger"), (nodes._Shelves, "end_leases"), (Alone, "beat")])
+@pytest.mark.parametrize("of", [(nodes, "open_ledger"), (Shelves, "end_leases"), (Alone, "beat")])
 def test_a_node_outlives_what_goes_wrong_in_a_beat(
     of: tuple[Any, str], runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
