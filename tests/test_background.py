@@ -138,7 +138,8 @@ def test_three_helpers_and_the_main_process_read_each_sample_once(log: ReadLog) 
         assert settled(background)
         assert set(log.counts().values()) == {1}
         assert log.total() == 300
-        helpers = [row for row in store.segment.slots.tolist() if row[1] in pids() and row[8]]
+        children = pids()
+        helpers = [row for row in store.segment.slots.tolist() if row[1] in children and row[8]]
         assert len(helpers) == 3, "each helper has read something"
         assert wrong(stored(store), image_and_label) == {}
 

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from helpers import eventually, finish, in_threads
 from stores import attached, child, count, ended, ids, in_child, kill, lingering, opened, stop, stored, wrong
 
-from hotset.store import locks
+from hotset.store import fill, locks
 from hotset.store.claims import Claims, Ids, Membership
 from hotset.store.format import CLAIMED, PRESENT, SLOT_SHIFT, SLOTS, Geometry, Live, Slot
 from hotset.store.segment import Segment
@@ -266,6 +267,7 @@ def test_of_many_threads_each_gets_other_samples(segment: Segment, claims: Claim
     assert len(set(segment.index.tolist())) == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_of_many_processes_each_gets_other_samples(segment: Segment) -> None:
     read, tell = os.pipe()
     together = multiprocessing.get_context("fork").Barrier(4)
@@ -291,6 +293,7 @@ def _hold_the_short_lock(segment: Segment) -> None:
     assert locks.try_lock(locks.reopen(segment.fd), 0)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_stopped_holder_of_the_short_lock_is_waited_for_within_a_bound(
     segment: Segment, member: Membership, claims: Claims
 ) -> None:
@@ -308,20 +311,23 @@ def test_a_stopped_holder_of_the_short_lock_does_not_cost_every_sample_the_whole
     segment: Segment, claims: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    real = locks.lock
+    real, clock = locks.lock, 100.0
 
     def lock(fd: int, byte: int, timeout: float) -> bool:
         waits.append(timeout)
         return real(fd, byte, 0.0)
 
     monkeypatch.setattr(locks, "lock", lock)
+    monkeypatch.setattr("hotset.store.claims.time", SimpleNamespace(monotonic=lambda: clock))
     with lingering(lambda: _hold_the_short_lock(segment)) as pid:
         stop(pid)
         for _ in range(50):
             assert take(claims, ids(range(5))) == []
-    assert len(waits) == 50
-    assert waits[0] > 0
-    assert sum(waits[1:]) == 0
+        clock += 60.0
+        assert take(claims, ids(range(5))) == []
+    assert len(waits) == 51
+    assert waits[0] == waits[-1] > 0
+    assert sum(waits[1:-1]) == 0
 
 
 def sample(i: int) -> tuple[torch.Tensor, str]:
@@ -396,31 +402,36 @@ def test_a_claim_that_nobody_can_have_made_is_void(segment: Segment, claims: Cla
     assert take(claims, ids(4, 5)) == [4, 5]
 
 
-# Many readers of one order
+# Those that are waited for
 
 
-@pytest.mark.usefixtures("impatient")
-def test_processes_that_walk_in_one_order_read_each_sample_once_however_long_it_takes() -> None:
-    """A claimant that gets on is waited for, also by who has waited for it long before."""
-    read, tell = os.pipe()
+def test_a_claimant_that_gets_on_is_waited_for_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by who has waited for it long before; and one that does not get on is given up."""
+    clock, patience = 0.0, fill._PATIENCE_SECONDS
+    coming, read = [], []
 
-    def slow(i: int) -> torch.Tensor:
-        os.write(tell, b"x")
-        assert not threading.Event().wait(0.012)
-        return torch.full((4,), i)
+    def pause(seconds: float) -> None:
+        nonlocal clock
+        clock += 0.75 * patience
+        if coming:
+            number = coming.pop(0)
+            other.adopt({number: sample(number)})
 
-    with opened(lambda i: torch.full((4,), i), 256) as store:
+    def reading(i: int) -> tuple[torch.Tensor, str]:
+        read.append(i)
+        return sample(i)
 
-        def walk() -> None:
-            for begin in range(0, 256, 8):
-                store.fill(np.arange(begin, begin + 8), slow)
-
-        children = [child(walk) for _ in range(3)]
-        assert [ended(pid) for pid in children] == [0] * 3
-        os.close(tell)
-        with os.fdopen(read, "rb") as file:
-            assert len(file.read()) == 256
-        assert count(store) == 256
+    timer = SimpleNamespace(monotonic=lambda: clock, sleep=pause, perf_counter_ns=lambda: 0)
+    monkeypatch.setattr(fill, "time", timer)
+    with opened(sample, N) as store, attached(store) as other:
+        others = Claims(other.member)
+        for first in (0, 8):
+            coming[:] = take(others, ids(range(first, first + 8)))
+            assert store.fill(ids(range(first, first + 8)), reading) == {}
+            clock += 100 * patience
+        assert (count(store), read) == (16, [])
+        assert take(others, ids(20)) == [20]
+        assert list(store.fill(ids(20), reading)) == read == [20]
 
 
 def test_nothing_is_claimed_in_the_midst_of_a_clear() -> None:
