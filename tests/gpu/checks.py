@@ -129,18 +129,30 @@ class _Recycled:
 def blocks_are_held_until_their_copies_have_ended(device: str) -> None:
     if device == "cpu":
         return
+    # About a tenth of a second, and longer where the host has stood still for that time.
+    assert any(
+        _sends_while_copies_are_to_come(device, cycles) for cycles in (2 * 10**8, 2 * 10**9, 2 * 10**10)
+    )
+
+
+def _sends_while_copies_are_to_come(device: str, cycles: int) -> bool:
+    """Send batches behind so many cycles of nothing; whether the last one was sent before they were over."""
     recycled = _Recycled(8, 32 << 20)
     lane = StreamLane(torch.device(device))
+    over = torch.cuda.Event()
     with torch.cuda.stream(lane._stream):
-        torch.cuda._sleep(200_000_000)  # about a tenth of a second: all copies are still to come
+        torch.cuda._sleep(cycles)
+        over.record()
     sent = [lane.send(batch) for batch in recycled]
-    assert recycled.overwritten == 0, "a block was let go of before its copy had begun"
+    let_go, in_time = recycled.overwritten, not over.query()
+    assert let_go == 0 or not in_time, "a block was let go of before its copy had begun"
     for number, one in enumerate(sent):
         batch = lane.receive(one)
         assert bool((batch == number).all()), f"batch {number} was overwritten while it was copied"
     lane.close()
     del sent, one, batch
     assert recycled.overwritten >= 7  # the generator still holds the last one
+    return in_time
 
 
 def queues_give_what_the_loader_gives(device: str) -> None:
