@@ -418,14 +418,22 @@ def test_cut_counts_the_data_sets_own_transforms_first() -> None:
             equal_batches(epochs(cached), epochs(Transformed(make(), [halve])))
 
 
-def test_a_conversion_that_makes_the_samples_larger_stays_live_where_fewer_would_fit() -> None:
+def test_a_conversion_that_makes_the_samples_larger_stays_live_where_fewer_would_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+
     def slow(index: int) -> Any:
-        sum(range(20000))
+        nonlocal clock
+        clock += 1e-3
         return torch.full((4096,), index % 251, dtype=torch.uint8), index
 
     def to_float(sample: Any) -> Any:
+        nonlocal clock
+        clock += 1e-5
         return sample[0].to(torch.float64), sample[1]
 
+    monkeypatch.setattr("time.perf_counter", lambda: clock)
     source = Samples(slow, 64)
     with hotset.cache(source, transform=to_float, memory=64 * 4400) as cached:
         assert cached.plan.live == ("to_float",)
