@@ -74,7 +74,7 @@ with ExitStack() as stack:
         print(wrong)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=250
     )
     assert done.returncode == 0, done.stderr
     assert "is no crop of its original" in done.stdout
@@ -83,7 +83,7 @@ with ExitStack() as stack:
 def test_the_accuracies_of_windows_repeat() -> None:
     program = [sys.executable, "-m", "benchmarks.digits", "--steps", "80", "--every", "20", "--seeds", "1"]
     tables = [
-        subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout
+        subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=250).stdout
         for _ in range(2)
     ]
     assert tables[0] == tables[1]

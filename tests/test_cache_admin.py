@@ -241,7 +241,9 @@ echo "id $CACHE_SESSION_ID"
 cache_admin --stop
 """
     environment = environment_in(tmp_path)
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=250
+    )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[:2] == ["Booting up cache server...", "Cache server startup completed successfully!"]
@@ -263,7 +265,7 @@ def test_the_references_script_runs_unchanged_with_a_wrapper(server: Server, tmp
     environment = {**server.environment, "PATH": f"{tmp_path}:{server.environment['PATH']}"}
     script = "source cache_util.sh; cache_admin -d $(generate_cache_session)"
     done = subprocess.run(
-        ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"Drop session successfully for server on port {server.port}\n"
@@ -278,7 +280,7 @@ def test_a_call_imports_nothing_that_is_slow(server: Server) -> None:
         "from hotset.cli.main import main; main()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=server.environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=server.environment, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "end"

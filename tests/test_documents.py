@@ -38,7 +38,7 @@ MODULES = sorted(
 def run(program: list[str], cwd: Path) -> str:
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
     done = subprocess.run(
-        [sys.executable, *program], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *program], cwd=cwd, env=environment, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

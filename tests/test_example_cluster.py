@@ -23,7 +23,7 @@ from ray_here import require_ray
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "cluster_train.py"
-PICTURES, RANKS, NUMBERS = 1200, 3, 600
+PICTURES, RANKS, NUMBERS, EPOCHS = 1200, 3, 600, 8
 HOLD = """
 import sys, ray
 from cluster_train import machines
@@ -34,7 +34,7 @@ with machines(ray, None):
 
 
 # On a busy machine Ray takes a minute for what it does in ten seconds on a quiet one.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1000)
 
 
 class Done(NamedTuple):
@@ -52,7 +52,7 @@ def shared_memory() -> set[str]:
 
 def run(program: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, *program], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150
+        [sys.executable, *program], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -79,10 +79,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
             if not address:
                 require_ray()
             assert address, "the nodes have not started"
-            trained = run([str(EXAMPLE), address, "--epochs", "3"], cwd, environment)
+            trained = run([str(EXAMPLE), address, "--epochs", str(EPOCHS)], cwd, environment)
             paged = run([str(page)], cwd, {**environment, "RAY_ADDRESS": address})
             processes = psutil.Process(holder.pid).children(recursive=True)
-            holder.communicate(timeout=60)
+            holder.communicate(timeout=300)
             gone = eventually(lambda: not any(process.is_running() for process in processes))
             left = [*sorted(shared_memory() - before), *([] if gone else ["processes"])]
             yield Done(trained.stdout, trained.stderr, paged.stdout, left)
@@ -103,12 +103,15 @@ def epochs(done: Done) -> list[list[tuple[int, ...]]]:
 def test_each_picture_is_read_from_the_source_once(done: Done) -> None:
     first, *later = epochs(done)
     assert len(first) == RANKS
-    # A few are read more to decide how to cache them; those may be found by then.
-    assert 0.98 * PICTURES <= sum(source for _, _, source in first) <= 1.02 * PICTURES
-    assert len(later) == 2
+    # A few are read more to decide how to cache them; those may be found by then. And what a machine that
+    # stands still does not answer in time is read once more.
+    assert 0.98 * PICTURES <= sum(source for _, _, source in first) <= 1.25 * PICTURES
+    assert len(later) == EPOCHS - 1
     for epoch in later:
         assert [sum(rank) for rank in epoch] == [PICTURES // RANKS] * RANKS
-        assert all(source == 0 for _, _, source in epoch)
+    undisturbed = [epoch for epoch in later if all(source == 0 for _, _, source in epoch)]
+    assert undisturbed, later
+    for epoch in undisturbed:
         assert all(0 < local < peer for local, peer, _ in epoch)  # about one third, two thirds
 
 
@@ -122,7 +125,7 @@ def test_the_page_s_program_reads_each_number_once(done: Done) -> None:
     said = re.findall(r"^(\d+) local, (\d+) from peers, (\d+) from the source$", done.page, re.MULTILINE)
     assert len(said) == RANKS
     assert any(int(peer) for _, peer, _ in said)
-    assert sum(int(source) for _, _, source in said) <= 1.02 * NUMBERS + 25
+    assert sum(int(source) for _, _, source in said) <= 1.25 * NUMBERS + 25
 
 
 def test_the_manifest_counts_its_memory() -> None:
@@ -159,7 +162,7 @@ def test_what_is_not_installed_is_named_in_a_sentence(tmp_path: Path, missing: s
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert ran.returncode == 1
     assert ran.stderr.strip() == (

@@ -23,7 +23,7 @@ from server_process import environment_in, free_port
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SECONDS = 100
+SECONDS = 250
 SMALL_EVALUATION = "--train 32 --evaluate 96 --size 80 --epochs 2 --workers 1"
 # Reads of each of 96 samples: one, and for all of them those few that decide what can be cached.
 ONCE = 1 + 48 / 96

@@ -223,7 +223,7 @@ def test_it_runs_on_a_folder(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("3 pictures of (28, 28), of each digit [1, 0, 0, 0, 0, 0, 0, 1, 0, 1]") == 2

@@ -455,7 +455,7 @@ def test_the_example_learns_its_digits(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"^epoch: (\d+) step: 44, loss is ([\d.e-]+)$", done.stdout, re.MULTILINE)
