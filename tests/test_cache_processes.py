@@ -222,6 +222,13 @@ def test_fillers_killed_at_any_moment_leave_a_clean_cache() -> None:
         assert cached.check() == []
 
 
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 class KillsItsMaker:
     """A worker's beginning, in the midst of which the process that started it is killed."""
 
@@ -232,7 +239,7 @@ class KillsItsMaker:
     def __call__(self, worker: int) -> None:
         self.told.write_text(str(os.getpid()))
         os.kill(self.maker, signal.SIGKILL)
-        time.sleep(0.2)
+        assert eventually(lambda: gone(self.maker))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -252,10 +259,10 @@ def test_a_worker_whose_maker_is_killed_as_it_begins_ends_too(method: str, tmp_p
 
     assert ended(child(job)) == -signal.SIGKILL
     worker = int(told.read_text())
-    gone = eventually(lambda: not psutil.pid_exists(worker))
-    if not gone:
+    ends = eventually(lambda: gone(worker))
+    if not ends:
         os.kill(worker, signal.SIGKILL)
-    assert gone
+    assert ends
     assert care.gc(), "what a killed process leaves is found"
 
 
@@ -267,15 +274,15 @@ def test_a_worker_that_has_more_to_hand_over_than_its_killed_maker_will_read_end
         cached = hotset.cache(Samples(mapping, 64), transform=[Bulky(told)])
         batches = iter(hotset.DataLoader(cached, batch_size=1, num_workers=1, prefetch_factor=16))
         next(batches)
-        time.sleep(0.5)
+        assert eventually(lambda: len(told.read_text().split()) > 10)
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert ended(child(job)) == -signal.SIGKILL
-    worker = int(told.read_text())
-    gone = eventually(lambda: not psutil.pid_exists(worker))
-    if not gone:
+    worker = int(told.read_text().split()[-1])
+    ends = eventually(lambda: gone(worker))
+    if not ends:
         os.kill(worker, signal.SIGKILL)
-    assert gone
+    assert ends
     assert care.gc(), "what a killed process leaves is found"
 
 
@@ -292,5 +299,6 @@ class Bulky:
         self.told = told
 
     def __call__(self, sample: Any) -> Any:
-        self.told.write_text(str(os.getpid()))
+        with self.told.open("a") as file:
+            file.write(f"{os.getpid()}\n")
         return "x" * 300_000
