@@ -444,10 +444,11 @@ def test_no_room_for_the_photographs_is_said_with_the_knob(
 # Trains for as long as nobody stops it, in the first run (torch's) or in the second (hotset's), and makes
 # the file "reached" at that run's first batch: in the middle of an epoch, not while workers start.
 ENDLESS = """
-import pathlib, sys
+import pathlib, signal, sys
 from hotset.demo import training
 from hotset.demo.run import demo
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 ordinary, runs = training.train, []
 
 def train(loader, **options):
