@@ -15,8 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import eventually, memory_files, seed_everything
 from hypothesis import HealthCheck, settings
+
+# Before torch is imported, here and in every child: threads of its teams that wait for another must not spin.
+# Where cores are short a step takes thirty times as long with that, and so do all others' steps.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from helpers import eventually, memory_files, seed_everything
 from session_places import own_runtime
 
 from benchmarks.operators import define_torchvision_operators
