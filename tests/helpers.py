@@ -7,6 +7,7 @@ transforms in ``live.py``; all of them at module level, because a worker may hav
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import multiprocessing
@@ -16,6 +17,7 @@ import struct
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -320,6 +322,15 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[warnings.WarningMessage]]:
+    """The warnings of a block; not Python's own (from 3.12 on) that a process with threads is forked."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        yield caught
 
 
 def memory_files() -> set[str]:

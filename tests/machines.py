@@ -28,7 +28,6 @@ import tempfile
 import threading
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from helpers import difference, eventually, scribble
+from helpers import difference, eventually, recorded, scribble
 from samples import kilobyte
 from sources import Counting, ReadLog, Samples
 from stores import attached, child, ended, kill
@@ -177,8 +176,7 @@ class Child:
         def run() -> None:
             os.environ["HOTSET_RUNTIME_DIR"] = str(folder)
             os.environ["XDG_STATE_HOME"] = str(folder / "state")
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
+            with recorded() as told:
                 made = make()
                 theirs.send(None)
                 while True:

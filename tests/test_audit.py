@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import difference, equal_batches, is_a_sentence, rng_states, seed_everything
+from helpers import difference, equal_batches, is_a_sentence, recorded, rng_states, seed_everything
 from samples import image_and_label
 from sources import FolderLike, ReadLog, Samples, TextFiles, Transformed
 
@@ -68,8 +68,7 @@ def test_a_frozen_transform_is_named_and_nothing_is_served_any_more(
         list(loader)
         assert cached.stats().cached == N
         flag.touch()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with recorded() as told:
             list(loader)
             list(loader)
         sentences = [str(each.message) for each in told]

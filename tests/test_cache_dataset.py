@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, failure, leaves, scribble
+from helpers import equal_batches, failure, leaves, recorded, scribble
 from live import draw_all
 from samples import (
     arrays,
@@ -85,8 +84,7 @@ def hits_equal_misses(make: Callable[[int], Any], n: int = N) -> int:
 
 def with_at_most_one_warning(run: Callable[[], int]) -> int:
     """Run where samples may stay uncached, which may be said once."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as caught:
         cached = run()
     assert [w.category for w in caught] in ([], [hotset.HotsetWarning])
     return cached

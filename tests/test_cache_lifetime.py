@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import Walkers, difference, equal_batches, eventually, in_fork
+from helpers import Walkers, difference, equal_batches, eventually, in_fork, recorded
 from live import draw_all
 from samples import kilobyte, mapping, number, ragged
 from sources import Counting, ReadLog, Samples
@@ -69,8 +68,7 @@ def test_pickled_and_unpickled_at_home_it_is_the_same_cache(tmp_path: Path) -> N
 
 
 def _warned(action: Callable[[], Any]) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as caught:
         result = action()
     assert all(issubclass(w.category, hotset.HotsetWarning) for w in caught)
     return result, [str(w.message) for w in caught]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal_batches, is_a_sentence, memory_files
+from helpers import equal_batches, is_a_sentence, memory_files, recorded
 from samples import half_megabyte, kilobyte
 from sources import Counting, ReadLog, Samples
 
@@ -18,8 +18,7 @@ import hotset
 
 @pytest.fixture
 def caught() -> Iterator[list[warnings.WarningMessage]]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with recorded() as found:
         yield found
 
 

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from helpers import (
     eventually,
     failure,
     is_a_sentence,
+    recorded,
     rng_states,
     seed_everything,
 )
@@ -509,8 +509,7 @@ def test_a_stall_is_said_and_the_pass_goes_on(
 
 @pytest.mark.parametrize("timeout", [0.04, float("inf"), 1e300])
 def test_nothing_is_said_if_batches_come_in_time(timeout: float, clock: Clock) -> None:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with recorded() as told:
         with DeviceQueue(map(torch.tensor, range(3)), 0, timeout=timeout, **on_cpu) as queue:
             for _ in queue:
                 clock.now += 1000.0  # a slow step starves nobody

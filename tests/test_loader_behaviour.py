@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import difference, equal_batches, eventually, failure, rng_states, seed_everything
+from helpers import difference, equal_batches, eventually, failure, recorded, rng_states, seed_everything
 from live import WritesWorker, describe_samples, draw_all, keep_first
 from samples import image_and_label, mapping, named, number, object_array, opaque, poster_and_label, text
 from sources import Counting, Listed, ReadLog, Samples, Streamed, TextFiles, Transformed
@@ -278,8 +277,7 @@ def test_worker_init_fn_runs_in_each_worker_and_sees_the_users_dataset(live: boo
 @pytest.mark.parametrize("workers", [0, 2])
 def test_pin_memory_is_as_in_torch(workers: int) -> None:
     def run(loader: DataLoader[Any]) -> tuple[list[Any], list[str]]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded() as caught:
             batches = list(loader)
         return batches, [str(warning.message) for warning in caught]
 

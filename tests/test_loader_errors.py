@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import equal_batches, failure, rng_states, seed_everything, taken_apart
+from helpers import equal_batches, failure, recorded, rng_states, seed_everything, taken_apart
 from samples import (
     image_and_label,
     none_inside,
@@ -176,8 +175,7 @@ def test_what_default_collate_refuses_is_refused_alike_cold_and_warm(
 @pytest.mark.parametrize("make", [other_shape_at_500, other_dtype_at_500, other_tree_at_500])
 def test_sample_500_of_another_kind_is_served_right_and_left_uncached(make: Callable[[int], Any]) -> None:
     with hotset.cache(Samples(make, 600)) as cached:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded() as caught:
             for _ in range(2):
                 for i in range(600):
                     equal_batches(cached[i], make(i), f"sample {i}")

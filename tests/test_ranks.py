@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import equal_batches, eventually, failure, is_a_sentence
+from helpers import equal_batches, eventually, failure, is_a_sentence, recorded
 from samples import image_and_label, mapping
 from samples import number as its_number
 from sources import PlainError, ReadLog, Samples, Stalling
@@ -143,8 +142,7 @@ def start() -> Iterator[Callable[..., Rank]]:
 
 def make_cache(state: dict[str, Any], dataset: Any, name: str = "cached", **arguments: Any) -> list[str]:
     """Call hotset.cache; return its warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as caught:
         state[name] = hotset.cache(dataset, **arguments)
     return [str(w.message) for w in caught]
 
@@ -520,8 +518,7 @@ def _share_and_fork(state: dict[str, Any], told: Path) -> None:
 def _share_thing(state: dict[str, Any]) -> list[str]:
     """Share a bare segment under the key "thing"; return the warnings."""
     made = Bare(Segment.create(Geometry(8, 64, 8, 0, 0), limit=1 << 20))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as caught:
         shared = share.share("thing", "thing", create=lambda: made, attach=_no)
     assert shared.value is made
     assert not shared.joined

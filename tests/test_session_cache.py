@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Walkers, equal_batches, eventually, is_a_sentence, seed_everything
+from helpers import Walkers, equal_batches, eventually, is_a_sentence, recorded, seed_everything
 from live import draw_all, halve
 from samples import big_image_and_label, image_and_label, jpeg_like, kilobyte, mapping
 from sources import PlainError, ReadLog, Samples
@@ -400,10 +400,8 @@ def test_a_job_that_joins_a_condemned_cache_is_told() -> None:
     with hotset.cache(Samples(mapping, N), session="shared") as cached:
         read_all(cached, mapping)
         cached.store.condemn()  # type: ignore[union-attr]
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with hotset.cache(Samples(mapping, N), session="shared") as cached:
-            read_all(cached, mapping)
+    with recorded() as told, hotset.cache(Samples(mapping, N), session="shared") as cached:
+        read_all(cached, mapping)
     del cached
     assert len(told) == 1
 
@@ -435,18 +433,16 @@ def test_jobs_end_well_when_their_session_goes(log: ReadLog, disk: str, runtime:
 
     def body(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with hotset.cache(Counted(jpeg_like, log), session="shared") as cached:
-                begun = False
-                while cached.store is not None:
-                    i = int(rng.integers(N))
-                    equal_batches(cached[i], jpeg_like(i))
-                    if not begun and cached.stats().cached > N // 2:
-                        os.write(tell, b"x")
-                        begun = True
-                read_all(cached, jpeg_like)
-                assert cached.check() == []
+        with recorded() as caught, hotset.cache(Counted(jpeg_like, log), session="shared") as cached:
+            begun = False
+            while cached.store is not None:
+                i = int(rng.integers(N))
+                equal_batches(cached[i], jpeg_like(i))
+                if not begun and cached.stats().cached > N // 2:
+                    os.write(tell, b"x")
+                    begun = True
+            read_all(cached, jpeg_like)
+            assert cached.check() == []
         texts = [str(one.message) for one in caught]
         assert all("was destroyed" in text for text in texts), texts
         os.write(tell, bytes([len(texts)]))
@@ -478,8 +474,7 @@ def test_a_loader_ends_its_epoch_when_its_session_goes_and_comes_again(
         found = [next(batches)]
         sessions.destroy(session)
         again = sessions.create("shared", memory=MIB)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with recorded() as told:
             found += list(batches)
             equal_batches(found, expected)
             equal_batches(list(loader), expected)

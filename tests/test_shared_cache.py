@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, in_threads, is_a_sentence, scribble
+from helpers import difference, in_threads, is_a_sentence, recorded, scribble
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -84,8 +83,7 @@ def sound() -> None:
 
 def told(run: Callable[[], object]) -> list[str]:
     """The warnings that ``run`` gives, each a sentence of hotset's."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as caught:
         run()
     assert {warning.category for warning in caught} <= {HotsetWarning}
     said = [str(warning.message) for warning in caught]

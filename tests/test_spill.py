@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-from helpers import Walkers, difference, equal_batches, is_a_sentence, seed_everything
+from helpers import Walkers, difference, equal_batches, is_a_sentence, recorded, seed_everything
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -420,8 +420,7 @@ def test_a_clear_under_a_reader_is_no_damage(end: str, folder: Path) -> None:
                 return read(offset, into)
 
             file.read = meanwhile  # type: ignore[method-assign]
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with recorded() as caught:
                 assert other.read(ids(3, 4)) is None
             del file.read, file
         return [str(one.message) for one in caught]

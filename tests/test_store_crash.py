@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference
+from helpers import difference, recorded
 from stores import (
     attached,
     child,
@@ -412,8 +412,7 @@ def test_flipped_bits_in_a_file_are_misses_and_never_wrong_samples(tmp_path: Pat
                 damaged[at + bit // 8] ^= 1 << bit % 8
             path.write_bytes(damaged)
             print(f"trial {trial}: bits {bits} of the {region}", file=sys.stderr, flush=True)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with recorded() as caught:
                 _use(path, n)
             assert [str(w.message) for w in caught if w.category is not HotsetWarning] == []
 

@@ -33,6 +33,7 @@ from helpers import (
     failure,
     is_a_sentence,
     leaves,
+    recorded,
     rng_states,
     scribble,
     seed_everything,
@@ -853,8 +854,7 @@ def test_more_than_there_is_memory_for_is_told_and_comes_from_the_source(make: M
         cached = make(source, hotset.Window(50, replace=0.1, wait=True), memory="200KiB")
     loader = loader_over(cached)
     reference = Reference(source, hotset.Window(50, replace=0.1, wait=True))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with recorded() as told:
         for epoch in range(4):
             equal_batches([*loader], [*TorchDataLoader(reference.at(epoch, 5 * epoch), batch_size=4)])
     assert len(told) <= 1

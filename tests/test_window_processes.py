@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import test_ranks
-from helpers import eventually, is_a_sentence
+from helpers import eventually, is_a_sentence, recorded
 from resuming import through_a_checkpoint
 from sources import ReadLog, Samples, Stalling
 from test_ranks import Counted, Rank, make_cache, nonce
@@ -259,8 +259,7 @@ def test_a_helper_that_is_killed_is_told_of_once_and_filling_goes_on(
         os.kill(source.stalled_pid(), signal.SIGKILL)
         assert eventually(lambda: gone(source.stalled_pid()))
         source.disarm()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded() as caught:
             for _ in range(12):
                 assert len(set(numbers(loader))) == N
                 ready(cached)
