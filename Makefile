@@ -17,9 +17,9 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/hotset demo
 
-# Two at once: the tests wait for processes most of the time.
+# Four at once, on two cores too: the tests wait for processes most of the time.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

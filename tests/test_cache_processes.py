@@ -18,7 +18,7 @@ from live import draw_all
 from samples import constant_row, image_and_label, mapping, ragged
 from sources import Counting, ReadLog, Samples, Stalling
 from stores import child, ended
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 import hotset
 from hotset.session import care
@@ -284,6 +284,43 @@ def test_a_worker_that_has_more_to_hand_over_than_its_killed_maker_will_read_end
         os.kill(worker, signal.SIGKILL)
     assert ends
     assert care.gc(), "what a killed process leaves is found"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_worker_in_the_midst_of_a_read_ends_with_its_maker(method: str, tmp_path: Path) -> None:
+    told = tmp_path / "worker"
+
+    def job() -> None:
+        cached = hotset.cache(Samples(mapping, 8), transform=[Hanging(told)])
+        context = multiprocessing.get_context(method)
+        batches = hotset.DataLoader(cached, batch_size=4, num_workers=2, multiprocessing_context=context)
+        held = iter(batches)
+        assert eventually(lambda: told.exists() and len(told.read_text().split()) == 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+        del held
+
+    assert ended(child(job)) == -signal.SIGKILL
+    workers = [int(pid) for pid in told.read_text().split()]
+    ends = eventually(lambda: all(map(gone, workers)))
+    for worker in workers if not ends else ():
+        os.kill(worker, signal.SIGKILL)
+    assert ends
+    assert care.gc(), "what a killed process leaves is found"
+
+
+@hotset.nondeterministic
+class Hanging:
+    """In a worker it waits for a disk that is gone."""
+
+    def __init__(self, told: Path) -> None:
+        self.told = told
+
+    def __call__(self, sample: Any) -> Any:
+        if get_worker_info() is not None:
+            with self.told.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            time.sleep(1000)
+        return sample
 
 
 @hotset.nondeterministic

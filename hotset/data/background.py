@@ -210,7 +210,6 @@ _backgrounds: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
 def _forget_inherited() -> None:
-    # In helpers as well: a leash's writing end that one of them kept would hold the others alive.
     for background in list(_backgrounds):
         background._forget()
 

@@ -13,28 +13,22 @@ It is a sparse memfd, in which each part has more room than it can need. Nobody 
 process overwrites the list whenever it likes, and a helper that finds another number before and after reading
 it reads it again. What a helper says stays there until it is looked at, and costs a look at one word.
 
-With the board comes the *leash*, by which the kernel kills helpers when the main process dies, however it
-does, and in the midst of a read too. It is a pipe whose only writing end is in the main process. Nothing is
-ever written to it; each helper has a reading end with ``O_ASYNC``, so that the kernel sends a signal, here
-SIGKILL, when the last writing end closes. Rejected: ``PR_SET_PDEATHSIG``, which looks at the *thread* that
-forked, and that may end long before its process; and asking for the parent's id now and then, as a read may
-take a minute.
+Who attaches to it is tied to the main process's leash (:mod:`hotset.data.leash`), and dies with that.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import pickle
 import select
-import signal
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch._utils import ExceptionWrapper
 
+from hotset.data.leash import Leash, leash_of_this_process
 from hotset.store.claims import Ids
 from hotset.store.segment import Words
 
@@ -50,11 +44,11 @@ _LONGEST_ERROR = _ERROR_AREA // 8  # letters, of up to four bytes
 
 
 class Address(NamedTuple):
-    """Where helpers find a board: process, descriptors of memory and leash, and what they are."""
+    """Where helpers find a board: the main process's leash, its descriptor of the memory, and its inode."""
 
-    pid: int
-    fds: tuple[int, int]
-    inodes: tuple[int, int]
+    leash: Leash
+    fd: int
+    inode: int
     processes: int
 
 
@@ -67,7 +61,7 @@ class Board:
         raised: for each helper, how many of those were taken away.
     """
 
-    def __init__(self, fd: int, leash: tuple[int, ...], processes: int) -> None:
+    def __init__(self, fd: int, leash: int | None, processes: int) -> None:
         self._fd = fd
         self._leash = leash
         self._processes = processes
@@ -86,7 +80,7 @@ class Board:
         fd = os.memfd_create("hotset-board", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, _END)
-            return cls(fd, os.pipe(), processes)
+            return cls(fd, None, processes)
         except BaseException:
             os.close(fd)
             raise
@@ -98,24 +92,16 @@ class Board:
         Raises:
             OSError: that process is gone.
         """
-        fd, leash = (
-            os.open(f"/proc/{address.pid}/fd/{theirs}", mode | os.O_CLOEXEC | os.O_NONBLOCK)
-            for theirs, mode in zip(address.fds, (os.O_RDWR, os.O_RDONLY), strict=True)
-        )
-        if _inodes(fd, leash) != address.inodes:
-            raise OSError("the process that a helper was started by is gone")
-        fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(leash, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
-        board = cls(fd, (leash,), address.processes)
-        board.pause(0.0)  # it may have died before the signal was ordered
-        return board
+        leash = address.leash.tie()
+        fd = os.open(f"/proc/{address.leash.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(fd).st_ino != address.inode:
+            raise OSError("the board that a helper was started for is gone")
+        return cls(fd, leash, address.processes)
 
     @property
     def address(self) -> Address:
         """How helpers find this board while this process lives."""
-        fds = self._fd, self._leash[0]
-        return Address(os.getpid(), fds, _inodes(*fds), self._processes)
+        return Address(leash_of_this_process(), self._fd, os.fstat(self._fd).st_ino, self._processes)
 
     # ---- lists ---------------------------------------------------------------------------------------
 
@@ -186,21 +172,17 @@ class Board:
 
     def pause(self, seconds: float) -> None:
         """Wait, in a helper, which ends here too if the main process has."""
-        if select.select(self._leash, [], [], seconds)[0]:
+        assert self._leash is not None
+        if select.select([self._leash], [], [], seconds)[0]:
             os._exit(0)
 
     def close(self) -> None:
-        """Close the descriptors; the mapping goes with its last view."""
-        for fd in (self._fd, *self._leash):
-            os.close(fd)
+        """Close the memory, in the main process; the mapping goes with its last view."""
+        os.close(self._fd)
 
     def _read(self, offset: int, count: int) -> Words:
         words: Words = np.frombuffer(os.pread(self._fd, 8 * count, offset), np.int64)
         return words
-
-
-def _inodes(fd: int, leash: int) -> tuple[int, int]:
-    return os.fstat(fd).st_ino, os.fstat(leash).st_ino
 
 
 def _write(fd: int, data: bytes, offset: int) -> None:

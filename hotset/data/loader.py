@@ -360,7 +360,7 @@ class DataLoader(TorchDataLoader[T]):
                 collate_fn=_unchanged,  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,
                 timeout=self.timeout,
-                worker_init_fn=WorkerInit(self.dataset, self.worker_init_fn, self.multiprocessing_context),
+                worker_init_fn=WorkerInit(self.dataset, self.worker_init_fn),
                 multiprocessing_context=self.multiprocessing_context,
                 generator=self.generator,
                 prefetch_factor=self.prefetch_factor,

@@ -18,10 +18,8 @@ persistence, is torch's business and done through its public arguments.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +28,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from hotset.data.collate import bound
+from hotset.data.leash import leash_of_this_process
 from hotset.data.letters import Letter, News, Place, pool_of_letters
 from hotset.data.randomness import pack, put
 from hotset.data.route import Route, route_to
@@ -45,8 +44,6 @@ from hotset.store.segment import Address
 __all__ = ["BatchMaker", "Desks", "Letter", "Task", "TaskSampler", "WorkerInit", "make_gather"]
 
 _ALIGN = 64
-# Before a queue waits for its thread, whose priority is below zero.
-_FIRST = 100
 
 
 class Task(NamedTuple):
@@ -353,19 +350,27 @@ class _Desk:
 class WorkerInit:
     """Runs in each worker before its first batch: the user's function sees the user's data set.
 
+    From then on the worker dies with the process that made it. torch's own notes who its parent is only after
+    this, to end when that dies: if it just has, it takes whoever adopts orphans for it, and waits for work
+    for ever. And at its end it waits until what it has made was read, which nobody does then.
+
     Args:
         dataset: the user's.
         user: the user's function.
-        context: of multiprocessing, by which the workers are started; None: the default one.
     """
 
-    def __init__(self, dataset: Any, user: Callable[[int], None] | None, context: Any) -> None:
+    def __init__(self, dataset: Any, user: Callable[[int], None] | None) -> None:
         self.dataset = dataset
         self.user = user
-        self._maker = os.getpid()
-        self._method = (context or multiprocessing).get_start_method()
+        self._leash = leash_of_this_process()
 
     def __call__(self, worker: int) -> None:
+        try:
+            self._leash.tie()
+        except ProcessLookupError:
+            os._exit(1)
+        except OSError:  # no descriptor is left, say: it is torch's own again
+            pass
         keep_freed_memory()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, BatchMaker):
@@ -373,20 +378,3 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker)
-        # torch notes who its parent is only after this, to end when that dies: it would take whoever adopts
-        # orphans for it, and wait for work for ever.
-        self._end_if_orphaned()
-        # And at its end it waits until what it has made was read, which nobody does then.
-        Finalize(None, self._end_if_orphaned, exitpriority=_FIRST)
-
-    def _end_if_orphaned(self) -> None:
-        if self._is_orphaned():
-            os._exit(1)
-
-    def _is_orphaned(self) -> bool:
-        if self._method != "forkserver":
-            return os.getppid() != self._maker
-        # A fork server stands in between. Its children hold nothing of each other's, as forked ones do, which
-        # keep the pipe open that tells.
-        maker = multiprocessing.parent_process()
-        return maker is not None and not maker.is_alive()
