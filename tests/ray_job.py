@@ -39,6 +39,12 @@ SMALL = int(SAMPLES * RECORD / 2.65)
 WIDE = 4 * SMALL
 
 
+def small_actors() -> list[str]:
+    """The actors of the small session that Ray still knows of."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return [str(actor["name"]) for actor in named if "small" in str(actor["name"])]
+
+
 class Play:
     """What happens, in the order of `PLOT`; each method is a claim, and returns what came of it."""
 
@@ -111,7 +117,7 @@ class Play:
         before = joining.status(address, "small")
         bytes_before = [machine.taken() for machine in self.machines.all]
         freed = joining.stop(address, "small")
-        named = [str(a["name"]) for a in ray.util.list_named_actors(all_namespaces=True)]
+        eventually(lambda: not small_actors())
         try:
             after = str(joining.status(address, "small"))
         except Exception as error:
@@ -119,7 +125,7 @@ class Play:
         return {
             "status": before,
             "freed": freed,
-            "actors": [name for name in named if "small" in name],
+            "actors": small_actors(),
             "before": bytes_before,
             "after": [machine.taken() for machine in self.machines.all],
             "status after": after,

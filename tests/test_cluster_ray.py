@@ -330,6 +330,45 @@ def test_a_session_that_is_not_there_is_named_as_the_user_did(
     assert is_a_sentence(found.text)
 
 
+def test_a_machine_that_does_not_say_that_it_is_freed_is_named_and_ended_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[str] = []
+    answers: dict[str, Any] = {
+        "hotset-one-aa": 100,
+        "hotset-one-bb": TimeoutError(),
+        "hotset-one-cc": OSError(),
+    }
+
+    def get(answer: Any, timeout: float) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def actor(name: str, namespace: str) -> Any:
+        return types.SimpleNamespace(
+            name=name, destroy=types.SimpleNamespace(remote=lambda: answers.get(name))
+        )
+
+    there = [{"name": name, "namespace": joining.NAMESPACE} for name in [*answers, "hotset-other-aa"]]
+    fake = types.SimpleNamespace(
+        util=types.SimpleNamespace(list_named_actors=lambda all_namespaces: there),
+        exceptions=types.SimpleNamespace(GetTimeoutError=TimeoutError),
+        get_actor=actor,
+        get=get,
+        kill=lambda actor: killed.append(actor.name),
+    )
+    monkeypatch.setattr(joining, "_connect", lambda address: fake)
+    found = failure(lambda: joining.stop("auto", "one"))
+    assert found.kind is hotset.ClusterError
+    assert "(Ray's nodes bb)" in found.text
+    assert "hotset session destroy one" in found.text
+    assert is_a_sentence(found.text)
+    assert sorted(killed) == ["hotset-one", "hotset-one-aa", "hotset-one-bb", "hotset-one-cc"]
+    answers["hotset-one-bb"] = 11
+    assert joining.stop("auto", "one") == 111
+
+
 def with_a_node(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Stands for a Ray cluster whose node says numbers from the end on; the first remains."""
     numbers: list[int] = []

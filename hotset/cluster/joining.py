@@ -27,6 +27,8 @@ _JOIN_SECONDS = 60.0
 _PLAN_SECONDS = 120.0
 _READY_SECONDS = 20.0
 _ANEW_SECONDS = 10.0
+# A machine's own processes are waited for that are in the midst of reading: see hotset.session.retire.
+_DESTROY_SECONDS = 30.0
 
 
 class Joined:
@@ -204,18 +206,34 @@ def stop(address: str, session: str) -> int:
     """End a session on all machines, and free what it holds; returns the bytes.
 
     Raises:
-        ClusterError: there is no such session in that cluster.
+        ClusterError: there is no such session in that cluster, or a machine has not said that it is freed.
     """
     ray = _connect(address)
     directory = _find(ray, session)
     ray.kill(directory)  # first, or it would start the nodes anew
-    freed = 0
+    asked = {}
     for name in _names(ray):
         if name.rpartition("-")[0] == directory_name(session):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(ValueError):  # it has just ended
                 node = ray.get_actor(name, namespace=NAMESPACE)
-                freed += ray.get(node.destroy.remote(), timeout=ANSWER_SECONDS)
-                ray.kill(node)
+                asked[name] = node, node.destroy.remote()
+    freed, late = 0, []
+    deadline = time.monotonic() + _DESTROY_SECONDS
+    for name, (node, answer) in asked.items():
+        try:
+            freed += ray.get(answer, timeout=max(deadline - time.monotonic(), 0.1))
+        except ray.exceptions.GetTimeoutError:
+            late.append(name.rpartition("-")[2])
+        except Exception:  # its machine is gone, and the memory with it
+            pass
+        with contextlib.suppress(Exception):
+            ray.kill(node)
+    if late:
+        raise ClusterError(
+            f"session {session!r} has ended, but {len(late)} of its machines (Ray's nodes {', '.join(late)}) "
+            f"did not say within {_DESTROY_SECONDS:.0f} s that its memory is free; run `hotset session "
+            f"destroy {session}` there."
+        )
     return freed
 
 
