@@ -493,6 +493,10 @@ def oom_kills(group: Path) -> int:
     return 0
 
 
+# A torch for CUDA takes more for itself.
+TORCHS_OWN = 256 * MIB if torch.version.cuda is not None else 0
+
+
 def test_a_control_group_too_small_for_the_data_kills_nobody() -> None:
     with control_group(400 * MIB) as group:
         cached, why = run_in(group, _STORE, KIB=1024).split("|")
@@ -503,8 +507,7 @@ def test_a_control_group_too_small_for_the_data_kills_nobody() -> None:
 
 def test_a_control_group_too_small_for_the_data_and_a_large_index_kills_nobody() -> None:
     """The index of 20 million samples is 160 MB, which random indices touch everywhere."""
-    torchs_own = 256 * MIB if torch.version.cuda is not None else 0  # that is more than without CUDA
-    with control_group(512 * MIB + torchs_own) as group:
+    with control_group(512 * MIB + TORCHS_OWN) as group:
         run_in(group, _INDEX, KIB=0)
         assert oom_kills(group) == 0
 
@@ -513,7 +516,7 @@ def test_a_control_group_too_small_for_the_data_and_a_large_index_kills_nobody()
 def test_a_loader_in_a_control_group_too_small_for_the_data_goes_on_with_one_warning(
     workers: int, kib: int, batch: int
 ) -> None:
-    with control_group(480 * MIB) as group:
+    with control_group(480 * MIB + TORCHS_OWN) as group:
         out = run_in(group, _CACHE, WORKERS=workers, KIB=kib, BATCH=batch)
         cached, warned, said = out.split("|", 2)
         assert oom_kills(group) == 0
