@@ -349,9 +349,10 @@ class Node:
                 raise SegmentError("other samples are cached there.")
             return store
 
-        store, use, _ = share_in(
+        shared = share_in(
             self.session, described.meeting, described.about["name"], create=create, attach=attach
         )
+        store, use = shared.value, shared.registration
         assert store is not None
         assert isinstance(use, Use)
         store.filler.ahead = True

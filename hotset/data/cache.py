@@ -188,7 +188,7 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
             tell(f"{name} is cached for this job alone, as session {found.name!r} cannot be used: {error}")
     if shared is None:
         shared = share(identity.meeting, name, create=create, attach=attach)
-    store, registration, is_found = shared
+    store, registration, is_found = shared.value, shared.registration, shared.joined
     assert made is not None, "either made here or found"
     if not is_found and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
         tell(

@@ -326,7 +326,8 @@ class SharedCache:
 
         content = json.dumps([key, self._samples, self._length, lines, form.dims, str(form.dtype)])
         content = f"hotset.SharedCache {content}"
-        self._slots, self._registration, _ = share(content, name, create=create, attach=Slots.attach)
+        shared = share(content, name, create=create, attach=Slots.attach)
+        self._slots, self._registration = shared.value, shared.registration
         if self._slots is not None:
             self._slots.store.room.knob = "`size_limit_gib=`"
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from hotset.errors import SegmentError
 from hotset.session import registry
@@ -58,7 +59,8 @@ class Share(Protocol):
 S = TypeVar("S", bound=HasSegment)
 
 
-class Shared(NamedTuple, Generic[S]):
+@dataclass(frozen=True)
+class Shared(Generic[S]):  # Python 3.10 has no generic named tuples
     """What :func:`share` found or made.
 
     Attributes:
