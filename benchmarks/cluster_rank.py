@@ -181,7 +181,7 @@ class Rank:
 
         assert self._source is not None
         size = self._source.size
-        here = np.flatnonzero(self._cached.store.present(np.arange(len(self._source)))).tolist()
+        here = np.flatnonzero(self._cached._store.present(np.arange(len(self._source)))).tolist()
         quick = Noise(len(self._source), size)
         with hotset.cache(quick, memory=2 * len(here) * size + (8 << 20), key="alone") as alone:
             alone.supply.fill(np.array(here))

@@ -187,9 +187,8 @@ def runs(items: list[dict[str, str]], words: argparse.Namespace) -> Iterator[Run
         # No shuffle: the order is the window's, and random.
         loader = hotset.DataLoader(cached, **loading)
         yield train(f"window of {len(cached)}", loader, words.steps, held_out, words.crop)
-        print(
-            f"replaced so far: {cached.residents.position.cursor} volumes, {cached.stats().late} of them late"
-        )
+        stats = cached.stats()
+        print(f"replaced so far: {stats.replaced} volumes, {stats.late} of them late")
         del loader  # its workers end
 
     with hotset.cache(training) as cached:

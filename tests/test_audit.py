@@ -124,11 +124,11 @@ def test_all_processes_stop_serving(tmp_path: Path) -> None:
     with hotset.cache(Samples(image_and_label, N), transform=chain) as cached:
         other = pickle.loads(pickle.dumps(cached))
         loader = warm(cached)
-        assert other.store is not None
+        assert other._store is not None
         flag.touch()
         with pytest.warns(hotset.HotsetWarning):
             list(loader)
-        assert other.store is None
+        assert other._store is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert other[3][1] != other[3][1]
@@ -198,10 +198,10 @@ def test_a_window_is_audited_by_the_samples_that_its_entries_are(tmp_path: Path)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             labels = [int(y) % 10**6 for _, ys in loader for y in ys]
-            cursor = cached.residents.position.cursor
+            cursor = cached.stats().replaced
             list(loader)
         assert len(labels) == 10
-        assert cached.residents.position.cursor == cursor + 2, "it moves on, over the source"
+        assert cached.stats().replaced == cursor + 2, "it moves on, over the source"
         assert set(psutil.Process().children()) <= servants, "and nobody prepares what nobody would read"
 
 
@@ -222,10 +222,10 @@ def test_monais_traces_of_another_process_are_no_difference() -> None:
             cached[i]
         other = pickle.loads(pickle.dumps(cached))  # has its own transforms, as a spawned worker has
         ours = cached[3]["image"].applied_operations[0]["id"]
-        theirs = other.source.read(3)["image"].applied_operations[0]["id"]
+        theirs = other._source.read(3)["image"].applied_operations[0]["id"]
         assert ours != theirs
         assert other.__getitems__(list(range(8)))[3]["image"].applied_operations[0]["id"] == ours
-        assert other.store is not None
+        assert other._store is not None
         cached.dataset.data[3]["image"] = np.zeros((1, 4, 4), np.float32)
         with pytest.warns(hotset.HotsetWarning, match="values"):
             cached.__getitems__([3])
@@ -303,7 +303,7 @@ def test_finding_out_why_moves_no_generator_and_raises_nothing(tmp_path: Path) -
         with pytest.warns(hotset.HotsetWarning, match="OSError when it was asked why"):
             next(iter(cached_batches(cached)))
         assert rng_states() == before
-        assert cached.store is None
+        assert cached._store is None
         assert len(loader) == N // 8
 
 
@@ -322,7 +322,7 @@ def test_cleared_it_is_cached_anew(tmp_path: Path) -> None:
             path.write_bytes(b"other")
         with pytest.warns(hotset.HotsetWarning, match="has changed"):
             list(loader)
-        assert cached.store is None
+        assert cached._store is None
         cached.clear()
         list(loader)
         assert cached.stats().cached == 8

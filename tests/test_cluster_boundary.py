@@ -1326,7 +1326,7 @@ def test_rows_that_are_refused_take_no_memory(tmp_path: Path) -> None:
 class _Full(machines._Trainer):
     def was_full(self) -> None:
         """As if a larger sample had once found no room."""
-        self._cached.store.room.why_full = "it was full"
+        self._cached._store.room.why_full = "it was full"
 
 
 def test_nobody_is_told_that_no_more_fit_where_all_have_a_place(

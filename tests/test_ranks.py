@@ -152,7 +152,7 @@ def make_with_key(state: dict[str, Any], dataset: Any) -> list[str]:
 
 
 def nonce(state: dict[str, Any], name: str = "cached") -> str:
-    found: str = state[name].store.segment.nonce.hex()
+    found: str = state[name]._store.segment.nonce.hex()
     return found
 
 
@@ -768,9 +768,9 @@ def test_two_lambdas_of_one_name_are_never_mistaken_for_one_another_between_rank
 def test_both_halves_of_a_data_set_that_was_cut_are_told_the_epoch() -> None:
     source = Cut()
     with hotset.cache(hotset.deterministic(source), cut=1) as cached:
-        assert cached.source.dataset is not source
+        assert cached._source.dataset is not source
         cached.set_epoch(5)
-        assert (source.epoch, cached.source.dataset.epoch) == (5, 5)
+        assert (source.epoch, cached._source.dataset.epoch) == (5, 5)
 
 
 class Cut(Dataset[Any]):

@@ -270,8 +270,8 @@ def test_what_other_machines_sent_are_hits() -> None:
     with hotset.cache(Samples(torch.tensor, 10), session="a") as cached:
         for index in (0, 1, 0, 1):
             cached[index]
-        assert cached.store is not None
-        cached.store.segment.slots[3, Slot.PEER_HITS] = 4
+        assert cached._store is not None
+        cached._store.segment.slots[3, Slot.PEER_HITS] = 4
         (seen,) = reports.report(session).caches
     assert (seen.peer_hits, seen.hit_rate) == (4, (seen.hits + 4) / (seen.hits + 4 + seen.misses))
     found = SessionReport(session, True, 0, 0, (CacheReport(1, "D", hits=1, peer_hits=2, misses=1),))

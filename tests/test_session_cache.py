@@ -399,7 +399,7 @@ def test_a_job_that_joins_a_condemned_cache_is_told() -> None:
     sessions.create("shared", memory=MIB)
     with hotset.cache(Samples(mapping, N), session="shared") as cached:
         read_all(cached, mapping)
-        cached.store.condemn()  # type: ignore[union-attr]
+        cached._store.condemn()  # type: ignore[union-attr]
     with recorded() as told, hotset.cache(Samples(mapping, N), session="shared") as cached:
         read_all(cached, mapping)
     del cached
@@ -413,9 +413,9 @@ def test_a_full_disk_of_a_session_that_persists_is_told_as_what_it_is(disk: str)
         from test_spill import no_room
 
         with hotset.cache(Samples(mapping, N), session="shared") as cached:
-            assert cached.store is not None
-            assert cached.store.spill is not None
-            cached.store.spill.room._free = no_room
+            assert cached._store is not None
+            assert cached._store.spill is not None
+            cached._store.spill.room._free = no_room
             with pytest.warns(HotsetWarning) as caught:
                 read_all(cached, mapping)
             assert cached.stats().cached == N
@@ -435,7 +435,7 @@ def test_jobs_end_well_when_their_session_goes(log: ReadLog, disk: str, runtime:
         rng = np.random.default_rng(seed)
         with recorded() as caught, hotset.cache(Counted(jpeg_like, log), session="shared") as cached:
             begun = False
-            while cached.store is not None:
+            while cached._store is not None:
                 i = int(rng.integers(N))
                 equal_batches(cached[i], jpeg_like(i))
                 if not begun and cached.stats().cached > N // 2:
@@ -566,7 +566,7 @@ def stopped_in_its_copy() -> None:
         warnings.simplefilter("ignore")
         cached = hotset.cache(Samples(make, N), session="a")
         read_all(cached, make)
-        store = cached.store
+        store = cached._store
         assert store is not None
         block = store._block
 
@@ -592,7 +592,7 @@ def test_mapping_ahead_takes_nothing_of_what_was_given_back(monkeypatch: pytest.
 
     monkeypatch.setattr(Segment, "populate", late)
     with hotset.cache(Samples(big, 8), session="a") as cached:
-        store = cached.store
+        store = cached._store
         assert store is not None
         assert sessions.destroy(session) > 8 * MIB
         go.set()
@@ -650,7 +650,7 @@ def test_what_lies_on_a_disk_is_announced_before_it_is_read(
         list(loader)
         announced.clear()  # workers' own lists are theirs: what is in this one, the main process has said
         list(loader)
-        store = cached.store
+        store = cached._store
         assert store is not None
         assert store.spill is not None
         geometry = store.spill.segment.geometry
@@ -675,7 +675,7 @@ def test_who_joins_a_full_cache_maps_what_it_holds_and_no_more(monkeypatch: pyte
             cached[i]
         assert mapped == [], "who fills it maps nothing"
     with hotset.cache(Samples(big, 8), session="a") as cached:
-        store = cached.store
+        store = cached._store
         assert store is not None
         geometry, rows = store.segment.geometry, int(store.segment.live[Live.ROWS_NEXT])
         end = geometry.rows_at + rows * geometry.stride

@@ -160,7 +160,7 @@ def test_a_session_that_persists_is_there_after_a_reboot(memory: int, disk: str,
         assert sessions.sessions() == [session]
         assert recovery.recover() == []
         with hotset.cache(Samples(mapping, N), session="a") as cached:
-            cached.source.dataset.make = None  # whoever reads the source fails
+            cached._source.dataset.make = None  # whoever reads the source fails
             read_all(cached, mapping, N // 2)
             assert cached.stats().spilled == N // 2
             assert cached.check() == []
@@ -204,7 +204,7 @@ def test_another_data_set_is_not_served_what_was_kept(disk: str, runtime: Path) 
 def test_a_cache_that_was_found_stale_is_not_served_after_a_reboot(disk: str, runtime: Path) -> None:
     persisted(disk)
     with hotset.cache(Samples(mapping, N), session="a") as cached:
-        cached.store.condemn()  # type: ignore[union-attr]
+        cached._store.condemn()  # type: ignore[union-attr]
     del cached
     reboot(runtime)
     with pytest.warns(HotsetWarning, match="no longer gives"):
@@ -238,7 +238,7 @@ def test_a_caches_own_memory_is_kept_over_a_reboot(disk: str, runtime: Path) -> 
     reboot(runtime)
     with hotset.cache(Samples(kilobyte, N), session="a", memory="4KiB") as cached:
         read_all(cached, kilobyte)
-        found = taken(cached.store.segment)  # type: ignore[union-attr]
+        found = taken(cached._store.segment)  # type: ignore[union-attr]
     del cached
     assert found <= 4096
 

@@ -330,9 +330,9 @@ def test_a_loader_goes_on_over_damage(workers: int, folder: Path) -> None:
     make = samples.image_and_label
     expected = list(DataLoader(Samples(make, N), batch_size=6))
     with hotset.cache(Samples(make, N), memory=0, spill=folder) as cached:
-        assert cached.store is not None
-        cached.store.fill(ALL, make)
-        flip(cached.store, row_at(cached.store, 7) + 40)
+        assert cached._store is not None
+        cached._store.fill(ALL, make)
+        flip(cached._store, row_at(cached._store, 7) + 40)
         loader = hotset.DataLoader(cached, batch_size=6, num_workers=workers)
         with pytest.warns(HotsetWarning, match="sample 7 is damaged"):
             equal_batches(list(loader), expected)
@@ -530,9 +530,9 @@ def test_a_disk_that_is_read_only_by_now_is_no_error(folder: Path, monkeypatch: 
 def test_a_full_disk_is_told_with_a_knob_that_can_be_turned(folder: Path) -> None:
     def told() -> str:
         with hotset.cache(Samples(samples.mapping, N), memory=0, spill=folder) as cached:
-            assert cached.store is not None
-            assert cached.store.spill is not None
-            cached.store.spill.room._free = no_room
+            assert cached._store is not None
+            assert cached._store.spill is not None
+            cached._store.spill.room._free = no_room
             with pytest.warns(HotsetWarning) as caught:
                 equal_batches([cached[i] for i in range(N)], [samples.mapping(i) for i in range(N)])
         (message,) = (str(one.message) for one in caught)
@@ -584,7 +584,7 @@ def test_a_disk_larger_than_its_largest_file(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "statvfs", lambda path: Disk)
     with hotset.cache(Samples(samples.text, N), memory=0, spill=folder) as cached:
-        assert cached.store is not None
+        assert cached._store is not None
 
 
 def test_no_file_on_the_disk_is_no_reason_to_cache_nothing(
@@ -598,7 +598,7 @@ def test_no_file_on_the_disk_is_no_reason_to_cache_nothing(
         cached = hotset.cache(Samples(samples.mapping, N), memory="1MiB", spill=folder)
     with cached:
         assert len(told) == 1
-        assert cached.store is not None
+        assert cached._store is not None
 
 
 def test_a_file_system_that_punches_no_holes_can_be_cleared(folder: Path) -> None:
@@ -703,7 +703,7 @@ def test_ranks_share_the_two_tiers(folder: Path, tmp_path: Path) -> None:
 
     def second() -> None:
         cached = rank(1)
-        cached.source.dataset.make = None
+        cached._source.dataset.make = None
         equal_batches([cached[i] for i in range(N)], [samples.mapping(i) for i in range(N)])
         assert 0 < cached.stats().spilled < N
         log.add(1)

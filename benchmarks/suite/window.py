@@ -188,7 +188,7 @@ def _cost(
         if reason := found.rows[RUNNING].unfit or found.rows[STILL].unfit:
             return found, reason
         cached = caches[RUNNING]
-        left = cached.residents.position.cursor
+        left = cached.stats().replaced
         pairs = zip(turns[STILL].processor, turns[RUNNING].processor, strict=True)
         processor = Spread.of(still / running for still, running in pairs)
         return found, (
@@ -224,7 +224,7 @@ def _beside_monai(settings: Settings, items: list[dict[str, Any]], workers: int)
         def ours() -> Measure:
             sizes = hotset.Window(resident, replace=volumes.RATE, prefill=True)
             cached: Any = stack.enter_context(hotset.cache(volumes.volumes(items, crop), window=sizes))
-            told.append(lambda: f"{cached.residents.position.cursor} ({cached.stats().late} late)")
+            told.append(lambda: f"{cached.stats().replaced} ({cached.stats().late} late)")
             return Turns(volumes.running_window(stack, cached, workers), truth, resident, seconds, work)
 
         def theirs() -> Measure:

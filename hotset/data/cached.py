@@ -44,11 +44,7 @@ class CachedDataset(Dataset[T], Generic[T]):
 
     Attributes:
         dataset: the data set that was given to :func:`cache`.
-        source: the data set and its chain, cut in two.
         plan: what is cached, what stays live, and why; print it.
-        residents: the running window; None if there is none.
-        neighbours: other machines, which have a part of the cache; None if this one is alone.
-        supply: where its samples come from, for loaders.
         epoch: what :meth:`set_epoch` was told last; 0 before.
 
     Example:
@@ -71,12 +67,12 @@ class CachedDataset(Dataset[T], Generic[T]):
         neighbours: Neighbours | None = None,
     ) -> None:
         self.dataset = dataset
-        self.source = source
+        self._source = source
         self.plan = plan
-        self.residents = residents
-        self.neighbours = neighbours
+        self._residents = residents
+        self._neighbours = neighbours
         attachment = Attachment(store, registration, plan.name)
-        self.supply = Supply(source, plan, attachment, residents, neighbours)
+        self._supply = Supply(source, plan, attachment, residents, neighbours)
         self._length = plan.used
         self.epoch = 0
 
@@ -88,10 +84,10 @@ class CachedDataset(Dataset[T], Generic[T]):
     def __getitem__(self, index: int) -> T:
         number = operator.index(index)
         if not -self._length <= number < self._length:
-            if self.residents is not None:
+            if self._residents is not None:
                 raise IndexError(f"the window has {self._length:,} resident samples, and no number {number}")
             # Out of range: whatever the data set itself says to that.
-            return self.source.finish(self.source.read(number))  # type: ignore[no-any-return]
+            return self._source.finish(self._source.read(number))  # type: ignore[no-any-return]
         return self.__getitems__([number])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
@@ -100,29 +96,31 @@ class CachedDataset(Dataset[T], Generic[T]):
         if len(ids) and not (-self._length <= ids.min() and ids.max() < self._length):
             return [self[index] for index in ids.tolist()]
         ids[ids < 0] += self._length
-        if self.residents is not None:
-            self.residents.count(len(ids), self.supply.ring, self.supply.tell)
-        return [self.source.finish(sample) for sample in self.supply.records(self.supply.numbers(ids))]
+        if self._residents is not None:
+            self._residents.count(len(ids), self._supply.ring, self._supply.tell)
+        return [self._source.finish(sample) for sample in self._supply.records(self._supply.numbers(ids))]
 
     # ---- the store -----------------------------------------------------------------------------------
 
     @property
-    def store(self) -> Store | None:
+    def _store(self) -> Store | None:
         """Where samples are kept; None if none are: see :attr:`Supply.store`."""
-        return self.supply.store
+        return self._supply.store
 
     def stats(self) -> Stats:
         """What the cache holds and has served, over all processes."""
-        store = self.store
+        residents, ring = self._residents, self._supply.ring
+        replaced = residents.cursor(ring) if residents is not None else 0
+        store = self._store
         if store is None:
-            return Stats(0, len(self), 0, 0, 0, self.supply.uncached, 0.0)
-        entries = self.residents.entries(None, self.supply.ring) if self.residents is not None else None
-        peers = self.neighbours.traffic() if self.neighbours is not None else {}
-        return stats_of(store, len(self), entries, peers)
+            return Stats(0, len(self), 0, 0, 0, self._supply.uncached, 0.0, replaced=replaced)
+        entries = residents.entries(None, ring) if residents is not None else None
+        peers = self._neighbours.traffic() if self._neighbours is not None else {}
+        return stats_of(store, len(self), entries, peers, replaced)
 
     def check(self) -> list[str]:
         """Verify every record; a sentence for each problem, an empty list if there is none."""
-        store = self.store
+        store = self._store
         return store.check() if store is not None else []
 
     def clear(self) -> None:
@@ -132,15 +130,15 @@ class CachedDataset(Dataset[T], Generic[T]):
             SegmentError: another process went on writing samples for five seconds, or another machine of the
                 cluster has not said that it has forgotten its part.
         """
-        store = self.supply.any_store
+        store = self._supply.any_store
         if store is not None and store.segment.live[Live.CONDEMNED] == DESTROYED:
             raise SegmentError(f"{self.plan.name} cannot be cleared: its session was destroyed.")
         if store is not None and not store.clear():
             raise SegmentError(
                 f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
             )
-        if store is not None and self.neighbours is not None:
-            self.neighbours.clear(store, self.plan.name)
+        if store is not None and self._neighbours is not None:
+            self._neighbours.clear(store, self.plan.name)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; the data set is told as well, if it has a ``set_epoch``.
@@ -153,21 +151,21 @@ class CachedDataset(Dataset[T], Generic[T]):
             Exception: what the data set has raised in a process that prepares a window's next samples.
         """
         self.epoch = epoch
-        if self.residents is not None:
-            self.residents.announce(epoch, self.supply.ring, self.supply.tell)
-            self.supply.tell_of_machines()
+        if self._residents is not None:
+            self._residents.announce(epoch, self._supply.ring, self._supply.tell)
+            self._supply.tell_of_machines()
         # Two, where the chain was cut: what is read is a copy then.
-        for dataset in {id(known): known for known in (self.dataset, self.source.dataset)}.values():
+        for dataset in {id(known): known for known in (self.dataset, self._source.dataset)}.values():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
 
     def close(self) -> None:
         """Detach from the cache; samples come from the source from then on. Batches in hand stay valid."""
-        if self.residents is not None:
-            self.residents.close()
-        if self.neighbours is not None:
-            self.neighbours.close()
-        self.supply.close()
+        if self._residents is not None:
+            self._residents.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
+        self._supply.close()
 
     def __enter__(self) -> CachedDataset[T]:
         return self

@@ -75,7 +75,7 @@ class WorkerBatches:
             letter = next(self._letters)
         except StopIteration:
             self._run.over = True
-            self._summary.end()
+            self._summary._end()
             if not self._persistent:
                 self._desks.rest()  # the workers have ended; a batch still held must not keep all blocks
             raise
@@ -87,7 +87,7 @@ class WorkerBatches:
         self._run.workers[news.worker] = news.states
         self._run.turn = (news.worker + 1) % self._workers
         self._run.count(news.samples)
-        self._summary.count(news.samples, time.perf_counter() - start)
+        self._summary._count(news.samples, time.perf_counter() - start)
         return letter.batch
 
     def __len__(self) -> int:

@@ -111,14 +111,14 @@ class DataLoader(TorchDataLoader[T]):
     def __iter__(self) -> Any:
         saved, self._saved = self._saved, None
         windows = self._windows()
-        residents = [cached.residents for cached in windows if cached.residents is not None]
+        residents = [cached._residents for cached in windows if cached._residents is not None]
         moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
         if saved is None or moved_on or not saved.under_way:
             for cached in windows:
-                cached.supply.begin_next(self._helpers, self.multiprocessing_context)
+                cached._supply.begin_next(self._helpers, self.multiprocessing_context)
         else:
             for cached in windows:
-                cached.supply.prepare(self._helpers, self.multiprocessing_context)
+                cached._supply.prepare(self._helpers, self.multiprocessing_context)
         if saved is not None and not moved_on:
             return self._go_on(saved)
         last, fresh = self._pass, self._fresh
@@ -139,7 +139,7 @@ class DataLoader(TorchDataLoader[T]):
         """Begin a pass, or the rest of one, over these batches."""
         self._pass = run
         run.begin(self._header())
-        run.watch = tuple(cached.residents.raise_errors for cached in self._windows() if cached.residents)
+        run.watch = tuple(cached._residents.raise_errors for cached in self._windows() if cached._residents)
         self._workers_begun = True
         route = self._route()
         if route is None:
@@ -213,7 +213,7 @@ class DataLoader(TorchDataLoader[T]):
             saved.require_replay(self, cut)
         saved.put_samplers(Beginning(self))
         for cached, position in zip(self._windows(), saved.windows, strict=True):
-            cached.supply.go_to(position)
+            cached._supply.go_to(position)
         self._saved = saved
 
     def _go_on(self, saved: Saved) -> Any:
@@ -255,7 +255,7 @@ class DataLoader(TorchDataLoader[T]):
         return batches
 
     def _header(self) -> dict[str, Any]:
-        windows = [cached.residents.state() for cached in self._windows() if cached.residents]
+        windows = [cached._residents.state() for cached in self._windows() if cached._residents]
         return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers, windows)
 
     @property
@@ -268,7 +268,7 @@ class DataLoader(TorchDataLoader[T]):
         """The caches behind the data set that have a running window; whichever way batches are made."""
         route = route_to(self.dataset)
         caches = route.caches if route is not None else []
-        return list({id(cached): cached for cached in caches if cached.residents is not None}.values())
+        return list({id(cached): cached for cached in caches if cached._residents is not None}.values())
 
     def _identity(self) -> dict[str, Any]:
         if self._known is None:
@@ -283,7 +283,7 @@ class DataLoader(TorchDataLoader[T]):
             route = self._route()
             live: list[Any] = [self.dataset, self.collate_fn]
             if route is not None:
-                live = [cached.source.live for cached in route.caches if cached.source.live]
+                live = [cached._source.live for cached in route.caches if cached._source.live]
             self._watched = (Generators(live) if live else None,)
         return self._watched[0]
 
@@ -296,18 +296,18 @@ class DataLoader(TorchDataLoader[T]):
 
     def _local_gather(self, route: Route) -> LocalGather | None:
         single = route.single
-        if single is None or single.store is None or single.source.live:
+        if single is None or single._store is None or single._source.live:
             return None
-        if self._gathers is None or self._gathers[0] is not single.store:
+        if self._gathers is None or self._gathers[0] is not single._store:
             some = route.local(np.arange(min(route.length, _LOOKED_AT)))
-            here = some[single.store.present(some)]
+            here = some[single._store.present(some)]
             if not len(here):  # with neighbours: nothing was read so far
                 return None
             gather = make_gather(single, self.collate_fn, int(here[0]))
             pinned = self.pin_memory and torch.accelerator.is_available()
             size = single.plan.sample_bytes
             local = LocalGather(gather, size, pinned=pinned) if gather is not None else None
-            self._gathers = (single.store, local)
+            self._gathers = (single._store, local)
         return self._gathers[1]
 
     # ---- in this process -----------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._desks is not None
-        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0].supply.tell)
+        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0]._supply.tell)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._desks is None:

@@ -134,22 +134,22 @@ class LocalBatches:
         except StopIteration:
             self._stop()
             self._run.over = True
-            self._summary.end()
+            self._summary._end()
             raise
 
     def _hand_over(self, samples: int, start: float) -> None:
         self._draws.top_up()
         self._handed_over = time.perf_counter()
         self._run.count(samples)
-        self._summary.count(samples, self._handed_over - start)
+        self._summary._count(samples, self._handed_over - start)
 
     # ---- for who gathers elsewhere -------------------------------------------------------------------
 
     def names(self) -> Ids | None:
         """The store's numbers of all samples that may come, ascending; None if no batch is made of rows."""
         single = self._route.single
-        store = single.store if single is not None else None
-        if self._gather is None or single is None or single.residents is not None or store is None:
+        store = single._store if single is not None else None
+        if self._gather is None or single is None or single._residents is not None or store is None:
             return None
         if self._route.has_neighbours:
             return None  # not all of them are here
@@ -160,7 +160,7 @@ class LocalBatches:
     def edition(self) -> Any:
         """Another value after the cache was cleared; None while its content is not to be used."""
         single = self._route.single
-        store = single.store if single is not None else None
+        store = single._store if single is not None else None
         return (id(store), store.era()) if store is not None else None
 
     def select(self) -> Ids | None:
@@ -220,7 +220,7 @@ class LocalBatches:
         later = self._draws.peek(0)
         ids = self._route.resolve(later) if later is not None else None
         if ids is not None and self._route.single is not None:
-            self._route.single.supply.ask_ahead(self._route.local(ids))
+            self._route.single._supply.ask_ahead(self._route.local(ids))
 
     def _make(self, indices: Any, away: float) -> Any:
         """The batch of these indices, for a consumer that was away for so many seconds."""
@@ -253,21 +253,21 @@ class LocalBatches:
         single = self._route.single
         assert single is not None
         assert self._gather is not None
-        records, in_hand = single.supply.bring(local)
+        records, in_hand = single._supply.bring(local)
         copy = self._gather.prepare(local, records) if not in_hand else None
         if copy is not None:
             with one_thread():
                 copy.run()
             batch = self._gather.finish(copy)
             if batch is not None:
-                single.supply.count_hits(local, less=sum(len(each.ids) for each in records))
+                single._supply.count_hits(local, less=sum(len(each.ids) for each in records))
                 return batch
-        return self._build(indices, ids, {**single.supply.taken_apart(records), **in_hand})
+        return self._build(indices, ids, {**single._supply.taken_apart(records), **in_hand})
 
     def _counted(self, batch: Any, local: Ids) -> Any:
         single = self._route.single
         if single is not None:
-            single.supply.count_hits(local)
+            single._supply.count_hits(local)
         return batch
 
     def _gather_here(self, local: Ids) -> Any | None:

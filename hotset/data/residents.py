@@ -139,6 +139,10 @@ class Residents:
         """Read the sample that an entry is, as far as it is cached."""
         return self._read(self.sample(entry))
 
+    def cursor(self, ring: Ring | None) -> int:
+        """How many samples have left the window."""
+        return self._epoch_and_cursor(ring)[1]
+
     def _epoch_and_cursor(self, ring: Ring | None) -> tuple[int, int]:
         """Of the process that announces epochs: this one, or the one whose worker this is."""
         if ring is None and self._bare is not None:

@@ -42,9 +42,9 @@ class Route:
     def schema(self) -> Schema | None:
         """The schema of the samples that come this way; None if there is not one for all of them."""
         single = self.single
-        if single is None or single.store is None or single.source.live:
+        if single is None or single._store is None or single._source.live:
             return None
-        return single.store.schema
+        return single._store.schema
 
     def resolve(self, indices: Sequence[Any]) -> Ids | None:
         """The indices as numbers in ``range(length)``; None if they are something else, or out of range."""
@@ -60,17 +60,17 @@ class Route:
 
     def local(self, ids: Ids) -> Ids:
         """What the single cache's store calls these samples."""
-        return self.caches[0].supply.numbers(self._places(ids))
+        return self.caches[0]._supply.numbers(self._places(ids))
 
     @property
     def spills(self) -> bool:
         """Whether some of the samples may lie on a disk."""
-        return any(cached.supply.spills for cached in self.caches)
+        return any(cached._supply.spills for cached in self.caches)
 
     @property
     def has_neighbours(self) -> bool:
         """Whether other machines may have samples of the single cache."""
-        return self.single is not None and self.single.neighbours is not None
+        return self.single is not None and self.single._neighbours is not None
 
     def announce(self, indices: Any) -> None:
         """Say that these indices' samples are wanted soon: what lies on a disk is fetched meanwhile."""
@@ -80,7 +80,7 @@ class Route:
         places = self._places(ids)
         for number, cached in enumerate(self.caches):
             mine = places if len(self.caches) == 1 else places[self._which[ids] == number]
-            cached.supply.announce(cached.supply.numbers(mine))
+            cached._supply.announce(cached._supply.numbers(mine))
 
     def _places(self, ids: Ids) -> Ids:
         """The samples' places in their caches."""
@@ -94,24 +94,24 @@ class Route:
             in_hand: what filling the single cache has just returned for them.
         """
         if len(self.caches) == 1:
-            finish = self.caches[0].source.finish
-            return [finish(sample) for sample in self.caches[0].supply.records(self.local(ids), in_hand)]
+            finish = self.caches[0]._source.finish
+            return [finish(sample) for sample in self.caches[0]._supply.records(self.local(ids), in_hand)]
         which, inside = self._which[ids], self._places(ids)
         records: list[Any] = [None] * len(ids)
         for number in np.unique(which).tolist():
             places = np.flatnonzero(which == number)
-            supply = self.caches[number].supply
+            supply = self.caches[number]._supply
             called = supply.numbers(inside[places])
             for place, record in zip(places, supply.records(called), strict=True):
                 records[place] = record
         # The live part comes last, in the batch's order: that is the order of its random draws.
-        return [self.caches[n].source.finish(r) for n, r in zip(which.tolist(), records, strict=True)]
+        return [self.caches[n]._source.finish(r) for n, r in zip(which.tolist(), records, strict=True)]
 
     def all_present(self) -> bool:
         """Whether every sample that these indices can name is cached now."""
         if len(self.caches) > 1:
-            return all(cached.supply.holds(None) for cached in self.caches)
-        return self.caches[0].supply.holds(self._local)
+            return all(cached._supply.holds(None) for cached in self.caches)
+        return self.caches[0]._supply.holds(self._local)
 
 
 def route_to(dataset: Any) -> Route | None:

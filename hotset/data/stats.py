@@ -29,6 +29,7 @@ class Stats:
         peers: what passed between this machine and each other one, for all caches of the session: by name,
             :class:`~hotset.cluster.traffic.Traffic`.
         late: samples that were not ready at the boundary where they should have entered the window.
+        replaced: samples that have left the window, for others, as this process sees it.
     """
 
     cached: int
@@ -39,6 +40,7 @@ class Stats:
     misses: int
     fill_seconds: float
     late: int = 0
+    replaced: int = 0
     peer_hits: int = 0
     peers: Mapping[str, Traffic] = field(default_factory=dict, hash=False)
 
@@ -50,7 +52,9 @@ class Stats:
         return hits / served if served else 0.0
 
 
-def stats_of(store: Store, used: int, entries: Ids | None, peers: Mapping[str, Traffic]) -> Stats:
+def stats_of(
+    store: Store, used: int, entries: Ids | None, peers: Mapping[str, Traffic], replaced: int = 0
+) -> Stats:
     """Count.
 
     Args:
@@ -58,6 +62,7 @@ def stats_of(store: Store, used: int, entries: Ids | None, peers: Mapping[str, T
         used: samples that an epoch uses.
         entries: what the store calls these, of a window; None: all.
         peers: what passed between machines.
+        replaced: how many samples have left the window.
     """
     here = store.segment.index if entries is None else store.words(entries)
     cached = int((here >= PRESENT).sum())
@@ -71,6 +76,7 @@ def stats_of(store: Store, used: int, entries: Ids | None, peers: Mapping[str, T
         misses=sums[Slot.MISSES],
         fill_seconds=sums[Slot.FILL_NS] / 1e9,
         late=int(store.segment.live[Live.LATE]),
+        replaced=replaced,
         peer_hits=sums[Slot.PEER_HITS],
         peers=peers,
     )

@@ -40,7 +40,7 @@ class EpochSummary:
         self._hit_rate: float | None = None
 
     def _served(self) -> tuple[int, int]:
-        served = [cached.supply.served() for cached in self._caches]
+        served = [cached._supply.served() for cached in self._caches]
         return sum(hits for hits, _ in served), sum(misses for _, misses in served)
 
     @property
@@ -55,7 +55,7 @@ class EpochSummary:
         served = hits - hits_before + misses - misses_before
         return (hits - hits_before) / served if served else 0.0
 
-    def count(self, samples: int, waited: float) -> None:
+    def _count(self, samples: int, waited: float) -> None:
         """Count a batch that is handed over."""
         self.batches += 1
         self.samples += samples
@@ -63,9 +63,9 @@ class EpochSummary:
         if self.waited - self._told > _WORTH_TELLING:
             self._tell()
         if self.batches == self.batches_expected:
-            self.end()  # who knows the length need not ask for a batch after the last
+            self._end()  # who knows the length need not ask for a batch after the last
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The pass is over: the figures stay as they are."""
         if self._seconds is None:
             self._hit_rate = self.hit_rate
@@ -76,7 +76,7 @@ class EpochSummary:
     def _tell(self) -> None:
         """Enter the waiting in a counter that others can see; not for each batch, as that takes as long."""
         if self._caches:
-            self._caches[0].supply.count_waiting(self.waited - self._told)
+            self._caches[0]._supply.count_waiting(self.waited - self._told)
         self._told = self.waited
 
     def __str__(self) -> str:

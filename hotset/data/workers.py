@@ -183,12 +183,12 @@ class _InWorker:
         self._not_gathered = False
         self._pools: dict[Address, SharedBlocks] = {}
         self._told: list[tuple[str, str]] = []
-        live = [cached.source.live for cached in route.caches if cached.source.live]
+        live = [cached._source.live for cached in route.caches if cached._source.live]
         self._generators = Generators(live) if live else None
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         for cached in route.caches:
-            cached.supply.tell = self._hand_on
+            cached._supply.tell = self._hand_on
 
     def answer(self, task: Task) -> Letter:
         if task.states is not None and self._generators is not None:
@@ -213,9 +213,9 @@ class _InWorker:
         if ids is None:  # not numbers, or out of range: whatever the data set says to that
             return self._collate([self.dataset[index] for index in indices], desk)
         single = self.route.single
-        if single is None or single.source.live:
+        if single is None or single._source.live:
             return self._collate(self.route.samples(ids), desk)
-        supply, store, local = single.supply, single.store, self.route.local(ids)
+        supply, store, local = single._supply, single._store, self.route.local(ids)
         before = store.filler.reads if store is not None else 0
         records, in_hand = supply.bring(local)
         # What was just read is collated as it is: its record's pages were written, and are not mapped yet.
@@ -230,8 +230,8 @@ class _InWorker:
     def _gathered(self, local: Ids, desk: _Desk, records: Sequence[Loose]) -> Any | None:
         single = self.route.single
         assert single is not None
-        if self._gather is None and not self._not_gathered and single.store is not None:
-            here = local[single.store.present(local)]
+        if self._gather is None and not self._not_gathered and single._store is not None:
+            here = local[single._store.present(local)]
             if not len(here):
                 return None
             self._gather = make_gather(single, self.collate_fn, int(here[0]))
@@ -265,8 +265,8 @@ def _onto(desk: _Desk, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_gather(cached: Any, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
     """The gather for this cache and collate function, compared on one sample; None if there is none."""
-    store = cached.store
-    if store is None or cached.source.live:
+    store = cached._store
+    if store is None or cached._source.live:
         return None
     collate_samples, variable = bound(collate_fn, store.schema)
     try:
