@@ -143,8 +143,9 @@ class Background:
             _bury(helper)
         self._forget()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone already
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        # At the interpreter's end anything may be gone already, what this module has imported too.
+        with suppress(Exception):
             self.close()
 
     def _start_helpers(self, board: Board) -> None:

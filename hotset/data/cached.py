@@ -173,8 +173,9 @@ class CachedDataset(Dataset[T], Generic[T]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone already
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        # At the interpreter's end anything may be gone already, what this module has imported too.
+        with suppress(Exception):
             self.close()
 
     # ---- the rest ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ its states.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -93,9 +94,12 @@ class WorkerBatches:
     def __len__(self) -> int:
         return len(self._letters)
 
-    def __del__(self) -> None:
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         # Persistent workers go on with their tasks, and the next epoch begins by taking in their letters.
-        if not self._persistent:
-            self._letters = None  # ends and joins the workers: only then are their blocks free
+        if self._persistent:
+            return
+        self._letters = None  # ends and joins the workers: only then are their blocks free
+        # At the interpreter's end anything may be gone already, what this module has imported too.
+        with suppress(Exception):
             self._tasks.recall()
             self._desks.rest()

@@ -363,8 +363,9 @@ class SharedCache:
         slots.store.room.knob = "`size_limit_gib=`"
         return slots
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone already
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        # At the interpreter's end anything may be gone already, what this module has imported too.
+        with suppress(Exception):
             if isinstance(self._slots, Slots):
                 self._slots.close()
             if self._registration is not None:

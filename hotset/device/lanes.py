@@ -129,8 +129,8 @@ class StreamLane:
             event.synchronize()
             self._held.popleft()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # what fails here, has failed where the copy was made
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        with suppress(Exception):  # what fails here, has failed where the copy was made
             self.close()
 
 

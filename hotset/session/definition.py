@@ -35,7 +35,16 @@ from hotset.session.ledger import Ledger
 from hotset.session.spills import known_folders, open_spill
 from hotset.session.turn import turns
 
-__all__ = ["Session", "forget", "ledger_in", "open_ledger", "restore", "session_of", "write_down"]
+__all__ = [
+    "Session",
+    "attach_ledger",
+    "forget",
+    "ledger_in",
+    "open_ledger",
+    "restore",
+    "session_of",
+    "write_down",
+]
 
 _RESTORING = "5e55104" + "0" * 25
 _RESTORING_SECONDS = 30.0
@@ -94,6 +103,18 @@ def open_ledger(session: Session) -> Iterator[Ledger]:
 def ledger_in(folder: int, file: str) -> Iterator[Ledger]:
     """Have a session's ledger open, and above it the server's, if there is one.
 
+    Args and errors are those of :func:`attach_ledger`.
+    """
+    ledger = attach_ledger(folder, file)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def attach_ledger(folder: int, file: str) -> Ledger:
+    """Return a session's ledger, under the server's if there is one; the caller closes it.
+
     Args:
         folder: the runtime folder.
         file: the ledger's name there.
@@ -105,13 +126,10 @@ def ledger_in(folder: int, file: str) -> Iterator[Ledger]:
         ledger = Ledger(folder, file)
     except FileNotFoundError:
         raise SessionError(f"session {file.partition('.')[0]} is no more.") from None
-    try:
-        port, number = ledger.head.get("server"), ledger.head.get("number")
-        if isinstance(port, int) and isinstance(number, int):
-            servers.stand_under(folder, port, number, ledger)
-        yield ledger
-    finally:
-        ledger.close()
+    port, number = ledger.head.get("server"), ledger.head.get("number")
+    if isinstance(port, int) and isinstance(number, int):
+        servers.stand_under(folder, port, number, ledger)
+    return ledger
 
 
 def session_of(ledger: Ledger) -> Session:

@@ -35,7 +35,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -277,9 +277,12 @@ def _reopen_inherited() -> None:
 os.register_at_fork(after_in_child=_reopen_inherited)
 
 
-def _close(fd: int, pid: int) -> None:
-    if pid == os.getpid():
-        os.close(fd)
+def _close(
+    fd: int, pid: int, own_pid: Callable[[], int] = os.getpid, close: Callable[[int], None] = os.close
+) -> None:
+    # Bound above: it may run when this module's own names are gone already.
+    if pid == own_pid():
+        close(fd)
 
 
 def _read_head(fd: int, file: str) -> dict[str, Any]:

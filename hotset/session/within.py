@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from hotset.errors import SegmentError, SessionError
-from hotset.session.definition import Session, open_ledger
-from hotset.session.files import CACHE, is_there
+from hotset.session.definition import Session, attach_ledger, open_ledger
+from hotset.session.files import CACHE, is_there, runtime
 from hotset.session.folder import open_folder
 from hotset.session.ledger import Ledger
 from hotset.session.sessions import find
@@ -79,7 +79,6 @@ class Use:
     def __init__(self, number: int, member: int) -> None:
         self._number = number
         self._member = member
-        self._stack = contextlib.ExitStack()
         self._ledger: Ledger | None = None
         self._row = -1
 
@@ -111,16 +110,20 @@ class Use:
 
     def close(self) -> None:
         """Use it no more."""
-        self._stack.close()
-        self._ledger = None
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger.close()
 
     def _open(self) -> Ledger | None:
         if self._ledger is None:
-            with contextlib.suppress(OSError):
-                ledger = self._stack.enter_context(open_ledger(find(self._number)))
+            with contextlib.suppress(OSError), runtime() as folder:
+                # Kept open, and by no block that is left only when the interpreter ends.
+                ledger = attach_ledger(folder, find(self._number).file)
                 row = ledger.members().get(self._member)
                 if row is not None:
                     self._ledger, self._row = ledger, row
+                else:
+                    ledger.close()
         return self._ledger
 
     def __reduce__(self) -> tuple[type[Use], tuple[int, int]]:

@@ -1,0 +1,75 @@
+"""A program's end: whatever it still holds, and whoever keeps its module alive, nothing is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+{first}
+import torch
+from torch.utils.data import Dataset
+
+import hotset
+from hotset.session import sessions
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return torch.full((8, 8), float(i * i)), i
+
+
+def noise(sample):
+    return sample[0] + torch.rand(()), sample[1]
+
+
+def begin(loader):
+    batches = iter(loader)
+    next(batches)
+    return batches
+
+
+if __name__ == "__main__":
+    cached = hotset.cache(Squares(), memory="1MiB")
+    loader = hotset.DataLoader(cached, batch_size=8)
+    local = begin(loader)
+    workers = begin(hotset.DataLoader(cached, batch_size=8, num_workers=1))
+    persistent = begin(hotset.DataLoader(cached, batch_size=8, num_workers=1, persistent_workers=True))
+    queue = begin(hotset.DeviceQueue(loader, device="cpu"))
+    read_ahead = begin(hotset.DeviceQueue([torch.zeros(2)] * 9, device="cpu"))
+    sessions.create("one", memory=4 << 20)
+    shared = hotset.cache(Squares(), session="one")
+    batches = begin(hotset.DataLoader(shared, batch_size=8))
+    slots = hotset.SharedCache(size_limit_gib=0.001, dataset_len=8, data_dims=(2,), dtype=torch.float32)
+    slots.set_slot(0, torch.ones(2))
+    window = hotset.cache(Squares(), memory="64KiB", window=hotset.Window(resident=16))
+    moving = begin(hotset.DataLoader(window, batch_size=4))
+    circle = [cached, local, shared, slots, window]
+    circle.append(circle)
+    print("whole")
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import dill"])
+def test_a_program_that_closes_nothing_ends_without_a_word(first: str, tmp_path: Path) -> None:
+    """dill keeps the main module alive, so that its objects die after the modules that they need."""
+    if first:
+        pytest.importorskip("dill")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(first=first))
+    places = {"PYTHONPATH": os.pathsep.join(sys.path), "HOTSET_RUNTIME_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, **places},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("whole\n", "", 0)
