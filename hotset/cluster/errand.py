@@ -255,25 +255,33 @@ class Errand:
     def _read_here(self, owner: str | None, ids: Longs, turn: int = 0) -> None:
         """Read samples from the source, and bring them to who has promised them room."""
         samples: dict[int, Any] = {}
+        drawing: list[int] = []
         size = 0
         left = ids.tolist()[::-1]
+        watch = self._store.filler.watch
+        watch.begin()
         counters = self._store.member.row
         try:
             while left:
                 sample = left[-1]
                 start = time.perf_counter_ns()
-                self._got.read[sample] = value = self._read(sample)
+                value = self._read(sample)
                 counters[Slot.FILL_NS] += time.perf_counter_ns() - start
-                counters[Slot.MISSES] += 1
                 left.pop()
-                samples[sample] = value
+                if watch.drew():  # nobody is to keep it, and who uses it reads it in its turn
+                    drawing.append(sample)
+                    continue
+                counters[Slot.MISSES] += 1
+                self._got.read[sample] = samples[sample] = value
                 size += self._cache.stride
                 if owner is not None and size >= _PUT_BYTES:
                     self._put(owner, samples, turn)
                     samples, size = {}, 0
         finally:
-            if owner is not None and (samples or left):
-                self._put(owner, samples, turn, unread=left)
+            watch.drew()  # in a reading that raised
+            self._store.filler.claims.leave_out(np.array(drawing, np.int64))
+            if owner is not None and (samples or left or drawing):
+                self._put(owner, samples, turn, unread=[*left, *drawing])
 
     def _put(
         self, owner: str, samples: dict[int, Any], turn: int = 0, unread: list[int] | None = None

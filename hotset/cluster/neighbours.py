@@ -153,7 +153,7 @@ class Neighbours:
         words = store.words(ids)
         if len(words) and int(np.minimum.reduce(words)) >= PRESENT:
             return ids[:0]  # which is asked for every batch
-        missing: Longs = np.unique(ids[words < PRESENT])
+        missing: Longs = np.unique(ids[store.index.missing(ids)])
         return missing
 
     def troubles(self) -> list[tuple[str, str]]:
@@ -277,7 +277,7 @@ class Neighbours:
             ids = np.arange(total)
             if total > _ESTIMATE:
                 ids = np.random.default_rng().integers(total, size=_ESTIMATE)
-            missing = ids[store.words(ids) < PRESENT]
+            missing = ids[store.index.missing(ids)]
             others = sum(len(some) for _, some in self._company.others(self.cache(store), missing))
             self._estimated = now, (len(missing) - others) / len(ids) * total
         return self._estimated[1]

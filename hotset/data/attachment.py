@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from hotset.determinism.watch import Watch
 from hotset.errors import SegmentError
 from hotset.session.share import Share, attach_again
 from hotset.session.within import Use
@@ -33,10 +34,14 @@ class Attachment:
         store: it; None if nothing can be cached.
         registration: this process's share in it; None without a store.
         name: of the data set, for people.
+
+    Attributes:
+        watch: over what is read for the store; None for none.
     """
 
     def __init__(self, store: Store | None, registration: Share | None, name: str) -> None:
         self._store: Store | Address | str | None = store
+        self.watch: Watch | None = None
         self._registration = registration
         self._name = name
         self._joined = os.getpid()
@@ -49,6 +54,8 @@ class Attachment:
             self._joined = 0
         if self._store is not None and self._joined != os.getpid():
             self._join(self._store)
+        if self._store is not None and self.watch is not None:
+            self._store.filler.watch = self.watch
         return self._store
 
     def _join(self, store: Store) -> None:

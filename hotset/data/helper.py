@@ -51,10 +51,12 @@ class Carried:
         self.store = store
 
     def __getstate__(self) -> Any:
-        return self.store.segment.address, type(self.store).attach
+        return self.store.segment.address, type(self.store).attach, self.store.filler.watch
 
     def __setstate__(self, state: Any) -> None:
-        self.store = attach_again(*state)
+        *where, watch = state
+        self.store = attach_again(*where)
+        self.store.filler.watch = watch
 
 
 def helper_process(address: Address, number: int, carried: Carried, read: Read) -> None:
@@ -145,8 +147,8 @@ class _Helper:
         return mine if len(mine) else free[:chunk]
 
     def _absent(self, number: int, ids: Ids, places: Ids) -> Ids:
-        """Those of these places whose samples are not in the store, and not given up."""
-        places = places[self._store.words(ids[places]) < PRESENT]
+        """Those of these places whose samples are to be brought, and not given up."""
+        places = places[self._store.index.missing(ids[places])]
         return places[~self._board.given_up(number, places)] if len(places) else places
 
     def _free(self, number: int, ids: Ids, places: Ids) -> Ids:
@@ -166,6 +168,9 @@ class _Helper:
         in_vain: Iterable[int] = ()
         try:
             in_vain = self._store.fill(ids[places], self._read, keep=False)
+            # One that draws, where that could not be put down, would be read for ever.
+            for place in self._absent(number, ids, places).tolist():
+                self._board.give_up(number, place)
         except _GivenUp:
             self._store.refuse(ids[places][self._board.given_up(number, places)])
         except Exception:  # of the store's own

@@ -2,9 +2,11 @@
 
 Where the chains are cut is :mod:`hotset.data.choice`'s. What is before the cut is then read twice: a source
 that moves a random number generator, or gives another sample the second time, would have that one draw
-frozen for all epochs. If transforms are cached of which nothing was known, these are left live after all;
-else it is refused, with a sentence that says where to put the random part. What the user has declared
-deterministic is believed.
+frozen for all epochs. Where only some of the samples do that, these come from the source in each use, as do
+others that are found later (:mod:`hotset.determinism.watch`).
+
+If transforms are cached of which nothing was known, these are left live after all; else it is refused, with a
+sentence that says where to put the random part. What the user has declared deterministic is believed.
 
 What the plan is *for*, the fingerprint, is taken before any of that: some sources are changed by being read,
 and ranks of one job would not recognise their common cache. The rank that makes the cache puts what it found
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -153,7 +155,8 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
             "move its random part to transform=, after the part that may."
         )
     choice, source, probed = _decide(uncut, wanted, limit)
-    notes = [*choice.notes, *_judge(dataset, source, probed)]
+    judged, believed = _judge(dataset, source, probed)
+    notes = [*choice.notes, *judged]
     if FULL_CHECK:
         notes.append("this processor may reorder stores, so every read of the cache is verified, which costs")
     schema = None
@@ -181,7 +184,7 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
         limit=limit,
         window=sizes,
         spill=_spills_to(wanted),
-        audited=not (probed.moved or probed.differs),
+        audited=not believed,
         notes=(*notes, *identity.notes),
         warnings=tuple(warned),
     )
@@ -274,25 +277,34 @@ def _probe(source: Source, length: int) -> Probe:
     return probe(source.read, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
 
 
-def _judge(dataset: Any, source: Source, probed: Probe) -> list[str]:
-    """Refuse what is random and not declared otherwise; return notes about what is believed.
+def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
+    """Refuse what is random and not declared otherwise.
+
+    Returns:
+        Notes, and whether the user is believed against what was seen.
 
     Raises:
         NotCacheable: with what was seen, and what to do.
     """
     kind = type(dataset).__name__
     seen = (*probed.moved, *probed.differs[:2])  # one sample that differs tells as much as eight
+    read, drawing = len(probed.samples), probed.drawing
     if not seen:
-        return ["the samples that were read twice were alike, and no random number generator moved"]
+        some = f"the {read} samples that were read twice were" if read > 1 else "the sample that was read was"
+        return [f"{some} alike, and no random number generator moved"], False
     if declared(dataset) == "deterministic":
+        told = "declared deterministic, although {}: draws differ from an uncached run"
+        return [told.format(text) for text in seen], True
+    is_random = _is_random(source.dataset, drawing or (0,))
+    if source.prefix and not is_random:
+        told = "the cached transforms are declared, although {}: draws differ from an uncached run"
+        return [told.format(text) for text in seen], True
+    if is_random and 0 < len(drawing) < read and not probed.frozen:
         return [
-            f"declared deterministic, although {text}: draws differ from an uncached run" for text in seen
-        ]
-    if source.prefix and not _is_random(source.dataset):
-        return [
-            f"the cached transforms are declared, although {text}: draws differ from an uncached run"
-            for text in seen
-        ]
+            f"{len(drawing)} of the {read} samples that were read draw random numbers "
+            f"(sample {drawing[0]}, say: {probed.moved[0]}): such samples come from the source in each use, "
+            "and the others are cached"
+        ], False
     raise NotCacheable(
         f"{kind} gives another sample each time ({'; '.join(seen)}), and caching it would freeze one draw "
         "for ever. Move the random part to transform=[...], after the part to be cached; or, if the samples "
@@ -300,9 +312,10 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> list[str]:
     )
 
 
-def _is_random(dataset: Any) -> bool:
+def _is_random(dataset: Any, indices: Sequence[int]) -> bool:
+    """Whether the data set itself, without the cached transforms, is random for these samples."""
     read: Callable[[int], Any] = dataset.__getitem__
-    alone = probe(read, [0], (dataset,))
+    alone = probe(read, indices, (dataset,))
     return bool(alone.moved or alone.differs)
 
 

@@ -6,7 +6,7 @@ indices is one numpy expression, and can be gathered like the cached data set's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,15 +97,12 @@ class Route:
             finish = self.caches[0]._source.finish
             return [finish(sample) for sample in self.caches[0]._supply.records(self.local(ids), in_hand)]
         which, inside = self._which[ids], self._places(ids)
-        records: list[Any] = [None] * len(ids)
+        records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():
-            places = np.flatnonzero(which == number)
             supply = self.caches[number]._supply
-            called = supply.numbers(inside[places])
-            for place, record in zip(places, supply.records(called), strict=True):
-                records[place] = record
-        # The live part comes last, in the batch's order: that is the order of its random draws.
-        return [self.caches[n]._source.finish(r) for n, r in zip(which.tolist(), records, strict=True)]
+            records[number] = supply.records(supply.numbers(inside[which == number]))
+        # In the batch's order, each with its live part: that is the order of random draws.
+        return [self.caches[number]._source.finish(next(records[number])) for number in which.tolist()]
 
     def all_present(self) -> bool:
         """Whether every sample that these indices can name is cached now."""

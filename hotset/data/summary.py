@@ -72,6 +72,8 @@ class EpochSummary:
             self._tell()
             self._seconds = time.perf_counter() - self._begin
             _log.info("%s", self)
+            for cached in self._caches:
+                cached._supply.tell_of_draws()
 
     def _tell(self) -> None:
         """Enter the waiting in a counter that others can see; not for each batch, as that takes as long."""

@@ -5,7 +5,12 @@
     in the store            copied from there: a hit
     another machine's       sent by it, or read here and passed on to it
     absent                  read from the source, and put into the store where there is room
-    without a store         read from the source each time
+    draws random numbers    read from the source each time, in its turn among the samples of its batch
+    without a store         the same
+
+Reading for the store is watched, and what was drawn is put back (:mod:`hotset.determinism.watch`). So a draw
+is only ever made by who uses the sample, in the order of the batch, and is the one that torch's loader would
+have made over the data set itself.
 
 It goes by what the store calls a sample: its number in the data set, or a window's entry
 (:mod:`hotset.data.residents`). Whatever the way, a sample is the caller's own; and what goes wrong on it,
@@ -14,7 +19,7 @@ other than in the source, costs time and no sample. The user is told of it, once
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +29,10 @@ from hotset.data.attachment import Attachment
 from hotset.data.audit import Audit
 from hotset.data.plan import Plan
 from hotset.data.residents import Position, Residents
-from hotset.data.shortage import first_to_tell, shortage
+from hotset.data.shortage import draws, first_to_tell, shortage
 from hotset.data.source import Source
+from hotset.determinism.declare import declared
+from hotset.determinism.watch import Watch
 from hotset.session.retire import DESTROYED
 from hotset.store.claims import Ids
 from hotset.store.format import Live, Slot
@@ -70,6 +77,8 @@ class Supply:
         self._residents = residents
         self._neighbours = neighbours
         self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
+        if plan.audited and declared(source.dataset) != "deterministic":
+            attachment.watch = Watch([source.dataset, source.prefix])
         self._ended = False  # and that was told
         self.tell: Callable[..., None] = Teller()
         self.uncached = 0
@@ -120,37 +129,41 @@ class Supply:
 
     # ---- samples -------------------------------------------------------------------------------------
 
-    def records(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> list[Any]:
+    def records(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> Iterator[Any]:
         """Samples as they are at the cut, each the caller's own.
+
+        What draws random numbers is read when it is asked for: ask for each when the one before it is done.
 
         Args:
             ids: what :meth:`numbers` gave.
             in_hand: what :meth:`fill` has just returned for them, if it was called.
         """
         store = self.store
-        if store is None:
-            return [self._read_uncached(sample) for sample in ids.tolist()]
+        before = store.filler.drawing if store is not None else 0
+        known = in_hand is None
         if in_hand is None:
             in_hand = self.fill(ids)
-        numbers = ids.tolist()
-        stored = [place for place, sample in enumerate(numbers) if sample not in in_hand]
         found: dict[int, Any] = {}
-        if stored:
+        numbers = ids.tolist()
+        if store is not None:
+            stored = np.array([place for place, sample in enumerate(numbers) if sample not in in_hand], int)
+            drawing = store.index.drawing(ids[stored])
+            if known and drawing.sum() > store.filler.drawing - before:
+                self.tell_of_draws()  # not all were found just now, so it is not the first pass
+            stored = stored[~drawing]
             there = ids[stored]
-            copies = store.read(there) if store.present(there).all() else None
+            copies = store.read(there) if len(there) and store.present(there).all() else None
             if copies is not None:
-                found = dict(zip(stored, copies, strict=True))
+                found = dict(zip(stored.tolist(), copies, strict=True))
                 self.count_hits(there)
-        samples = []
         for place, sample in enumerate(numbers):
             if place in found:
-                samples.append(found[place])
+                yield found.pop(place)
             elif sample in in_hand:
                 # Given out once: who asks for it again, in the same batch too, must not share the object.
-                samples.append(in_hand.pop(sample))
+                yield in_hand.pop(sample)
             else:
-                samples.append(self._again(sample))
-        return samples
+                yield self._again(sample)
 
     def fill(self, ids: Ids, *, keep: bool = True) -> dict[int, Any]:
         """Bring these samples into the cache where there is room: see :meth:`Store.fill`.
@@ -217,14 +230,13 @@ class Supply:
             if copies is not None:
                 self.count_hits(ids)
                 return copies[0]
-        if store is not None and self._neighbours is not None:
+        if store is not None and self._neighbours is not None and not store.index.drawing(ids).any():
             records, in_hand = self.bring(ids)
             theirs = {**self.taken_apart(records), **in_hand}
             if theirs:
                 return theirs[sample]
-        return self._read_uncached(sample)
-
-    def _read_uncached(self, sample: int) -> Any:
+        if store is not None:
+            return store.filler.read(sample, self._read)
         self.uncached += 1
         return self._read(sample)
 
@@ -328,6 +340,20 @@ class Supply:
         why = shortage(store, self._plan.used, self._plan.samples, met)
         if why is not None and first_to_tell(store):
             self.tell(f"{self._plan.name}: {why}.")
+
+    def tell_of_draws(self) -> None:
+        """Tell the user, once for all processes, which samples draw random numbers, as far as is known."""
+        store = self.store
+        if store is None or store.segment.live[Live.DRAWS_TOLD]:
+            return
+        ids = np.arange(len(store))
+        if self._residents is not None:
+            ids = np.sort(self._residents.entries(None, self.ring))
+        drawing = ids[store.index.drawing(ids)].tolist()
+        if drawing and first_to_tell(store, Live.DRAWS_TOLD):
+            complete = self._residents is None and not store.index.missing(ids).any()
+            told = draws(sorted(map(self._index, drawing)), len(ids), complete=complete)
+            self.tell(f"{self._plan.name}: {told}.")
 
     def _tell_of_the_end(self, store: Store) -> None:
         if self._ended or store.segment.live[Live.CONDEMNED] != DESTROYED:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from hotset.determinism.equality import changeable, same
 from hotset.determinism.generators import Generators
+from hotset.determinism.watch import Watch
 
 __all__ = ["Probe", "probe", "same"]
 
@@ -41,12 +42,16 @@ class Probe:
         seconds: the mean time of a first reading; 0.0 if there was none.
         moved: a sentence for each generator whose state moved; empty is good.
         differs: a sentence for each sample whose readings differ; empty is good.
+        drawing: the indices whose reading moves a generator.
+        frozen: as ``differs``, without those.
     """
 
     samples: list[Any]
     seconds: float
     moved: tuple[str, ...]
     differs: tuple[str, ...]
+    drawing: tuple[int, ...] = ()
+    frozen: tuple[str, ...] = ()
 
 
 class _Reading(NamedTuple):
@@ -102,10 +107,31 @@ def probe(
             way = readings[:: -1 if number % 2 else 1]
             _read_again(read, [*way[:1], *way], seconds / 10, forgive, differs)
         moved = generators.moved()
+        generators.restore()
+        drawing = _drawing(read, [reading.asked for reading in readings], reach, forgive) if moved else ()
     finally:
         generators.restore()
     mean = sum(reading.seconds for reading in readings) / max(1, len(readings))
-    return Probe([reading.sample for reading in readings], mean, moved, tuple(differs.values()))
+    samples = [reading.sample for reading in readings]
+    others = tuple(told for index, told in differs.items() if index not in drawing)
+    return Probe(samples, mean, moved, tuple(differs.values()), drawing, others)
+
+
+def _drawing(
+    read: Callable[[int], object],
+    indices: Sequence[int],
+    reach: Sequence[object],
+    forgive: tuple[type[Exception], ...],
+) -> tuple[int, ...]:
+    """Those of these indices whose reading moves a generator, each read once more, alone."""
+    watch, found = Watch(reach), []
+    watch.begin()
+    for index in indices:
+        with contextlib.suppress(*forgive):
+            read(index)
+        if watch.drew():
+            found.append(index)
+    return tuple(found)
 
 
 def _readings(

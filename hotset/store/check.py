@@ -84,7 +84,7 @@ def check_segment(segment: Segment) -> list[str]:
     if os.fstat(segment.fd).st_size < geometry.rows_at:
         return ["the file was cut off before its first record"]
     owners: dict[int, int] = {}
-    # In a ring a small word is the lap in which a sample was tried in vain.
+    # In a ring a small word is the lap in which a sample was tried in vain, or was found to draw.
     refusals = GENERATION_MASK + 1 if segment.metadata.get("ring") is True else 0
     tails: list[tuple[int, int, int, int]] = []
     for sample, word in enumerate(segment.index.tolist()):
@@ -105,7 +105,7 @@ def check_segment(segment: Segment) -> list[str]:
                 tails.append((*tail, sample, word))
             if owners.setdefault(row, sample) != sample:
                 problems.append(f"samples {owners[row]} and {sample} share row {row}")
-        elif not 0 <= word <= refusals and not fmt.CLAIMED <= word < PRESENT:
+        elif not 0 <= word - (word & fmt.DRAWS) <= refusals and not fmt.CLAIMED <= word < PRESENT:
             problems.append(f"sample {sample}: its index word is damaged")
     tails.sort()
     for (_, end, one, word), (first, _, other, after) in itertools.pairwise(tails):

@@ -9,7 +9,10 @@ to be renewed, and nothing to clean up: a claim whose slot is free, or has had a
 
     absent ── claim ──> claimed ── publish ──> present
        ^                   │
-       └── release, or its holder died and another process claims it
+       │                   │
+       ├── release, or its holder died and another process claims it
+       │
+       └── draws: never claimed again, as its reading has drawn random numbers (until a clear)
 
 Where a sample's record has a place of its own (:mod:`hotset.store.slots`), a present one can be claimed as
 well, to be written again; in a ring (:mod:`hotset.store.ring`) the place of one that has left is claimed for
@@ -31,7 +34,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +42,7 @@ import numpy.typing as npt
 from hotset.store import locks
 from hotset.store.format import (
     CLAIMED,
+    DRAWS,
     GENERATION_MASK,
     INCARNATION_MASK,
     PRESENT,
@@ -261,6 +265,18 @@ class Index:
         """Index words that say "absent, and tried in vain"; zeros where nobody asks for the difference."""
         return np.zeros(len(ids), np.int64)
 
+    def drawing(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of these samples are known to draw random numbers as they are read."""
+        words = self.words(ids)
+        draws: npt.NDArray[np.bool_] = (words >= DRAWS) & (words < CLAIMED)
+        return draws
+
+    def missing(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of these samples are to be brought: those that are not there, and may be stored."""
+        words = self.words(ids)
+        missing: npt.NDArray[np.bool_] = (words < DRAWS) | ((words >= CLAIMED) & (words < PRESENT))
+        return missing
+
     def admit(self, ids: Ids) -> Ids:
         """Those of these samples that may be claimed at all, now and together; under the short lock."""
         return ids
@@ -298,18 +314,30 @@ class Claims:
 
     def refuse(self, ids: Ids) -> None:
         """Note of those of these samples that could be claimed that they were tried in vain."""
-        if not self._index.refusals(ids).any() or self._member.slot < 0:
+        if self._index.refusals(ids).any():
+            self._note(ids, self._index.refusals)
+
+    def leave_out(self, ids: Ids) -> None:
+        """Note of those of these samples that could be claimed, or are, by this process, that they draw."""
+        mine = self.own(ids)
+        self._index.put(mine, self._index.refusals(mine) | DRAWS)
+        if len(mine) < len(ids):
+            self._note(ids, lambda free: self._index.refusals(free) | DRAWS)
+
+    def _note(self, ids: Ids, words: Callable[[Ids], Words]) -> None:
+        """Put down such words for those of these samples that could be claimed."""
+        if self._member.slot < 0:
             return
         with self._member.short_lock() as held:
             if held and int(self._member.segment.live[Live.ERA]) % 2 == 0:
                 free = self._free(ids, len(ids))
-                self._index.put(free, self._index.refusals(free))
+                self._index.put(free, words(free))
 
     def _free(self, ids: Ids, most: int) -> Ids:
         """Up to ``most`` of those samples that are absent, or claimed by the dead."""
         ids = self._index.admit(ids)
         words = self._index.words(ids)
-        free = words < CLAIMED  # absent; or damaged, and of no meaning
+        free = words < DRAWS  # absent; or damaged, and of no meaning
         if int(free.sum()) < most:
             # One look at its lock for each claimant, which has the same word on all its claims.
             claimed = words[(words >= CLAIMED) & (words < PRESENT)]

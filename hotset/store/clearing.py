@@ -82,7 +82,8 @@ class Clearing:
         segment.slots[:, Slot.STORED_BYTES] = 0
         if self._spill is not None:
             self._spill.clear()
-        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.TOLD, Live.CONDEMNED, Live.FULL]] = 0
+        told = [Live.TOLD, Live.DRAWS_TOLD]
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.CONDEMNED, Live.FULL, *told]] = 0
         if self._member.unread(_READERS_SECONDS):  # else its pages are written again as they are
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         if self._room.allowance is not None:

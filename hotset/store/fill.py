@@ -3,8 +3,10 @@
 ::
 
     absent ── claim a few ── read them ── take room ── write their records ── publish their words
-                                              │ none in memory: on the disk, if there is a spill
-                                              └── none there, or another form: handed to the caller only
+                                 │            │ none in memory: on the disk, if there is a spill
+                                 │            └── none there, or another form: handed to the caller only
+                                 └── a generator moved: put back, and each of them read again, alone; those
+                                     that move one are never stored, and the caller reads them in their turn
 
 Samples are claimed in chunks of about eight milliseconds' worth, so that processes which walk the same order
 share the work instead of waiting for one of them, and so that samples which cost nothing to read share the
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,21 +43,46 @@ _PATIENCE_SECONDS = 2.0
 _MOST_MISFITS = 1 << 14
 
 
+class Watch(Protocol):
+    """Looks whether reading samples draws random numbers, of which one draw would be cached for all uses."""
+
+    def begin(self) -> None:
+        """What is drawn from now on counts."""
+        ...
+
+    def drew(self) -> bool:
+        """Whether a generator has moved since :meth:`begin`, as far as is known; all are back there."""
+        ...
+
+
+class _NoWatch:
+    """For sources that are known not to draw, or whose draws are to be cached."""
+
+    def begin(self) -> None:
+        pass
+
+    def drew(self) -> bool:
+        return False
+
+
 class Filler:
     """Fills one store on behalf of this process.
 
     Attributes:
+        watch: over what is read.
         spill: the second tier, for what memory has no room for; None if there is none.
         reads: how many samples this process has read from the source for it.
+        drawing: how many others of them it has found to draw random numbers.
         misfits: which of them did not fit the schema, and why: the first thousands.
         ahead: whether it reads ahead of use: what it reads is no miss then.
     """
 
     def __init__(self, member: Membership, index: Index, room: Room, schema: Schema) -> None:
+        self.watch: Watch = _NoWatch()
         self.spill: Spill | None = None
         self.ahead = False
         self.misfits: dict[int, str] = {}
-        self.reads = 0
+        self.reads = self.drawing = 0
         self.claims = Claims(member, index)
         self._member = member
         self._index = index
@@ -70,17 +97,19 @@ class Filler:
     def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         """See :meth:`hotset.store.store.Store.fill`."""
         in_hand: dict[int, Any] = {}
-        missing = _unique(ids[self._index.words(ids) < PRESENT])
+        missing = _unique(ids[self._index.missing(ids)])
+        if len(missing):
+            self.watch.begin()
         while len(missing):
             taken = missing[:0] if self.is_full else self.claims.take(missing, self._chunk)
             if not len(taken):
                 # Whatever has come meanwhile, by others, is no longer missing.
-                missing = missing[self._index.words(missing) < PRESENT]
-                taken = np.fromiter(self._unclaimable(missing), np.int64)
+                missing = missing[self._index.missing(missing)]
+                taken = np.fromiter(self._unclaimable(missing), np.int64)[: self._chunk]
                 if len(taken):
                     if self.is_full:
                         self.claims.refuse(taken)
-                    in_hand.update(self._read(taken.tolist(), read))
+                    self._read_watched(taken, read, in_hand)
             else:
                 self._fill_claimed(taken, read, in_hand, keep)
             missing = _without(missing, taken)
@@ -89,7 +118,7 @@ class Filler:
     def adopt(self, samples: dict[int, Any]) -> None:
         """See :meth:`hotset.store.store.Store.adopt`."""
         ids = np.fromiter(samples, np.int64)
-        ids = ids[self._index.words(ids) < PRESENT]
+        ids = ids[self._index.missing(ids)]
         if not len(ids) or self.is_full:
             return
         taken = np.concatenate([self.claims.own(ids), self.claims.take(ids, len(ids))])
@@ -117,7 +146,7 @@ class Filler:
         stored: set[int] = set()
         try:
             try:
-                self._read(taken.tolist(), read, values)
+                self._read_watched(taken, read, values)
             finally:  # what was read before an exception is stored all the same
                 self._store(values, stored)
                 in_hand.update(values if keep else {s: v for s, v in values.items() if s not in stored})
@@ -126,21 +155,55 @@ class Filler:
             rest = _without(taken, np.fromiter(stored, np.int64))
             self.claims.release(rest, tried=list(values))
 
-    def _read(self, samples: list[int], read: Read, values: dict[int, Any] | None = None) -> dict[int, Any]:
-        values = {} if values is None else values
-        start = time.perf_counter_ns()
+    def read(self, sample: int, read: Read) -> Any:
+        """Read a sample for who uses it now, and for nobody else: what is random draws here."""
+        self._member.row[Slot.MISSES] += 1
+        return self._read({}, [sample], read)[sample]
+
+    def _read_watched(self, samples: Ids, read: Read, values: dict[int, Any]) -> None:
+        """Enter the values of these samples; not of those that draw, whose places say so from then on.
+
+        No generator has moved when it returns or raises.
+        """
+        some = samples.tolist()
+        found: dict[int, Any] = {}
+        drawing: list[int] = []
+        try:
+            self._read(found, some, read)
+            if not self.watch.drew():
+                return
+            found.clear()
+            for sample in some if len(some) > 1 else []:
+                self._read(found, [sample], read)
+                if self.watch.drew():
+                    del found[sample]
+                    drawing.append(sample)
+            if not drawing:  # only one of them, or none drew a second time: it is not known which is random
+                found.clear()
+                drawing = some
+        except BaseException:
+            if self.watch.drew():
+                found.clear()
+            raise
+        finally:
+            values.update(found)
+            self.reads += len(found)
+            self._member.row[Slot.MISSES] += 0 if self.ahead else len(found)
+            self.drawing += len(drawing)
+            if drawing:
+                self.claims.leave_out(np.array(drawing, np.int64))
+
+    def _read(self, values: dict[int, Any], samples: list[int], read: Read) -> dict[int, Any]:
+        """Enter the values of these samples; timed, so that the next chunk is as large as is right."""
+        before, start = len(values), time.perf_counter_ns()
         try:
             for sample in samples:
                 values[sample] = read(sample)
         finally:
             spent = time.perf_counter_ns() - start
-            count = max(len(values), 1)
-            each = spent / 1e9 / count
+            each = spent / 1e9 / max(len(values) - before, 1)
             self._seconds = each if self._seconds <= 0.0 else 0.9 * self._seconds + 0.1 * each
-            self.reads += len(values)
-            counters = self._member.row
-            counters[Slot.MISSES] += 0 if self.ahead else len(values)
-            counters[Slot.FILL_NS] += spent
+            self._member.row[Slot.FILL_NS] += spent
         return values
 
     def _store(self, values: dict[int, Any], stored: set[int]) -> None:

@@ -19,6 +19,7 @@ Every region begins on a page. All integers are little-endian.
 
     0                                      absent
     00 | lap + 1                           absent, and tried in vain in that lap (in a ring only)
+    001 | lap + 1 (zero but in a ring)     absent, and draws random numbers: never stored, nor claimed
     01 | slot:13 | incarnation:48          claimed by the process that holds that slot
     1  | tier:2  | generation:20 | row:40  present: in this segment (tier 0), or in that on the disk (1)
 
@@ -67,6 +68,7 @@ from hotset.errors import SegmentError
 
 __all__ = [
     "CLAIMED",
+    "DRAWS",
     "GENERATION_MASK",
     "GENERATION_SHIFT",
     "HEADER_BYTES",
@@ -107,6 +109,7 @@ RECORD_HEADER = 16
 
 PRESENT = 1 << 62
 CLAIMED = 1 << 61
+DRAWS = 1 << 60
 ROW_MASK = (1 << 40) - 1
 GENERATION_SHIFT = 40
 GENERATION_MASK = (1 << 20) - 1
@@ -144,6 +147,7 @@ class Live:
     FULL = 11  # 1 once room was refused, for as long as there is hardly any
     LOADS = 12  # of a window: how often it was put where a state had it
     CLEARS = 13  # of a cluster: how often its machines were told to forget this cache, as far as is known
+    DRAWS_TOLD = 14  # 1 once the user was told which samples draw random numbers
 
 
 class Slot:

@@ -28,7 +28,8 @@ slow process never writes an old entry over a newer one, nor a fast one over wha
 not carry the lap: that of another lap keeps the slot busy, and the entry absent, while its claimant lives.
 
 **Refused** is a word of its own (``lap + 1``, as small as that). To readers it is absent, and who needs the
-entry may claim it; but it was tried, and the window need not wait for it: :meth:`Ring.settled`.
+entry may claim it; but it was tried, and the window need not wait for it: :meth:`Ring.settled`. Nor does it
+for one whose word says that it draws random numbers, which nobody may claim.
 
 **Room** is :mod:`hotset.store.ring_room`'s.
 """
@@ -42,7 +43,7 @@ import numpy.typing as npt
 
 from hotset.errors import SegmentError
 from hotset.store.claims import Ids
-from hotset.store.format import LINE, PRESENT, ROW_MASK
+from hotset.store.format import DRAWS, LINE, PRESENT, ROW_MASK
 from hotset.store.ring_index import RingIndex
 from hotset.store.ring_room import RingRoom
 from hotset.store.schema import Schema
@@ -106,9 +107,9 @@ class Ring(Store):
         return self.segment.geometry.taken(len(slots), lines)
 
     def settled(self, entries: Ids) -> Mask:
-        """Which of these entries are in the store, or were refused: those that nobody needs to wait for."""
+        """Which of these entries are in the store, were refused, or draw: nobody needs to wait for those."""
         words = self.words(entries)
-        settled: Mask = (words >= PRESENT) | (words == self.index.refusals(entries))
+        settled: Mask = (words >= PRESENT) | ((words & ~DRAWS) == self.index.refusals(entries))
         # Where the limit has room for fewer rows than there are slots, some entries are never stored.
         settled |= self.index.places(entries) >= self.segment.geometry.rows
         return settled & (self.era() is not None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotset.store.claims import Ids, Index
-from hotset.store.format import GENERATION_MASK, GENERATION_SHIFT, PRESENT, Live
+from hotset.store.format import CLAIMED, DRAWS, GENERATION_MASK, GENERATION_SHIFT, PRESENT, Live
 from hotset.store.segment import Words
 
 __all__ = ["RingIndex"]
@@ -18,13 +18,14 @@ class RingIndex(Index):
     """The index words of a ring: one for each slot, which entries use in turn."""
 
     def words(self, ids: Ids) -> Words:
-        """The words of the slots, but 0 where a slot has another lap's record."""
+        """The words of the slots, but 0 where a slot has another lap's record, or says that it draws."""
         laps, slots = np.divmod(ids, len(self._words))
         found: Words = self._words[slots]
         wanted = (laps & GENERATION_MASK) << GENERATION_SHIFT | PRESENT | slots
         other = found != wanted
         if np.logical_or.reduce(other):
-            found[other & (found >= PRESENT)] = 0
+            drawing = (found >= DRAWS) & (found < CLAIMED) & (found & ~DRAWS != (laps & GENERATION_MASK) + 1)
+            found[(other & (found >= PRESENT)) | drawing] = 0
         return found
 
     def places(self, ids: Ids) -> Ids:
@@ -66,6 +67,7 @@ class RingIndex(Index):
         The words hold 20 bits of the lap. Of the entries that one may mean, it is the one next to the cursor.
         """
         count, half = len(self._words), GENERATION_MASK // 2 + 1
+        words = np.where((words >= DRAWS) & (words < CLAIMED), words & ~DRAWS, words)
         laps = np.where(words >= PRESENT, words >> GENERATION_SHIFT, words - 1)
         ahead = ((laps - cursor // count + half) & GENERATION_MASK) - half
         told = (words >= PRESENT) | ((words > 0) & (words <= GENERATION_MASK + 1))
