@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import constant_row
+from sources import Samples
 from torch.utils.data import DataLoader, Dataset
 
 import hotset
+from hotset.session import sessions
 
 LENGTH = 60
 EPOCHS = 3
@@ -112,3 +117,187 @@ def test_through_torchs_own_loader(kind: str, workers: int) -> None:
         seed()
         assert run(DataLoader(cached, **options)) == expected
         assert cached.stats().uncached == len(minority)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["random", "own numpy", "own torch"])
+def test_a_job_goes_on_in_mid_epoch_with_the_same_draws(kind: str, workers: int) -> None:
+    """From before and after the first draw of the pass, in the first pass and in a later one."""
+    minority = {28, 29, 30, 44, 45}
+    options: dict[str, Any] = {"batch_size": 6, "num_workers": workers}
+    for passes, consumed in [(0, 3), (0, 5), (1, 6)]:
+        with cached_of(Augmented(minority, kind)) as first, cached_of(Augmented(minority, kind)) as second:
+            loader = hotset.DataLoader(first, **options)
+            seed()
+            for _ in range(passes):
+                list(loader)
+            batches = iter(loader)
+            for _ in range(consumed):
+                next(batches)
+            state = loader.state_dict()
+            rest = [[part.tolist() for part in batch] for batch in batches]
+            resumed = hotset.DataLoader(second, **options)
+            seed(9)
+            resumed.load_state_dict(state)
+            assert [[part.tolist() for part in batch] for batch in resumed] == rest
+
+
+def test_live_transforms_draw_between_the_reading_of_samples() -> None:
+    minority = MINORITIES["every twentieth"]
+    seed()
+    expected = run(DataLoader(Noisy(Augmented(minority, "torch")), batch_size=7))
+    with cached_of(Augmented(minority, "torch"), transform=[noise]) as cached:
+        seed()
+        assert run(hotset.DataLoader(cached, batch_size=7)) == expected
+
+
+@hotset.nondeterministic
+def noise(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    return sample[0] + torch.rand(4), sample[1]
+
+
+class Noisy(Dataset[Any]):
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return noise(self.dataset[index])
+
+
+def test_a_sample_that_is_asked_for_twice_in_one_batch_draws_twice() -> None:
+    order = [3, 3, 0, 23, 3, 0]
+    seed()
+    expected = run(DataLoader(Augmented({3, 23}, "numpy"), batch_size=6, sampler=order))
+    with cached_of(Augmented({3, 23}, "numpy")) as cached:
+        seed()
+        assert run(hotset.DataLoader(cached, batch_size=6, sampler=order)) == expected
+
+
+def test_it_is_told_once_with_how_many_and_which() -> None:
+    with cached_of(Augmented({17, 20, 41}, "random")) as cached:
+        assert "8 samples that were read twice were alike, and no random number generator moved" in str(
+            cached.plan
+        )
+        with pytest.warns(hotset.HotsetWarning) as told:
+            run(hotset.DataLoader(cached, batch_size=6, num_workers=2))
+    (sentence,) = [str(each.message) for each in told]
+    assert "3 samples (17, 20, 41) draw random numbers" in sentence
+    assert "transform=" in sentence
+
+
+def test_the_plan_says_what_the_first_look_found() -> None:
+    with cached_of(Augmented({LENGTH - 1}, "random")) as cached:
+        assert "1 of the 8 samples that were read draw random numbers" in str(cached.plan)
+    with pytest.raises(hotset.NotCacheable):
+        cached_of(Augmented(set(range(LENGTH)), "random"))
+
+
+def test_a_window_freezes_no_draw() -> None:
+    minority = set(range(3, LENGTH, 7))
+    with cached_of(
+        Augmented(minority, "random"), window=hotset.Window(resident=30, replace=0.3, wait=True)
+    ) as cached:
+        loader = hotset.DataLoader(cached, batch_size=6, num_workers=1, persistent_workers=True)
+        seen: dict[int, set[float]] = {}
+        uses: dict[int, int] = {}
+        for _ in range(8):
+            for x, y in loader:
+                for value, index in zip(x[:, 3].tolist(), y.tolist(), strict=True):
+                    seen.setdefault(index, set()).add(value)
+                    uses[index] = uses.get(index, 0) + 1
+        assert any(uses[index] > 1 for index in minority & uses.keys())
+        for index, count in uses.items():
+            assert len(seen[index]) == (count if index in minority else 1)
+        assert cached.check() == []
+
+
+def test_a_second_job_of_a_session_draws_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    minority = MINORITIES["every twentieth"]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setenv("HOTSET_RUNTIME_DIR", folder)
+        sessions.create("two-jobs", memory=64 << 20)
+        for number in range(2):
+            seed(number)
+            expected = run(DataLoader(Augmented(minority, "random"), batch_size=6))
+            with hotset.cache(Augmented(minority, "random"), session="two-jobs") as cached:
+                assert cached.stats().cached == (LENGTH - len(minority) if number else 0)
+                seed(number)
+                assert run(hotset.DataLoader(cached, batch_size=6)) == expected
+                assert cached.stats().uncached == len(minority)
+                assert cached.check() == []
+        sessions.destroy("two-jobs")
+
+
+def test_processes_that_race_for_the_same_samples_draw_each_for_itself() -> None:
+    context = multiprocessing.get_context("fork")
+    minority = MINORITIES["every twentieth"]
+    with cached_of(Augmented(minority, "random")) as cached:
+        results: Any = context.Queue()
+        racers = [context.Process(target=_race, args=(cached, number, results)) for number in range(3)]
+        for racer in racers:
+            racer.start()
+        got = dict(results.get(timeout=60) for _ in racers)
+        for racer in racers:
+            racer.join()
+        for number, seen in got.items():
+            seed(number)
+            assert seen == run(DataLoader(Augmented(minority, "random"), batch_size=6))
+        assert cached.stats().uncached == len(minority)
+        assert cached.check() == []
+
+
+def _race(cached: Any, number: int, results: Any) -> None:
+    seed(number)
+    results.put((number, run(hotset.DataLoader(cached, batch_size=6))))
+
+
+class Seeding(Samples):
+    """Seeds a generator with its number for some samples, as recipes for "deterministic augmentation" do."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 20 == 3:
+            random.seed(index)
+        return super().__getitem__(index)
+
+
+def test_who_seeds_a_generator_while_reading_leaves_it_seeded() -> None:
+    seed()
+    expected = run(DataLoader(Seeding(constant_row, LENGTH), batch_size=6))
+    with cached_of(Seeding(constant_row, LENGTH)) as cached:
+        seed()
+        assert run(hotset.DataLoader(cached, batch_size=6)) == expected
+
+
+class Late(Augmented):
+    """Makes its generator when it first needs it."""
+
+    def factor(self) -> float:
+        if self.kind == "late":
+            self.late = np.random.default_rng(7)
+            self.kind = "made"
+        return float(self.late.uniform(0.6, 1.4))
+
+
+def test_a_generator_that_is_made_at_its_first_draw_is_found() -> None:
+    with cached_of(Late({28, 29, 30}, "late")) as cached:
+        epochs = [
+            dict(zip(y.tolist(), x[:, 1].tolist(), strict=True))
+            for _ in range(2)
+            for x, y in hotset.DataLoader(cached, batch_size=LENGTH)
+        ]
+        assert all(epochs[0][index] != epochs[1][index] for index in (28, 29, 30))
+        assert cached.stats().cached == LENGTH - 3
+
+
+def test_what_is_declared_deterministic_is_believed() -> None:
+    with cached_of(Declared({17}, "random")) as cached:
+        first, second = ([x for x, _ in hotset.DataLoader(cached)] for _ in range(2))
+        assert torch.equal(first[17], second[17])
+
+
+@hotset.deterministic
+class Declared(Augmented):
+    pass

@@ -57,7 +57,7 @@ class WorkerBatches:
         states: dict[int, Any] = {}
         if run.asks and inner.in_order:
             idle = inner.num_workers
-        elif run.goes_on and inner.in_order and any(states is not None for states in run.workers.values()):
+        elif run.goes_on and inner.in_order and run.workers:
             idle, states = inner.num_workers + run.turn, dict(run.workers)
         self._tasks.begin(batches, idle, states)
         with making_workers():

@@ -278,12 +278,15 @@ class DataLoader(TorchDataLoader[T]):
         return self._known
 
     def _live_here(self) -> Generators | None:
-        """The generators that live transforms draw from in this process; None if there are none."""
+        """The generators that live transforms, and samples as they are read, draw from in this process.
+
+        None if there are none.
+        """
         if self._watched is None:
             route = self._route()
             live: list[Any] = [self.dataset, self.collate_fn]
             if route is not None:
-                live = [cached._source.live for cached in route.caches if cached._source.live]
+                live = [held for cached in route.caches for held in cached._source.random_parts]
             self._watched = (Generators(live) if live else None,)
         return self._watched[0]
 

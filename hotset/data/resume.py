@@ -7,7 +7,7 @@ made again. What a pass that goes on needs besides its samples' order is the dra
 ==========================  ===============================================================================
 without workers             they draw from this process's generators: saved when the state is asked for
 with workers                each worker's generators as they were after its last batch that was *consumed*:
-                            every batch with a live part brings them along
+                            every batch brings them along, once something was drawn
 another number of workers   the samples go on, none twice and none dropped; the draws are others
 or of ranks
 ==========================  ===============================================================================

@@ -119,6 +119,11 @@ class Source:
     prefix: tuple[Transform, ...]
     live: tuple[Transform, ...]
 
+    @property
+    def random_parts(self) -> list[Any]:
+        """What may draw random numbers when a sample is used: the live part, and what is read each time."""
+        return [part for part in (self.live, self.dataset, self.prefix) if part != ()]
+
     def read(self, index: int) -> Any:
         """Read one sample and take it as far as it is cached."""
         sample = self.dataset[index]

@@ -61,6 +61,7 @@ class Supply:
         tell: gets a sentence, and what it is about if that is to be told once; warns. A loader's worker
             hands it on instead.
         uncached: samples that this process has read from the source because nothing kept them.
+        draws: whether this process has read samples in their turn, which may have drawn random numbers.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Supply:
         self._ended = False  # and that was told
         self.tell: Callable[..., None] = Teller()
         self.uncached = 0
+        self.draws = False
 
     # ---- the store -----------------------------------------------------------------------------------
 
@@ -235,6 +237,7 @@ class Supply:
             theirs = {**self.taken_apart(records), **in_hand}
             if theirs:
                 return theirs[sample]
+        self.draws = True
         if store is not None:
             return store.filler.read(sample, self._read)
         self.uncached += 1

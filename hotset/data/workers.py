@@ -183,16 +183,17 @@ class _InWorker:
         self._not_gathered = False
         self._pools: dict[Address, SharedBlocks] = {}
         self._told: list[tuple[str, str]] = []
-        live = [cached._source.live for cached in route.caches if cached._source.live]
-        self._generators = Generators(live) if live else None
+        self._draws = any(cached._source.live for cached in route.caches)
+        self._generators: Generators | None = None
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         for cached in route.caches:
             cached._supply.tell = self._hand_on
 
     def answer(self, task: Task) -> Letter:
-        if task.states is not None and self._generators is not None:
-            put(self._generators, task.states)
+        if task.states is not None:
+            self._draws = True
+            put(self._drawn_from(), task.states)
         blocks = self._pools.get(task.pool)
         if blocks is None:
             blocks = self._pools[task.pool] = SharedBlocks(task.pool, task.block_bytes)
@@ -201,9 +202,17 @@ class _InWorker:
         batch = self._batch(indices, desk) if task.indices is not None else None
         told = tuple(self._told)
         self._told.clear()
-        states = pack(self._generators.states()) if self._generators is not None else None
+        self._draws |= any(cached._supply.draws for cached in self.route.caches)
+        states = pack(self._drawn_from().states()) if self._draws else None
         news = News(self._worker, desk.needed, len(indices), told, states)
         return Letter(task.pool.inode, task.block, batch, news)
+
+    def _drawn_from(self) -> Generators:
+        """The generators that live transforms, and samples as they are read, draw from."""
+        if self._generators is None:
+            parts = [part for cached in self.route.caches for part in cached._source.random_parts]
+            self._generators = Generators(parts)
+        return self._generators
 
     def _hand_on(self, sentence: str, about: str = "") -> None:
         self._told.append((sentence, about))
