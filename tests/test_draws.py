@@ -218,7 +218,7 @@ def test_a_second_job_of_a_session_draws_too(monkeypatch: pytest.MonkeyPatch) ->
     minority = MINORITIES["every twentieth"]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         monkeypatch.setenv("HOTSET_RUNTIME_DIR", folder)
-        sessions.create("two-jobs", memory=64 << 20)
+        session = sessions.create("two-jobs", memory=64 << 20)
         for number in range(2):
             seed(number)
             expected = run(DataLoader(Augmented(minority, "random"), batch_size=6))
@@ -228,7 +228,7 @@ def test_a_second_job_of_a_session_draws_too(monkeypatch: pytest.MonkeyPatch) ->
                 assert run(hotset.DataLoader(cached, batch_size=6)) == expected
                 assert cached.stats().uncached == len(minority)
                 assert cached.check() == []
-        sessions.destroy("two-jobs")
+        sessions.destroy(session)
 
 
 def test_processes_that_race_for_the_same_samples_draw_each_for_itself() -> None:
