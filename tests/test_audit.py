@@ -242,7 +242,7 @@ def test_it_waits_until_it_has_earned_what_it_costs(monkeypatch: pytest.MonkeyPa
         now[0] += 0.5
         return image_and_label(index)
 
-    source = Uncut.of(Samples(slow, N), None).cut(Cuts((), (), 0))
+    source = Uncut.of(Samples(slow, N), None).cut(Cuts((), (), 0, ()))
     auditor = audit.Audit(source, seconds=0.5)
 
     looks, begun = 0, now[0]
@@ -264,7 +264,7 @@ def test_it_waits_until_it_has_earned_what_it_costs(monkeypatch: pytest.MonkeyPa
 
 
 def test_which_sample_is_looked_at_varies_and_draws_nothing() -> None:
-    source = Uncut.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0))
+    source = Uncut.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0, ()))
     auditor = audit.Audit(source, 0.0)
     before = rng_states()
     places = set()
@@ -278,7 +278,7 @@ def test_which_sample_is_looked_at_varies_and_draws_nothing() -> None:
 
 
 def test_every_place_of_a_batch_is_looked_at_some_time() -> None:
-    source = Uncut.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0))
+    source = Uncut.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0, ()))
     auditor = audit.Audit(source, 0.0)
     auditor.due(64)
     assert len({auditor.due(64) for _ in range(1000)} - {None}) == 64

@@ -10,7 +10,6 @@ parameter or the code has changed. Which of the two is found out by reading it o
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from hotset.data.source import Source, Uncut, recorded
 from hotset.determinism.chain import applied, leaves
 from hotset.determinism.equality import same
 from hotset.determinism.generators import Generators
+from hotset.determinism.owned import copied
 from hotset.determinism.verdict import name_of
 
 __all__ = ["Audit", "why_it_differs"]
@@ -106,7 +106,7 @@ def why_it_differs(source: Source, index: int) -> str:
     Example:
         >>> import random
         >>> from hotset.data.source import Cuts
-        >>> frozen = Uncut([1.0, 2.0], (), (lambda x: x + random.random(),)).cut(Cuts((), (), 1))
+        >>> frozen = Uncut([1.0, 2.0], (), (lambda x: x + random.random(),)).cut(Cuts((), (), 1, ()))
         >>> why_it_differs(frozen, 0)
         '<lambda> gives another output each time'
     """
@@ -130,8 +130,8 @@ def why_it_differs(source: Source, index: int) -> str:
 def _random_one(steps: Sequence[Any], value: Any) -> str | None:
     """The first of these transforms that does not give the same twice."""
     for step in steps:
-        made = applied(step, copy.deepcopy(value))
-        if any(same(made, applied(step, copy.deepcopy(value))) for _ in range(_REPEATS)):
+        made = applied(step, copied(value))
+        if any(same(made, applied(step, copied(value))) for _ in range(_REPEATS)):
             return name_of(step)
         value = made
     return None

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hotset.data.measuring import size_of, tried
-from hotset.data.source import Cuts, Place, Recorder, Uncut, find_places, recorded
+from hotset.data.sites import with_chains
+from hotset.data.source import Chain, Cuts, Place, Recorder, Uncut, find_places, gives_its_own, recorded
 from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.generators import Generators
 from hotset.determinism.split import Split, split
+from hotset.determinism.trial import alters
 from hotset.determinism.verdict import Verdict, name_of, verdict_of
 from hotset.errors import ArgumentError, NotCacheable
 from hotset.policy.cut import cheapest_cut
@@ -99,6 +101,16 @@ def choose(uncut: Uncut, limit: float, strict: bool, wanted: int | None) -> Choi
         generators.restore()
 
 
+class _Named:
+    """A chain that is called with keywords, as one that takes a dict of them."""
+
+    def __init__(self, chain: Any) -> None:
+        self._chain = chain
+
+    def __call__(self, named: dict[str, Any]) -> Any:
+        return self._chain(**named)
+
+
 class _Looked(NamedTuple):
     """What is known of one chain.
 
@@ -108,6 +120,7 @@ class _Looked(NamedTuple):
         values: what arrived at it.
         around: bytes of the sample without that.
         whole: whether it cannot be cut.
+        in_place: whether what may be cached of it changes what it is given.
     """
 
     chain: Any
@@ -115,6 +128,7 @@ class _Looked(NamedTuple):
     values: Sequence[Any] = ()
     around: float = 0.0
     whole: bool = False
+    in_place: bool = False
 
     @property
     def cacheable(self) -> int:
@@ -180,19 +194,24 @@ class _Finder:
         values = [recorder.came[0] for recorder in recorders if len(recorder.came) == 1]
         if any(recorder.otherwise for recorder in recorders):
             why = f"{self._kind} calls its {site.name} with keywords"
-            self._own.append(self._whole(_Looked(site.chain), why))
+            named = [each for recorder in recorders for each in recorder.named]
+            self._own.append(self._whole(_Looked(site.chain), number, why, [_Named(site.chain)], named))
             return
         if len(values) < len(recorders):
             why = f"{self._kind} does not call its {site.name} once for each sample"
-            self._own.append(self._whole(_Looked(site.chain), why))
+            several = [value for recorder in recorders for value in recorder.came]
+            self._own.append(self._whole(_Looked(site.chain), number, why, leaves(site.chain), several))
             return
         # Tried also where it cannot be cut: what turns out to be random then must not be cached as a whole.
         looked = _Looked(site.chain, self._split(site.chain, values), values)
         if isinstance(self._sample, Exception) or find_places(self._sample, recorders[0]) is None:
             why = f"{self._kind} goes on working on what its {site.name} returns, or gives it several values"
-            self._own.append(self._whole(looked, why))
+            self._own.append(self._whole(looked, number, why, leaves(site.chain), values))
         else:
-            self._own.append(looked._replace(around=size_of(self._sample) - size_of(values[0])))
+            around = size_of(self._sample) - size_of(values[0])
+            steps = leaves(site.chain)[: looked.cacheable]
+            in_place = any(alters(steps, value) for value in values)
+            self._own.append(looked._replace(around=around, in_place=in_place))
 
     def judge_given(self) -> None:
         """Split the chain given as ``transform=``, if everything before it may be cached."""
@@ -211,10 +230,13 @@ class _Finder:
         """
         samples: list[Any] = []
         error: Exception | None = None
+        chains = zip(self._uncut.sites, self._own, strict=True)
+        copying = {site.name: Chain(leaves(site.chain), copies=True) for site, own in chains if own.in_place}
+        dataset = with_chains(self._uncut.dataset, copying)
         begin = time.perf_counter()
         for index in self._indices:
             try:
-                samples.append(self._uncut.dataset[index])
+                samples.append(dataset[index])
             except Exception as raised:
                 error = error or raised
         if not samples:
@@ -224,11 +246,22 @@ class _Finder:
             self._read_seconds = (time.perf_counter() - begin) / len(samples)
         return samples
 
-    def _whole(self, looked: _Looked, why: str) -> _Looked:
+    def _whole(
+        self, looked: _Looked, number: int, why: str, steps: Sequence[Any], values: Sequence[Any]
+    ) -> _Looked:
         """A chain that cannot be cut: to be cached as a whole or not at all.
 
+        Such a chain gets no copies: a data set that ignores what it returns means it to work in place.
+
+        Args:
+            looked: what is known of it.
+            number: of its site.
+            why: it cannot be cut.
+            steps: its transforms, as they take what arrives at them.
+            values: what arrived at them.
+
         Raises:
-            NotCacheable: it has a transform that is known to be random.
+            NotCacheable: it has a transform that is known to be random, or changes what the data set holds.
         """
         for verdict in looked.verdicts:
             if verdict.kind == "random" and declared(self._uncut.dataset) != "deterministic":
@@ -236,8 +269,16 @@ class _Finder:
                     f"{verdict.name} is random ({verdict.evidence}), and {why}, so that it cannot be cut off "
                     "and would be frozen; give the chain as transform=[...] to hotset.cache instead."
                 )
+        if any(alters(steps, value) for value in values) and any(
+            gives_its_own(self._uncut, index)[number] for index in self._indices
+        ):
+            raise NotCacheable(
+                f"{self._uncut.sites[number].name} of {self._kind} changes in place what the data set holds, "
+                f"which is another each time it is read then, and {why}, so that it cannot be given copies; "
+                "give the chain as transform=[...] to hotset.cache instead, or have it work on a copy."
+            )
         self.notes.append(f"{why}, so the chain cannot be cut; give it as transform= to have it cut")
-        return looked._replace(whole=True)
+        return looked._replace(whole=True, in_place=False)
 
     def _split(self, chain: Any, values: list[Any]) -> Split:
         try:
@@ -275,7 +316,8 @@ class _Finder:
                 f"cut={wanted} cannot be, as {self._kind}'s own chain stays whole, or has a live part before "
                 "it; leave out cut=, or give the chain as transform=."
             )
-        cuts = Cuts(tuple(counts), places, given)
+        in_place = tuple(own.in_place for own in self._own)
+        cuts = Cuts(tuple(counts), places, given, in_place)
         rows = self._rows(cuts)
         probed = any(row.cached and row.kind == "unknown" for row in rows)
         return Choice(cuts, rows, tuple(self.notes), probed)
@@ -349,7 +391,8 @@ class _Finder:
                 as_many = found is not None and self._gives_as_many(n, counts[n], recorders[n], len(found))
                 if found is None or late or not as_many:
                     why = f"{self._kind} goes on working on what its {self._uncut.sites[n].name} returns"
-                    self._own[n] = self._whole(self._own[n], why)
+                    steps = leaves(self._own[n].chain)
+                    self._own[n] = self._whole(self._own[n], n, why, steps, self._own[n].values)
                     counts[n] = self._own[n].cacheable
                 else:
                     places[n] = found

@@ -72,7 +72,7 @@ class Identity:
         digest = hashlib.blake2b(digest_size=16)
         names = [site.name for site in uncut.sites]
         steps = fingerprint((source.inner, source.prefix)).digest
-        parts = [self.base, json.dumps([names, cuts.to_json()]), steps]
+        parts = [self.base, json.dumps([names, cuts.where]), steps]
         for part in parts:
             digest.update(len(part).to_bytes(8, "little") + part.encode())
         return digest.hexdigest()

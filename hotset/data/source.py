@@ -11,6 +11,10 @@ inside ``__getitem__``. So the data set is copied shallowly, the copy is given o
 a sample is read to see where in it the results turn up: the rest of the chain then works on these places of
 the cached sample. Where a result turns up nowhere, or more than once, because the data set goes on working
 on it, the chain cannot be cut there: it stays whole, and its results are cached or none.
+
+What the data set hands out may be its own still: an item of a list, a view of a tensor. A sample is the
+reader's before anything works on it (:mod:`hotset.determinism.owned`); and a chain inside ``__getitem__``
+that was seen to work in place gets copies. So the data set stays as it was, however often a sample is read.
 """
 
 from __future__ import annotations
@@ -24,9 +28,23 @@ from torch.utils.data import IterableDataset
 
 from hotset.data.sites import Site, sites_of, with_chains
 from hotset.determinism.chain import Values, applied, cut, leaves
+from hotset.determinism.equality import changeable
+from hotset.determinism.owned import copied, owned, owns_all
 from hotset.errors import ArgumentError
+from hotset.told import Teller
 
-__all__ = ["Cuts", "Place", "Recorder", "Source", "Uncut", "chain_of", "find_places", "recorded"]
+__all__ = [
+    "Chain",
+    "Cuts",
+    "Place",
+    "Recorder",
+    "Source",
+    "Uncut",
+    "chain_of",
+    "find_places",
+    "gives_its_own",
+    "recorded",
+]
 
 Transform = Callable[..., Any]
 # Where something is in a sample: keys from the root.
@@ -64,14 +82,16 @@ class Uncut:
 
     def cut(self, cuts: Cuts) -> Source:
         """Cut each chain where it is said."""
-        prefixes: dict[str, _Chain] = {}
+        prefixes: dict[str, Chain] = {}
         cached: list[Any] = []
         live: list[Transform] = []
-        for site, count, places in zip(self.sites, cuts.own, cuts.places, strict=True):
+        found = zip(self.sites, cuts.own, cuts.places, cuts.in_place, strict=True)
+        for site, count, places, in_place in found:
             before, after = cut(site.chain, count)
             cached += before
+            if after or in_place:
+                prefixes[site.name] = Chain(before, copies=in_place)
             if after:
-                prefixes[site.name] = _Chain(before)
                 live.append(At(places, after))
         before, after = cut(self.given, cuts.given)
         dataset = with_chains(self.dataset, prefixes)
@@ -86,21 +106,30 @@ class Cuts:
         own: for each of the data set's own chains how many leaf transforms are cached.
         places: for each of them where in the sample its results are; empty for one that is not cut.
         given: how many leaf transforms of ``transform=`` are cached; 0 where one of the own ones is live.
+        in_place: for each of the own chains whether it was seen to change what it is given, and gets copies.
     """
 
     own: tuple[int, ...]
     places: tuple[tuple[Place, ...], ...]
     given: int
+    in_place: tuple[bool, ...]
+
+    @property
+    def where(self) -> list[Any]:
+        """What decides about the content of a sample, as JSON's types."""
+        return [list(self.own), [[list(place) for place in places] for places in self.places], self.given]
 
     def to_json(self) -> list[Any]:
         """As JSON's types."""
-        return [list(self.own), [[list(place) for place in places] for places in self.places], self.given]
+        return [*self.where, list(self.in_place)]
 
     @classmethod
     def from_json(cls, value: Any) -> Cuts:
-        """Read what :meth:`to_json` gave."""
-        own, places, given = value
-        return cls(tuple(own), tuple(tuple(tuple(place) for place in each) for each in places), given)
+        """Read what :meth:`to_json` gave; or :attr:`where`, as it stands in caches of earlier versions."""
+        own, places, given, *rest = value
+        in_place = rest[0] if rest else [False] * len(own)
+        tuples = tuple(tuple(tuple(place) for place in each) for each in places)
+        return cls(tuple(own), tuples, given, tuple(in_place))
 
 
 @dataclass(frozen=True)
@@ -125,10 +154,13 @@ class Source:
         return [part for part in (self.live, self.dataset, self.prefix) if part != ()]
 
     def read(self, index: int) -> Any:
-        """Read one sample and take it as far as it is cached."""
-        sample = self.dataset[index]
+        """Read one sample and take it as far as it is cached; it is the caller's own.
+
+        A step's result is looked at as well: a step may look it up in a table of its own.
+        """
+        sample = owned(self.dataset[index], _tell_of_refused)
         for step in self.prefix:
-            sample = step(sample)
+            sample = owned(step(sample), _tell_of_refused)
         return sample
 
     def finish(self, sample: Any) -> Any:
@@ -138,13 +170,35 @@ class Source:
         return sample
 
 
-class _Chain:
-    """Transforms applied one after the other; stands in for a data set's own."""
+_tell_once = Teller()
 
-    def __init__(self, parts: Sequence[Transform]) -> None:
+
+def _tell_of_refused(part: object, error: Exception) -> None:
+    """Say, once in this process, that the transforms get something that is the data set's still."""
+    kind = type(part).__name__
+    _tell_once(
+        f"the samples hold a {kind}, which cannot be copied ({error}), so transforms get the data set's own: "
+        "one that works in place on it changes the data set. Let the data set give arrays or tensors.",
+        kind,
+    )
+
+
+class Chain:
+    """Transforms applied one after the other; stands in for a data set's own.
+
+    Args:
+        parts: they.
+        copies: apply them to copies. (The data set's ``__getitem__`` refers to what it gives to its chain, so
+            that it cannot be seen whether anybody else does.)
+    """
+
+    def __init__(self, parts: Sequence[Transform], copies: bool = False) -> None:
         self.parts = tuple(parts)
+        self._copies = copies
 
     def __call__(self, *values: Any) -> Any:
+        if self._copies:
+            values = copied(values, _tell_of_refused)
         value = values[0] if len(values) == 1 else Values(values)
         for part in self.parts:
             value = applied(part, value)
@@ -160,7 +214,7 @@ class At:
 
     def __call__(self, sample: Any) -> Any:
         values = [_get(sample, place) for place in self.places]
-        made = _Chain(self.steps)(*values)
+        made = Chain(self.steps)(*values)
         for place, value in zip(self.places, made if len(values) > 1 else [made], strict=True):
             sample = _put(sample, place, value)
         return sample
@@ -188,31 +242,41 @@ def _put(sample: Any, place: Place, value: Any) -> Any:
 # Looking into a data set
 
 
-class Recorder(_Chain):
+class Recorder(Chain):
     """Stands in for a data set's own chain while a sample is read, and keeps what came in and went out.
+
+    What it returns is a copy in any case: the data set may go on working on it in place.
 
     Attributes:
         came: for each call the value, or :class:`Values`.
+        named: for each call with keywords, as albumentations' chains are called, what came with them.
         begun: when it was called last, to tell which of two chains comes first.
         went: for each call what was returned.
-        otherwise: whether it was called with keywords, as albumentations' chains are.
+        digests: and what that was like then.
     """
 
     def __init__(self, parts: Sequence[Transform] = ()) -> None:
-        super().__init__(parts)
+        super().__init__(parts, copies=True)
         self.came: list[Any] = []
+        self.named: list[dict[str, Any]] = []
         self.went: list[Any] = []
-        self.otherwise = False
+        self.digests: list[dict[str, bytes]] = []
         self.begun = 0
+
+    @property
+    def otherwise(self) -> bool:
+        """Whether it was called with keywords, or without a value."""
+        return bool(self.named)
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         if named or not values:
-            self.otherwise = True
+            self.named.append(named)
             raise TypeError("called with keywords")
         self.begun = time.perf_counter_ns()
         self.came.append(values[0] if len(values) == 1 else Values(values))
         made = super().__call__(*values)
         self.went.append(made)
+        self.digests.append(changeable(made))
         return made
 
 
@@ -241,6 +305,9 @@ def find_places(sample: Any, recorder: Recorder) -> tuple[Place, ...] | None:
     if recorder.otherwise or len(recorder.went) != 1:
         return None
     came, made = recorder.came[0], recorder.went[0]
+    now, before = changeable(made), recorder.digests[0]
+    if any(now.get(part, digest) != digest for part, digest in before.items() if part):
+        return None  # changed in place since; something added to the sample itself is no change of the result
     results = [made]
     if isinstance(came, Values):
         if not isinstance(made, tuple) or len(made) != len(came):
@@ -249,6 +316,22 @@ def find_places(sample: Any, recorder: Recorder) -> tuple[Place, ...] | None:
     found = [_find(sample, result) for result in results]
     places = tuple(each[0] for each in found if len(each) == 1)
     return places if len(places) == len(results) == len(set(places)) else None
+
+
+def gives_its_own(uncut: Uncut, index: int) -> list[bool]:
+    """For each of a data set's own chains whether it is given what somebody else refers to as well.
+
+    The data set's ``__getitem__`` does as long as it runs; so this is asked when it is over.
+    """
+    _, recorders = recorded(uncut, index, [()] * len(uncut.sites))
+    given: list[list[Any]] = []
+    while recorders:
+        recorder = recorders.pop(0)
+        came = [value for each in recorder.came for value in (each if isinstance(each, Values) else [each])]
+        came += [value for named in recorder.named for value in named.values()]
+        given.append(list({id(value): value for value in came}.values()))
+    del recorder, came, _
+    return [not owns_all(values) for values in given]
 
 
 def _find(sample: Any, wanted: Any, depth: int = 0) -> list[Place]:

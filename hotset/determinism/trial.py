@@ -26,9 +26,10 @@ from hotset.determinism.chain import applied
 from hotset.determinism.equality import changeable
 from hotset.determinism.generators import Generators
 from hotset.determinism.objects import attributes
+from hotset.determinism.owned import copied
 from hotset.determinism.probe import probe
 
-__all__ = ["Trial", "attempt", "once"]
+__all__ = ["Trial", "alters", "attempt", "once"]
 
 _REPEATS = 16
 _COPIED = (list, dict, set, np.ndarray, torch.Tensor)
@@ -67,7 +68,7 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
     """
 
     def call(i: int) -> Any:
-        return applied(step, _copied(inputs[i]))
+        return applied(step, copied(inputs[i]))
 
     before = _State(step)
     try:
@@ -95,18 +96,35 @@ def once(step: Callable[..., Any], value: Any) -> tuple[Any, float]:
     before, generators = _State(step), Generators([step])
     try:
         begun = time.perf_counter()
-        made = applied(step, _copied(value))
+        made = applied(step, copied(value))
         return made, time.perf_counter() - begun
     finally:
         generators.restore()
         before.put_back()
 
 
-def _copied(sample: Any) -> Any:
+def alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
+    """Whether transforms, applied one after the other, change what the first of them is given.
+
+    No trace is left. False as well where one raises: it is not the time for that.
+
+    Example:
+        >>> alters([sorted], [2, 1]), alters([list.sort], [2, 1])
+        (False, True)
+    """
+    mine = copied(value)
+    before, states, generators = changeable(mine), [_State(step) for step in steps], Generators([steps])
     try:
-        return copy.deepcopy(sample)
-    except Exception:  # an open file, say: the transform gets the thing itself, as it would in training
-        return sample
+        made = mine
+        for step in steps:
+            made = applied(step, made)
+    except Exception:
+        return False
+    finally:
+        generators.restore()
+        for state in states:
+            state.put_back()
+    return changeable(mine) != before
 
 
 class _State:

@@ -1,0 +1,347 @@
+"""What is the user's stays as it was: the source is bytewise unchanged, whatever works in place on samples.
+
+Each program has transforms that change what they are given. Without a cache the first epoch is right, and
+changes the source. With one both epochs are that first epoch, and the source is as before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+import hotset
+from hotset.determinism.equality import same
+
+N = 12
+# Without room is one of the cases.
+pytestmark = pytest.mark.filterwarnings("ignore:.*memory limit is reached:hotset.HotsetWarning")
+
+
+def halve(sample: Any) -> Any:
+    sample["x"] /= 2
+    return sample
+
+
+def ignored(sample: Any) -> None:
+    halve(sample)
+
+
+def forget_path(sample: Any) -> Any:
+    sample.pop("path")
+    return sample
+
+
+def shift(sample: Any) -> Any:
+    sample["x"] += 1
+    return sample
+
+
+class Noise:
+    """Random, so that it is live; works in place."""
+
+    def __call__(self, sample: Any) -> Any:
+        sample["x"] += torch.rand(()).item()
+        return sample
+
+
+def rows(make: Callable[[int], Any]) -> Any:
+    return [{"x": make(i), "path": f"file-{i}", "label": i} for i in range(N)]
+
+
+MAKES: dict[str, Callable[[int], Any]] = {
+    "tensors": lambda i: torch.arange(4, dtype=torch.float32) + 10 * i,
+    "arrays": lambda i: np.arange(4, dtype=np.float64) + 10 * i,
+    "numbers": lambda i: 10.0 * i,
+}
+
+
+class OwnChain(Dataset[Any]):
+    def __init__(self, items: Any, transform: Any) -> None:
+        self.items = items
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.items[index])
+
+
+class Rows(Dataset[Any]):
+    """Views of one tensor or array."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+def first_epoch(dataset: Any, chain: Any = (), workers: int = 0) -> list[Any]:
+    """What torch gives in its first epoch, of a copy of the data set."""
+    torch.manual_seed(7)
+    dataset = copy.deepcopy(dataset)
+    samples = []
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        for step in chain:
+            sample = step(sample)
+        samples.append(copy.deepcopy(sample))
+    return samples
+
+
+def epochs(cached: Any, workers: int) -> list[list[Any]]:
+    loader = hotset.DataLoader(cached, batch_size=5, num_workers=workers, collate_fn=list)
+    return [[sample for batch in loader for sample in batch] for _ in range(2)]
+
+
+def assert_all_same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) >= N - 2  # a window's residents
+    for one, other in zip(found, expected, strict=False):
+        assert same(one, other) is None, same(one, other)
+
+
+ROOM: dict[str, dict[str, Any]] = {
+    "room": {"memory": "1MiB"},
+    "no-room": {"memory": 0},
+    "window": {"memory": "1MiB", "window": hotset.Window(resident=N - 2, replace=0, shuffle=False)},
+}
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", MAKES)
+def test_transforms_in_place_leave_a_list_of_dicts_as_it_was(kind: str, workers: int, room: str) -> None:
+    items = rows(MAKES[kind])
+    before = copy.deepcopy(items)
+    chain = [halve, forget_path, shift]
+    expected = first_epoch(items, chain)
+    with hotset.cache(items, transform=chain, **ROOM[room]) as cached:
+        for samples in epochs(cached, workers):
+            assert_all_same(samples, expected)
+    assert_all_same(items, before)
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_sets_own_transform_in_place_leaves_it_as_it_was(workers: int, room: str) -> None:
+    items = rows(MAKES["tensors"])
+    before = copy.deepcopy(items)
+    dataset = OwnChain(items, lambda sample: shift(forget_path(halve(sample))))
+    expected = first_epoch(dataset)
+    with hotset.cache(dataset, **ROOM[room]) as cached:
+        for samples in epochs(cached, workers):
+            assert_all_same(samples, expected)
+    assert_all_same(items, before)
+
+
+@pytest.mark.parametrize("room", ["room", "no-room"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_live_part_in_place_leaves_the_source_as_it_was(own: bool, room: str) -> None:
+    items = rows(MAKES["tensors"])
+    before = copy.deepcopy(items)
+    chain: list[Callable[[Any], Any]] = [halve, Noise()]
+    dataset: Any = OwnList(items, chain) if own else items
+    with hotset.cache(dataset, transform=None if own else chain, **ROOM[room]) as cached:
+        assert "Noise" in cached.plan.live
+        for _ in range(2):
+            for index, sample in enumerate(cached[i] for i in range(N)):
+                drawn = sample["x"] - before[index]["x"] / 2
+                assert 0 <= float(drawn.min()) <= float(drawn.max()) <= 1
+    assert_all_same(items, before)
+
+
+class OwnList(OwnChain):
+    def __getitem__(self, index: int) -> Any:
+        sample = self.items[index]
+        for step in self.transform:
+            sample = step(sample)
+        return sample
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["tensor", "array", "memmap", "from numpy"])
+def test_views_of_the_users_memory_are_not_worked_on(
+    kind: str, workers: int, room: str, tmp_path: Path
+) -> None:
+    data: Any = torch.arange(N * 3, dtype=torch.float32).view(N, 3)
+    if kind == "array":
+        data = data.numpy()
+    if kind == "memmap":
+        np.save(tmp_path / "rows.npy", data.numpy())
+        data = np.asarray(np.load(tmp_path / "rows.npy", mmap_mode="r+"))
+    if kind == "from numpy":
+        data = torch.from_numpy(data.numpy().copy())
+    before = copy.deepcopy(np.array(data))
+
+    def normalise(row: Any) -> Any:
+        row -= 1
+        row *= 2
+        return row
+
+    expected = [normalise(copy.deepcopy(row)) for row in data]
+    with hotset.cache(Rows(data), transform=normalise, **ROOM[room]) as cached:
+        for samples in epochs(cached, workers):
+            for found, wanted in zip(samples, expected, strict=False):
+                assert np.array_equal(np.asarray(found), np.asarray(wanted))
+    assert np.array_equal(np.asarray(data), before)
+    if kind == "memmap":
+        assert np.array_equal(np.load(tmp_path / "rows.npy"), before)
+
+
+def test_pictures_that_the_data_set_holds_are_not_painted_on() -> None:
+    pictures: Any = [Image.new("L", (4, 4), i) for i in range(N)]
+    before = [picture.tobytes() for picture in pictures]
+
+    def paint(picture: Any) -> Any:
+        picture.paste(255, (0, 0, 2, 2))
+        picture.putpixel((3, 3), picture.getpixel((3, 3)) + 1)
+        return picture
+
+    expected = [paint(picture.copy()).tobytes() for picture in pictures]
+    for dataset, chain in ((pictures, paint), (OwnChain(pictures, paint), None)):
+        with hotset.cache(dataset, transform=chain, memory="1MiB") as cached:
+            for _ in range(2):
+                assert [cached[i].tobytes() for i in range(N)] == expected
+        assert [picture.tobytes() for picture in pictures] == before
+
+
+def test_a_sample_of_the_source_that_is_changed_by_its_user_stays_in_the_source() -> None:
+    items = rows(MAKES["arrays"])
+    before = copy.deepcopy(items)
+    for memory in ("1MiB", 0):
+        with hotset.cache(items, memory=memory) as cached:
+            for _ in range(2):
+                for i in range(N):
+                    halve(cached[i])
+    assert_all_same(items, before)
+
+
+def test_what_a_transform_looks_up_in_a_table_of_its_own_stays_there() -> None:
+    table = {i: torch.full((3,), float(i)) for i in range(N)}
+    numbers: Any = range(N)
+
+    def look_up(index: int) -> torch.Tensor:
+        return table[index]
+
+    def double(row: torch.Tensor) -> torch.Tensor:
+        return row.mul_(2)
+
+    for memory in ("1MiB", 0):
+        with hotset.cache(numbers, transform=[look_up, double], memory=memory) as cached:
+            for _ in range(2):
+                assert [float(cached[i][0]) for i in range(N)] == [2.0 * i for i in range(N)]
+    assert [float(row[0]) for row in table.values()] == list(range(N))
+
+
+def test_samples_that_a_data_set_keeps_for_some_only_are_not_worked_on() -> None:
+    class Keeps(Dataset[Any]):
+        """Keeps the odd ones, once they were read."""
+
+        def __init__(self) -> None:
+            self.kept: dict[int, Any] = {}
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            if index in self.kept:
+                return self.kept[index]
+            sample = torch.full((3,), float(index))
+            if index % 2:
+                self.kept[index] = sample
+            return sample
+
+    dataset = Keeps()
+    with hotset.cache(dataset, transform=lambda x: x.mul_(2), memory=0) as cached:
+        for _ in range(3):
+            assert [float(cached[i][0]) for i in range(40)] == [2.0 * i for i in range(40)]
+    assert all(float(sample[0]) == index for index, sample in dataset.kept.items())
+
+
+class WorksOn(Dataset[Any]):
+    """Goes on working in place on what its transform gives."""
+
+    def __init__(self, data: torch.Tensor, transform: Any) -> None:
+        self.data = data
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.transform(self.data[index])
+        row /= 10
+        return row
+
+
+def test_a_data_set_that_works_on_what_its_transform_gives_is_not_changed_by_being_looked_at() -> None:
+    data = torch.arange(N * 3, dtype=torch.float32).view(N, 3)
+    before = data.clone()
+    with hotset.cache(WorksOn(data, torch.nn.ReLU()), memory="1MiB") as cached:
+        for _ in range(2):
+            assert all(torch.equal(cached[i], before[i] / 10) for i in range(N))
+    assert torch.equal(data, before)
+
+
+def test_a_chain_that_works_in_place_on_what_the_data_set_makes_stays_as_it_is() -> None:
+    class Ignores(Dataset[Any]):
+        """Makes each sample anew, and ignores what its transform returns."""
+
+        def __init__(self) -> None:
+            self.transform = ignored
+
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> Any:
+            sample = {"x": torch.full((3,), float(index))}
+            self.transform(sample)
+            return sample
+
+    with hotset.cache(Ignores(), memory="1MiB") as cached:
+        for _ in range(2):
+            assert [float(cached[i]["x"][0]) for i in range(N)] == [i / 2 for i in range(N)]
+
+
+def test_a_chain_in_place_whose_result_is_ignored_is_refused_before_the_data_are_changed() -> None:
+    class Ignores(OwnChain):
+        def __getitem__(self, index: int) -> Any:
+            sample = self.items[index]
+            self.transform(sample)
+            return sample
+
+    items = rows(MAKES["tensors"])
+    before = copy.deepcopy(items)
+    with pytest.raises(hotset.NotCacheable, match="changes in place what the data set holds"):
+        hotset.cache(Ignores(items, halve), memory="1MiB")
+    assert_all_same(items, before)
+
+
+def test_what_cannot_be_copied_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("text")
+
+    def without_file(sample: Any) -> Any:
+        sample["x"] *= 2
+        return {"x": sample["x"], "name": sample["file"].name}
+
+    with path.open("rb") as file:
+        items: Any = [{"x": torch.full((2,), float(i)), "file": file} for i in range(N)]
+        with pytest.warns(hotset.HotsetWarning, match="hold a BufferedReader, which cannot be copied"):
+            cached = hotset.cache(items, transform=without_file, memory="1MiB")
+        with cached:
+            assert [float(cached[i]["x"][0]) for i in range(N)] == [2.0 * i for i in range(N)]
+        assert [float(item["x"][0]) for item in items] == list(range(N))
