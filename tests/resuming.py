@@ -206,16 +206,12 @@ def check(make: Make, stop: int | None, earlier: list[int | None] | None = None,
     batches = iter(loader) if stop is not None else iter(())
     assert len(training(batches, stop or 0)) == (stop or 0)
     state = through_a_checkpoint(loader.state_dict())
-    step = torch.get_rng_state(), random.getstate(), np.random.get_state()
     expected = [training(batches)] + [training(loader) for _ in range(passes)]
-    workers = loader.num_workers
     del batches, loader
 
     seed_everything(2)
     loader = make()
     loader.load_state_dict(state)
-    if workers:  # without, the transforms' draws are the process's, and the loader brings them along
-        torch.set_rng_state(step[0]), random.setstate(step[1]), np.random.set_state(step[2])
     got = [training(loader)] if stop is not None else [[]]
     got += [training(loader) for _ in range(passes)]
     same(got, expected)

@@ -34,7 +34,7 @@ from hotset.data.from_workers import WorkerBatches
 from hotset.data.letters import Letter
 from hotset.data.local import LocalBatches
 from hotset.data.local_gather import LocalGather
-from hotset.data.randomness import Beginning
+from hotset.data.randomness import Beginning, InProcess
 from hotset.data.rest import Rest, cut_of
 from hotset.data.resume import (
     Counted,
@@ -61,6 +61,7 @@ _MADE = {
     "_pass",
     "_saved",
     "_watched",
+    "_here",
     "_known",
     "_workers_begun",
     "_inner",
@@ -102,6 +103,7 @@ class DataLoader(TorchDataLoader[T]):
     _pass: Pass | None = None
     _saved: Saved | None = None
     _watched: tuple[Generators | None] | None = None
+    _here: InProcess | None = None
     _known: dict[str, Any] | None = None
     _workers_begun = False
     _inner: TorchDataLoader[Any] | None = None
@@ -163,8 +165,8 @@ class DataLoader(TorchDataLoader[T]):
 
         It can be asked for at any time, after every batch if you like: it costs microseconds, and its size
         does not depend on the data. It counts the batches that were handed over; those that were made ahead
-        are made again. It is made of plain values and can be saved by ``torch.save``, and loaded with
-        ``weights_only=True``. Save it on each rank.
+        are made again. It is made of plain values: ``json`` keeps it, and ``torch.save``, which loads it with
+        ``weights_only=True``. Save it on each rank, together with the random states of the training.
 
         Example:
             >>> import hotset, torch
@@ -189,9 +191,12 @@ class DataLoader(TorchDataLoader[T]):
             )
         run = self._pass
         live = self._live_here() if self.num_workers == 0 else None
+        if self._here is None:
+            self._here = InProcess(self, live)
+        in_process = self._here.states()
         if run is not None and not run.over:
-            return run.state(live)
-        return between_passes(self._header(), run, self._fresh, Beginning(self, live).take())
+            return run.state(in_process)
+        return between_passes(self._header(), run, self._fresh, Beginning(self, live).take(), in_process)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on, with the next ``iter()``, where the loader that gave this state had stopped.
@@ -201,8 +206,11 @@ class DataLoader(TorchDataLoader[T]):
         or another batch size, the same samples come, none twice and none dropped. Workers that persist are
         started anew.
 
-        Without workers live transforms draw from this process's global generators, which are then put back
-        too, in that ``iter()``.
+        The global generators of this process that the loader's samplers and, without workers, its live
+        transforms draw from are put back at once to where they were when the state was asked for: the orders
+        of the passes to come are drawn from them, as dropout is. A trainer that keeps their states itself
+        puts its own back after this; what is drawn between this and ``iter()`` counts as drawn. A state of
+        another rank leaves them alone.
 
         Raises:
             StateError: the state is damaged, of another format, or of another data set or sampler.
@@ -214,6 +222,8 @@ class DataLoader(TorchDataLoader[T]):
         saved.put_samplers(Beginning(self))
         for cached, position in zip(self._windows(), saved.windows, strict=True):
             cached._supply.go_to(position)
+        if saved.same_rank:
+            saved.put_globals()
         self._saved = saved
 
     def _go_on(self, saved: Saved) -> Any:
@@ -223,7 +233,7 @@ class DataLoader(TorchDataLoader[T]):
         self._workers_begun = False
         beginning = Beginning(self, self._live_here() if self.num_workers == 0 else None)
         if saved.same_rank:
-            saved.put_generators(beginning, with_globals=saved.under_way or self.num_workers == 0)
+            saved.put_generators(beginning, with_globals=saved.under_way)
         run = saved.run()
         before, generator = beginning.take(), self.generator
 
@@ -247,11 +257,11 @@ class DataLoader(TorchDataLoader[T]):
                 rewind()
             batches = self._begin(run, Rest(self.batch_sampler, saved.position, begin if redraws else None))
         finally:
-            if saved.under_way and saved.same_rank:
+            if saved.under_way and saved.same_rank:  # to what load_state_dict or the trainer made them
                 beginning.globals.restore()
         live = self._live_here() if self.num_workers == 0 else None
-        if saved.alike and live is not None:
-            saved.put_in_process(live)
+        if saved.under_way and saved.alike and live is not None:
+            saved.put_held(live)
         return batches
 
     def _header(self) -> dict[str, Any]:

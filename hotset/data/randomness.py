@@ -1,14 +1,16 @@
 """Randomness that can be kept: states of generators as plain values, and what a pass begins from.
 
-A state that goes into a checkpoint must survive ``torch.load(weights_only=True)`` and json-minded tools, so
-it is made of dicts, lists, numbers, strings and bytes: each generator's state is *packed*, and unpacked when
-it is put back. Packing happens where the state is taken, in a worker too, so that saving a loader's state
-after every batch copies nothing.
+A state that goes into a checkpoint must survive ``json`` and ``torch.load(weights_only=True)``, so it is made
+of dicts with text for keys, lists, numbers and text: each generator's state is *packed*, and unpacked when it
+is put back. A sampler's own state, which may hold anything, is packed as well. Packing happens where the
+state is taken, in a worker too, so that saving a loader's state after every batch copies next to nothing.
 """
 
 from __future__ import annotations
 
 import array
+import base64
+import binascii
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,33 +19,57 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
-from hotset.determinism.generators import Generators, access
+from hotset.determinism.generators import GLOBAL, Generators, access
 from hotset.errors import StateError
 
-__all__ = ["DAMAGE", "Beginning", "damaged", "pack", "put", "unpack"]
+__all__ = ["DAMAGE", "Beginning", "InProcess", "damaged", "pack", "put", "unpack", "unpack_states"]
 
 # What comes of values that are not what they were.
 DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
+# A dict with one of these keys stands for what is no plain value.
+_TAGS = {"torch", "numpy", "random", "bytes", "tuple", "items"}
 
-def pack(state: Any) -> Any:
-    """A generator's state, as its module gives it, in plain values.
+
+def pack(value: Any) -> Any:
+    """A generator's state, as its module gives it, or a sampler's, in plain values.
+
+    Nothing in them is shared with what was given. What is neither a plain value nor a tensor, an array, bytes
+    or a container of such is copied as it is.
 
     Example:
-        >>> import random
-        >>> unpack(pack(random.getstate())) == random.getstate()
+        >>> import json, random
+        >>> unpack(json.loads(json.dumps(pack(random.getstate())))) == random.getstate()
         True
+        >>> unpack(pack({"at": (3, b"x"), 5: None}))
+        {'at': (3, b'x'), 5: None}
     """
-    if isinstance(state, torch.Tensor):
-        return {"torch": state.numpy().tobytes()}
-    if isinstance(state, np.ndarray):
-        return {"numpy": state.dtype.str, "bytes": state.tobytes()}
-    if isinstance(state, tuple) and len(state) == 3 and isinstance(state[1], tuple):
-        version, words, gauss = state
-        return {"random": version, "words": array.array("I", words).tobytes(), "gauss": gauss}
-    if isinstance(state, Mapping):
-        return {name: pack(part) for name, part in state.items()}
-    return int(state) if isinstance(state, np.integer) else state
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous()
+        packed = {"torch": _text(flat.flatten().view(torch.uint8).numpy().tobytes())}
+        plain = flat.dtype is torch.uint8 and flat.ndim == 1
+        return packed if plain else {**packed, "dtype": str(flat.dtype)[6:], "shape": list(flat.shape)}
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
+        packed = {"numpy": value.dtype.str, "bytes": _text(value.tobytes())}
+        return packed if value.ndim == 1 else {**packed, "shape": list(value.shape)}
+    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], tuple) and len(value[1]) == 625:
+        version, words, gauss = value
+        return {"random": version, "words": _text(array.array("I", words).tobytes()), "gauss": gauss}
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return value.item()
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": _text(value)}
+    if type(value) is tuple:
+        return {"tuple": [pack(part) for part in value]}
+    if type(value) is list:
+        return [pack(part) for part in value]
+    if isinstance(value, Mapping):
+        if all(type(key) is str and key not in _TAGS for key in value):
+            return {key: pack(part) for key, part in value.items()}
+        return {"items": [[pack(key), pack(part)] for key, part in value.items()]}
+    return copy.deepcopy(value)
 
 
 def unpack(packed: Any) -> Any:
@@ -52,41 +78,83 @@ def unpack(packed: Any) -> Any:
     Raises:
         KeyError, TypeError, ValueError: that is no packed state.
     """
+    if isinstance(packed, list):
+        return [unpack(part) for part in packed]
     if not isinstance(packed, dict):
         return packed
     if "torch" in packed:
-        return torch.frombuffer(bytearray(_bytes(packed["torch"])), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(_bytes(packed["torch"])) or bytearray(1), dtype=torch.uint8)
+        data = data if packed["torch"] else data[:0]
+        return data.view(_dtype(packed["dtype"])).view(packed["shape"]) if "dtype" in packed else data
     if "numpy" in packed:
-        return np.frombuffer(_bytes(packed["bytes"]), np.dtype(packed["numpy"])).copy()
+        values = np.frombuffer(_bytes(packed["bytes"]), np.dtype(packed["numpy"])).copy()
+        return values.reshape(packed["shape"]) if "shape" in packed else values
     if "random" in packed:
         gauss = packed["gauss"]
         if not (gauss is None or isinstance(gauss, float)):
             raise TypeError(f"{gauss!r} is no normal deviate")
         return packed["random"], tuple(array.array("I", _bytes(packed["words"]))), gauss
-    for name, most in _PLACES.items():
-        if name in packed and not 0 <= packed[name] <= most:
-            raise ValueError(f"a generator of numpy's cannot be at {name} {packed[name]}")
+    if "bytes" in packed:
+        return _bytes(packed["bytes"])
+    if "tuple" in packed:
+        return tuple(unpack(part) for part in packed["tuple"])
+    if "items" in packed:
+        return {unpack(key): unpack(part) for key, part in packed["items"]}
     return {name: unpack(part) for name, part in packed.items()}
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return found
+
+
+def _text(data: Any) -> str:
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, str):
+        return base64.b64decode(value, validate=True)
+    if not isinstance(value, bytes):  # format 1 had bytes; bytearray(10**12) is a terabyte of zeros
+        raise TypeError(f"text or bytes expected, not {type(value).__name__}")
+    return value
 
 
 # Where in its buffer a generator of numpy's is (MT19937, Philox). numpy takes any number, and reads there.
 _PLACES = {"pos": 624, "buffer_pos": 4}
 
 
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):  # bytearray(10**12) is a terabyte of zeros
-        raise TypeError(f"bytes expected, not {type(value).__name__}")
-    return value
+def unpack_states(packed: Any) -> Any:
+    """As :func:`unpack`, of states of generators: numpy's would take any place in their buffer.
+
+    Raises:
+        as :func:`unpack`.
+    """
+
+    def look(value: Any) -> None:
+        for name, part in value.items() if isinstance(value, dict) else ():
+            if name in _PLACES and not 0 <= part <= _PLACES[name]:
+                raise ValueError(f"a generator of numpy's cannot be at {name} {part}")
+            look(part)
+
+    state = unpack(packed)
+    look(state)
+    return state
 
 
-def put(generators: Generators, packed: Any) -> None:
+def put(generators: Generators, packed: Any, *, held_only: bool = False) -> None:
     """Put generators to their packed states.
+
+    Args:
+        held_only: leave the global ones as they are.
 
     Raises:
         StateError: the states are damaged.
     """
     try:
-        generators.put(unpack(packed))
+        generators.put(unpack_states(_held_of(packed) if held_only else packed))
     except DAMAGE as error:
         raise damaged(error) from error
 
@@ -126,7 +194,7 @@ class Beginning:
             "globals": pack(self.globals.states()),
             "generators": [pack(get()) for get, _ in self._generators()],
             "samplers": self.sampler_states(),
-            "held": pack(self._held.states()) if self._held is not None else None,
+            "held": pack(_held_of(self._held.states())) if self._held is not None else None,
         }
 
     def sampler_states(self) -> list[dict[str, Any]]:
@@ -140,11 +208,11 @@ class Beginning:
             KeyError, RuntimeError, TypeError, ValueError: it was not :meth:`take` of such a loader.
         """
         if with_globals:
-            self.globals.put(unpack(state["globals"]))
+            self.globals.put(unpack_states(state["globals"]))
         for (_, set_), packed in zip(self._generators(), state["generators"], strict=True):
-            set_(unpack(packed))
+            set_(unpack_states(packed))
         if self._held is not None and state["held"] is not None:
-            self._held.put(unpack(state["held"]))
+            self._held.put(unpack_states(_held_of(state["held"])))
 
     def put_samplers(self, state: Any) -> None:
         """Put the samplers' epochs and own states back.
@@ -156,7 +224,7 @@ class Beginning:
             if "epoch" in own:
                 sampler.set_epoch(own["epoch"])
             if "state" in own:  # after the epoch: set_epoch() may well begin that anew
-                sampler.load_state_dict(copy.deepcopy(own["state"]))
+                sampler.load_state_dict(unpack(own["state"]))
 
     def _generators(self) -> Iterator[Any]:
         if self._generator is not None:
@@ -166,6 +234,44 @@ class Beginning:
                 found = access(value)
                 if found is not None:
                     yield found
+
+
+class InProcess:
+    """The generators of this process that a loader's batches go on from: those that its samplers draw from,
+    and its live parts, where no worker has them.
+
+    Args:
+        loader: any of torch's loaders.
+        live: the generators that live parts draw from in this process; None if there are none here.
+    """
+
+    def __init__(self, loader: Any, live: Generators | None) -> None:
+        self._all = live
+        samplers = [sampler for sampler in _samplers_of(loader) if sampler is not loader.dataset]
+        if live is None and not all(type(one).__module__.startswith(_TORCHS) for one in samplers):
+            self._all = Generators([])
+        self._last = b""
+        self._text = ""
+
+    def states(self) -> dict[str, Any]:
+        """Their states as they are now, in plain values, by name."""
+        if self._all is not None:
+            packed: dict[str, Any] = pack(self._all.states())
+            return packed
+        # Asked for after every batch; encoding takes the longest, and often nothing has drawn since.
+        state = torch.get_rng_state().numpy().tobytes()
+        if state != self._last:
+            self._last, self._text = state, _text(state)
+        return {_TORCHS_GENERATOR: {"torch": self._text}}
+
+
+# Samplers that draw from torch's generator only, and its name among those of Generators.
+_TORCHS = ("torch.utils.data.", "torchdata.", "builtins")
+_TORCHS_GENERATOR = GLOBAL[2]
+
+
+def _held_of(states: dict[str, Any]) -> dict[str, Any]:
+    return {name: state for name, state in states.items() if name not in GLOBAL}
 
 
 def _samplers_of(loader: Any) -> list[Any]:
@@ -189,7 +295,7 @@ def _sampler_state(sampler: Any) -> dict[str, Any]:
     # of itself is how far it has come, before a pass: to the end of the last one.
     stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
     if stateful and not isinstance(sampler, DistributedSampler):
-        state["state"] = copy.deepcopy(sampler.state_dict())
+        state["state"] = pack(sampler.state_dict())
     if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
         state["epoch"] = sampler.epoch
     return state

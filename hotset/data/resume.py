@@ -2,11 +2,14 @@
 
 The state says where a pass *began* (the random states and the samplers' own) and how much of it was
 consumed; nothing in it grows with the data. Batches that were made ahead and not handed over yet are simply
-made again. What a pass that goes on needs besides its samples' order is the draws of the live transforms:
+made again. What comes after that depends on draws that were not made yet:
 
 ==========================  ===============================================================================
-without workers             they draw from this process's generators: saved when the state is asked for
-with workers                each worker's generators as they were after its last batch that was *consumed*:
+the passes to come          a shuffling sampler draws from this process's global generator in each ``iter()``,
+                            as dropout does between batches: saved when the state is asked for, and put back
+                            when it is loaded, so that what the trainer does with them afterwards counts
+live parts without workers  they draw from this process's generators as well
+live parts with workers     each worker's generators as they were after its last batch that was *consumed*:
                             every batch brings them along, once something was drawn
 another number of workers   the samples go on, none twice and none dropped; the draws are others
 or of ranks
@@ -25,7 +28,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from hotset.data.randomness import DAMAGE, Beginning, damaged, pack, put, unpack
+from hotset.data.randomness import DAMAGE, Beginning, damaged, pack, put, unpack_states
 from hotset.data.residents import Position as WindowPosition
 from hotset.data.residents import Residents, positions_of
 from hotset.data.rest import Cut, Position
@@ -44,7 +47,8 @@ __all__ = [
     "read_state",
 ]
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, FORMAT)
 
 
 @dataclass
@@ -85,11 +89,11 @@ class Pass:
         own = {"under_way": True, "pass": self.number, "fresh": self.fresh, "beginning": self.beginning}
         self.said = {**header, **own}
 
-    def state(self, live: Generators | None) -> dict[str, Any]:
+    def state(self, in_process: dict[str, Any]) -> dict[str, Any]:
         """The state of a loader in the midst of this pass.
 
         Args:
-            live: the generators that live transforms draw from in this process; None if there are none here.
+            in_process: the generators of this process as they are now.
         """
         return {
             **self.said,
@@ -97,8 +101,8 @@ class Pass:
             "samples": self.samples,
             "dealt": self.dealt,
             "turn": self.turn,
-            "in_process": pack(live.states()) if live is not None else None,
-            "in_workers": dict(self.workers),
+            "in_process": in_process,
+            "in_workers": {str(worker): states for worker, states in self.workers.items()},
         }
 
     def count(self, samples: int) -> None:
@@ -142,7 +146,7 @@ class Saved:
             samples=self.position.samples,
             dealt=self.position.dealt,
             turn=state["turn"] if self.alike else 0,
-            workers=dict(state["in_workers"]) if self.alike else {},
+            workers={int(worker): states for worker, states in state["in_workers"].items() if self.alike},
             goes_on=True,
         )
 
@@ -212,14 +216,17 @@ class Saved:
         except DAMAGE as error:
             raise damaged(error) from error
 
-    def put_in_process(self, generators: Generators) -> None:
-        """Put the generators that live transforms draw from in this process to where they were.
+    def put_globals(self) -> None:
+        """Put this process's global generators to where they were when the state was asked for.
 
         Raises:
             StateError: the state is damaged.
         """
-        if self.state["in_process"] is not None:
-            put(generators, self.state["in_process"])
+        put(Generators([]), self.state["in_process"] or {})
+
+    def put_held(self, live: Generators) -> None:
+        """As :meth:`put_globals`, with those that live parts in this process hold."""
+        put(live, self.state["in_process"] or {}, held_only=True)
 
 
 def header(data: dict[str, Any], cut: Cut, workers: int, windows: list[list[int]]) -> dict[str, Any]:
@@ -235,7 +242,11 @@ def header(data: dict[str, Any], cut: Cut, workers: int, windows: list[list[int]
 
 
 def between_passes(
-    header: dict[str, Any], last: Pass | None, fresh: bool, beginning: dict[str, Any]
+    header: dict[str, Any],
+    last: Pass | None,
+    fresh: bool,
+    beginning: dict[str, Any],
+    in_process: dict[str, Any],
 ) -> dict[str, Any]:
     """The state of a loader between two passes, or before the first.
 
@@ -244,6 +255,7 @@ def between_passes(
         last: the pass that is over, if there was one.
         fresh: whether the next pass starts workers.
         beginning: what it would begin from.
+        in_process: see :meth:`Pass.state`.
     """
     return {
         **header,
@@ -252,9 +264,11 @@ def between_passes(
         "fresh": fresh,
         "beginning": beginning,
         **dict.fromkeys(("batches", "samples", "dealt", "turn"), 0),
-        "in_process": None,
+        "in_process": in_process,
         # New workers have drawn nothing yet.
-        "in_workers": dict(last.workers) if last is not None and not fresh else {},
+        "in_workers": {str(worker): states for worker, states in last.workers.items()}
+        if last is not None and not fresh
+        else {},
     }
 
 
@@ -277,19 +291,20 @@ def read_state(
     """
     if not isinstance(state, dict) or "format" not in state:
         raise StateError("this is no state of a hotset.DataLoader: it has no `format`.")
-    if state["format"] != FORMAT:
+    if state["format"] not in _READ:
         raise StateError(
-            f"the state has format {state['format']!r}, and this hotset reads format {FORMAT}; load it with "
-            "the version of hotset that saved it."
+            f"the state has format {state['format']!r}, and this hotset reads formats 1 and {FORMAT}; load "
+            "it with the version of hotset that saved it."
         )
     try:
+        state = state if state["format"] == FORMAT else _of_format_1(state)
         was = _cut(state["cut"])
         position = Position(*(_count(state[name]) for name in ("batches", "samples", "dealt")))
         before, saved_workers = dict(state["data"]), _count(state["workers"])
         under_way, _, _ = bool(state["under_way"]), _count(state["pass"]), bool(state["fresh"])
-        _count(state["turn"]), unpack(state["in_process"])
+        _count(state["turn"]), unpack_states(state["in_process"])
         for worker, states in state["in_workers"].items():
-            _count(worker), unpack(states)
+            _count(int(worker)), unpack_states(states)
         for own in state["beginning"]["samplers"]:
             _count(abs(own.get("epoch", 0)))
         stood = [[_count(number) for number in window] for window in state["windows"]]
@@ -303,6 +318,21 @@ def read_state(
     position = position.under(was, cut)
     alike = was == cut and saved_workers == workers
     return Saved(state, was, position, under_way, same_rank, alike, positions_of(stood, windows))
+
+
+def _of_format_1(state: dict[str, Any]) -> dict[str, Any]:
+    """It held samplers' states as they were; and of this process's generators, where no live part drew from
+    them, only what a pass that was still to come would begin from.
+    """
+    beginning = state["beginning"]
+    beginning = {
+        **beginning,
+        "samplers": [{name: pack(part) for name, part in own.items()} for own in beginning["samplers"]],
+    }
+    in_process = state["in_process"]
+    if in_process is None and not state["under_way"]:
+        in_process = beginning["globals"]
+    return {**state, "format": FORMAT, "beginning": beginning, "in_process": in_process}
 
 
 def _count(value: Any) -> int:

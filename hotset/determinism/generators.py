@@ -23,7 +23,7 @@ import torch
 
 from hotset.determinism.reach import within_reach
 
-__all__ = ["Generators", "access"]
+__all__ = ["GLOBAL", "Generators", "access"]
 
 _KINDS = (
     random.Random,
@@ -84,7 +84,7 @@ class Generators:
         self._kept: list[object] = []
         for number, (module, get, put, look) in enumerate(_global_generators()):
             # Numbers below zero are nobody's id.
-            self._watched[-1 - number] = _Watched(f"{module}'s global state", get, put, look)
+            self._watched[-1 - number] = _Watched(_global_name(module), get, put, look)
         self._global = {id(generator) for generator in _behind_the_globals()}
         self.look_again(holders)
 
@@ -142,6 +142,10 @@ class Generators:
             watched.set(watched.state)
 
 
+def _global_name(module: str) -> str:
+    return f"{module}'s global state"
+
+
 def _global_generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object], _Look | None]]:
     yield "random", random.getstate, random.setstate, None
     behind = _look_at(np.random.rand.__self__)  # type: ignore[attr-defined]
@@ -184,6 +188,10 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool(one.tobytes() != other.tobytes())
     return bool(one != other)  # random's are 625 plain numbers, which need not be looked at one by one
+
+
+GLOBAL = tuple(_global_name(module) for module in ("random", "numpy.random", "torch"))
+"""The names of the global generators among :meth:`Generators.states`."""
 
 
 def _behind_the_globals() -> Iterator[object]:

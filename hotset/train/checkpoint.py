@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hotset.data.randomness import DAMAGE, damaged, pack, unpack
+from hotset.data.randomness import DAMAGE, damaged, pack, put
 from hotset.determinism.generators import Generators
 from hotset.errors import StateError
 
@@ -104,7 +104,7 @@ def put_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
     try:
         on_device = states.get(_ACCELERATOR)
-        Generators([]).put(unpack({name: state for name, state in states.items() if name != _ACCELERATOR}))
+        put(Generators([]), {name: state for name, state in states.items() if name != _ACCELERATOR})
         if on_device is not None and device.type != "cpu":
             torch.get_device_module(device).set_rng_state(on_device, device)
     except DAMAGE as error:
