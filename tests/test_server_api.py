@@ -33,6 +33,7 @@ with warnings.catch_warnings():
 READS = ["/", "/api/status", "/api/sessions", "/api/history", "/metrics", "/openapi.json"]
 CHANGES = [
     ("POST", "/api/sessions"),
+    ("PATCH", "/api/sessions/kept"),
     ("DELETE", "/api/sessions/kept"),
     ("POST", "/api/stop"),
 ]
@@ -53,7 +54,7 @@ def names(server: Server) -> list[str]:
 
 def test_a_session_from_its_making_to_its_end(server: Server) -> None:
     made = server.make(name="one", memory="2MiB", ttl="1.5h", spill=None)
-    assert made["memory"] == {"limit": 2 << 20, "used": 0}
+    assert made["memory"] == {"limit": 2 << 20, "used": 0, "unused": 0}
     assert made["disk"] == {"folder": None, "used": 0}
     assert (made["ttl"], made["server"], made["caches"]) == (5400.0, server.port, [])
     assert server.ask("GET", "/api/sessions/one").json == made
@@ -64,6 +65,23 @@ def test_a_session_from_its_making_to_its_end(server: Server) -> None:
     gone = server.ask("GET", "/api/sessions/one")
     assert gone.status == 404
     assert is_a_sentence(gone.error)
+
+
+def test_a_session_is_resized_within_the_servers_budget(server: Server) -> None:
+    server.make(name="grows", memory="2MiB")
+    found = server.ask("PATCH", "/api/sessions/grows", {"memory": "3MiB"}, token=True)
+    assert found.status == 200, found.error
+    assert found.json["session"]["memory"] == {"limit": 3 << 20, "used": 0, "unused": 0}
+    assert (found.json["dropped"], found.json["over"]) == ([], 0)
+    assert server.ask("GET", "/api/sessions/grows").json == found.json["session"]
+    for memory in ("1000TiB", "many", -1):
+        refused = server.ask("PATCH", "/api/sessions/grows", {"memory": memory}, token=True)
+        assert refused.status == 400
+        assert is_a_sentence(refused.error)
+    assert "the server" in server.ask("PATCH", "/api/sessions/grows", {"memory": "1000TiB"}, token=True).error
+    assert server.ask("PATCH", "/api/sessions/nobody", {"memory": 1}, token=True).status == 404
+    assert server.ask("GET", "/api/sessions/grows").json == found.json["session"]
+    assert server.ask("DELETE", "/api/sessions/grows", token=True).status == 200
 
 
 def test_a_session_that_machines_share_tells_of_them(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +330,7 @@ def test_it_keeps_to_its_own_description(server: Server, authorised: bool, tmp_p
     assert tried == {
         *("GET /", "GET /api/status", "GET /api/history", "GET /metrics", "POST /api/stop"),
         *("GET /api/sessions", "POST /api/sessions"),
-        *("GET /api/sessions/{which}", "DELETE /api/sessions/{which}"),
+        *("GET /api/sessions/{which}", "PATCH /api/sessions/{which}", "DELETE /api/sessions/{which}"),
     }
 
     for operation in operations:

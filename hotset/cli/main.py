@@ -229,7 +229,7 @@ def cache_admin(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
-session_app = typer.Typer(help="Make, list, show and destroy sessions.", no_args_is_help=True)
+session_app = typer.Typer(help="Make, list, show, resize and destroy sessions.", no_args_is_help=True)
 app.add_typer(session_app, name="session")
 
 Which = Annotated[str, typer.Argument(metavar="NAME", help="Name or number.")]
@@ -287,6 +287,35 @@ def show_session(name: Which, as_json: AsJson = False) -> None:
         _print_json(found)
     else:
         session.console().print(session.describe(found))
+
+
+@session_app.command("resize")
+def resize_session(
+    name: Which,
+    memory: Annotated[str, typer.Option(help="What its caches may hold together in memory: 200GiB.")],
+    as_json: AsJson = False,
+) -> None:
+    """Change what a session may hold, also under jobs; of what is too much, caches that nobody uses go."""
+    from hotset.cli import session
+
+    found = session.resize(name, memory)
+    if as_json:
+        _print_json(found)
+    else:
+        typer.echo(session.resized_text(found))
+
+
+@session_app.command("pin")
+def pin_cache(
+    name: Which,
+    cache: Annotated[str, typer.Argument(help="Its id or name, as `hotset session show` lists them.")],
+    off: Annotated[bool, typer.Option("--off", help="Let it make room again.")] = False,
+) -> None:
+    """Keep a cache: it stays when no job uses it, and makes no room for others."""
+    from hotset.cli import session
+
+    found = printable(session.pin(name, cache, pinned=not off))
+    typer.echo(f"{found} makes room for others again." if off else f"{found} stays, whoever needs room.")
 
 
 @session_app.command("destroy")

@@ -1,4 +1,4 @@
-"""``hotset session``: make, list, show and destroy sessions.
+"""``hotset session``: make, list, show, resize and destroy sessions, and pin their caches.
 
 Where a server answers, a new session is the server's, and ends with it; without one it is nobody's, and lasts
 until it is destroyed, expires, or the machine is switched off. Everything else is the same with and without
@@ -18,8 +18,8 @@ from hotset.cli.client import client
 from hotset.errors import HotsetError
 from hotset.server.amounts import parse_memory, parse_seconds
 from hotset.server.place import DEFAULT_PORT, is_claimed
-from hotset.server.views import session_view
-from hotset.session import reports, sessions
+from hotset.server.views import resized_view, session_view
+from hotset.session import reclaim, reports, sessions
 from hotset.told import printable
 from hotset.units import format_bytes
 
@@ -29,7 +29,10 @@ __all__ = [
     "describe",
     "destroy",
     "list_all",
+    "pin",
     "print_status",
+    "resize",
+    "resized_text",
     "sessions_table",
     "show",
     "time_text",
@@ -101,9 +104,45 @@ def destroy(which: str) -> int:
     return sessions.destroy(sessions.find(which))
 
 
+def resize(which: str, memory: str) -> dict[str, Any]:
+    """Change what a session may hold; return what came of it, as the API shows it.
+
+    Raises:
+        HotsetError: there is no such session, or it cannot hold that.
+    """
+    return resized_view(sessions.resize(sessions.find(which), parse_memory(memory)))
+
+
+def resized_text(found: dict[str, Any]) -> str:
+    """What came of a resize, for a person."""
+    session = found["session"]
+    name, memory = printable(session["name"]), session["memory"]
+    lines = [f"Session {name} may hold {format_bytes(memory['limit'])} now."]
+    for dropped in found["dropped"]:
+        lines.append(
+            f"{printable(dropped['name'])} made room, {format_bytes(dropped['bytes'])}: nobody used it."
+        )
+    if found["over"]:
+        lines.append(
+            f"It holds {format_bytes(found['over'])} more than that, which are in use or pinned and stay; "
+            "until they go, nothing is added."
+        )
+    return "\n".join(lines)
+
+
+def pin(which: str, cache: str, *, pinned: bool) -> str:
+    """Have a cache of a session stay when nobody uses it, or no longer; return its name.
+
+    Raises:
+        SessionError: there is no such session or cache.
+    """
+    return reclaim.pin(sessions.find(which), cache, pinned)
+
+
 def sessions_table(found: list[dict[str, Any]]) -> Table:
     """A line for each session."""
-    table = Table("session", "number", "memory", "of", "disk", "caches", "cached", "hits", "use", "server")
+    table = Table("session", "number", "memory", "of", "unused", "disk", "caches", "cached", "hits", "use")
+    table.add_column("server")
     for session in found:
         caches = session["caches"]
         hits = sum(cache["hits"] + cache["peer_hits"] for cache in caches)
@@ -113,6 +152,7 @@ def sessions_table(found: list[dict[str, Any]]) -> Table:
             str(session["number"]),
             format_bytes(session["memory"]["used"]),
             format_bytes(session["memory"]["limit"]),
+            format_bytes(session["memory"]["unused"]) if session["memory"]["unused"] else "-",
             format_bytes(session["disk"]["used"]) if session["disk"]["folder"] else "-",
             str(len(caches)),
             f"{sum(cache['cached'] for cache in caches):,}",
@@ -129,7 +169,8 @@ def describe(session: dict[str, Any]) -> RenderableType:
     disk = session["disk"]
     of = f"{format_bytes(session['memory']['used'])} of {format_bytes(session['memory']['limit'])}"
     facts.add_row("session", Text(f"{printable(session['name'])} ({session['number']})"))
-    facts.add_row("memory", of)
+    unused = session["memory"]["unused"]
+    facts.add_row("memory", f"{of}, {format_bytes(unused)} of it for whoever needs it" if unused else of)
     spills = f"{format_bytes(disk['used'])} in {printable(disk['folder'])}" if disk["folder"] else "none"
     facts.add_row("disk", Text(spills + (", kept after a reboot" if session["persist"] else "")))
     ttl = session["ttl"]
@@ -145,7 +186,8 @@ def describe(session: dict[str, Any]) -> RenderableType:
 
 
 def _caches(caches: list[dict[str, Any]]) -> Table:
-    table = Table("cache", "id", "samples", "cached", "on disk", "memory", "disk", "a row", "hits", "state")
+    table = Table("cache", "id", "samples", "cached", "on disk", "memory", "disk", "a row", "hits", "use")
+    table.add_column("state")
     for cache in caches:
         rate = cache["hit_rate"]
         table.add_row(
@@ -158,6 +200,7 @@ def _caches(caches: list[dict[str, Any]]) -> Table:
             format_bytes(cache["disk"]),
             format_bytes(cache["mean_bytes"]),
             "-" if rate is None else f"{rate:.1%}",
+            " ".join(word for word in ("in use", "pinned") if cache[word.replace(" ", "_")]) or "-",
             Text(printable(cache["state"])),
         )
     return table

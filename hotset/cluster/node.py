@@ -329,15 +329,16 @@ class Node:
         schema = Schema.from_json(described.schema)
 
         def create(place: Place) -> Store:
-            limit = self.session.memory
             about = {**described.about, "meeting": described.meeting}
             store: Store
             if described.has_window:
-                store = Ring.create(schema, described.samples, limit, about=about, path=place.path)
+                store = Ring.create(
+                    schema, described.samples, self.session.memory, about=about, path=place.path
+                )
             else:
                 spill = place.spill and SpillTo(place.folder, place.spill, keeps_all=place.persist)
                 store = Store.create(
-                    schema, described.samples, limit, about=about, path=place.path, spill=spill or None
+                    schema, described.samples, place.limit, about=about, path=place.path, spill=spill or None
                 )
             store.path = place.name
             return store

@@ -276,7 +276,9 @@ def _create(made: Made, wanted: Wanted, place: Place | None) -> Store | None:
             ring.room.knob = "`resident=`"
             return ring
         path, spill = place.path if place is not None else None, _spill_to(plan.name, wanted, place)
-        store = Store.create(schema, plan.samples, plan.limit, about=about, path=path, spill=spill)
+        store = Store.create(
+            schema, plan.samples, _limit(made, wanted, place), about=about, path=path, spill=spill
+        )
         store.path = place.name if place is not None else None
         return store
     except UnsupportedPlatform:
@@ -287,6 +289,13 @@ def _create(made: Made, wanted: Wanted, place: Place | None) -> Store | None:
             "limits of this shell (`ulimit -a`), or lower `memory=`."
         )
     return None
+
+
+def _limit(made: Made, wanted: Wanted, place: Place | None) -> int:
+    """Bytes that the cache may ever take; a session may be resized, and its ledger bounds it besides."""
+    if place is None:
+        return made.plan.limit
+    return place.limit if wanted.memory == "auto" else min(parse_bytes(wanted.memory), place.limit)
 
 
 def _spill_to(name: str, wanted: Wanted, place: Place | None) -> SpillTo | None:

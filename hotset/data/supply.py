@@ -191,6 +191,8 @@ class Supply:
             self._audit_theirs(records, store)
             ids = ids[np.isin(ids, brought.ids(), invert=True)]
         read = store.fill(ids, self._read, keep=keep)
+        while store.room.notes:  # of caches that made room, each told by the process that asked it to
+            self.tell(f"{self._plan.name}: {store.room.notes.pop()}")
         if read and (self._neighbours is None or not self._neighbours.pass_on(store, read)):
             self._tell_of_shortage(store)
         return records, {**in_hand, **read}

@@ -101,6 +101,16 @@ def make_app(keeper: Keeper, history: History, page: str, stop: Callable[[], Non
         """One session, by name or number."""
         return keeper.show(which)
 
+    @app.patch(
+        "/api/sessions/{which}",
+        response_model=models.Resized,
+        responses=_errors(400, 401, 403, 404, 413, 422),
+        dependencies=[_BEARER],
+    )
+    def resize_session(which: str, change: models.Change) -> dict[str, Any]:
+        """Change what a session may hold; what it holds beyond that goes, unless it is in use or pinned."""
+        return keeper.resize(which, change.memory)
+
     @app.delete(
         "/api/sessions/{which}",
         response_model=models.Freed,

@@ -21,7 +21,7 @@ from hotset.errors import HotsetError, SessionError
 from hotset.server.amounts import parse_memory, parse_seconds
 from hotset.server.options import Options
 from hotset.server.place import Place
-from hotset.server.views import session_view
+from hotset.server.views import resized_view, session_view
 from hotset.session import recovery, registry, reports, servers, sessions
 from hotset.session.definition import Session
 from hotset.told import printable
@@ -152,6 +152,20 @@ class Keeper:
                 raise Refusal(status, str(error)) from error
         _log.info("made session %s (%d)", session.name, session.number)
         return session_view(reports.report(session))
+
+    def resize(self, which: str, memory: int | str) -> dict[str, Any]:
+        """Change what a session may hold, also under jobs that use it.
+
+        Raises:
+            Refusal: there is none.
+            HotsetError: it cannot hold that.
+        """
+        amount = parse_memory(memory)
+        with self._changing:
+            resized = sessions.resize(self.find(which), amount)
+        session = resized.session
+        _log.info("session %s (%d) may hold %d bytes", session.name, session.number, session.memory)
+        return resized_view(resized)
 
     def destroy(self, which: str) -> int:
         """Destroy a session; jobs that use it go on from their source. Returns the bytes that it frees.

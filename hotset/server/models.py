@@ -10,7 +10,17 @@ from typing import Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Error", "Freed", "History", "NewSession", "SessionModel", "Status", "Stopped"]
+__all__ = [
+    "Change",
+    "Error",
+    "Freed",
+    "History",
+    "NewSession",
+    "Resized",
+    "SessionModel",
+    "Status",
+    "Stopped",
+]
 
 # pydantic reads annotations at run time, and on Python 3.10 it needs Optional[X] for some of them.
 # ruff: noqa: UP007, UP045
@@ -38,11 +48,25 @@ class NewSession(BaseModel):
     persist: bool = Field(False, description="Whether what is spilled outlives a reboot.")
 
 
+class Change(BaseModel):
+    """What is to change of a session."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    memory: Union[int, str] = Field(description="Bytes, or an amount such as 120GiB.")
+
+
 class Amount(BaseModel):
     """Bytes of memory."""
 
     limit: int
     used: int
+
+
+class SessionMemory(Amount):
+    """Bytes of memory; ``unused`` of those that are used make room for others when it is needed."""
+
+    unused: int
 
 
 class Disk(BaseModel):
@@ -79,6 +103,8 @@ class CacheModel(BaseModel):
     fill_seconds: float
     waited_seconds: float
     processes: int
+    in_use: bool
+    pinned: bool
     state: str
 
 
@@ -107,7 +133,7 @@ class SessionModel(BaseModel):
 
     number: int
     name: str
-    memory: Amount
+    memory: SessionMemory
     disk: Disk
     persist: bool
     ttl: Optional[float]
@@ -155,6 +181,22 @@ class Freed(BaseModel):
     """Bytes of memory and disk that were freed."""
 
     freed: int
+
+
+class DroppedModel(BaseModel):
+    """A cache that made room: its name, its bytes of memory, and how many seconds nobody had used it."""
+
+    name: str
+    bytes: int
+    idle: float
+
+
+class Resized(BaseModel):
+    """The session as it is now, what made room, and the bytes in use or pinned beyond what it may hold."""
+
+    session: SessionModel
+    dropped: list[DroppedModel]
+    over: int
 
 
 class Stopped(BaseModel):

@@ -7,14 +7,16 @@ and the tally. No other machine is asked, so a look costs the same whatever has 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from hotset.cluster.roster import Member, read_roster
 from hotset.cluster.tally import read_tally
 from hotset.cluster.traffic import Traffic
-from hotset.session.reports import CacheReport, SessionReport
+from hotset.session.reports import CacheReport, SessionReport, report
+from hotset.session.sessions import Resized
 
-__all__ = ["Machine", "machines_of", "session_view"]
+__all__ = ["Machine", "machines_of", "resized_view", "session_view"]
 
 _COUNTED = ("received", "bytes", "stored", "unsound", "failures")
 
@@ -45,25 +47,34 @@ def machines_of(number: int) -> list[Machine]:
     ]
 
 
-def session_view(report: SessionReport) -> dict[str, Any]:
+def session_view(seen: SessionReport) -> dict[str, Any]:
     """Return a session with its caches and machines.
 
     Amounts are bytes, times seconds, ``created`` is Unix time. What passes between two machines is None of
     this one itself, which is marked as ``me``.
     """
-    session = report.session
+    session = seen.session
     return {
         "number": session.number,
         "name": session.name,
-        "memory": {"limit": session.memory, "used": report.memory},
-        "disk": {"folder": session.spill, "used": report.disk},
+        "memory": {"limit": session.memory, "used": seen.memory, "unused": seen.unused},
+        "disk": {"folder": session.spill, "used": seen.disk},
         "persist": session.persist,
         "ttl": session.ttl,
         "created": session.created,
-        "in_use": report.in_use,
+        "in_use": seen.in_use,
         "server": session.server,
-        "caches": [_cache_view(cache) for cache in report.caches],
+        "caches": [_cache_view(cache) for cache in seen.caches],
         "machines": [_machine_view(machine) for machine in machines_of(session.number)],
+    }
+
+
+def resized_view(resized: Resized) -> dict[str, Any]:
+    """Return what came of a resize."""
+    return {
+        "session": session_view(report(resized.session)),
+        "dropped": [asdict(dropped) for dropped in resized.dropped if dropped.bytes],
+        "over": resized.over,
     }
 
 
@@ -86,6 +97,8 @@ def _cache_view(cache: CacheReport) -> dict[str, Any]:
         "fill_seconds": cache.fill_seconds,
         "waited_seconds": cache.waited_seconds,
         "processes": cache.processes,
+        "in_use": cache.in_use,
+        "pinned": cache.pinned,
         "state": cache.state,
     }
 

@@ -43,6 +43,7 @@ __all__ = [
     "open_ledger",
     "restore",
     "session_of",
+    "set_memory",
     "write_down",
 ]
 
@@ -139,12 +140,23 @@ def session_of(ledger: Ledger) -> Session:
         SessionError: the ledger's head does not say.
     """
     try:
-        session = Session(**ledger.head)
+        session = Session(**{**ledger.head, "memory": ledger.limit})  # it may have been resized
     except TypeError as error:
         raise SessionError("its head is of another version of hotset, or damaged.") from error
     if not (type(session.number) is int and type(session.name) is str and type(session.memory) is int):
         raise SessionError("its head is damaged.")
     return session
+
+
+def set_memory(ledger: Ledger, session: Session) -> None:
+    """Have a session's caches hold what ``session.memory`` says from now on, and after a reboot.
+
+    Raises:
+        SessionError: nothing can be written to its spill folder.
+    """
+    if session.persist:
+        _define(session)
+    ledger.limit = session.memory
 
 
 def write_down(folder: int, session: Session) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import zlib
 from collections.abc import Iterator
 
 from hotset.errors import SegmentError
@@ -33,7 +34,9 @@ __all__ = [
     "DEFINITION",
     "LEDGER",
     "SHARED",
+    "id_of",
     "is_there",
+    "member_of",
     "remove_cache",
     "remove_caches",
     "remove_spilled",
@@ -57,6 +60,18 @@ def roster_file(number: int) -> str:
 def traffic_file(number: int) -> str:
     """Name of the file that counts what passes between machines."""
     return f"{number}.traffic"
+
+
+def id_of(file: str) -> int:
+    """32 bits that tell a cache from others, for people."""
+    return zlib.crc32(file.encode()) or 1
+
+
+def member_of(file: str) -> int:
+    """What a cache is called in its session's ledger: above zero, as zero is nobody."""
+    found = CACHE.fullmatch(file)
+    assert found is not None
+    return int(found[3], 16) >> 2 | 1
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ file in the runtime folder, and every process that takes room for samples enters
     4096  ├─────────────────────────────────────────────┤
           │ limit │ ended │ ...                         │  int64 each
           ├─────────────────────────────────────────────┤
-          │ row 0: member │ bytes of memory             │  of one cache, or of one session
+          │ row 0: member │ bytes │ last used │ pinned  │  of one cache, or of one session
           ├─────────────────────────────────────────────┤
           │ row 1 ...                        (510 rows) │
           └─────────────────────────────────────────────┘
@@ -23,7 +23,10 @@ A session's ledger may stand under a server's: then both must have room. The ord
 the session's, the server's, and nothing waits for long: who cannot have a lock in time has no room, for half
 a second.
 
-Byte 0 of the file is held, shared, by every process that uses the session; byte 1 is the lock.
+Byte 0 of the file is held, shared, by every process that uses the session; byte 1 is the lock. Byte 2 and the
+row's number is held, shared, by every process that uses that cache, so that who would give its memory to
+others (:mod:`hotset.session.reclaim`) knows that nobody does, and by trying to hold it alone keeps them out.
+A process that is stopped holds its locks, and so uses what it used.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import mmap
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,13 +52,13 @@ from hotset.store import locks
 __all__ = ["Ledger"]
 
 _HEAD_BYTES = 4096
-_WORDS = 1024
+_WORDS = 2048
 _SIZE = _HEAD_BYTES + 8 * _WORDS
 _LIMIT, _ENDED, _FIRST_ROW = 0, 1, 4
-_MEMBER, _MEMORY = 0, 1
-_ROW_WORDS = 2
-_ROWS = (_WORDS - _FIRST_ROW) // _ROW_WORDS
-_LIFE, _SHORT = 0, 1
+_MEMBER, _MEMORY, _USED, _PINNED = range(4)  # _USED in nanoseconds of Unix time
+_ROW_WORDS = 4
+_ROWS = 510
+_LIFE, _SHORT, _FIRST_USE = 0, 1, 2
 _LOCK_SECONDS = 2.0
 
 
@@ -78,6 +82,7 @@ class Ledger:
         self._pid = os.getpid()
         self._thread_lock = threading.RLock()
         self._holds = False
+        self._used_row = -1
         self._parent: tuple[Ledger, int] | None = None
         try:
             self.head: dict[str, Any] = _read_head(fd, file)
@@ -143,17 +148,29 @@ class Ledger:
 
     def left(self, row: int) -> int:
         """Bytes of memory that this member may hold, as things stand: what it has, and what is left."""
-        own = int(self._rows[row, _MEMORY])
-        left = self.limit - (self.held - own)
-        if self._parent is not None:
-            parent, above = self._parent
-            left = min(left, parent.left(above) - (self.held - own))
-        return max(left, 0)
+        others = self.held - int(self._rows[row, _MEMORY])
+        return max(self.bound - others, 0)
 
-    def take(self, row: int, memory: int) -> bool:
-        """Have this member hold so many bytes of memory in all; False if they are not there to be had."""
+    @property
+    def bound(self) -> int:
+        """Bytes of memory that all members may hold together, where this ledger stands under another too."""
+        if self._parent is None:
+            return self.limit
+        parent, above = self._parent
+        return min(self.limit, parent.left(above))
+
+    def take(self, row: int, memory: int, member: int | None = None) -> bool:
+        """Have a member hold so many bytes of memory in all; False if they are not there to be had.
+
+        Args:
+            row: the member's.
+            memory: bytes.
+            member: whose the row must be; None: whoever's it is.
+        """
         with self.lock() as held:
             own = int(self._rows[row, _MEMORY])
+            if member is not None and int(self._rows[row, _MEMBER]) != member:
+                return False  # what it was is gone, and its row is another's
             after = self.held - own + memory
             if not held or self.ended or (memory > own and after > self.limit):
                 return False
@@ -179,8 +196,7 @@ class Ledger:
         free = np.flatnonzero(self._rows[:, _MEMBER] == 0)
         if not len(free):
             raise SessionError(f"there are {_ROWS} already, which is the most; destroy some.")
-        self._rows[free[0], _MEMORY] = 0
-        self._rows[free[0], _MEMBER] = member
+        self._rows[free[0]] = member, 0, time.time_ns(), 0
         return int(free[0])
 
     def leave(self, row: int) -> None:
@@ -200,6 +216,54 @@ class Ledger:
         with self.lock():
             self._words[_ENDED] = 1
 
+    def bytes_of(self, row: int) -> int:
+        """Bytes of memory that this row's member holds."""
+        return int(self._rows[row, _MEMORY])
+
+    # ---- which members are used ------------------------------------------------------------------------
+
+    def unused(self) -> list[int]:
+        """The rows of members that no process uses and that are not pinned, least recently used first."""
+        fd = self._descriptor()
+        rows = np.flatnonzero((self._rows[:, _MEMBER] != 0) & (self._rows[:, _PINNED] == 0)).tolist()
+        free = [row for row in rows if row != self._used_row and not locks.is_locked(fd, _FIRST_USE + row)]
+        return sorted(free, key=lambda row: int(self._rows[row, _USED]))
+
+    def note_if_used(self, row: int) -> bool:
+        """Whether any process uses this row's member, which is noted: it may end without a word."""
+        used = row == self._used_row or locks.is_locked(self._descriptor(), _FIRST_USE + row)
+        if used:
+            self._rows[row, _USED] = time.time_ns()
+        return used
+
+    def used_at(self, row: int) -> float:
+        """When it was noted last that this row's member is used, in seconds of Unix time."""
+        return int(self._rows[row, _USED]) / 1e9
+
+    def is_pinned(self, row: int) -> bool:
+        """Whether this row's member stays, though nobody uses it."""
+        return bool(self._rows[row, _PINNED])
+
+    def pin(self, row: int, pinned: bool) -> None:
+        """Have this row's member stay when nobody uses it, or no longer."""
+        self._rows[row, _PINNED] = int(pinned)
+
+    @contextlib.contextmanager
+    def alone(self, row: int) -> Iterator[bool]:
+        """Keep everybody from using this row's member; yields False if somebody does, or it is pinned.
+
+        Whoever begins to use it meanwhile finds it gone, so it has to go.
+        """
+        fd, byte = self._descriptor(), _FIRST_USE + row
+        # Under the lock, under which who makes a cache enters it and begins to use it.
+        with self.lock() as held:
+            mine = held and not self.is_pinned(row) and row != self._used_row and locks.try_lock(fd, byte)
+        try:
+            yield mine
+        finally:
+            if mine:
+                locks.unlock(fd, byte)
+
     # ---- locks ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -214,14 +278,33 @@ class Ledger:
                 if held:
                     locks.unlock(fd, _SHORT)
 
-    def use(self) -> None:
-        """Be known as one that uses the session, until this object or the process ends."""
-        self._holds = locks.try_lock(self._descriptor(), _LIFE, shared=True)
+    def use(self, row: int = -1) -> bool:
+        """Be known as one that uses the session, and a member of it, until this object or the process ends.
+
+        Args:
+            row: the member's; -1: none.
+
+        Returns:
+            False if the member is just being removed.
+        """
+        fd = self._descriptor()
+        self._holds = locks.try_lock(fd, _LIFE, shared=True)
+        if row >= 0 and locks.try_lock(fd, _FIRST_USE + row, shared=True):
+            self._used_row = row
         self.touch()
+        return row == self._used_row
+
+    def stand_by(self) -> None:
+        """Use no member any more, and the session still."""
+        row, self._used_row = self._used_row, -1
+        if row >= 0:
+            locks.unlock(self._descriptor(), _FIRST_USE + row)
 
     def touch(self) -> None:
-        """Note that it is used now."""
+        """Note that it is used now, and its member that is."""
         os.utime(self._descriptor())
+        if self._used_row >= 0:
+            self._rows[self._used_row, _USED] = time.time_ns()
 
     @property
     def last_used(self) -> float:
@@ -236,7 +319,9 @@ class Ledger:
     def close(self) -> None:
         """Use it no more."""
         with self._thread_lock:
-            self._holds = False
+            if self._used_row >= 0 and self._pid == os.getpid():
+                self._rows[self._used_row, _USED] = time.time_ns()
+            self._holds, self._used_row = False, -1
             self._closer()
             self._fd = -1
             if self._parent is not None:
@@ -257,7 +342,8 @@ class Ledger:
         os.close(inherited)
         self._closer = self._make_closer()
         if self._holds:
-            self.use()
+            row, self._used_row = self._used_row, -1
+            self.use(row)
 
     def _make_closer(self) -> weakref.finalize[..., Ledger]:
         closer = weakref.finalize(self, _close, self._fd, self._pid)

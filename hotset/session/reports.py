@@ -7,15 +7,15 @@ moment of asking. What others write meanwhile may be seen half a batch apart.
 from __future__ import annotations
 
 import os
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hotset.errors import SegmentError
 from hotset.session.definition import Session, open_ledger
-from hotset.session.files import CACHE
+from hotset.session.files import CACHE, id_of, member_of
 from hotset.session.folder import open_folder
+from hotset.session.ledger import Ledger
 from hotset.store import locks
 from hotset.store.format import ON_DISK, PRESENT, SLOTS, Live, Slot
 from hotset.store.segment import Segment
@@ -43,6 +43,8 @@ class CacheReport:
         fill_seconds: spent in the source and the cached transforms, summed over processes.
         waited_seconds: that loaders' consumers waited for batches, summed over them.
         processes: how many living processes have it open and have read or written samples.
+        in_use: whether any process uses it; if not, and it is not pinned, it makes room for those that run.
+        pinned: whether it stays, though nobody uses it.
         state: ``ok``, ``condemned`` (an audit found it stale), or a sentence if it cannot be opened.
     """
 
@@ -61,6 +63,8 @@ class CacheReport:
     fill_seconds: float = 0.0
     waited_seconds: float = 0.0
     processes: int = 0
+    in_use: bool = False
+    pinned: bool = False
     state: str = "ok"
 
     @property
@@ -93,6 +97,11 @@ class SessionReport:
     disk: int
     caches: tuple[CacheReport, ...]
 
+    @property
+    def unused(self) -> int:
+        """Bytes of that memory that make room for others when it is needed."""
+        return sum(cache.memory for cache in self.caches if not (cache.in_use or cache.pinned))
+
 
 def report(session: Session) -> SessionReport:
     """Look at a session.
@@ -105,14 +114,23 @@ def report(session: Session) -> SessionReport:
     try:
         with open_ledger(session) as ledger:
             in_use = ledger.in_use
-        files = [file for file in os.listdir(folder) if _is_of(file, session.number)]
-        caches = tuple(
-            sorted((_look(folder, file) for file in files), key=lambda cache: (cache.name, cache.id))
-        )
+            files = [file for file in os.listdir(folder) if _is_of(file, session.number)]
+            looked = [_standing(_look(folder, file), ledger, file) for file in files]
     finally:
         os.close(folder)
+    caches = tuple(sorted(looked, key=lambda cache: (cache.name, cache.id)))
     memory, disk = (sum(getattr(cache, tier) for cache in caches) for tier in ("memory", "disk"))
     return SessionReport(session, in_use, memory, disk, caches)
+
+
+def _standing(cache: CacheReport, ledger: Ledger, file: str) -> CacheReport:
+    """With what the ledger says of it; that it is used is noted there, as it may end without a word."""
+    row = ledger.members().get(member_of(file))
+    if row is None:
+        return cache
+    in_use = ledger.note_if_used(row)
+    limit = min(cache.limit, ledger.limit)  # it has address space for more, as the session may be resized
+    return replace(cache, in_use=in_use, pinned=ledger.is_pinned(row), limit=limit)
 
 
 def _is_of(file: str, number: int) -> bool:
@@ -121,7 +139,7 @@ def _is_of(file: str, number: int) -> bool:
 
 
 def _look(folder: int, file: str) -> CacheReport:
-    number = zlib.crc32(file.encode()) or 1
+    number = id_of(file)
     try:
         segment = Segment.attach(f"/proc/self/fd/{folder}/{file}")
     except SegmentError as error:

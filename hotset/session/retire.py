@@ -10,16 +10,17 @@ system.) A writer that is late may put one more chunk there, which goes with the
 from __future__ import annotations
 
 import contextlib
+import os
 
 from hotset.store.claims import Membership
-from hotset.store.format import Live
+from hotset.store.format import LIVE_AT, Live
 from hotset.store.segment import Segment
 
-__all__ = ["DESTROYED", "retire"]
+__all__ = ["DESTROYED", "is_retired", "retire"]
 
 _READERS_SECONDS = 5.0
 
-DESTROYED = 2  # in the live word CONDEMNED: its session was destroyed
+DESTROYED = 2  # in the live word CONDEMNED: its session was destroyed, or it made room for another cache
 
 
 def retire(path: str) -> int:
@@ -45,3 +46,13 @@ def retire(path: str) -> int:
     finally:
         member.leave()
         segment.close()
+
+
+def is_retired(path: str) -> bool:
+    """Whether the cache in this file was emptied for good, and only its file is still there."""
+    try:
+        with open(path, "rb") as file:
+            word = os.pread(file.fileno(), 8, LIVE_AT + 8 * Live.CONDEMNED)
+    except OSError:
+        return False
+    return int.from_bytes(word, "little") == DESTROYED

@@ -10,6 +10,8 @@ used       every process that uses it holds a lock on the ledger, shared; no lis
 destroyed  first the ledger ends, so that no cache is added; then each cache is emptied where it is: jobs
            that are reading find their samples gone and go on from their source; then the files go
 expired    its time to live has passed since it was last used; whoever looks destroys it
+resized    its ledger's limit changes, also under jobs that use it: those that had no more room go on with
+           more, or caches that nobody uses make room for less
 rebooted   memory is gone. A session that says so (``persist``) is made again from its definition in the
            spill folder, and its caches go on from what was spilled
 ========== ============================================================================================
@@ -26,6 +28,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from hotset.errors import HotsetError, SessionError
 from hotset.session import servers
@@ -36,17 +39,19 @@ from hotset.session.definition import (
     open_ledger,
     restore,
     session_of,
+    set_memory,
     write_down,
 )
 from hotset.session.files import LEDGER, remove_caches, roster_file, runtime, traffic_file, unlink
 from hotset.session.folder import KNOB, runtime_folder
+from hotset.session.reclaim import Dropped, reclaim
 from hotset.session.spills import open_spill, remember
 from hotset.session.turn import turns
 from hotset.store import memory as machine
 from hotset.told import tell
 from hotset.units import format_bytes
 
-__all__ = ["create", "destroy", "expire", "find", "one_at_a_time", "sessions"]
+__all__ = ["Resized", "create", "destroy", "expire", "find", "one_at_a_time", "resize", "sessions"]
 
 _ELSEWHERE = f"set {KNOB} to another folder"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -170,6 +175,57 @@ def destroy(session: Session) -> int:
     return freed
 
 
+@dataclass(frozen=True)
+class Resized:
+    """What came of a resize.
+
+    Attributes:
+        session: as it is now.
+        dropped: the caches that made room, as nobody used them.
+        over: bytes that its caches hold beyond what they may; they are in use or pinned, and stay.
+    """
+
+    session: Session
+    dropped: tuple[Dropped, ...]
+    over: int
+
+
+def resize(session: Session, memory: int) -> Resized:
+    """Change what the caches of a session may hold together, from now on, also under jobs that use it.
+
+    A job that had found it full goes on filling within half a second. If the caches hold more than that,
+    those that nobody uses go, the least recently used first; what is in use or pinned stays, and nothing is
+    added until it is less.
+
+    Args:
+        session: which.
+        memory: bytes.
+
+    Raises:
+        SessionError: it is gone, the amount is none, or more than the server has that it belongs to.
+        FolderError: the runtime folder is not safely this user's own.
+
+    Warns:
+        HotsetWarning: the runtime folder's file system has less than ``memory``.
+    """
+    _require_amount(memory)
+    bound = servers.limit(session.server) if session.server is not None else None
+    if bound is not None and memory > bound:
+        raise SessionError(
+            f"memory={format_bytes(memory)} is more than the {format_bytes(bound)} that the server of port "
+            f"{session.server} has for all its sessions; give less, or start it with more `--memory`."
+        )
+    with one_at_a_time(), runtime() as folder, ledger_in(folder, session.file) as ledger:
+        if ledger.ended:
+            raise SessionError(f"session {session.name!r} is being destroyed.")
+        resized = replace(session_of(ledger), memory=memory)
+        _tell_if_too_much(memory, ledger.held)
+        set_memory(ledger, resized)
+        over = ledger.held - memory
+        dropped = reclaim(resized, over) if over > 0 else []
+        return Resized(resized, tuple(dropped), max(ledger.held - memory, 0))
+
+
 def expire() -> list[str]:
     """Destroy the sessions whose time is over and that nobody uses; return a sentence for each.
 
@@ -225,12 +281,17 @@ def _require_sense(
         )
     if persist and spill is None:
         raise SessionError("persist needs a spill folder, where the records are kept; name one by spill.")
-    if memory is not None and memory < 0:
-        raise SessionError(f"memory={memory} is negative; give a number of bytes, zero or more.")
-    if memory is not None and memory > _MOST_MEMORY:
-        raise SessionError(f"memory={memory} is more than any machine has; give a number of bytes.")
+    if memory is not None:
+        _require_amount(memory)
     if ttl is not None and not 0 < ttl < float("inf"):
         raise SessionError(f"ttl={ttl} is no time to live; give a number of seconds above zero.")
+
+
+def _require_amount(memory: int) -> None:
+    if memory < 0:
+        raise SessionError(f"memory={memory} is negative; give a number of bytes, zero or more.")
+    if memory > _MOST_MEMORY:
+        raise SessionError(f"memory={memory} is more than any machine has; give a number of bytes.")
 
 
 def _memory(asked: int | None, server: int | None) -> int:
@@ -238,12 +299,17 @@ def _memory(asked: int | None, server: int | None) -> int:
     if asked is None:
         limit = servers.limit(server) if server is not None else None
         return min(machine.headroom().bytes // 2 if limit is None else limit, _room_here())
-    if asked > (room := _room_here()):
-        tell(
-            f"memory={format_bytes(asked)} is more than the {format_bytes(room)} that the file system of "
-            f"{runtime_folder()} has; give it more (docker's --shm-size), or {_ELSEWHERE}."
-        )
+    _tell_if_too_much(asked)
     return asked
+
+
+def _tell_if_too_much(asked: int, held: int = 0) -> None:
+    """Tell whoever asked for more than the file system has, besides what is held already."""
+    if asked - held > (room := _room_here()):
+        tell(
+            f"memory={format_bytes(asked)} is more than the {format_bytes(room + held)} that the file system "
+            f"of {runtime_folder()} has; give it more (docker's --shm-size), or {_ELSEWHERE}."
+        )
 
 
 def _room_here() -> int:

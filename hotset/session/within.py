@@ -27,18 +27,22 @@ import numpy as np
 
 from hotset.errors import SegmentError, SessionError
 from hotset.session.definition import Session, attach_ledger, open_ledger
-from hotset.session.files import CACHE, is_there, runtime
+from hotset.session.files import CACHE, is_there, member_of, runtime
 from hotset.session.folder import open_folder
 from hotset.session.ledger import Ledger
+from hotset.session.reclaim import reclaim, said_of
+from hotset.session.retire import is_retired
 from hotset.session.sessions import find
 from hotset.session.share import PATIENCE_SECONDS, HasSegment, Shared
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.turn import turns
+from hotset.store import memory as machine
 from hotset.store.claims import Membership
 from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry, Live
 from hotset.store.room import distrust_room
 from hotset.store.segment import Segment
 from hotset.told import tell
+from hotset.units import parse_bytes
 
 __all__ = ["Place", "Use", "share_in"]
 
@@ -54,7 +58,8 @@ class Place(NamedTuple):
         spill: the path of its second tier's; None if the session has none.
         folder: the folder of that.
         persist: whether the second tier gets every record.
-        limit: bytes that the session may hold.
+        limit: bytes that a cache there may ever hold, unless its user said less: what the session may hold
+            now is bounded by its ledger, and a resize changes that.
     """
 
     path: str
@@ -83,7 +88,7 @@ class Use:
         self._row = -1
 
     def join(self, memory: int = -1) -> bool:
-        """Be known as one that uses the session; False if it is gone.
+        """Be known as one that uses the cache; False if it is gone, or is just making room for another.
 
         Args:
             memory: of no meaning here: a cache of a session is reached by its name.
@@ -91,22 +96,44 @@ class Use:
         ledger = self._open()
         if ledger is None:
             return False
-        ledger.use()
-        return True
+        # The row is looked at again once it is held: it may have been given to another cache before.
+        if ledger.use(self._row) and ledger.members().get(self._member) == self._row:
+            return True
+        self.close()
+        return False
+
+    def stand_by(self) -> None:
+        """Use the cache no more, and the session still; :meth:`join` uses it again, if it is there."""
+        ledger = self._open()
+        if ledger is not None:
+            ledger.stand_by()
 
     def left(self) -> int:
         """See :class:`hotset.store.room.Allowance`."""
         with contextlib.suppress(OSError):
             ledger = self._open()
-            return ledger.left(self._row) if ledger is not None else 0
+            if ledger is not None:
+                unused = sum(ledger.bytes_of(row) for row in ledger.unused() if row != self._row)
+                return ledger.left(self._row) + unused
         return 0
 
     def take(self, total: int) -> bool:
         """See :class:`hotset.store.room.Allowance`."""
         with contextlib.suppress(OSError):
             ledger = self._open()
-            return ledger is not None and ledger.take(self._row, total)
+            return ledger is not None and ledger.take(self._row, total, self._member)
         return False
+
+    def make_room(self, total: int, more: int = 0) -> str | None:
+        """See :class:`hotset.store.room.Allowance`."""
+        with contextlib.suppress(OSError):
+            ledger = self._open()
+            if ledger is not None:
+                session = find(self._number)
+                needed = max(total - ledger.left(self._row), more)
+                dropped = reclaim(session, needed) if needed > 0 else []
+                return said_of(session.name, dropped) if dropped else None
+        return None
 
     def close(self) -> None:
         """Use it no more."""
@@ -185,7 +212,8 @@ def _join(
     for file in sorted(files):
         use = _use(session, file)
         # The use first: what is attached and not used could expire.
-        if use.join():
+        # Who was making room with it, and died over that, has left it condemned.
+        if use.join() and not is_retired(f"{place}/{file}"):
             with contextlib.suppress(SegmentError, FileNotFoundError):
                 return attach(f"{place}/{file}"), use
         use.close()
@@ -204,12 +232,10 @@ def _make(
     with _unfinished(folder, f"{base}.cache") as temporary:
         path = f"{place}/{temporary}"
         whole = f"{place}/{base}.cache"
-        value = create(Place(path, whole, spill, beside, session.persist, session.memory))
+        value = create(Place(path, whole, spill, beside, session.persist, _most(session)))
         if value is None:
             return None, None
-        _name(session, folder, temporary, f"{base}.cache")
-    use = _use(session, f"{base}.cache")
-    use.join()
+        use = _name(session, folder, temporary, f"{base}.cache")
     return value, use
 
 
@@ -224,15 +250,19 @@ def _unfinished(folder: int, file: str) -> Iterator[str]:
             os.unlink(temporary, dir_fd=folder)
 
 
-def _name(session: Session, folder: int, temporary: str, file: str) -> None:
-    """Give a cache its name, unless the session is being destroyed.
+def _name(session: Session, folder: int, temporary: str, file: str) -> Use:
+    """Give a cache its name, and use it, unless the session is being destroyed.
 
     Raises:
         SessionError: it is.
     """
+    use = _use(session, file)
     with open_ledger(session) as ledger, ledger.lock():
-        ledger.enter(_member(file))
+        ledger.enter(member_of(file))
+        # Before it has its name, under the lock: a moment without a user, and another job might drop it.
+        use.join()
         os.rename(temporary, file, src_dir_fd=folder, dst_dir_fd=folder)
+    return use
 
 
 def _revive(session: Session, digest: str, folder: int, place: str) -> None:
@@ -252,7 +282,7 @@ def _revive(session: Session, digest: str, folder: int, place: str) -> None:
             try:
                 with _unfinished(folder, file.removesuffix("spill") + "cache") as temporary:
                     _revive_one(session, path, f"{place}/{temporary}")
-                    _name(session, folder, temporary, file.removesuffix("spill") + "cache")
+                    _name(session, folder, temporary, file.removesuffix("spill") + "cache").close()
             except SegmentError as error:
                 os.unlink(path)
                 tell(f"what session {session.name!r} kept on disk cannot be used, and is read again: {error}")
@@ -268,7 +298,9 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         old = second.geometry
         metadata = {**second.metadata, "spill": {"path": spilled, "keeps_all": session.persist}}
         encoded = json.dumps(metadata).encode()
-        limit = min(int(metadata.get("limit", session.memory)), session.memory)
+        limit = _most(session)
+        if isinstance(said := metadata.get("memory"), (int, str)) and said != "auto":
+            limit = min(parse_bytes(said), limit)
         rows = min(old.samples, limit // old.stride) + SLOTS
         lines = max(limit // LINE, 1) if old.has_tail else 0
         geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
@@ -283,15 +315,13 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         second.close()
 
 
+def _most(session: Session) -> int:
+    """Bytes for which a cache gets address space: as many as the machine has, as a session can grow."""
+    return max(session.memory, machine.total())
+
+
 def _use(session: Session, file: str) -> Use:
-    return Use(session.number, _member(file))
-
-
-def _member(file: str) -> int:
-    """What a cache is called in its session's ledger: above zero, as zero is nobody."""
-    found = CACHE.fullmatch(file)
-    assert found is not None
-    return int(found[3], 16) >> 2 | 1
+    return Use(session.number, member_of(file))
 
 
 def _is_for(file: str, session: Session, digest: str, kind: str) -> bool:

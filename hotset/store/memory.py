@@ -40,7 +40,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["Headroom", "Limits", "headroom", "tmpfs_free"]
+__all__ = ["Headroom", "Limits", "headroom", "tmpfs_free", "total"]
 
 _SMALLEST_MARGIN = 64 << 20
 _LARGEST_MARGIN = 1 << 30
@@ -177,6 +177,16 @@ def headroom() -> Headroom:
         True
     """
     return _here.headroom()
+
+
+def total() -> int:
+    """Return the bytes of memory that the machine has, whoever may have them.
+
+    Example:
+        >>> headroom().limit <= total()
+        True
+    """
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def tmpfs_free(path: str) -> int:

@@ -14,8 +14,11 @@ Extents grow with what was handed out so far (a quarter of it), so that a small 
 its data, and shrink as the end comes near (a sixteenth of what is left), so that little is stranded with
 processes that have no more to write. What a dead process left passes to its slot's next holder.
 
-First come, first kept: nothing is ever evicted to make room. With shuffled epochs every sample is as likely
-as any other to be next, and keeping what one has is optimal.
+First come, first kept: of a cache no sample is ever evicted to make room. With shuffled epochs every sample
+is as likely as any other to be next, and keeping what one has is optimal. What *other* caches of the budget
+hold that no process uses is another thing: where room is refused for want of that, they are asked to give it
+back (:meth:`Allowance.make_room`), and it is tried again. That may take seconds, so no lock of the segment's
+is held meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hotset.store import memory
 from hotset.store.claims import Membership
@@ -50,10 +53,35 @@ class Allowance(Protocol):
     """A budget that this segment shares with others."""
 
     def left(self) -> int:
-        """Bytes that this segment may hold in all, as things stand."""
+        """Bytes that this segment may hold in all, with what :meth:`make_room` would give it."""
 
     def take(self, total: int) -> bool:
         """Have this segment hold so many bytes in all; False if they are not there to be had."""
+
+    def make_room(self, total: int, more: int = 0) -> str | None:
+        """Have others that nobody uses give back what they hold; it may take as long as that does.
+
+        Args:
+            total: bytes that this segment is to hold in all.
+            more: bytes that are to be given back in any case.
+
+        Returns:
+            A sentence for the user, which may be empty; None if there is nobody to give anything.
+        """
+
+
+class _Lack(NamedTuple):
+    """Why there is no extent.
+
+    Attributes:
+        why: a sentence; None: it could not be found out now.
+        total: bytes that the segment would hold with it, if others might make room for that; else 0.
+        more: bytes that are lacking whatever the budget has.
+    """
+
+    why: str | None = None
+    total: int = 0
+    more: int = 0
 
 
 class Room:
@@ -67,6 +95,7 @@ class Room:
         knob: the argument that the user gave the limit by.
         allowance: the budget that it shares with others; None if it is alone.
         why_full: a sentence that says what stands in the way, once something did; else None.
+        notes: sentences for the user; whoever tells them takes them out.
     """
 
     def __init__(self, member: Membership, free: Callable[[], memory.Headroom] | None = None) -> None:
@@ -80,6 +109,7 @@ class Room:
         self.knob = "`memory=`"
         self.allowance: Allowance | None = None
         self.why_full: str | None = None
+        self.notes: list[str] = []
 
     @property
     def is_full(self) -> bool:
@@ -155,7 +185,7 @@ class Room:
         refused and stored elsewhere is to be looked for there, though a smaller one would still fit.
         """
         geometry, live = self._geometry, self._segment.live
-        if self.is_full or (live[Live.FULL] and self._left_of_limit() < int(live[Live.LIMIT]) // _PART):
+        if self.is_full or (live[Live.FULL] and self._left_of_limit() < self._limit() // _PART):
             return False
         live[Live.FULL] = 0
         with self._member.one_thread():
@@ -226,11 +256,20 @@ class Room:
         """Reserve an extent of at least ``count`` units for this process's slot."""
         if self.is_full or self._member.slot < 0:
             return False
+        while (lack := self._try_to_extend(next_word, live_word, count, size, capacity)) is not None:
+            if not self._makes_room(lack):
+                return False if lack.why is None else self.refuse(lack.why)
+        return True
+
+    def _try_to_extend(
+        self, next_word: int, live_word: int, count: int, size: int, capacity: int
+    ) -> _Lack | None:
+        """Reserve an extent; return what stands in the way, if something does."""
         live = self._segment.live
         start = self._geometry.rows_at if live_word == Live.ROWS_NEXT else self._geometry.lines_at
         with self._member.short_lock() as held:
             if not held:
-                return False
+                return _Lack()
             first = max(int(live[live_word]), 0)
             taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
             left = min(capacity - first, self._left_of_limit() // size)
@@ -241,30 +280,47 @@ class Room:
             if units * size > room:
                 units = count
             if units > left:
-                return self.refuse(self._limit_reached())
+                return _Lack(self._limit_reached())
+            total = taken + units * size
             if units * size > room:
-                return self.refuse(self._no_memory(free))
+                return _Lack(self._no_memory(free), total, units * size)
             # Entered before it is reserved: killed in between, this process leaves the budget too small.
-            if self.allowance is not None and not self.allowance.take(taken + units * size):
-                return self.refuse(self._limit_reached())
+            if self.allowance is not None and not self.allowance.take(total):
+                return _Lack(self._limit_reached(), total)
             if not self._segment.reserve(start + first * size, units * size):
                 if self.allowance is not None:
                     self.allowance.take(taken)
-                return self.refuse(self._file_system_full())
+                return _Lack(self._file_system_full(), total, units * size)
             row = self._member.row
             live[live_word] = first + units
             # What was left of the old extent (too short a run of lines) is given up.
             row[next_word] = first
             row[next_word + 1] = first + units
-        return True
+        return None
+
+    def _makes_room(self, lack: _Lack) -> bool:
+        """Whether others gave back something of what was lacking, so that it is worth another try."""
+        live = self._segment.live
+        if self.allowance is None or not lack.total or (lack.more and live[Live.VAIN]):
+            return False
+        before = self._free().bytes
+        note = self.allowance.make_room(lack.total, lack.more)
+        if note:
+            self.notes.append(note)
+        # What others hold may count in another control group than the one that is at its end.
+        if lack.more and note is not None and self._free().bytes < before + lack.more // 2:
+            live[Live.VAIN] = 1
+        return note is not None
 
     def _left_of_limit(self) -> int:
         """Bytes that the limit, and the budget, leave."""
         live = self._segment.live
-        limit = int(live[Live.LIMIT])
-        if self.allowance is not None:
-            limit = min(limit, self.allowance.left())
-        return limit - self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+        return self._limit() - self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+
+    def _limit(self) -> int:
+        """Bytes that this segment may hold in all, by its own limit and by the budget."""
+        own = int(self._segment.live[Live.LIMIT])
+        return own if self.allowance is None else min(own, self.allowance.left())
 
     def _limit_reached(self) -> str:
         return f"its memory limit is reached; raise {self.knob}"
