@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from torch.utils.data import Dataset
 
 from hotset.data.cached import CachedDataset
-from hotset.data.identity import Identity
+from hotset.data.identity import Identity, NotShared, unshareable
 from hotset.data.machines import boundary_of, join_machines, neighbours_of, planned_by_all, require_machines
 from hotset.data.mapping import map_ahead
 from hotset.data.planning import Made, Wanted, joined_plan, make_plan
@@ -29,6 +29,7 @@ from hotset.data.source import Uncut
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, FolderError, SegmentError, SessionError, UnsupportedPlatform
+from hotset.session.job import is_rank
 from hotset.session.sessions import find
 from hotset.session.share import Shared, share
 from hotset.session.spills import open_spill, spill_path
@@ -140,11 +141,23 @@ def cache(
         elif session is not None:
             found = find(session)
         wanted = Wanted(memory, strict, cut, window, spill, found, joined, replicate)
-        return _cached(Uncut.of(dataset, transform), key, wanted)
+        uncut = Uncut.of(dataset, transform)
+        try:
+            return _cached(uncut, key, wanted)
+        except NotShared as why:
+            assert found is not None
+            name = type(dataset).__name__
+            tell(f"{name} is cached for this job alone, and not in session {found.name!r}: {why}.")
+            return _cached(uncut, key, wanted._replace(session=None, joined=None))
 
 
 def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]:
-    """Find the cache, or make it."""
+    """Find the cache, or make it.
+
+    Raises:
+        NotShared: what is wanted in a session is for this job alone.
+        Exception: see :func:`cache`.
+    """
     dataset, found, joined = uncut.dataset, wanted.session, wanted.joined
     running = None if wanted.window is None else [str(field) for field in astuple(wanted.window)]
     identity = Identity.of(uncut, key, wanted.strict, wanted.cut, running)
@@ -181,12 +194,19 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
     shared: Shared[Store] | None = None
     if found is not None:
         try:
+            if identity.unknowns:
+                raise NotShared(unshareable(identity.unknowns))
             shared = share_in(found, identity.meeting, name, create=create, attach=attach)
         except OSError as error:
             if error is theirs:
                 raise
             tell(f"{name} is cached for this job alone, as session {found.name!r} cannot be used: {error}")
     if shared is None:
+        if identity.unknowns and is_rank():
+            tell(
+                f"{name} is cached for this process alone, and not for all ranks: "
+                f"{unshareable(identity.unknowns)}."
+            )
         shared = share(identity.meeting, name, create=create, attach=attach)
     store, registration, is_found = shared.value, shared.registration, shared.joined
     assert made is not None, "either made here or found"

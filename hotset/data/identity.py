@@ -18,10 +18,21 @@ from typing import Any
 from hotset.data.sites import with_chains
 from hotset.data.source import Cuts, Source, Uncut
 from hotset.determinism.chain import leaves
-from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.fingerprint import Fingerprint, fingerprint
 from hotset.determinism.verdict import name_of, verdict_of
 
-__all__ = ["Identity"]
+__all__ = ["Identity", "NotShared", "unshareable"]
+
+
+class NotShared(Exception):
+    """What is cached is not to be shared with other jobs; the message says why."""
+
+
+def unshareable(unknowns: Sequence[str]) -> str:
+    """Why a cache of what these phrases are about is its process's alone."""
+    return (
+        f"{unknowns[0]}, so no other process can tell that it has the same; give it a key= to share the cache"
+    )
 
 
 @dataclass(frozen=True)
@@ -32,13 +43,15 @@ class Identity:
         base: digest of the data set without its chains; the user's ``key=`` if there is one.
         by_key: whether the user has named it.
         meeting: what ranks of one job find each other's cache by.
-        notes: sentences about what was sampled only, or could not be looked into.
+        notes: sentences about what was sampled only, or does not count.
+        unknowns: phrases about what could not be looked into: then no other process has this identity.
     """
 
     base: str
     by_key: bool
     meeting: str
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    unknowns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, uncut: Uncut, key: str | None, *settings: Any) -> Identity:
@@ -56,32 +69,37 @@ class Identity:
         length = len(uncut.dataset)
         if key is not None:
             live = any(_leading(leaves(chain)) < len(leaves(chain)) for _, chain in chains)
-            return cls(key, True, json.dumps(["hotset.cache", key, length, live, *settings]), ())
+            return cls(key, True, json.dumps(["hotset.cache", key, length, live, *settings]))
         bare = with_chains(uncut.dataset, {site.name: None for site in uncut.sites})
         found = fingerprint(bare)
-        known = [[name, *_known_of(leaves(chain))] for name, chain in chains]
-        meeting = json.dumps(["hotset.cache", found.digest, length, known, *settings])
-        return cls(found.digest, False, meeting, found.notes)
+        leading = [(leaves(chain)[: _leading(leaves(chain))], leaves(chain)) for _, chain in chains]
+        known = [fingerprint((), list(first)) for first, _ in leading]
+        others = [list(map(name_of, steps[len(first) :])) for first, steps in leading]
+        said = [
+            [name, each.digest, rest] for (name, _), each, rest in zip(chains, known, others, strict=True)
+        ]
+        meeting = json.dumps(["hotset.cache", found.digest, length, said, *settings])
+        every = (found, *known)
+        return cls(found.digest, False, meeting, _all_of(every, "notes"), _all_of(every, "unknowns"))
 
-    def fingerprint(self, uncut: Uncut, cuts: Cuts, source: Source) -> str:
-        """The digest of what is cached: the data set, and its transforms up to the cut; or the user's key."""
-        if self.by_key:
-            return self.base
-        if not uncut.sites and not source.prefix:
-            return self.base
+    def fingerprint(self, uncut: Uncut, cuts: Cuts, source: Source) -> Fingerprint:
+        """Of what is cached: the data set, and its transforms up to the cut; or the user's key."""
+        own = Fingerprint(self.base, self.notes, self.unknowns)
+        if self.by_key or (not uncut.sites and not source.prefix):
+            return own
         digest = hashlib.blake2b(digest_size=16)
         names = [site.name for site in uncut.sites]
-        steps = fingerprint((source.inner, source.prefix)).digest
-        parts = [self.base, json.dumps([names, cuts.where]), steps]
+        steps = fingerprint((source.inner, source.prefix))
+        parts = [self.base, json.dumps([names, cuts.where]), steps.digest]
         for part in parts:
             digest.update(len(part).to_bytes(8, "little") + part.encode())
-        return digest.hexdigest()
+        both = (own, steps)
+        return Fingerprint(digest.hexdigest(), _all_of(both, "notes"), _all_of(both, "unknowns"))
 
 
-def _known_of(steps: Sequence[Any]) -> tuple[str, list[str]]:
-    """A digest of the transforms that are known to be cached, and the names of the others."""
-    count = _leading(steps)
-    return fingerprint((), list(steps[:count])).digest, [name_of(step) for step in steps[count:]]
+def _all_of(fingerprints: Sequence[Fingerprint], name: str) -> tuple[str, ...]:
+    """What is said in any of them, each once."""
+    return tuple(dict.fromkeys(text for each in fingerprints for text in getattr(each, name)))
 
 
 def _leading(steps: Sequence[Any]) -> int:

@@ -23,13 +23,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hotset.data.choice import Choice, Row, choose
-from hotset.data.identity import Identity
+from hotset.data.identity import Identity, NotShared, unshareable
 from hotset.data.plan import Plan
 from hotset.data.source import Cuts, Source, Uncut
 from hotset.data.window import Sizes, Window
 from hotset.determinism.declare import declared
 from hotset.determinism.probe import Probe, probe
-from hotset.determinism.timing import Timed
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
 from hotset.session.definition import Session
@@ -37,7 +36,6 @@ from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
 from hotset.store.soundness import FULL_CHECK
-from hotset.store.threads import one_thread
 from hotset.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:  # what it needs is an extra
@@ -98,9 +96,10 @@ def joined_plan(uncut: Uncut, wanted: Wanted, identity: Identity, about: dict[st
     except ValueError as error:  # another number of transforms
         raise SegmentError("another chain of transforms is cached there.") from error
     rows = _joined_rows(uncut, [Row(*row) for row in about["rows"]])
+    found = identity.fingerprint(uncut, cuts, source)
     plan = Plan(
         name=type(uncut.dataset).__name__,
-        fingerprint=identity.fingerprint(uncut, cuts, source),
+        fingerprint=found.digest,
         rows=rows,
         samples=len(uncut.dataset),
         sample_bytes=about["sample_bytes"],
@@ -120,7 +119,7 @@ def joined_plan(uncut: Uncut, wanted: Wanted, identity: Identity, about: dict[st
         notes.append(
             f"memory={wanted.memory!r} is not looked at: it was made with memory={about['memory']!r}"
         )
-    return Made(replace(plan, notes=(*notes, *identity.notes)), source, cuts, None)
+    return Made(replace(plan, notes=(*notes, *found.notes)), source, cuts, None)
 
 
 def _joined_rows(uncut: Uncut, rows: list[Row]) -> tuple[Row, ...]:
@@ -142,12 +141,12 @@ def _joined_rows(uncut: Uncut, rows: list[Row]) -> tuple[Row, ...]:
     return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
 
 
-@one_thread()  # or what a transform takes is what torch's threads wait for each other, on a busy machine
 def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     """Read a few samples and decide.
 
     Raises:
         NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
+        NotShared: nobody can tell what is cached from anything else, and it is wanted in a session.
     """
     dataset = uncut.dataset
     name = type(dataset).__name__
@@ -177,9 +176,12 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     rows = choice.rows
     if len(rows) == 1:  # no transforms, so nothing was measured yet
         rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
+    found = identity.fingerprint(uncut, choice.cuts, source)
+    if found.unknowns and wanted.session is not None:
+        raise NotShared(unshareable(found.unknowns))
     plan = Plan(
         name=name,
-        fingerprint=identity.fingerprint(uncut, choice.cuts, source),
+        fingerprint=found.digest,
         rows=rows,
         samples=len(dataset),
         sample_bytes=sample_bytes,
@@ -188,7 +190,7 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
         window=sizes,
         spill=_spills_to(wanted),
         audited=not believed,
-        notes=(*notes, *identity.notes),
+        notes=(*notes, *found.notes, *([unshareable(found.unknowns)] if found.unknowns else [])),
         warnings=tuple(warned),
     )
     return Made(plan, source, choice.cuts, schema)
@@ -277,9 +279,7 @@ def _probe(source: Source, length: int) -> Probe:
     # From both ends inwards: lengths and shapes differ most often there, in sorted data sets.
     inwards = sorted(spread, key=lambda place: min(place, length - 1 - place))
     held = (source.dataset, source.prefix)
-    timed = Timed(source.read)
-    found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
-    return replace(found, seconds=timed.seconds)
+    return probe(source.read, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
 
 
 def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:

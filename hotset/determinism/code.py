@@ -8,21 +8,35 @@ Code of an *installed* distribution is known by its version. Any other is the *u
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dis
+import functools
 import importlib.metadata
 import importlib.util
 import platform
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-__all__ = ["imports", "installed", "loaded_globals", "source_of"]
+__all__ = [
+    "constants_of",
+    "imports",
+    "installed",
+    "is_users",
+    "loaded_globals",
+    "names_in",
+    "replaced",
+    "source_of",
+]
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 
@@ -52,6 +66,96 @@ def imports(code: types.CodeType) -> tuple[str, ...]:
     """
     steps = (step for each in _nested(code) for step in dis.get_instructions(each))
     return tuple(dict.fromkeys(str(step.argval) for step in steps if step.opname == "IMPORT_NAME"))
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the globals and attributes that ``code`` and the code nested in it name.
+
+    Example:
+        >>> import math
+        >>> sorted(names_in((lambda x: math.floor(x.real)).__code__))
+        ['floor', 'math', 'real']
+    """
+    return frozenset(name for each in _nested(code) for name in each.co_names)
+
+
+def is_users(value: object) -> bool:
+    """Whether a function, a class, or the class of an object stands in a module of the user's own.
+
+    For a partial, what it calls; for a method, its function. What was made by ``exec`` stands in none.
+    """
+    kind = type(value)
+    if issubclass(kind, functools.partial):
+        return is_users(value.func)  # type: ignore[attr-defined]
+    if issubclass(kind, (types.MethodType, staticmethod, classmethod)):
+        return is_users(value.__func__)  # type: ignore[attr-defined]
+    if issubclass(kind, types.FunctionType):
+        names = value.__globals__  # type: ignore[attr-defined]
+        name = names.get("__name__")
+    else:
+        name = getattr(value if issubclass(kind, type) else kind, "__module__", None)
+        names = getattr(sys.modules.get(str(name)), "__dict__", None)
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return module is not None and vars(module) is names and installed(str(name)) is None
+
+
+def replaced(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return what of a library's module or class, given as its names, is a function of the user's."""
+    kinds = (types.FunctionType, staticmethod, classmethod, functools.partial)
+    functions = [(name, value) for name, value in list(names.items()) if type(value) in kinds]
+    own = names.get("__name__", names.get("__module__"))
+    root = str(own).partition(".")[0]
+    return [(name, value) for name, value in functions if _root_of(value) != root and is_users(value)]
+
+
+def _root_of(value: Any) -> str:
+    while not isinstance(value, types.FunctionType):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+        if not isinstance(value, (types.FunctionType, functools.partial, staticmethod, classmethod)):
+            return ""
+    return str(value.__globals__.get("__name__")).partition(".")[0]
+
+
+def constants_of(module: str, names: Iterable[str]) -> list[tuple[str, Any]]:
+    """Return those numbers, texts and containers of a user's module that are not what its source says.
+
+    An edited source counts by itself; here is what was set since, ``settings.SCALE = 2``, or was computed.
+    Of a module that was not imported yet there are none.
+
+    Args:
+        module: its name.
+        names: which of its globals are wanted.
+    """
+    found = getattr(sys.modules.get(module), "__dict__", {})
+    wanted = [(name, found[name]) for name in sorted(set(names) & found.keys()) if _is_plain(found[name])]
+    said = _literals(source_of(module)) if wanted else {}
+    return [(name, value) for name, value in wanted if name not in said or repr(said[name]) != repr(value)]
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    if type(value) is dict:
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    return type(value) in _PLAIN
+
+
+@lru_cache(maxsize=64)
+def _literals(source: bytes) -> dict[str, Any]:
+    """What a module's source sets its globals to, where it says so in so many words."""
+    found: dict[str, Any] = {}
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return found
+    for statement in statements:
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            with contextlib.suppress(ValueError):
+                value = ast.literal_eval(statement.value)
+                found.update({target.id: value for target in targets if isinstance(target, ast.Name)})
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -99,6 +203,7 @@ def _origin(module: str) -> Path | None:
     return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
 
 
+@lru_cache(maxsize=1024)
 def _version(root: str) -> str:
     """Of the distribution whose package this is: its name may be another (PIL is pillow's)."""
     try:

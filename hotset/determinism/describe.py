@@ -14,7 +14,9 @@ import copyreg
 import hashlib
 import itertools
 import marshal
+import os
 import struct
+import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from operator import itemgetter
@@ -26,7 +28,6 @@ import numpy as np
 from hotset.determinism.declare import DeclaredCallable
 from hotset.determinism.files import Files
 from hotset.determinism.objects import attributes, solid_base
-from hotset.units import format_bytes
 
 __all__ = ["Describer", "Handler"]
 
@@ -46,17 +47,19 @@ class Describer:
 
     Attributes:
         put: takes bytes into the description that is being made.
-        files: what may be a path.
-        notes: sentences about what could not be told apart, as keys.
-        whole_bytes: bytes of arrays that may still be hashed whole.
-        sampled_bytes: bytes of arrays of which only samples were hashed.
+        files: what may be a path: every text that was met by itself.
+        unknowns: sentences about what could not be described, as keys.
+        modules: names of the modules in which code was met.
+        codes: the code of users that was met.
+        asks_environment: whether ``os.environ`` itself was met.
     """
 
-    def __init__(self, handlers: dict[type | str, Handler], whole_bytes: int) -> None:
+    def __init__(self, handlers: dict[type | str, Handler]) -> None:
         self.files = Files()
-        self.notes: dict[str, None] = {}
-        self.whole_bytes = whole_bytes
-        self.sampled_bytes = 0
+        self.unknowns: dict[str, None] = {}
+        self.modules: set[str] = set()
+        self.codes: dict[types.CodeType, None] = {}
+        self.asks_environment = False
         self.put: Callable[[Any], object] = hashlib.blake2b().update
         self._handlers = {**_CONTAINERS, **handlers}
         self._of_type: dict[type, Handler] = {}
@@ -80,8 +83,7 @@ class Describer:
         if id(value) in self._entered:
             return b"^" + (len(self._entered) - self._entered[id(value)]).to_bytes(8, "little")
         if len(self._entered) >= _DEPTH:
-            self.notes[f"what lies deeper than {_DEPTH} objects in one another was not compared"] = None
-            return b"~"
+            return self._nonce(f"what lies deeper than {_DEPTH} objects in one another was not looked at")
         digest = hashlib.blake2b(digest_size=16)
         outer, self.put = self.put, digest.update
         self._entered[id(value)] = len(self._entered)
@@ -114,14 +116,22 @@ class Describer:
         """Put how many parts follow."""
         self.put(number.to_bytes(8, "little"))
 
-    def opaque(self, value: object) -> None:
-        """Put the type alone, and note so."""
+    def unknown(self, value: object) -> None:
+        """Put what no other value and no other process has, as nobody can tell what this is."""
         kind = type(value)
-        self.put(b"?")
-        self.notes[
-            f"a {kind.__module__}.{kind.__qualname__} could not be looked into and counts by its type alone; "
-            "give key= if two of them may differ"
-        ] = None
+        self.put(self._nonce(f"a {kind.__module__}.{kind.__qualname__} could not be looked into"))
+
+    def _nonce(self, why: str) -> bytes:
+        self.unknowns[why] = None
+        return b"?" + os.urandom(16)
+
+    def meets(self, module: str) -> None:
+        """Remember that something of this module is used."""
+        self.modules.add(module)
+
+    def reads(self, code: types.CodeType) -> None:
+        """Remember that this code of a user may run."""
+        self.codes[code] = None
 
     def state(self, value: object) -> None:
         """Put the attributes of an object."""
@@ -130,11 +140,6 @@ class Describer:
         for name, part in sorted(own, key=itemgetter(0)):
             self.name(name)
             self.add(part)
-
-    def all_notes(self) -> list[str]:
-        """Everything that was noted."""
-        arrays = f"{format_bytes(self.sampled_bytes)} of arrays were compared at evenly spread places only"
-        return [*self.notes, *([arrays] if self.sampled_bytes else [])]
 
     def elements(self, values: list[Any]) -> None:
         """Put the elements of a container, in order."""
@@ -162,7 +167,8 @@ class Describer:
     def _handler(self, kind: type) -> Handler:
         handler = self._of_type.get(kind)
         if handler is None:
-            keys = (key for base in kind.__mro__ for key in _keys(base))
+            exact = (key for base in kind.__mro__ for key in _keys(base))
+            keys = (*exact, *(f"{str(base.__module__).partition('.')[0]}.*" for base in kind.__mro__))
             handler = next((self._handlers[key] for key in keys if key in self._handlers), _object)
             self._of_type[kind] = handler
         return handler
@@ -218,9 +224,8 @@ class Describer:
 
 
 def _keys(kind: type) -> tuple[type | str, ...]:
-    """What a handler may be registered under: the type, its name if not imported yet, its whole package."""
-    module = str(kind.__module__)
-    return kind, f"{module}.{kind.__qualname__}", f"{module.partition('.')[0]}.*"
+    """What a handler may be registered under, besides its whole package: the type, or its name."""
+    return kind, f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _uniform(rows: list[dict[Any, Any]]) -> bool:
@@ -326,8 +331,7 @@ def _reduced(to: Describer, value: Any) -> None:
     try:
         reduced = registered(value) if registered else value.__reduce_ex__(5)
     except Exception:  # whatever a library raises to say that it does not pickle
-        to.opaque(value)
-        to.state(value)
+        to.unknown(value)
         return
     if isinstance(reduced, str):
         to.name(reduced)

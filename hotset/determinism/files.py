@@ -57,6 +57,10 @@ class Files:
         """Many candidates of one kind."""
         self._columns.append(texts)
 
+    def texts(self) -> list[str]:
+        """The candidates that came singly, sorted."""
+        return sorted(self._single)
+
     def compare(self, seconds: float) -> tuple[bytes, list[str]]:
         """Ask for sizes and dates, for about ``seconds`` at most.
 

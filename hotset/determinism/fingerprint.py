@@ -11,16 +11,20 @@ what                    is described by
 number, text, None      type and value: 1, 1.0 and True are three things
 tuple, list             type, length, elements in order
 dict, set               type, length, elements in the order of their own descriptions
-array, tensor           dtype, shape and content; over 64 MiB, content at evenly spread places
+array, tensor           dtype, shape and all of its bytes; what maps a large file, by its place in that
 object                  its class and attributes; from C, what it says of itself when it is pickled
 class of the user       bases and everything in its body, methods by their code
 class, installed        its name, and the distribution's version
 function                code, constants, defaults, closure; the user's, the globals it reads too
 text that is a path     also the file's size and date: :mod:`hotset.determinism.files`
+open file, mapping, ..  the file, or content: :mod:`hotset.determinism.handles`
+what code reads beside  variables of the environment, torch's defaults: :mod:`.surroundings`
 ======================  ===========================================================================
 
-What is *not* identity counts by type alone: states of generators, locks, threads, loggers, weak references,
-open files (these by name), and attributes whose name begins with ``_hotset``.
+What is *not* identity counts by type alone: states of generators, locks, threads, loggers, weak references;
+attributes whose name begins with ``_hotset`` do not count. Nothing else counts by its type. What cannot be
+looked into (a generator function's frame, a connection) is put as random bytes: no other process has such a
+fingerprint, and a sentence says which object it is.
 
 **Encoding.** Every description begins with a tag and what follows has a length or a fixed number of parts, so
 that no two things have one description (``("ab", "c")`` and ``("a", "bc")``). Anything that is not a number
@@ -41,12 +45,12 @@ from typing import Any
 
 from hotset.determinism.describe import Describer
 from hotset.determinism.kinds import HANDLERS
+from hotset.determinism.surroundings import describe_surroundings
 
 __all__ = ["Fingerprint", "fingerprint"]
 
 # Another encoding has other digests: count up with every change of it.
-_ENCODING = b"hotset fingerprint 1"
-_WHOLE_BYTES = 1 << 30
+_ENCODING = b"hotset fingerprint 2"
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,14 @@ class Fingerprint:
 
     Attributes:
         digest: 32 hexadecimal digits.
-        notes: sentences about what was sampled only, or could not be looked into.
+        notes: sentences about what was sampled only, or does not count.
+        unknowns: phrases about what could not be looked into. If there are any, no two fingerprints are
+            alike, even of one object.
     """
 
     digest: str
     notes: tuple[str, ...]
+    unknowns: tuple[str, ...] = ()
 
 
 def fingerprint(
@@ -68,8 +75,9 @@ def fingerprint(
     """Return the identity of a data set and of the deterministic transforms after it.
 
     The same in every process and run, under every hash seed, for the same code and parameters, the same
-    versions of libraries, and files of the same sizes and dates; another one otherwise. Nothing is read but
-    attributes (and ``__reduce_ex__`` of objects written in C); no random number is drawn.
+    versions of libraries, files of the same sizes and dates, and the same surroundings; another one
+    otherwise, and wherever something could not be looked into. Nothing is read but attributes (and
+    ``__reduce_ex__`` of objects written in C); no random number is drawn.
 
     What changes while samples are read (a count of the calls, a log file that the data set names) is part of
     the state and changes the fingerprint: take it before reading, or give ``hotset.cache`` a ``key=``.
@@ -91,10 +99,11 @@ def fingerprint(
         >>> ours == fingerprint([1, 2, 3], [lambda x: x + 2])
         False
     """
-    to = Describer(HANDLERS, _WHOLE_BYTES)
+    to = Describer(HANDLERS)
     described = [to.describe(source), to.describe(tuple(prefix))]
-    files, notes = to.files.compare(seconds)
+    around, notes = describe_surroundings(to)
+    files, told = to.files.compare(seconds)
     digest = hashlib.blake2b(_ENCODING, digest_size=16)
-    for part in (*described, files):
+    for part in (*described, around, files):
         digest.update(len(part).to_bytes(8, "little") + part)
-    return Fingerprint(digest.hexdigest(), (*notes, *to.all_notes()))
+    return Fingerprint(digest.hexdigest(), (*told, *notes), tuple(to.unknowns))

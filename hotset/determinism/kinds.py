@@ -1,5 +1,5 @@
 """Descriptions of what is more than its attributes: code, classes, modules, arrays; and of what is no
-identity.
+identity. Of what stands for something outside: :mod:`hotset.determinism.handles`.
 
 Each function here describes one kind; ``HANDLERS`` says which type goes to which. A type's subclasses go
 there too, unless they have a handler of their own.
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import enum
 import functools
-import io
 import logging
 import pickle
 import random
 import re
+import struct
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import PurePath
 from typing import Any
 
@@ -26,16 +27,14 @@ import numpy.typing as npt
 import torch
 
 from hotset.determinism import code as codes
+from hotset.determinism.content import digest_of_bytes, file_behind, integers_of
 from hotset.determinism.describe import Describer, Handler
-from hotset.determinism.equality import array_bytes, tensor_bytes
+from hotset.determinism.handles import OF_HANDLES, by_type, with_own_state
 
 __all__ = ["HANDLERS"]
 
 Array = npt.NDArray[Any]
 
-# Arrays up to this size are hashed whole; of larger ones, so many runs of so many bytes.
-_WHOLE = 64 << 20
-_RUNS, _RUN = 256, 16 << 10
 # Parts of a class's body that describe nothing, or are filled in as the class is used.
 _NOT_BODY = frozenset(
     (
@@ -45,6 +44,7 @@ _NOT_BODY = frozenset(
         *("__abstractmethods__", "_abc_impl", "__slotnames__"),
     )
 )
+_CONSTANTS = frozenset({bool, int, float, complex, str, bytes})
 _MEMBERS_OF_C = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
@@ -59,36 +59,13 @@ _NO_IDENTITY = (
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
     *(threading.Thread, logging.Filterer, logging.LoggerAdapter),
 )
-# All that these modules define: locks, queues, pools, processes, sockets, proxies.
-_NO_IDENTITY_MODULES = (
-    *("_thread", "threading", "queue", "_queue", "contextvars", "_contextvars", "mmap"),
-    *("multiprocessing", "_multiprocessing", "concurrent", "subprocess", "asyncio", "_asyncio"),
-    *("socket", "_socket", "ssl", "selectors", "select"),
-)
-
-
 # ---- no identity -----------------------------------------------------------------------------------------
-
-
-def _by_type(to: Describer, value: object) -> None:
-    to.put(b"t")
-    to.add(type(value))
 
 
 def _by_text(to: Describer, value: object) -> None:
     """For constants of a library, whose text is their name."""
     to.add(type(value))
     to.name(str(value))
-
-
-def _file(to: Describer, value: Any) -> None:
-    to.put(b"o")
-    to.add(type(value))
-    if type(value) in (io.BytesIO, io.StringIO):
-        to.add(value.getvalue())
-        return
-    name = getattr(value, "name", None)
-    to.add(name if isinstance(name, str) else None)
 
 
 # ---- code ------------------------------------------------------------------------------------------------
@@ -103,6 +80,10 @@ def _class(to: Describer, cls: type) -> None:
     version = codes.installed(module)
     if version is not None:
         to.name(version)
+        to.meets(module)
+        for name, part in sorted(codes.replaced(vars(cls)), key=itemgetter(0)):
+            to.name(name)
+            to.add(part)
         return
     to.add(type(cls), cls.__bases__)
     body = {name: part for name, part in vars(cls).items() if name not in _NOT_BODY}
@@ -123,26 +104,37 @@ def _function(to: Describer, function: types.FunctionType) -> None:
     to.add(function.__code__, function.__defaults__, function.__kwdefaults__, function.__closure__)
     to.state(function)
     # Not __module__: functools.wraps sets that to the wrapped function's.
-    version = codes.installed(_module_name(function.__globals__.get("__name__")))
+    module = _module_name(function.__globals__.get("__name__"))
+    version = codes.installed(module)
     if version is not None:
         to.name(version)
+        to.meets(module)
         return
+    to.reads(function.__code__)
     for chain in codes.loaded_globals(function.__code__):
         _loaded(to, function.__globals__, chain)
-    for module in codes.imports(function.__code__):
-        _imported(to, module)
+    for imported in codes.imports(function.__code__):
+        _imported(to, imported)
 
 
 def _loaded(to: Describer, names: dict[str, Any], chain: tuple[str, ...]) -> None:
-    """What a function reads of its module, through user's modules to the thing itself: ``helpers.scale``."""
+    """What a function reads of its module, through other modules to the thing itself: ``helpers.scale``.
+
+    What it reads of a library is known by its version, unless a user has put it there.
+    """
     if chain[0] not in names:
         return  # a builtin, or not there yet: the name is in the code
     value = names[chain[0]]
-    for name in chain[1:]:
-        if not issubclass(type(value), types.ModuleType) or codes.installed(value.__name__) is not None:
-            break
-        value = vars(value).get(name)
     to.name(chain[0])
+    for name in chain[1:]:
+        if not issubclass(type(value), types.ModuleType):
+            break
+        found = vars(value).get(name)
+        if codes.installed(value.__name__) is not None and not issubclass(type(found), types.ModuleType):
+            to.add(value)
+            value = found if type(found) in _CONSTANTS or codes.is_users(found) else None
+            break
+        value = found
     to.add(value)
 
 
@@ -152,6 +144,7 @@ def _imported(to: Describer, module: str) -> None:
     to.name(module)
     if version is None:
         to.put(codes.source_of(module))
+        to.meets(module)
     else:
         to.name(version)
 
@@ -235,9 +228,19 @@ def _image(to: Describer, image: Any) -> None:
 
 
 def _buffer(to: Describer, buffer: Any) -> None:
-    view = buffer.raw() if isinstance(buffer, pickle.PickleBuffer) else memoryview(buffer)
     to.put(b"b")
+    try:
+        view = buffer.raw() if isinstance(buffer, pickle.PickleBuffer) else memoryview(buffer)
+    except ValueError:  # released
+        to.add(type(buffer))
+        return
     to.add(type(buffer), np.frombuffer(view if view.contiguous else view.tobytes(), np.uint8))
+
+
+def _cached(to: Describer, cached: Any) -> None:
+    """A data set that is cached itself gives what its source gives."""
+    to.put(b"H")
+    to.add(cached.dataset, cached._source)
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------
@@ -255,16 +258,8 @@ def _array(to: Describer, array: Array | np.generic) -> None:
     elif plain.dtype.hasobject or plain.dtype.kind in "UT":
         to.elements(plain.ravel().tolist())
     else:
-        _content(to, plain.size, plain.itemsize, lambda runs: array_bytes(_picked(plain, runs)))
+        _content(to, plain)
     to.state(array)
-
-
-def _picked(array: Array, places: Array | None) -> Array:
-    if places is None:
-        return array
-    if array.flags.c_contiguous:
-        return array.reshape(-1)[places]
-    return array[np.unravel_index(places, array.shape)]
 
 
 def _tensor(to: Describer, tensor: torch.Tensor) -> None:
@@ -274,8 +269,9 @@ def _tensor(to: Describer, tensor: torch.Tensor) -> None:
         to.name(str(tensor.dtype), str(tensor.layout), tensor.device.type)
         to.add(tuple(tensor.shape), tensor.requires_grad)
         _values(to, tensor.detach())
-    except (RuntimeError, NotImplementedError):  # not initialised, or of a kind that has no values
-        to.opaque(tensor)
+    except (RuntimeError, NotImplementedError):
+        if not torch.nn.parameter.is_lazy(tensor):  # which has no values yet
+            to.unknown(tensor)
     to.state(tensor)
 
 
@@ -289,16 +285,7 @@ def _values(to: Describer, tensor: torch.Tensor) -> None:
     elif tensor.layout is not torch.strided:
         to.add(tensor.to_dense())
     else:
-        plain = tensor.as_subclass(torch.Tensor)
-
-        def picked(places: Array | None) -> Array:
-            if places is None:
-                return tensor_bytes(plain)
-            if plain.is_contiguous():
-                return tensor_bytes(plain.view(-1)[torch.from_numpy(places)])
-            return tensor_bytes(plain[torch.unravel_index(torch.from_numpy(places), plain.shape)])
-
-        _content(to, plain.numel(), plain.element_size(), picked)
+        _content(to, integers_of(tensor))
 
 
 def _storage(to: Describer, storage: Any) -> None:
@@ -314,25 +301,18 @@ def _script(to: Describer, scripted: Any) -> None:
     try:
         to.put(scripted.save_to_buffer())
     except RuntimeError:
-        to.opaque(scripted)
+        to.unknown(scripted)
 
 
-def _content(to: Describer, size: int, itemsize: int, pick: Callable[[Array | None], Array]) -> None:
-    """Put an array's bytes, or, if they are too many, evenly spread runs of them, the ends included."""
-    total = size * itemsize
-    if not total:
-        return
-    runs = _RUNS if total > _WHOLE else 4
-    run = max(1, _RUN // max(1, itemsize))
-    if (total <= _WHOLE and total <= to.whole_bytes) or size <= runs * run:
-        to.whole_bytes -= total
+def _content(to: Describer, array: Array) -> None:
+    """Put all of an array's bytes; or, if it maps a large file, which place of that."""
+    place = file_behind(array)
+    if place is not None:
+        to.put(b"f")
+        to.add(tuple(place), array.strides)
+    elif array.nbytes:
         to.put(b"w")
-        to.put(np.ascontiguousarray(pick(None)))
-        return
-    to.sampled_bytes += total
-    starts = np.arange(runs, dtype=np.int64) * (size - run) // (runs - 1)
-    to.put(b"r")
-    to.put(np.ascontiguousarray(pick((starts[:, None] + np.arange(run)).reshape(-1))))
+        to.put(digest_of_bytes(array))
 
 
 def _all(handler: Handler, kinds: Iterable[type | str]) -> dict[type | str, Handler]:
@@ -340,11 +320,10 @@ def _all(handler: Handler, kinds: Iterable[type | str]) -> dict[type | str, Hand
 
 
 HANDLERS: dict[type | str, Handler] = {
-    **_all(_by_type, _NO_IDENTITY),
-    **_all(_by_type, (f"{module}.*" for module in _NO_IDENTITY_MODULES)),
+    **OF_HANDLES,
+    **_all(with_own_state(by_type), _NO_IDENTITY),
     **_all(_by_text, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype)),
     **_all(_by_text, (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))),
-    "_io._IOBase": _file,
     type: _class,
     types.FunctionType: _function,
     types.CodeType: _code,
@@ -354,17 +333,20 @@ HANDLERS: dict[type | str, Handler] = {
     **_all(_builtin, (types.BuiltinFunctionType, types.MethodWrapperType)),
     **_all(_member_of_c, _MEMBERS_OF_C),
     functools.partial: _parts("func", "args", "keywords"),
-    type(functools.lru_cache(_by_type)): _parts("__wrapped__"),
+    type(functools.lru_cache(by_type)): _parts("__wrapped__"),
     **_all(_parts("__func__"), (staticmethod, classmethod)),
     property: _parts("fget", "fset", "fdel"),
     types.MappingProxyType: _mapping_proxy,
     enum.Enum: _enum,
     PurePath: _path,
     re.Pattern: _parts("pattern", "flags"),
+    struct.Struct: _parts("format"),
     **_all(_buffer, (bytearray, memoryview, pickle.PickleBuffer)),
     **_all(_array, (np.ndarray, np.generic)),
     torch.Tensor: _tensor,
     **_all(_storage, (torch.UntypedStorage, torch.TypedStorage)),
     **_all(_script, (torch.jit.ScriptModule, torch.jit.ScriptFunction)),
     "PIL.Image.Image": _image,
+    "hotset.data.cached.CachedDataset": _cached,
+    "hotset.store.segment.Segment": by_type,  # what is kept there comes from somewhere else
 }

@@ -1,0 +1,282 @@
+"""Handles: objects that stand for what lies outside of them, a file, a database, a pipe, another process.
+
+Two handles of one type may stand for a training and a validation set, so a type says nothing. Each is
+described by the first of these that it has:
+
+=============  =========================================================================================
+identity       of what
+=============  =========================================================================================
+content        ``BytesIO``, ``mmap`` (of a large file: by that), queues, shared memory, ``ContextVar``
+file           open files, ``gzip``, ``sqlite3``, HDF5, ``DirEntry``: path, size and date; a file that has
+               no name any more by its content, and one that is only written to by its name
+nothing        what has neither, and gives no data: locks, threads, pools, event loops, unconnected sockets
+none of these  pipes, connected sockets, child processes, databases in memory: *unknown*, so that nobody
+               else shares the cache (:meth:`hotset.determinism.describe.Describer.unknown`)
+=============  =========================================================================================
+
+What is asked of a handle is asked through the methods of the library that made it, and moves no position.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import io
+import os
+import sqlite3
+import stat
+import types
+from typing import Any
+
+import numpy as np
+
+from hotset.determinism import code as codes
+from hotset.determinism.content import digest_of_bytes
+from hotset.determinism.describe import Describer, Handler
+from hotset.determinism.objects import attributes
+
+__all__ = ["OF_HANDLES", "by_type"]
+
+_READ = 32 << 20
+
+
+def by_type(to: Describer, value: object) -> None:
+    """For what gives no data."""
+    to.put(b"t")
+    to.add(type(value))
+
+
+def _unknown(to: Describer, value: object) -> None:
+    to.unknown(value)
+
+
+def _parts(*names: str) -> Handler:
+    """For what is these attributes of it, and nothing else."""
+
+    def handler(to: Describer, value: Any) -> None:
+        to.put(b"h")
+        to.add(type(value), *(getattr(value, name) for name in names))
+
+    return handler
+
+
+def _asked(base: type, name: str, value: object) -> Any:
+    """An attribute as the library's own class has it, whatever a class derived from it makes of that."""
+    return vars(base)[name].__get__(value)
+
+
+# ---- files -----------------------------------------------------------------------------------------------
+
+
+def _file_in_memory(to: Describer, file: Any) -> None:
+    base = io.BytesIO if issubclass(type(file), io.BytesIO) else io.StringIO
+    to.put(b"o")
+    to.add(type(file), "closed" if _asked(base, "closed", file) else base.getvalue(file))
+    to.state(file)
+
+
+def _over_raw(base: type) -> Handler:
+    def handler(to: Describer, file: Any) -> None:
+        to.put(b"o")
+        to.add(type(file), _asked(base, "raw", file))
+
+    return handler
+
+
+def _text(to: Describer, file: Any) -> None:
+    to.put(b"o")
+    try:
+        to.add(type(file), _asked(io.TextIOWrapper, "buffer", file))
+    except ValueError:  # detached
+        to.add(None)
+        return
+    to.name(str(file.encoding), str(file.errors))
+
+
+def _raw(to: Describer, file: Any) -> None:
+    to.put(b"o")
+    to.add(type(file))
+    if _asked(io.FileIO, "closed", file):
+        to.add(getattr(file, "name", None))
+    else:
+        _descriptor(to, file, io.FileIO.fileno(file), io.FileIO.readable(file))
+
+
+def _compressed(to: Describer, file: Any) -> None:
+    """A file of ``gzip``, ``bz2`` or ``lzma``, over one that has a descriptor or over another object."""
+    to.put(b"o")
+    to.add(type(file))
+    try:
+        descriptor, readable = file.fileno(), file.readable()
+    except (OSError, ValueError, AttributeError):  # closed, or over what is in memory
+        to.state(file)
+    else:
+        _descriptor(to, file, descriptor, readable)
+
+
+def _descriptor(to: Describer, value: Any, descriptor: int, readable: bool = True) -> None:
+    """What an open file is: by its descriptor, as its name may be another file's by now."""
+    about = os.fstat(descriptor)
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    if stat.S_ISDIR(about.st_mode) or stat.S_ISCHR(about.st_mode) or not readable:
+        to.name(path)
+    elif not stat.S_ISREG(about.st_mode):
+        to.unknown(value)
+    elif about.st_nlink and not path.endswith(" (deleted)"):
+        to.add(path, about.st_size, about.st_mtime_ns)
+    else:
+        to.put(b"c")
+        for start in range(0, about.st_size, _READ):
+            to.put(digest_of_bytes(np.frombuffer(os.pread(descriptor, _READ, start), np.uint8)))
+
+
+def _entry(to: Describer, entry: os.DirEntry[Any]) -> None:
+    to.put(b"h")
+    to.add(type(entry), os.fsdecode(entry.path))
+
+
+def _environment(to: Describer, environment: Any) -> None:
+    """Of the whole environment only what is named counts: :mod:`hotset.determinism.surroundings`."""
+    by_type(to, environment)
+    to.asks_environment = True
+
+
+# ---- databases -------------------------------------------------------------------------------------------
+
+
+def _sqlite(to: Describer, connection: sqlite3.Connection) -> None:
+    """By its files. What was written lately is in a second one."""
+    try:
+        cursor = sqlite3.Cursor(connection)
+        cursor.row_factory = None
+        files = [row[2] for row in cursor.execute("PRAGMA database_list")]
+    except sqlite3.Error:  # closed, or another thread's
+        files = [""]
+    if not all(files):
+        to.unknown(connection)
+        return
+    to.put(b"h")
+    to.add(type(connection))
+    for file in files:
+        to.add(file, f"{file}-wal")
+
+
+def _hdf5(to: Describer, value: Any) -> None:
+    """A file of h5py, or a group or dataset in one: by the file, and the name in there."""
+    try:
+        file, name, driver = value.file.filename, value.name, value.file.driver
+    except Exception:  # closed, whatever h5py raises then
+        driver = None
+    if driver in (None, "core", "fileobj"):
+        to.unknown(value)
+        return
+    to.put(b"h")
+    to.add(type(value), os.fsdecode(file), name)
+
+
+# ---- memory, queues, sockets -----------------------------------------------------------------------------
+
+
+def _mapping(to: Describer, mapping: Any) -> None:
+    to.put(b"M")
+    to.add(type(mapping))
+    try:
+        whole = np.frombuffer(mapping, np.uint8)
+    except ValueError:  # closed
+        return
+    to.add(whole)
+
+
+def _queue_in_c(to: Describer, queue: Any) -> None:
+    if queue.qsize():
+        to.unknown(queue)
+    else:
+        by_type(to, queue)
+
+
+def _context_variable(to: Describer, variable: contextvars.ContextVar[Any]) -> None:
+    to.put(b"V")
+    to.name(variable.name)
+    try:
+        to.add(variable.get())
+    except LookupError:
+        to.put(b"-")
+
+
+def _context(to: Describer, context: contextvars.Context) -> None:
+    to.put(b"V")
+    to.add(dict(context))
+
+
+def _socket(to: Describer, socket: Any) -> None:
+    try:
+        socket.getpeername()
+    except OSError:  # of nobody, or closed
+        by_type(to, socket)
+    else:
+        to.unknown(socket)
+
+
+# ---- a user's own class of one of these ------------------------------------------------------------------
+
+
+def with_own_state(handler: Handler) -> Handler:
+    """Have it describe also what a user's class, derived from such a type, keeps beside that."""
+
+    def both(to: Describer, value: Any) -> None:
+        handler(to, value)
+        if codes.installed(str(type(value).__module__)) is not None:
+            return
+        theirs = _names_of_library(type(value))
+        own = {name: part for name, part in attributes(value).items() if name not in theirs}
+        to.add({name: part for name, part in own.items() if not name.startswith("_hotset")})
+
+    return both
+
+
+def _names_of_library(kind: type) -> frozenset[str]:
+    """The attributes that the methods of its installed bases name: a thread's number, a queue's mutex."""
+    bases = [base for base in kind.__mro__ if codes.installed(str(base.__module__)) is not None]
+    functions = [part for base in bases for part in vars(base).values() if type(part) is types.FunctionType]
+    return frozenset(name for function in functions for name in function.__code__.co_names)
+
+
+def _all(handler: Handler, *kinds: type | str) -> dict[type | str, Handler]:
+    return dict.fromkeys(kinds, handler)
+
+
+# By name where the library that defines it may not be imported. A star stands for a whole package, and is
+# asked for last: what these define beside what is named here, they define for threads and processes.
+_HANDLES: dict[type | str, Handler] = {
+    **_all(_file_in_memory, io.BytesIO, io.StringIO),
+    **_all(_compressed, "gzip.GzipFile", "bz2.BZ2File", "lzma.LZMAFile"),
+    io.FileIO: _raw,
+    io.TextIOWrapper: _text,
+    io.BufferedReader: _over_raw(io.BufferedReader),
+    io.BufferedWriter: _over_raw(io.BufferedWriter),
+    io.BufferedRandom: _over_raw(io.BufferedRandom),
+    io.BufferedRWPair: _unknown,
+    "os._Environ": _environment,
+    os.DirEntry: _entry,
+    sqlite3.Connection: _sqlite,
+    sqlite3.Cursor: _unknown,
+    "h5py._hl.base.HLObject": _hdf5,
+    "h5py._objects.ObjectID": _unknown,
+    "ctypes.CDLL": _parts("_name"),
+    "mmap.mmap": _mapping,
+    "multiprocessing.shared_memory.SharedMemory": _parts("_mmap"),
+    "multiprocessing.sharedctypes.SynchronizedBase": _parts("_obj"),
+    **_all(_parts("maxsize", "queue"), "queue.Queue"),
+    **_all(_parts("_maxsize", "_queue"), "asyncio.queues.Queue"),
+    "_queue.SimpleQueue": _queue_in_c,
+    contextvars.ContextVar: _context_variable,
+    contextvars.Context: _context,
+    "_socket.socket": _socket,
+    **_all(_unknown, "multiprocessing.managers.BaseProxy", "multiprocessing.connection._ConnectionBase"),
+    **_all(_unknown, "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"),
+    **_all(_unknown, "concurrent.futures._base.Future", "subprocess.Popen"),
+    **_all(_unknown, "_asyncio.Future", "asyncio.futures.Future", "asyncio.streams.StreamReader"),
+    **_all(by_type, "_thread.*", "threading.*", "queue.*", "_contextvars.*", "contextvars.*"),
+    **_all(by_type, "multiprocessing.*", "_multiprocessing.*", "concurrent.*", "asyncio.*", "_asyncio.*"),
+    **_all(by_type, "ssl.*", "_ssl.*", "selectors.*", "select.*"),
+}
+OF_HANDLES = {kind: with_own_state(handler) for kind, handler in _HANDLES.items()}
