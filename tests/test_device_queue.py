@@ -763,24 +763,30 @@ def said(monkeypatch: pytest.MonkeyPatch) -> queues.SimpleQueue[str]:
 
 def test_a_watch_tells_again_and_again_while_one_waits(said: queues.SimpleQueue[str], clock: Clock) -> None:
     watch = Watch(0.125, str)
+
+    def wait() -> None:
+        for _ in range(3):
+            clock.now += 0.0625
+            time.sleep(0.05)  # for a watch that would say it too soon
+            assert said.empty()
+            clock.now += 0.0625
+            assert float(said.get(timeout=60)) == clock.now
+
     try:
-        with watch:
-            for _ in range(3):
-                clock.now += 0.0625
-                time.sleep(0.05)  # for a watch that would say it too soon
-                assert said.empty()
-                clock.now += 0.0625
-                assert float(said.get(timeout=60)) == clock.now
+        watch.watched(wait)
     finally:
         watch.stop()
 
 
 def test_a_watch_says_nothing_of_many_short_waits(said: queues.SimpleQueue[str], clock: Clock) -> None:
     watch = Watch(0.02, str)
+
+    def wait() -> None:
+        clock.now += 0.015
+        time.sleep(0.006)
+
     for _ in range(50):
-        with watch:
-            clock.now += 0.015
-            time.sleep(0.006)
+        watch.watched(wait)
     watch.stop()
     assert said.empty()
 

@@ -32,6 +32,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import hotset
 from hotset.session import job, registry, share
+from hotset.session.turn import TURNS
 from hotset.store.format import Geometry
 from hotset.store.segment import Segment
 
@@ -602,8 +603,7 @@ def test_without_a_folder_to_meet_in_every_rank_has_its_own_cache_and_one_warnin
 def test_a_trap_in_place_of_the_turns_file_is_told_and_not_touched(
     trap: str, start: Callable[..., Rank], folder: Path, tmp_path: Path
 ) -> None:
-    launcher = job.this_job({"LOCAL_RANK": "0"}).launchers[1]  # this process
-    path = folder / f"{share._digest(launcher, share._digest('thing'))}.turn"
+    path = folder / TURNS
     victim = tmp_path / "victim"
     victim.write_text("precious")
     victim.chmod(0o600)

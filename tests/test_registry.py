@@ -255,7 +255,7 @@ def test_who_joins_after_the_collector_looked_comes_too_late(
     path = make(folder, f"{NONCE}.json")
     before = descriptors()
 
-    def late(fd: int, byte: int, shared: bool = False) -> bool:
+    def late(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
         path.unlink(missing_ok=True)
         return locks_try_lock(fd, byte, shared)
 
@@ -426,11 +426,11 @@ def test_a_creator_whose_temporary_file_was_collected_makes_another(
 ) -> None:
     lost: list[Path] = []
 
-    def lose(fd: int, byte: int, shared: bool = False) -> bool:
+    def lose(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
         for path in folder.glob("*.new") if len(lost) < 2 else ():
             lost.append(path)
             path.unlink()
-        return try_lock(fd, byte, shared)
+        return try_lock(fd, byte, shared, length)
 
     try_lock = locks.try_lock
     before = descriptors()
@@ -464,9 +464,9 @@ def test_a_file_that_took_the_name_since_is_not_removed(
 ) -> None:
     path = make(folder, f"{NONCE}.json")
 
-    def swap(fd: int, byte: int, shared: bool = False) -> bool:
+    def swap(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
         make(folder, "new").rename(path)
-        return try_lock(fd, byte, shared)
+        return try_lock(fd, byte, shared, length)
 
     try_lock = locks.try_lock
     monkeypatch.setattr(locks, "try_lock", swap)

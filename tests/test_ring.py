@@ -478,7 +478,7 @@ def test_what_is_published_while_another_looks_for_room_is_in_use(monkeypatch: p
         def put_amid(entries: Ids, words: Any) -> None:
             if isinstance(words, int):
                 return put(entries, words)  # a claim
-            meanwhile.append(lambda: (put(entries, words), ring.room._settle())[0])
+            meanwhile.append(lambda: (put(entries, words), ring.room.settle())[0])
             other.fill(ids(4), make)
             return None
 

@@ -19,7 +19,7 @@ import hotset
 from hotset import HotsetWarning
 from hotset.session import recovery, registry, servers, sessions, spills
 from hotset.session.definition import Session, open_ledger
-from hotset.session.turn import turns
+from hotset.session.turn import Turns
 from hotset.store.format import LIVE_AT, Live
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -287,12 +287,12 @@ def test_who_waited_to_restore_a_session_does_not_make_it_again(
     made = []
 
     def late(names: list[str], patience: float) -> Any:
-        monkeypatch.setattr("hotset.session.definition.turns", turns)
+        monkeypatch.setattr("hotset.session.definition.Turns", Turns)
         assert sessions.sessions() == [session]
         made.append((runtime / session.file).stat().st_ino)
-        return turns(names, patience)
+        return Turns(names, patience)
 
-    monkeypatch.setattr("hotset.session.definition.turns", late)
+    monkeypatch.setattr("hotset.session.definition.Turns", late)
     assert sessions.sessions() == [session]
     assert made == [(runtime / session.file).stat().st_ino]
 

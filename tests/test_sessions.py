@@ -105,8 +105,8 @@ def test_while_another_makes_or_destroys_one_nobody_else_does(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = sessions.create("there", memory=1)
-    held = contextlib.ExitStack()
-    with lingering(lambda: held.enter_context(sessions.one_at_a_time())):
+    held = sessions.one_at_a_time()
+    with lingering(held.__enter__):
         monkeypatch.setattr(sessions, "_TURN_SECONDS", 0.2)
         for act in (lambda: sessions.create("a", memory=1), lambda: sessions.destroy(there)):
             with pytest.raises(SessionError, match="another process is making") as refused:

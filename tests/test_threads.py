@@ -57,17 +57,16 @@ def test_a_helper_thread_is_named_and_holds_no_process_back() -> None:
 
 
 def test_one_thread_is_for_a_while() -> None:
-    with one_thread():
-        assert torch.get_num_threads() == 1
-        with one_thread():
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 1
+    def threads() -> list[int]:
+        inner = one_thread(torch.get_num_threads)
+        return [inner, torch.get_num_threads()]
+
+    assert one_thread(threads) == [1, 1]
     assert torch.get_num_threads() == 3
 
     def failing() -> None:
-        with one_thread():
-            raise KeyError("in the midst")
+        raise KeyError("in the midst")
 
     with pytest.raises(KeyError):
-        failing()
+        one_thread(failing)
     assert torch.get_num_threads() == 3

@@ -184,8 +184,7 @@ class LocalBatches:
         copy = self._gather.prepare(ids)
         if copy is None:
             return None
-        with one_thread():
-            copy.run()
+        one_thread(copy.run)
         return self._gather.finish(copy)
 
     def build(self) -> Any:
@@ -256,8 +255,7 @@ class LocalBatches:
         records, in_hand = single._supply.bring(local)
         copy = self._gather.prepare(local, records) if not in_hand else None
         if copy is not None:
-            with one_thread():
-                copy.run()
+            one_thread(copy.run)
             batch = self._gather.finish(copy)
             if batch is not None:
                 single._supply.count_hits(local, less=sum(len(each.ids) for each in records))
@@ -278,8 +276,7 @@ class LocalBatches:
         copy = self._gather.prepare(local if len(run) == 1 else np.concatenate(run))
         if copy is None:
             return None
-        with one_thread():
-            copy.run()
+        one_thread(copy.run)
         self._cost = (time.perf_counter() - start) / len(run)
         if len(run) == 1:
             return self._gather.finish(copy)

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -320,8 +321,7 @@ class _Pass:
         begun = time.perf_counter()
         try:
             try:
-                with self._watch:
-                    batch = next(source)
+                batch = self._watch.watched(partial(next, source))
             finally:
                 took = time.perf_counter() - begun
                 self._starving.took.append(took)

@@ -14,10 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from hotset.told import tell
 
 __all__ = ["Watch"]
+
+T = TypeVar("T")
 
 
 class Watch:
@@ -29,8 +32,8 @@ class Watch:
 
     Example:
         >>> watch = Watch(60.0, lambda seconds: "nothing comes")
-        >>> with watch:
-        ...     pass  # wait for something
+        >>> watch.watched(lambda: "come")
+        'come'
         >>> watch.stop()
     """
 
@@ -40,11 +43,17 @@ class Watch:
         arguments = (self._clock, patience, what, self._told)
         threading.Thread(target=_look, args=arguments, name="hotset-watch", daemon=True).start()
 
-    def __enter__(self) -> None:
-        self._clock.since = time.monotonic()
+    def watched(self, wait: Callable[[], T]) -> T:
+        """Return what ``wait()`` does, which the consumer waits for.
 
-    def __exit__(self, *_: object) -> None:
-        self._clock.since = None
+        No ``with`` block: an interrupt may come before the first line of what ends that, and the watch would
+        go on. The ``finally`` here is one store.
+        """
+        try:
+            self._clock.since = time.monotonic()
+            return wait()
+        finally:
+            self._clock.since = None
 
     def stop(self) -> None:
         """End it."""

@@ -33,7 +33,7 @@ from hotset.session.files import DEFINITION, is_there, remove_spilled, runtime, 
 from hotset.session.folder import open_at
 from hotset.session.ledger import Ledger
 from hotset.session.spills import known_folders, open_spill
-from hotset.session.turn import turns
+from hotset.session.turn import Turns
 
 __all__ = [
     "Session",
@@ -167,7 +167,7 @@ def write_down(folder: int, session: Session) -> None:
         OSError: the ledger cannot be made.
     """
     # Or whoever looks in between would make it again from its definition.
-    with turns([_RESTORING], _RESTORING_SECONDS):
+    with Turns([_RESTORING], _RESTORING_SECONDS):
         if session.persist:
             _define(session)
         Ledger.create(folder, session.file, asdict(session), session.memory)
@@ -192,7 +192,7 @@ def restore(folder: int) -> None:
                 if DEFINITION.fullmatch(file) and not is_there(folder, _ledger_for(file)):
                     with (
                         contextlib.suppress(OSError, ValueError, TypeError, HotsetError),
-                        turns([_RESTORING], _RESTORING_SECONDS) as mine,
+                        Turns([_RESTORING], _RESTORING_SECONDS) as mine,
                     ):
                         # Another process may have done it while this one waited for its turn.
                         if mine and not is_there(folder, _ledger_for(file)):

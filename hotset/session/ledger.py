@@ -36,10 +36,9 @@ import json
 import mmap
 import os
 import secrets
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,7 +79,7 @@ class Ledger:
     def __init__(self, folder: int, file: str) -> None:
         fd = open_at(folder, file)
         self._pid = os.getpid()
-        self._thread_lock = threading.RLock()
+        self._locks = locks.Descriptions()
         self._holds = False
         self._used_row = -1
         self._parent: tuple[Ledger, int] | None = None
@@ -248,35 +247,24 @@ class Ledger:
         """Have this row's member stay when nobody uses it, or no longer."""
         self._rows[row, _PINNED] = int(pinned)
 
-    @contextlib.contextmanager
-    def alone(self, row: int) -> Iterator[bool]:
-        """Keep everybody from using this row's member; yields False if somebody does, or it is pinned.
+    def alone(self, row: int) -> locks.Held:
+        """A block that keeps everybody from using this row's member.
 
-        Whoever begins to use it meanwhile finds it gone, so it has to go.
+        It gets False if somebody does use it, or if it is pinned. Whoever begins to use it meanwhile finds it
+        gone, so it has to go.
         """
-        fd, byte = self._descriptor(), _FIRST_USE + row
-        # Under the lock, under which who makes a cache enters it and begins to use it.
-        with self.lock() as held:
-            mine = held and not self.is_pinned(row) and row != self._used_row and locks.try_lock(fd, byte)
-        try:
-            yield mine
-        finally:
-            if mine:
-                locks.unlock(fd, byte)
+        return _Alone(self, self._locks.own(self._descriptor()), row)
 
     # ---- locks ---------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[bool]:
-        """Hold the ledger's lock; yields False if it could not be had within two seconds."""
-        with self._thread_lock:
-            fd = self._descriptor()
-            held = locks.lock(fd, _SHORT, _LOCK_SECONDS)
-            try:
-                yield held
-            finally:
-                if held:
-                    locks.unlock(fd, _SHORT)
+    def lock(self) -> locks.Held:
+        """A block that holds the ledger's lock; it gets False if that is not had within two seconds.
+
+        Raises:
+            SessionError: this process has left the session.
+            OSError: there is no descriptor left.
+        """
+        return locks.Held(self._locks.own(self._descriptor()), _SHORT, patience=_LOCK_SECONDS)
 
     def use(self, row: int = -1) -> bool:
         """Be known as one that uses the session, and a member of it, until this object or the process ends.
@@ -318,14 +306,14 @@ class Ledger:
 
     def close(self) -> None:
         """Use it no more."""
-        with self._thread_lock:
-            if self._used_row >= 0 and self._pid == os.getpid():
-                self._rows[self._used_row, _USED] = time.time_ns()
-            self._holds, self._used_row = False, -1
-            self._closer()
-            self._fd = -1
-            if self._parent is not None:
-                self._parent[0].close()
+        if self._used_row >= 0 and self._pid == os.getpid():
+            self._rows[self._used_row, _USED] = time.time_ns()
+        self._holds, self._used_row = False, -1
+        self._fd = -1
+        self._closer()
+        self._locks.close()
+        if self._parent is not None:
+            self._parent[0].close()
 
     def _descriptor(self) -> int:
         """A descriptor of this process's own: a forked child shares its parent's locks with the other one."""
@@ -334,7 +322,6 @@ class Ledger:
         return self._fd
 
     def _after_fork_in_child(self) -> None:
-        self._thread_lock = threading.RLock()
         if self._fd < 0:
             return
         inherited, self._fd, self._pid = self._fd, locks.reopen(self._fd), os.getpid()
@@ -349,6 +336,19 @@ class Ledger:
         closer = weakref.finalize(self, _close, self._fd, self._pid)
         closer.atexit = False
         return closer
+
+
+class _Alone(locks.Held):
+    def __init__(self, ledger: Ledger, description: locks.Description, row: int) -> None:
+        super().__init__(description, _FIRST_USE + row)
+        self._ledger, self._row = ledger, row
+
+    def take(self) -> bool:
+        # Under the lock, under which who makes a cache enters it and begins to use it. By this description,
+        # which is not the one that this process uses members by: its own use is in the way, too.
+        with self._ledger.lock() as held:
+            free = held and not self._ledger.is_pinned(self._row)
+            return free and locks.try_lock(self.description.value, self.byte)
 
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()

@@ -42,7 +42,7 @@ from hotset.errors import ArgumentError, FolderError
 from hotset.session.entry import NONCE, Entry, look, pack_head, write_holder
 from hotset.session.folder import KNOB, is_named, open_at, open_folder
 from hotset.session.job import pid_namespace
-from hotset.session.turn import TURN
+from hotset.session.turn import TURNS
 from hotset.store import locks
 from hotset.told import tell
 
@@ -127,16 +127,15 @@ class _Share:
 
     def take(self) -> bool:
         try:
-            with _folder() as folder, contextlib.ExitStack() as stack:
-                fd = open_at(folder, self.file)
-                stack.callback(os.close, fd)
-                if not locks.try_lock(fd, _LIFE, shared=True) or not is_named(fd, folder, self.file):
-                    return False
-                self.hold(fd, folder)
-                stack.pop_all()
+            with _folder() as folder:
+                # In here before it is locked, so that no interrupt leaves a lock to nobody.
+                self.hold(open_at(folder, self.file), folder)
+                if locks.try_lock(self.fd, _LIFE, shared=True) and is_named(self.fd, folder, self.file):
+                    return True
         except OSError:
-            return False
-        return True
+            pass
+        self.drop()
+        return False
 
     def tell(self, memory: int) -> None:
         """Be listed as one that has the memory open; a full disk leaves that to others."""
@@ -147,9 +146,14 @@ class _Share:
 
     def drop_inherited(self) -> None:
         # Closing only: unlocking would drop the lock of the description, which is the parent's too.
-        if self.fd >= 0 and self._pid != os.getpid():
-            fd, self.fd = self.fd, -1
-            self._told = False
+        if self._pid != os.getpid():
+            self.drop()
+
+    def drop(self) -> None:
+        """Close what is open, if anything is."""
+        fd, self.fd = self.fd, -1
+        self._told = False
+        if fd >= 0:
             os.close(fd)
 
     def end(self) -> None:
@@ -273,7 +277,7 @@ def gc() -> list[str]:
     """
     removed = []
     with _folder() as folder:
-        for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY), *_files(folder, TURN)]:
+        for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY), TURNS]:
             # Not safely ours, not readable or just removed by somebody else: not ours to remove.
             with contextlib.suppress(OSError):
                 fd = open_at(folder, file)
@@ -327,7 +331,7 @@ def _write(fd: int, content: bytes) -> None:
 
 def _remove_unheld(fd: int, folder: int, file: str) -> bool:
     """Remove the file unless somebody holds it or the name means another one by now."""
-    if not locks.try_lock(fd, _LIFE) or not is_named(fd, folder, file):
+    if not locks.try_lock(fd, _LIFE, length=0) or not is_named(fd, folder, file):
         return False
     os.unlink(file, dir_fd=folder)
     return True
@@ -335,8 +339,8 @@ def _remove_unheld(fd: int, folder: int, file: str) -> bool:
 
 def _obituary(fd: int, file: str) -> str:
     """Return the sentence to say when this file is removed; empty if it is too young for that."""
-    if TURN.fullmatch(file):
-        return f"Removed {file}: no process is making the cache for which it stands."
+    if file == TURNS:
+        return f"Removed {file}: no process that makes a cache or a session has its turn there."
     if _TEMPORARY.fullmatch(file):
         young = abs(time.time() - os.fstat(fd).st_mtime) < _YOUNG_SECONDS
         return "" if young else f"Removed {file}: the process that was listing a cache there has died."

@@ -19,12 +19,16 @@ from hotset.store.segment import Segment
 __all__ = ["DESTROYED", "is_retired", "retire"]
 
 _READERS_SECONDS = 5.0
+_BLOCK = 512  # the unit of st_blocks, whatever the file system's own is
 
 DESTROYED = 2  # in the live word CONDEMNED: its session was destroyed, or it made room for another cache
 
 
 def retire(path: str) -> int:
-    """Empty the cache in this file for good; returns the bytes that its records had taken.
+    """Empty the cache in this file for good; returns the bytes that are free now.
+
+    They are none where somebody is stopped in the midst of a look at it: then its memory goes with whoever
+    has it mapped last.
 
     Raises:
         SegmentError: there is no usable cache.
@@ -33,16 +37,16 @@ def retire(path: str) -> int:
     member = Membership(segment)
     try:
         live, geometry = segment.live, segment.geometry
-        taken = geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
         # Also without the lock, whose holder may be stopped: these words only ever say less.
         with member.short_lock():
             live[Live.CONDEMNED] = DESTROYED
             live[Live.ERA] |= 1
             segment.index[:] = 0
+        taken = os.fstat(segment.fd).st_blocks
         if member.unread(_READERS_SECONDS):
             with contextlib.suppress(OSError):
                 segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
-        return taken
+        return max(taken - os.fstat(segment.fd).st_blocks, 0) * _BLOCK
     finally:
         member.leave()
         segment.close()

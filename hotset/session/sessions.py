@@ -27,7 +27,6 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hotset.errors import HotsetError, SessionError
@@ -46,7 +45,7 @@ from hotset.session.files import LEDGER, remove_caches, roster_file, runtime, tr
 from hotset.session.folder import KNOB, runtime_folder
 from hotset.session.reclaim import Dropped, reclaim
 from hotset.session.spills import open_spill, remember
-from hotset.session.turn import turns
+from hotset.session.turn import Turns
 from hotset.store import memory as machine
 from hotset.told import tell
 from hotset.units import format_bytes
@@ -251,21 +250,23 @@ def expire() -> list[str]:
     return told
 
 
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Of all processes that make or destroy sessions, be the one.
+def one_at_a_time() -> Turns:
+    """A block in which this process is the one, of all that make or destroy sessions.
 
-    Raises:
-        SessionError: another one is at it and does not end.
-        FolderError: the runtime folder is not safely this user's own.
+    Entering it raises SessionError if another one is at it and does not end, and FolderError if the runtime
+    folder is not safely this user's own.
     """
-    with turns([_TURN], _TURN_SECONDS) as mine:
-        if not mine:
-            raise SessionError(
-                "another process is making or destroying a session, and has not ended for "
-                f"{_TURN_SECONDS:.0f} s; look whether one is stopped."
-            )
-        yield
+    return _TheOne([_TURN], _TURN_SECONDS)
+
+
+class _TheOne(Turns):
+    def take(self) -> bool:
+        if super().take():
+            return True
+        raise SessionError(
+            "another process is making or destroying a session, and has not ended for "
+            f"{_TURN_SECONDS:.0f} s; look whether one is stopped."
+        )
 
 
 # ---- what is asked for -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from hotset.session import registry
 from hotset.session.entry import Entry
 from hotset.session.folder import KNOB
 from hotset.session.job import Job, this_job
-from hotset.session.turn import turns
+from hotset.session.turn import Turns
 from hotset.store.segment import Address, Segment
 from hotset.told import tell
 
@@ -99,26 +99,47 @@ def share(
     """
     job = this_job()
     key = _digest(key)
+    if not job.takes:
+        return _make(job, key, name, create, "")
+    turn = _Turn([_digest(launcher, key) for launcher in job.launchers], PATIENCE_SECONDS)
+    with turn:
+        found, why = None, turn.why
+        try:
+            found = _join(job, key, attach)
+        except OSError as error:
+            why = _unusable(error)
+        return found or _make(job, key, name, create, why)
+
+
+class _Turn(Turns):
+    """A turn without which one goes on, for a reason."""
+
     why = ""
-    with contextlib.ExitStack() as stack:
-        if job.takes:
-            try:
-                names = [_digest(launcher, key) for launcher in job.launchers]
-                if not stack.enter_context(turns(names, PATIENCE_SECONDS)):
-                    why = (
-                        f"another rank began to make it and has not ended for {PATIENCE_SECONDS:.0f} s; look "
-                        "whether one is stopped, or reads its first samples that slowly"
-                    )
-                found = _join(job, key, attach)
-            except OSError as error:
-                found = None
-                why = f"the runtime folder cannot be used; set {KNOB} to a folder of your own: {error}"
-            if found is not None:
-                return found
-        value = create()
-        if value is None:
-            return Shared(None, None, joined=False)
-        registration = _list(value.segment.address, name, key, job)
+
+    def take(self) -> bool:
+        try:
+            mine = super().take()
+        except OSError as error:
+            self.why = _unusable(error)
+            return False
+        if not mine:
+            self.why = (
+                f"another rank began to make it and has not ended for {PATIENCE_SECONDS:.0f} s; look "
+                "whether one is stopped, or reads its first samples that slowly"
+            )
+        return mine
+
+
+def _unusable(error: OSError) -> str:
+    return f"the runtime folder cannot be used; set {KNOB} to a folder of your own: {error}"
+
+
+def _make(job: Job, key: str, name: str, create: Callable[[], S | None], why: str) -> Shared[S]:
+    """Make it and list it; with a warning if ``why`` says why it is not another rank's."""
+    value = create()
+    if value is None:
+        return Shared(None, None, joined=False)
+    registration = _list(value.segment.address, name, key, job)
     if why and registration.joined:  # else it has warned of the same folder
         tell(f"The cache {name!r} is this rank's own, and takes memory besides the other ranks' one: {why}.")
     return Shared(value, registration, joined=False)

@@ -1,111 +1,104 @@
 """Turns: of all processes that want to make one thing, one at a time.
 
-A turn is a file of the runtime folder, named after the thing, and the exclusive lock on it. The kernel drops
-the lock with its holder, so a killed one holds up nobody. Who has had its turn removes the file *before* the
-lock goes; who waited then gets the lock of a file without a name, sees that, and begins anew:
+All turns are locks on one file of the runtime folder, each on a byte that follows from the thing's name. The
+kernel drops a lock with its holder, so a killed one holds up nobody. The file is there while anybody has a
+turn, or waits for one: the last one removes it, once it has locked all of the file, which nobody else can
+have a part of then. Who waited, or came meanwhile, gets the lock of a file without a name, sees that, and
+begins anew:
 
 ::
 
-    make or open ── lock ── still named? ── yes ──> my turn ── remove ── unlock
-         ^                       │
+    make or open ── lock ── still named? ── yes ──> my turn ── unlock ── all mine? ── yes ──> remove
+         ^                       │                                           └── no: others are there
          └────────── no ─────────┘
 
-So nothing stays behind, but for a killed holder's file, which the next one takes over, and the collector
-removes at any time: who has opened it and not locked it yet begins anew as well. (One permanent file with a
-byte for each thing was the alternative: it never goes away.) A forked child closes what it inherited, or it
-would keep its dead parent's turn.
+So nothing stays behind, but for a killed holder's file, which the next one uses, and the collector removes
+when nobody has a turn. (A file for each name was the alternative. What ends a turn must be one call, which no
+interrupt comes into: see :mod:`hotset.store.locks`. That of several names would have been several files.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hotset.session.folder import is_named, open_at, open_folder
 from hotset.store import locks
 
-__all__ = ["TURN", "turns"]
+__all__ = ["TURNS", "Turns"]
 
-TURN = re.compile(r"[0-9a-f]{32}\.turn")
+TURNS = "turns"
 
-_BYTE = 0
-
-_held: set[int] = set()
+_DIGITS = 15  # of a name's 32, as offsets in a file have 63 bits
 
 
-@contextlib.contextmanager
-def turns(names: Sequence[str], patience: float) -> Iterator[bool]:
-    """Have the turns of all these names at once; yields False if one could not be had in ``patience``.
+class Turns(locks.Held):
+    """A block that has the turns of all these names at once; it gets False if that could not be.
 
     Args:
         names: 32 hexadecimal digits each. Processes that want several of the same must name them in one
             order, or they wait for each other until their patience ends.
         patience: seconds for all of them together.
 
-    Raises:
-        FolderError: the runtime folder, or the file of a turn, is not safely this user's own.
-        OSError: the file system refuses.
+    Entering it raises FolderError if the runtime folder, or the file, is not safely this user's own, and
+    OSError if the file system refuses.
     """
-    deadline = time.monotonic() + patience
-    with contextlib.ExitStack() as stack:
-        folder = open_folder()
-        stack.callback(os.close, folder)
-        for name in names:
-            fd = _take(folder, f"{name}.turn", deadline)
-            if fd is None:
-                yield False
-                return
-            stack.callback(_end, fd, folder, f"{name}.turn")
-        yield True
+
+    def __init__(self, names: Sequence[str], patience: float) -> None:
+        self._file = _File()
+        super().__init__(self._file, 0, length=0)
+        self._bytes = [int(name[:_DIGITS], 16) for name in names]
+        self._seconds = patience
+
+    def take(self) -> bool:
+        """Have them."""
+        deadline = time.monotonic() + self._seconds
+        while True:
+            self._file.open()
+            # In the file's own variable before it is locked, so that no interrupt leaves a lock to nobody.
+            fd = self._file.value
+            held = all(locks.lock(fd, byte, deadline - time.monotonic()) for byte in self._bytes)
+            if held and is_named(fd, self._file.folder.value, TURNS):
+                return True
+            self._file.close()
+            if not held or time.monotonic() > deadline:
+                return False
 
 
-def _take(folder: int, file: str, deadline: float) -> int | None:
-    while True:
-        fd = _open(folder, file)
-        if fd is None:
-            continue
+class _File(locks.Description):
+    """The file that all turns are locks on, open; whoever closes it last removes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = locks.Description()
+
+    def open(self) -> None:
+        """Make or open it."""
+        self.folder.close()
+        self.folder.value = folder = open_folder()
+        while self.value < 0:
+            for create in (False, True):
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    self.value = open_at(folder, TURNS, create=create)
+                    break
+
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        # The block has ended, and its locks with it. At the interpreter's end this is left to the collector.
         try:
-            held = locks.lock(fd, _BYTE, deadline - time.monotonic())
-            if held and is_named(fd, folder, file):
-                _held.add(fd)
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-        if not held or time.monotonic() > deadline:
-            return None
+            with suppress(Exception), _All(self) as all_mine:
+                if all_mine and is_named(self.value, self.folder.value, TURNS):
+                    os.unlink(TURNS, dir_fd=self.folder.value)
+        finally:
+            self.close()
 
 
-def _open(folder: int, file: str) -> int | None:
-    """Make or open the file; None if it went away meanwhile, as another had its turn with it, however new."""
-    for create in (True, False):
-        with contextlib.suppress(FileExistsError, FileNotFoundError):
-            return open_at(folder, file, create=create)
-    return None
+class _All(locks.Held):
+    """The whole file, if nobody else has a part of it."""
 
+    def __init__(self, file: _File) -> None:
+        super().__init__(file, 0, length=0)
 
-def _end(fd: int, folder: int, file: str) -> None:
-    if fd not in _held:
-        return  # a forked child that left the `with` block: the turn is its parent's
-    _held.discard(fd)
-    try:
-        with contextlib.suppress(OSError):
-            if is_named(fd, folder, file):
-                os.unlink(file, dir_fd=folder)
-        # A child that is being forked in another thread may hold a copy for a moment: closing is not enough.
-        locks.unlock(fd, _BYTE)
-    finally:
-        os.close(fd)
-
-
-def _drop_inherited() -> None:
-    for fd in _held:
-        os.close(fd)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_drop_inherited)
+    def take(self) -> bool:
+        return self.description.value >= 0 and locks.try_lock(self.description.value, 0, length=0)

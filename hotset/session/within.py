@@ -35,7 +35,7 @@ from hotset.session.retire import is_retired
 from hotset.session.sessions import find
 from hotset.session.share import PATIENCE_SECONDS, HasSegment, Shared
 from hotset.session.spills import open_spill, spill_path
-from hotset.session.turn import turns
+from hotset.session.turn import Turns
 from hotset.store import memory as machine
 from hotset.store.claims import Membership
 from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry, Live
@@ -183,7 +183,7 @@ def share_in(
     """
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     turn = hashlib.blake2b(f"{session.number} {digest}".encode(), digest_size=16).hexdigest()
-    with turns([turn], PATIENCE_SECONDS) as mine:
+    with Turns([turn], PATIENCE_SECONDS) as mine:
         if not mine:
             raise SessionError(
                 f"another process began to make the cache {name!r} in session {session.name!r} and has not "

@@ -4,10 +4,11 @@ Copying a batch costs a fraction of what the page faults of fresh memory cost (2
 measured), so a loader lives on a few blocks that stay mapped, and, last in first out, in the processor's
 cache. A block is lent as a ctypes array over the pool's mapping; tensors are made over that array. The array
 dies with the last tensor, slice, numpy view or storage that refers to it, whoever holds that, and a weak
-reference's callback then puts the block's number back on the free list.
+reference's callback then puts the block's reference on a list of those that came back.
 
-That callback runs inside whatever allocation or collection happened to drop the last view, in any thread:
-it takes no lock, and appends to a list, which is atomic.
+That callback runs inside whatever allocation or collection happened to drop the last view, in any thread: it
+takes no lock, and is the list's own ``append``. Of Python code, an interrupt that comes in there would be
+lost, and the block with it.
 
 Fork: private pools (``MAP_PRIVATE``) are copied on write, so child and parent each keep what they saw.
 Pools that workers write into are shared, and a child might go on reading a batch that its parent has
@@ -22,8 +23,8 @@ import ctypes
 import itertools
 import mmap
 import os
+import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from hotset.store.format import PAGE
@@ -45,6 +46,13 @@ def _array_type(size: int) -> Any:
     return kind
 
 
+class _Lent(weakref.ref[Any]):
+    """A reference to a block's memory, while that is lent."""
+
+    __slots__ = ("number",)
+    number: int
+
+
 class BlockPool:
     """Blocks of one size in one mapping.
 
@@ -62,7 +70,8 @@ class BlockPool:
         self._shared = shared
         self._pid = os.getpid()
         self._free: list[int] = []
-        self._lent: dict[int, weakref.ref[Any]] = {}
+        self._lent: dict[int, _Lent] = {}
+        self._back: list[_Lent] = []  # whose last view has died
         self._out: set[int] = set()  # taken, and neither lent nor given back yet
         self._maps: dict[int, mmap.mmap] = {}
         self._fd = -1
@@ -89,6 +98,7 @@ class BlockPool:
 
         The block is this caller's until :meth:`give_back`, or, once lent, until its last view dies.
         """
+        self._take_back()
         try:
             number = self._free.pop()
             self._out.add(number)
@@ -115,21 +125,27 @@ class BlockPool:
             array = _array_type(self.block_bytes).from_buffer(self._maps[0], number * self.block_bytes)
         else:
             array = _array_type(self.block_bytes).from_buffer(self._maps[number])
-        pool = weakref.ref(self)
-
-        def returned(reference: weakref.ref[Any], number: int = number) -> None:
-            owner = pool()
-            # A fork may have retired the block, or lent it anew in a child's copy of this object.
-            if owner is not None and owner._lent.get(number) is reference:
-                del owner._lent[number]
-                owner._free.append(number)
-
-        self._lent[number] = weakref.ref(array, returned)
+        lent = _Lent(array, self._back.append)
+        lent.number = number
+        self._lent[number] = lent
         self._out.discard(number)
         return array
 
+    def _take_back(self) -> None:
+        """Free the blocks whose last views have died."""
+        while self._back:
+            try:
+                lent = self._back.pop(0)  # so that the last one is on top of the free ones
+            except IndexError:  # another thread was faster
+                return
+            # A fork may have retired the block, or lent it anew in a child's copy of this object.
+            if self._lent.get(lent.number) is lent:
+                del self._lent[lent.number]
+                self._free.append(lent.number)
+
     def adopt(self, number: int) -> Any:
         """The memory of a block that is lent already, or lent by this call."""
+        self._take_back()
         reference = self._lent.get(number)
         array = reference() if reference is not None else None
         if array is not None:
@@ -146,36 +162,39 @@ class BlockPool:
 
     def trim(self) -> None:
         """Give the memory of a shared pool's free blocks back; they can be taken as before."""
+        self._take_back()
         for number in list(self._free):
             self._maps[0].madvise(mmap.MADV_REMOVE, number * self.block_bytes, self.block_bytes)
 
     def retire_lent(self) -> None:
         """Never recycle the blocks that are lent now: another process may look at them."""
+        self._take_back()
         self._lent.clear()
 
 
 _shared_pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-_making_workers = False
+# Whose owner is the thread that makes workers. A flag would have to be put back, and an interrupt may come
+# before that; this lock's end is C code, which none comes before.
+_making: Any = threading.RLock()
 
 
 def _before_fork() -> None:
-    if not _making_workers:
+    if not _making._is_owned():
         for pool in list(_shared_pools):
             pool.retire_lent()
 
 
-os.register_at_fork(before=_before_fork)
+def _after_fork_in_child() -> None:
+    global _making
+    _making = threading.RLock()
 
 
-@contextlib.contextmanager
-def making_workers() -> Iterator[None]:
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+
+
+def making_workers() -> contextlib.AbstractContextManager[object]:
     """Forks inside this block make loader workers, which do not look at batches that are lent."""
-    global _making_workers
-    before, _making_workers = _making_workers, True
-    try:
-        yield
-    finally:
-        _making_workers = before
+    return _making  # type: ignore[no-any-return]
 
 
 class SharedBlocks:

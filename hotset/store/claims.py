@@ -34,7 +34,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -54,10 +54,10 @@ from hotset.store.format import (
 )
 from hotset.store.segment import Segment, Words
 
-__all__ = ["Claims", "Index", "Membership", "Reading"]
+__all__ = ["Claims", "Index", "Membership"]
 
 _SHORT_LOCK = 0
-_READING = 1 << 11  # and the slot's number
+_READING = 1 << 11
 _LOCK_SECONDS = 2.0
 _AFTER_TIMEOUT_SECONDS = 1.0
 
@@ -69,7 +69,6 @@ class Membership:
 
     Attributes:
         segment: the segment that it belongs to.
-        reading: held while records are looked at through the mapping; see :class:`Reading`.
         inherits: whether extents that a slot's last holder left are taken over with the slot.
     """
 
@@ -77,10 +76,8 @@ class Membership:
         self.segment = segment
         # In a file that may be damaged, an inherited extent might be somebody's record.
         self.inherits = segment.trusted
-        self.reading: contextlib.AbstractContextManager[None] = (
-            Reading(self) if segment.bounded else contextlib.nullcontext()
-        )
         self._fd = -1
+        self._locks = locks.Descriptions()
         self._slot = -1
         self._thread_lock = threading.RLock()
         self._give_up_until = 0.0
@@ -122,54 +119,53 @@ class Membership:
             self._fd = locks.reopen(self.segment.fd)
         return self._fd
 
-    @contextlib.contextmanager
-    def short_lock(self) -> Iterator[bool]:
-        """Hold the segment's short lock; yields False when it could not be had within two seconds.
+    def short_lock(self) -> locks.Held | contextlib.nullcontext[bool]:
+        """A block that holds the segment's short lock; it gets False if that is not had within two seconds.
 
-        The lock belongs to the open file description, so threads of one process do not exclude each
-        other by it: a thread lock comes first. After a time-out nobody waits again for a second, so that
-        a stopped holder costs its neighbours two seconds and not two seconds a sample.
+        After a time-out nobody waits again for a second, so that a stopped holder costs its neighbours two
+        seconds and not two seconds a sample.
         """
-        with self._thread_lock:
-            fd = self._descriptor()
-            patience = _LOCK_SECONDS if time.monotonic() >= self._give_up_until else 0.0
-            held = locks.lock(fd, _SHORT_LOCK, patience)
-            if not held:
-                self._give_up_until = time.monotonic() + _AFTER_TIMEOUT_SECONDS
-            try:
-                yield held
-            finally:
-                if held:
-                    locks.unlock(fd, _SHORT_LOCK)
+        try:
+            return _ShortLock(self, self._locks.own(self.segment.fd))
+        except OSError:  # no descriptor left, or detached
+            return contextlib.nullcontext(False)
 
-    @contextlib.contextmanager
-    def one_thread(self) -> Iterator[None]:
-        """Exclude other threads of this process, for what only this process writes."""
-        with self._thread_lock:
-            yield
+    @property
+    def reading(self) -> locks.Held | contextlib.nullcontext[bool]:
+        """A block that looks at records through the mapping, of which others can tell that somebody does.
+
+        A cache that is destroyed gives its pages back under whoever has it mapped. A touch of such a page
+        takes memory anew, and where the file system has none left by then, that is SIGBUS. So whoever
+        destroys it says so first (an odd era), then waits for those who hold the lock here, and who takes it
+        looks at the era after that: one of them sees the other. A few system calls for a batch; where no file
+        system bounds the segment, nothing.
+        """
+        if not self.segment.bounded:
+            return contextlib.nullcontext(True)
+        try:
+            return locks.Held(self._locks.own(self.segment.fd), _READING, shared=True)
+        except OSError:  # no descriptor left, or detached
+            return contextlib.nullcontext(False)
+
+    @property
+    def one_thread(self) -> contextlib.AbstractContextManager[object]:
+        """Excludes other threads of this process, for what only this process writes."""
+        return self._thread_lock
 
     def is_alive(self, slot: int) -> bool:
         """Whether a process holds ``slot`` at this moment."""
         return slot == self._slot or locks.is_locked(self._descriptor(), 1 + slot)
 
-    def say_reading(self, begins: bool) -> None:
-        """Say that this process begins to look at records, or has ended."""
-        slot = self.slot
-        if slot >= 0:
-            byte = _READING + slot
-            (locks.try_lock if begins else locks.unlock)(self._descriptor(), byte)
-
     def unread(self, timeout: float) -> bool:
         """Wait until nobody looks at records, in whatever process; False if somebody did for so long.
 
-        To be asked once the era says that nobody is to begin.
+        To be asked once the era says that nobody is to begin, and not by a thread that looks at them.
         """
-        if not isinstance(self.reading, Reading):
+        if not self.segment.bounded:
             return True
         deadline = time.monotonic() + timeout
-        used = np.flatnonzero(self.segment.slots[:, Slot.INCARNATION]).tolist()
         fd = self._descriptor()
-        while self.reading.busy or any(locks.is_locked(fd, _READING + slot) for slot in used):
+        while locks.is_locked(fd, _READING):
             if time.monotonic() > deadline:
                 return False
             time.sleep(1e-3)
@@ -177,49 +173,30 @@ class Membership:
 
     def leave(self) -> None:
         """Give slot and descriptor back; claims that are still open become void."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = self._slot = -1
+        fd, self._fd, self._slot = self._fd, -1, -1
+        if fd >= 0:
+            os.close(fd)
+        self._locks.close()
 
     def _after_fork_in_child(self) -> None:
         self.leave()
         self._thread_lock = threading.RLock()
 
 
-class Reading:
-    """Says that this process is looking at records through its mapping, while it does: ``with reading: ...``.
+class _ShortLock(locks.Held):
+    """The segment's short lock, waited for as long as its member has patience."""
 
-    A cache that is destroyed gives its pages back under whoever has it mapped. A touch of such a page takes
-    memory anew, and where the file system has none left by then, that is SIGBUS. So whoever destroys it says
-    so first (an odd era), then waits for those who hold the lock here, and who takes it looks at the era
-    after that: one of them sees the other. A microsecond for a batch; where no file system bounds the
-    segment, nothing.
-    """
-
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Membership, description: locks.Description) -> None:
+        super().__init__(description, _SHORT_LOCK)
         self._member = member
-        self._lock = threading.Lock()
-        self._depth = 0  # threads of one process share the lock
-        self._pid = os.getpid()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a thread of this process is looking."""
-        return self._depth > 0 and self._pid == os.getpid()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._pid != os.getpid():  # a forked child has not got its parent's lock
-                self._depth, self._pid = 0, os.getpid()
-            self._depth += 1
-            if self._depth == 1:
-                self._member.say_reading(True)
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                self._member.say_reading(False)
+    def take(self) -> bool:
+        member = self._member
+        patience = _LOCK_SECONDS if time.monotonic() >= member._give_up_until else 0.0
+        held = locks.lock(self.description.value, _SHORT_LOCK, patience)
+        if not held:
+            member._give_up_until = time.monotonic() + _AFTER_TIMEOUT_SECONDS
+        return held
 
 
 _members: weakref.WeakSet[Membership] = weakref.WeakSet()
@@ -289,8 +266,11 @@ class Claims:
         self._member = member
         self._index = index or Index(member.segment)
 
-    def take(self, ids: Ids, most: int) -> Ids:
+    def take(self, ids: Ids, most: int, *, alone: bool = False) -> Ids:
         """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
+
+        With ``alone`` nobody else claims in this process, so a claim of its own has been forgotten, and is
+        void as well.
 
         Returns an empty array also when no claim can be had (every slot held, or the short lock stuck).
         """
@@ -303,7 +283,7 @@ class Claims:
             # land in a row that the clear's end hands to somebody else.
             if not held or int(self._member.segment.live[Live.ERA]) % 2:
                 return ids[:0]
-            taken = self._free(ids, most)
+            taken = self._free(ids, most, void=mine if alone else None)
             self._index.put(taken, mine)
         return taken
 
@@ -333,27 +313,31 @@ class Claims:
                 free = self._free(ids, len(ids))
                 self._index.put(free, words(free))
 
-    def _free(self, ids: Ids, most: int) -> Ids:
-        """Up to ``most`` of those samples that are absent, or claimed by the dead."""
+    def _free(self, ids: Ids, most: int, void: int | None = None) -> Ids:
+        """Up to ``most`` of those samples that are absent, claimed by the dead, or by this word."""
         ids = self._index.admit(ids)
         words = self._index.words(ids)
         free = words < DRAWS  # absent; or damaged, and of no meaning
         if int(free.sum()) < most:
             # One look at its lock for each claimant, which has the same word on all its claims.
             claimed = words[(words >= CLAIMED) & (words < PRESENT)]
-            void = [word for word in set(claimed.tolist()) if not self.is_open(word)]
-            if void:
-                free |= np.isin(words, void)
+            dead = [word for word in set(claimed.tolist()) if word == void or not self.is_open(word)]
+            if dead:
+                free |= np.isin(words, dead)
         return ids[free][:most]
 
     def take_one(self, sample: int, *, overwrite: bool) -> int | None:
         """Claim one sample that is absent, claimed by the dead, or, with ``overwrite``, present.
 
+        No other thread of this process claims meanwhile: a claim of its own has been forgotten, and is void.
+
         Returns:
             The index word that it had, or None if no claim can be had.
         """
-        if self._member.slot < 0:
+        slot = self._member.slot
+        if slot < 0:
             return None
+        mine = self._word(slot)
         with self._member.short_lock() as held:
             if not held or int(self._member.segment.live[Live.ERA]) % 2:
                 return None
@@ -362,9 +346,9 @@ class Claims:
             if word >= PRESENT:
                 free = overwrite
             else:
-                free = word < CLAIMED or not self.is_open(word)
+                free = word < CLAIMED or word == mine or not self.is_open(word)
             if free:
-                words[sample] = self._word(self._member.slot)
+                words[sample] = mine
         return word if free else None
 
     def is_open(self, word: int) -> bool:

@@ -17,6 +17,7 @@ long enough reads the source himself.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -89,6 +90,7 @@ class Filler:
         self._room = room
         self._schema = schema
         self._records = Records(member.segment, schema)
+        self._threads: set[int] = set()  # that are filling: a claim's word does not say whose it is
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
         self._bytes = schema.stride  # of the largest record of the last chunk
         # For each claimant that was waited for: what it had published, and since when.
@@ -96,12 +98,25 @@ class Filler:
 
     def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         """See :meth:`hotset.store.store.Store.fill`."""
+        thread = threading.get_ident()
+        try:
+            self._threads.add(thread)
+            return self._fill(ids, read, keep)
+        except BaseException:
+            # An interrupt comes at any instant, also between a claim and the block that gives it back.
+            if self._threads == {thread}:
+                self.claims.release(ids)
+            raise
+        finally:
+            self._threads.discard(thread)
+
+    def _fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         in_hand: dict[int, Any] = {}
         missing = _unique(ids[self._index.missing(ids)])
         if len(missing):
             self.watch.begin()
         while len(missing):
-            taken = missing[:0] if self.is_full else self.claims.take(missing, self._chunk)
+            taken = missing[:0] if self.is_full else self._claim(missing)
             if not len(taken):
                 # Whatever has come meanwhile, by others, is no longer missing.
                 missing = missing[self._index.missing(missing)]
@@ -115,18 +130,27 @@ class Filler:
             missing = _without(missing, taken)
         return in_hand
 
+    def _claim(self, missing: Ids) -> Ids:
+        """Claim a chunk.
+
+        A claim of this process's own that no other thread can have made is void: an interrupt has kept it
+        from being given back.
+        """
+        alone = self._threads <= {threading.get_ident()}
+        return self.claims.take(missing, self._chunk, alone=alone)
+
     def adopt(self, samples: dict[int, Any]) -> None:
         """See :meth:`hotset.store.store.Store.adopt`."""
         ids = np.fromiter(samples, np.int64)
         ids = ids[self._index.missing(ids)]
         if not len(ids) or self.is_full:
             return
-        taken = np.concatenate([self.claims.own(ids), self.claims.take(ids, len(ids))])
         stored: set[int] = set()
         try:
+            taken = np.concatenate([self.claims.own(ids), self.claims.take(ids, len(ids))])
             self._store({sample: samples[sample] for sample in taken.tolist()}, stored)
         finally:
-            self.claims.release(_without(taken, np.fromiter(stored, np.int64)))
+            self.claims.release(_without(ids, np.fromiter(stored, np.int64)))
 
     @property
     def is_full(self) -> bool:
@@ -242,15 +266,30 @@ class Filler:
 
     def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, Prepared]]) -> int:
         places, tails = self._index.places(samples), [prepared.tail_lines for _, prepared in fitting]
-        # Large records are laid out in the mapping: see Reading for what else may be done to that.
-        with self._room.lent(places.tolist(), tails) as room, self._member.reading:
+        with self._member.one_thread:
+            given = self._room.lend(places.tolist(), tails)
+            try:
+                return self._publish(samples, places.tolist(), fitting, given)
+            finally:
+                self._room.settle()
+
+    def _publish(
+        self,
+        samples: Ids,
+        places: list[int],
+        fitting: list[tuple[int, Prepared]],
+        given: list[tuple[int, int]],
+    ) -> int:
+        """Write records to where room was given for them, and publish their words; returns how many."""
+        # Large records are laid out in the mapping, whose pages may be given back under who looks at them.
+        with self._member.reading:
             if int(self._member.segment.live[Live.ERA]) % 2:
                 return 0
             generations = self._index.generations(samples)
             records = [
                 Record(place, generation, prepared, *where)
                 for place, generation, (_, prepared), where in zip(
-                    places.tolist(), generations.tolist(), fitting, room, strict=False
+                    places, generations.tolist(), fitting, given, strict=False
                 )
             ]
             try:

@@ -51,7 +51,7 @@ where the generation of a record is its lap, and what a dead process had is free
 
 **Locks** are open-file-description locks on the file's own bytes: byte 0 is the short lock under which
 claims and extents are handed out; byte 1 + k is held by the process in slot k for as long as it lives, and
-byte 2048 + k, where the segment is a file with a name, while that one looks at records.
+byte 2048, shared, by every thread that looks at records, where the segment is a file with a name.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Copy:
         if self.staged is not None and not self.gather.load(self.staged):
             self.sound = False
             return
-        with self.gather.reading:
+        with self.gather.member.reading:
             self.sound = self.gather.is_current(self)
             if self.sound:
                 self._copy()
@@ -130,7 +130,7 @@ class Gather:
         self._compared = False
         self._tree = BatchTree(self._schema, variable=variable is not None)
         self.lines = store.lines
-        self.reading = store.member.reading
+        self.member = store.member
         self._views = self._tree.views(store.rows)
 
     def prepare(
@@ -202,7 +202,7 @@ class Gather:
             tails, rows = staged.tails, np.arange(len(ids))
             views = self._tree.views(staged.rows)
         elif self._schema.has_tail:
-            with self.reading:
+            with store.member.reading:
                 if not store.unchanged(words, era):
                     return None
                 tails = store.tails(rows)

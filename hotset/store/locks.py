@@ -19,8 +19,15 @@ the parent dies, a forked child still has a copy      **stays locked** until tha
 ====================================================  =====================================================
 
 So every process opens a description of its own (:func:`reopen`), and a forked child closes the inherited
-descriptors: otherwise it keeps its dead parent "alive". Threads of a process need a ``threading.Lock``
-besides.
+descriptors: otherwise it keeps its dead parent "alive". Threads that exclude each other have one each
+(:class:`Descriptions`), so no ``threading.Lock`` stands beside a file's lock, for a fork to catch.
+
+**Interrupts.** A signal's handler, and with it ``KeyboardInterrupt``, runs in the main thread wherever a
+Python function begins, a loop goes round or a call returns. So a lock that is given back by a Python function
+(an ``__exit__``, a generator's ``finally``) may stay taken: the exception comes before its first line. A
+``with`` block over a :class:`Held` is left by *one call of C code*, which no handler comes before; entering
+it is Python, which undoes what it did if it is interrupted. What is held is known to the kernel alone, and no
+count or flag is kept beside it.
 
 Nothing here waits in the kernel (``F_OFD_SETLKW``): a holder that was stopped by SIGSTOP or a debugger
 would hang everyone behind it for ever. :func:`lock` tries, sleeps and tries again up to its deadline.
@@ -30,17 +37,29 @@ A byte need not exist in the file: locks may lie beyond its end.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import functools
+import operator
 import os
 import struct
+import threading
 import time
+import weakref
+from collections.abc import Callable
 
-__all__ = ["is_locked", "lock", "reopen", "try_lock", "unlock"]
+__all__ = ["Description", "Descriptions", "Held", "is_locked", "lock", "reopen", "try_lock", "unlock"]
 
 # struct flock on 64-bit Linux: l_type, l_whence, (4 bytes of padding), l_start, l_len, l_pid, (4 more).
 # l_pid must be zero for these commands, or the kernel answers EINVAL.
 _FLOCK = struct.Struct("@hhqqi4x")
 _pack = _FLOCK.pack
+
+# fcntl() as `with` calls an __exit__: with the three arguments that tell of an exception, which it ignores.
+# PyDLL keeps the interpreter's lock: giving it up and getting it back costs more than the call.
+_fcntl = ctypes.PyDLL(None).fcntl
+_fcntl.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, *[ctypes.py_object] * 3]
+_fcntl.restype = None
 
 # The first pause is shorter than a claim is held, the longest short beside the time to read a sample.
 _FIRST_PAUSE_S = 20e-6
@@ -67,8 +86,10 @@ def reopen(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
-def try_lock(fd: int, byte: int, shared: bool = False) -> bool:
+def try_lock(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
     """Lock ``byte`` for the description of ``fd``; False if another one's lock is in the way.
+
+    With ``length`` it is so many bytes from there on, and with ``length=0`` all of them.
 
     Never waits. A shared lock goes together with other shared locks (``fd`` must be readable), an
     exclusive one with none (``fd`` must be writable). A description that holds the byte already is told
@@ -78,9 +99,8 @@ def try_lock(fd: int, byte: int, shared: bool = False) -> bool:
         OSError: anything but contention: a closed ``fd``, a negative ``byte``, no lock memory left.
     """
     try:
-        fcntl.fcntl(
-            fd, fcntl.F_OFD_SETLK, _pack(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        )
+        kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(kind, os.SEEK_SET, byte, length, 0))
     except BlockingIOError:
         return False
     return True
@@ -119,3 +139,117 @@ def lock(fd: int, byte: int, timeout: float) -> bool:
             return True
         pause = min(2 * pause, _LONGEST_PAUSE_S)
     return False
+
+
+class Description:
+    """A descriptor, by its number; it is closed with this object, and in a forked child.
+
+    Locks are taken once it is in here, so that an interrupt leaves at worst a descriptor without a lock.
+
+    Attributes:
+        value: the number; -1 when it is closed.
+    """
+
+    value = -1
+
+    def __init__(self, fd: int = -1) -> None:
+        self.value = fd
+        _descriptions.add(self)
+
+    _as_parameter_ = property(operator.attrgetter("value"))  # what ctypes passes for it
+
+    def close(self, close: Callable[[int], None] = os.close) -> None:
+        """Close it, and with it end all its locks."""
+        # Bound above: when the interpreter ends, this module's own names may be gone already.
+        fd, self.value = self.value, -1
+        if fd >= 0:
+            close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Held:
+    """A file's byte, locked while a ``with`` block runs, which no interrupt leaves locked.
+
+    The block gets False if another description still holds the byte after ``patience`` seconds. Blocks over
+    one byte of one description must not lie within each other: the inner one's end would unlock it.
+
+    Args:
+        description: by which it is locked; it lives as long as the block.
+        byte: which.
+        shared: others may have it too, shared.
+        patience: seconds.
+        length: how many bytes the block's end unlocks; 0: all from this one on.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        byte: int,
+        *,
+        shared: bool = False,
+        patience: float = 0.0,
+        length: int = 1,
+    ) -> None:
+        self.description = description
+        self.byte = byte
+        self._shared = shared
+        self._patience = patience
+        nothing = _pack(fcntl.F_UNLCK, os.SEEK_SET, byte, length, 0)
+        self._unlock = functools.partial(_fcntl, description, fcntl.F_OFD_SETLK, nothing)
+
+    def take(self) -> bool:
+        """Lock the byte; the block's end, or an exception in here, unlocks it.
+
+        Raises:
+            OSError: as :func:`try_lock`.
+        """
+        if self._shared:
+            return try_lock(self.description.value, self.byte, shared=True)
+        return lock(self.description.value, self.byte, self._patience)
+
+    def __enter__(self) -> bool:
+        try:
+            return self.take()
+        except BaseException:
+            self._unlock(None, None, None)
+            raise
+
+    # Found by C code alone, and C code itself: see the module's description.
+    __exit__ = property(operator.attrgetter("_unlock"))
+
+
+class Descriptions:
+    """The descriptions by which this process's threads lock one file's bytes: each thread has its own."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, Description] = {}  # by thread; a thread's number is used again after its end
+
+    def own(self, fd: int) -> Description:
+        """This thread's description of the file behind ``fd``.
+
+        Raises:
+            OSError: as :func:`reopen`.
+        """
+        thread = threading.get_ident()
+        description = self._own.get(thread)
+        if description is None or description.value < 0:
+            description = self._own[thread] = Description(reopen(fd))
+        return description
+
+    def close(self) -> None:
+        """Close them all, and with them end all locks; they are opened anew when they are needed."""
+        while self._own:
+            self._own.popitem()[1].close()
+
+
+_descriptions: weakref.WeakSet[Description] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for description in list(_descriptions):
+        description.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

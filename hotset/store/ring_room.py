@@ -22,9 +22,8 @@ longest ago first: their words go, then whoever still copies from them is waited
 from __future__ import annotations
 
 import bisect
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -69,15 +68,6 @@ class RingRoom(Room):
         # How far this process's extent is used, and where it ends.
         self._extent = 0, 0
         self._looked = 0  # up to which slot it was looked for rows of nobody
-
-    @contextlib.contextmanager
-    def lent(self, places: Sequence[int], tails: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-        # No other thread may take lines, and a new extent for it, before these are published.
-        with self._member.one_thread():
-            try:
-                yield self._lend(places, tails)
-            finally:
-                self._settle()
 
     def has_room(self) -> bool:
         return not self.is_full  # whether there is room depends on which entry it is
@@ -191,10 +181,10 @@ class RingRoom(Room):
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def _lend(self, rows: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
+    def lend(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
         """Places for as many of these records as have rows, and fit into one extent."""
         given: list[tuple[int, int]] = []
-        for row, lines in zip(rows, tails, strict=True):
+        for row, lines in zip(places, tails, strict=True):
             # A new extent only for the first: in the old one, the others are not published yet.
             if lines and not self._fits(lines) and (given or not self._extend_to(lines)):
                 break
@@ -212,7 +202,7 @@ class RingRoom(Room):
         # After a clear, or in another slot (that of a forked child), there is none.
         return int(self._member.row[Slot.LINE_END]) == end and end - first >= lines
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Let go of what was taken of the extent: there is a record there now, or nothing."""
         if self._fits(0):
             self._member.row[Slot.LINE_NEXT] = self._extent[0]

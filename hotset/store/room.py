@@ -23,10 +23,9 @@ is held meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from hotset.store import memory
@@ -116,35 +115,36 @@ class Room:
         """Whether the last extent was refused, less than half a second ago."""
         return time.monotonic() < self._refused_until
 
-    @contextlib.contextmanager
-    def lent(self, places: Sequence[int], tails: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-        """Give a row to each of these records, and a run of lines to each tail; published inside the block.
+    def lend(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
+        """Give a row to each of these records, and a run of lines to each tail.
+
+        The caller keeps other threads of this process out until the records are published, or will not be,
+        and has called :meth:`settle`.
 
         Args:
             places: where their words are in the index (of no meaning here: rows go to who comes first).
             tails: lines of each record's tail; 0 for none.
 
-        Yields:
+        Returns:
             Row and first line of each record, in order; fewer than asked for where what can be given at once
             ends, and none where room does.
         """
-        yield self._take_all(tails)
+        given: list[tuple[int, int]] = []
+        rows = self._take_rows(len(tails))
+        for row, lines in zip(rows, tails, strict=False):
+            line = self._take_lines(lines) if lines else 0
+            if line < 0:
+                self._give_back(rows[len(given) :])
+                break
+            given.append((row, line))
+        return given
 
-    def _take_all(self, tails: Sequence[int]) -> list[tuple[int, int]]:
-        places: list[tuple[int, int]] = []
-        with self._member.one_thread():
-            rows = self._take_rows(len(tails))
-            for row, lines in zip(rows, tails, strict=False):
-                line = self._take_lines(lines) if lines else 0
-                if line < 0:
-                    self._give_back(rows[len(places) :])
-                    break
-                places.append((row, line))
-        return places
+    def settle(self) -> None:
+        """End what :meth:`lend` began. Here room is taken for good when it is given."""
 
     def take_lines(self, count: int) -> int:
         """Take a run of lines, for a record whose row has its own place; its first, or -1 without room."""
-        with self._member.one_thread():
+        with self._member.one_thread:
             return self._take_lines(count)
 
     def place(self, row: int) -> bool:
@@ -168,7 +168,7 @@ class Room:
         """Whether so much more may be touched, as far as the machine goes."""
         if self.is_full:
             return False
-        with self._member.one_thread():
+        with self._member.one_thread:
             if self._affordable < size:
                 free = self._free()
                 room = free.bytes - self._geometry.rows_at
@@ -188,7 +188,7 @@ class Room:
         if self.is_full or (live[Live.FULL] and self._left_of_limit() < self._limit() // _PART):
             return False
         live[Live.FULL] = 0
-        with self._member.one_thread():
+        with self._member.one_thread:
             row = self._own_extent(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows)
             if row is None or not geometry.has_tail:
                 return row is not None
@@ -212,12 +212,13 @@ class Room:
 
     def _give_back(self, rows: list[int]) -> None:
         """Put back the rows that were taken last; those of an extent before this one are lost."""
-        row = self._member.row
+        row, known = self._member.row, (os.getpid(), Slot.ROW_NEXT)
         begin, end = int(row[Slot.ROW_NEXT]), int(row[Slot.ROW_END])
         while rows and rows[-1] == begin - 1:
             begin = rows.pop()
+        left = begin, end
         row[Slot.ROW_NEXT] = begin
-        self._left[os.getpid(), Slot.ROW_NEXT] = (begin, end)
+        self._left[known] = left
 
     def _take(
         self, next_word: int, live_word: int, least: int, most: int, size: int, capacity: int
@@ -229,9 +230,10 @@ class Room:
         begin, end = extent
         taken = min(most, end - begin)
         # What is taken is entered before it is written: a process killed in between loses that; the other
-        # order could hand out a published row.
-        self._member.row[next_word] = begin + taken
-        self._left[os.getpid(), next_word] = (begin + taken, end)
+        # order could hand out a published row. No call lies between the two stores, so no interrupt either.
+        row, known, left = self._member.row, (os.getpid(), next_word), (begin + taken, end)
+        row[next_word] = begin + taken
+        self._left[known] = left
         return begin, taken
 
     def _own_extent(
@@ -265,7 +267,7 @@ class Room:
         self, next_word: int, live_word: int, count: int, size: int, capacity: int
     ) -> _Lack | None:
         """Reserve an extent; return what stands in the way, if something does."""
-        live = self._segment.live
+        live, row = self._segment.live, self._member.row
         start = self._geometry.rows_at if live_word == Live.ROWS_NEXT else self._geometry.lines_at
         with self._member.short_lock() as held:
             if not held:
@@ -291,9 +293,9 @@ class Room:
                 if self.allowance is not None:
                     self.allowance.take(taken)
                 return _Lack(self._file_system_full(), total, units * size)
-            row = self._member.row
+            # No call lies between these stores, so no interrupt either, by which an extent would be lost.
+            # What was left of the old one (too short a run of lines) is given up.
             live[live_word] = first + units
-            # What was left of the old extent (too short a run of lines) is given up.
             row[next_word] = first
             row[next_word + 1] = first + units
         return None

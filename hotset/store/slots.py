@@ -202,11 +202,16 @@ class Slots:
             self.store.clear()  # what a process began to clear and died over
         if self.store.room.is_full and int(self._index[sample]) < PRESENT:
             return 0
-        before = self._claim(sample, overwrite)
-        if before is None:
-            return 0
+        # One at a time: a claim of this process's own is then known to be forgotten, over an interrupt.
+        with self.store.member.one_thread:
+            return self._put(sample, prepared, overwrite)
+
+    def _put(self, sample: int, prepared: Prepared, overwrite: bool) -> int:
         published = 0
         try:
+            before = self._claim(sample, overwrite)
+            if before is None:
+                return 0
             run = self._room_for(sample, prepared, before)
             if run is not None:
                 word = self._write(sample, prepared, run)
@@ -216,7 +221,6 @@ class Slots:
         except OSError as error:
             self.store.room.refuse(f"its memory cannot be written ({error.strerror or error}); free some")
         finally:
-            # Only then: another thread of this process may have claimed it anew, by the same word.
             if not published:
                 self._claims.release(np.array([sample]))
         return published
@@ -251,7 +255,7 @@ class Slots:
         generation = max(self._generation(sample), int(segment.live[Live.ERA])) + 1
         generation = generation & fmt.GENERATION_MASK or 1
         size = stride + prepared.tail_lines * fmt.LINE
-        with self.store.member.one_thread():
+        with self.store.member.one_thread:
             buffer = self._scratch_of(size)
             schema.write(buffer, 0, prepared, run.first, stride)
             length = stride - RECORD_HEADER + prepared.tail_bytes

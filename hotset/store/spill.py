@@ -103,7 +103,8 @@ class Spill:
     def write(self, samples: Ids, generations: Words, prepared: Sequence[Prepared]) -> Words:
         """Write as many of these records as room is given for at once; their words for the store's index."""
         tails = [one.tail_lines for one in prepared]
-        with self.room.lent(samples.tolist(), tails) as places:
+        with self.member.one_thread:
+            places = self.room.lend(samples.tolist(), tails)
             records = [
                 Record(sample, generation, one, *place)
                 for sample, generation, one, place in zip(

@@ -7,26 +7,29 @@ one, and copies in the user's thread are made by it alone.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 __all__ = ["one_thread", "start_thread"]
 
+T = TypeVar("T")
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch to this thread."""
+
+def one_thread(run: Callable[[], T]) -> T:
+    """Return what ``run()`` does, with torch kept to this thread meanwhile.
+
+    No ``with`` block: whatever Python code ends that, an interrupt may come before its first line, and leave
+    the user's training with one thread. The ``finally`` here begins with a call of C code.
+    """
     threads = torch.get_num_threads()
     if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
+        return run()
     try:
-        yield
+        torch.set_num_threads(1)
+        return run()
     finally:
         torch.set_num_threads(threads)
 

@@ -1,0 +1,182 @@
+"""Forks and interrupts at any instant: a child hangs on no lock, and an interrupted process keeps none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+COMMON = """
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import torch
+from torch.utils.data import Dataset
+
+import hotset
+from hotset.session import sessions
+
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks in a process with threads
+torch.set_num_threads(3)
+N = 200
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return torch.full((512,), float(i * i))
+
+
+def wrong(samples, indices):
+    return [i for i, s in zip(indices, samples) if not torch.equal(s, Squares()[i])]
+"""
+
+FORKS = (
+    COMMON
+    + """
+sessions.create("one", memory=16 << 20)
+cached = hotset.cache(Squares(), session="one")
+indices = list(range(0, N, 7))
+over = threading.Event()
+
+
+def read():
+    torch.set_num_threads(1)
+    while not over.is_set():
+        assert wrong(cached.__getitems__(indices), indices) == []
+
+
+def children():
+    for number in range(150):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)  # which ends a child that hangs
+            torch.set_num_threads(1)
+            mine = [(i + number) % N for i in indices]
+            os._exit(len(wrong(cached.__getitems__(mine), mine)))
+        yield os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+readers = [threading.Thread(target=read) for _ in range(3)]
+for reader in readers:
+    reader.start()
+try:
+    bad = [status for status in children() if status]
+finally:
+    over.set()
+for reader in readers:
+    reader.join()
+print(bad)
+"""
+)
+
+INTERRUPTS = (
+    COMMON
+    + """
+class Interrupt(BaseException):
+    pass
+
+
+armed = False
+
+
+def interrupt(number, frame):
+    if armed:
+        raise Interrupt
+
+
+def many(count, body):
+    '''Interrupt the body at so many instants; what it says itself comes out.'''
+    global armed
+    signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    while interrupted < count:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + 0.003 * (interrupted % 97) / 97)
+            armed = True
+            body()
+            armed = False
+        except Interrupt as error:
+            armed = False
+            interrupted += 1
+            kept.append(error)  # as a notebook does, with all its frames
+            del kept[:-20]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def read():
+    for batch in loader:
+        pass
+
+
+def fill():
+    cached.clear()
+    cached.__getitems__(list(range(N)))
+
+
+def join():
+    with hotset.cache(Squares(), session="two") as other:
+        other[3]
+
+
+def make():
+    made = sessions.create(None, memory=1 << 20)
+    sessions.destroy(made)
+
+
+kept = []
+one = sessions.create("one", memory=16 << 20)
+two = sessions.create("two", memory=16 << 20)
+cached = hotset.cache(Squares(), session="one")
+loader = hotset.DataLoader(cached, batch_size=16)
+for body in (fill, read, join, make):
+    many(int(sys.argv[1]), body)
+
+# Another process can have every lock, at once; nothing is held, and nothing is wrong.
+pid = os.fork()
+if pid == 0:
+    signal.alarm(100)
+    with cached._supply.store.member.short_lock() as held, sessions.one_at_a_time():
+        os._exit(0 if held else 1)
+print("locks", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print("wrong", wrong(cached.__getitems__(list(range(N))), range(N)), cached.check())
+print("cached", cached.stats().cached)
+print("threads", torch.get_num_threads())
+freed = sessions.destroy(one)
+print("freed", freed >= N * 512 * 4)
+sessions.destroy(two)
+"""
+)
+
+
+def run(program: str, tmp_path: Path, *arguments: str, seconds: float = 300) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    places = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(tmp_path / "state")}
+    done = subprocess.run(
+        [sys.executable, str(path), *arguments],
+        env={**os.environ, **places},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_child_forked_while_threads_read_reads_too(runtime: Path, tmp_path: Path) -> None:
+    assert run(FORKS, tmp_path) == "[]\n"
+
+
+def test_hundreds_of_interrupts_leave_nothing_held(runtime: Path, tmp_path: Path) -> None:
+    """As Ctrl-C in a notebook, which keeps each exception with all its frames."""
+    said = run(INTERRUPTS, tmp_path, "100").splitlines()
+    assert said == ["locks 0", "wrong [] []", "cached 200", "threads 3", "freed True"]
