@@ -11,19 +11,26 @@ from hotset.errors import HotsetWarning
 __all__ = ["Teller", "printable", "tell"]
 
 _OURS = os.path.dirname(__file__) + os.sep
+# Through whose functions hotset is called: no line of theirs is the user's.
+_BETWEEN = ("torch", "typer", "click", "contextlib", "multiprocessing", "concurrent.futures", "threading")
 
 
 def tell(sentence: str) -> None:
-    """Warn of something, as from the innermost line that is neither hotset's nor torch's.
+    """Warn of something, as from the user's line: the innermost that is none of hotset's, torch's or such.
 
     (``skip_file_prefixes`` of :func:`warnings.warn` does this from Python 3.12 on.)
     """
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    theirs = (_OURS, os.path.dirname(torch) + os.sep) if torch else (_OURS,)
+    theirs = (_OURS, *filter(None, map(_code_of, _BETWEEN)))
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(theirs):
         level, frame = level + 1, frame.f_back
     warnings.warn(sentence, HotsetWarning, stacklevel=level)
+
+
+def _code_of(module: str) -> str:
+    """Where the code of a module lies, if it is loaded: its folder, or its file."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return os.path.dirname(file) + os.sep if os.path.basename(file) == "__init__.py" else file
 
 
 class Teller:

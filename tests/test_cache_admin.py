@@ -82,7 +82,10 @@ def test_several_are_destroyed_and_an_unknown_one_is_told(admin: Admin, server: 
 
 
 def test_sessions_of_nobody_are_not_the_servers(admin: Admin, server: Server) -> None:
-    assert server.hotset("session", "create", "nobodys", "--memory", "1MiB").returncode == 0
+    make = (
+        "from hotset.session import sessions; sessions.create('nobodys', memory=1 << 20)"  # as a program does
+    )
+    subprocess.run([sys.executable, "-c", make], env=server.environment, check=True, timeout=200)
     [session] = server.ask("GET", "/api/sessions").json
     assert "No active sessions." in admin("--list_sessions")[1]
     assert admin("-d", str(session["number"]))[0] == 1
@@ -228,7 +231,7 @@ def test_help_lists_every_option() -> None:
     assert set(options.split()) <= set(re.findall(r"(?<!\S)--?\w+", done.stdout))
 
 
-def test_the_references_script_runs_unchanged_with_an_alias(tmp_path: Path) -> None:
+def test_the_references_script_runs_unchanged_where_it_is_sourced(tmp_path: Path) -> None:
     """With the port of a server of its own, as the default one may be somebody's on this machine."""
     port = free_port()
     (tmp_path / "cache_util.sh").write_text(CACHE_UTIL)

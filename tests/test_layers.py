@@ -42,9 +42,9 @@ LAYERS = [
     {"cluster"},
     {"determinism"},
     {"device", "data", "collate"},
-    {"cli", "server", "train", "integrations", "demo"},
+    {"cli", "server", "train", "integrations", "demo", "__main__"},
 ]
-ONE_PART = {"collate": "data", "units": "errors", "told": "errors", "bars": "errors"}
+ONE_PART = {"collate": "data", "units": "errors", "told": "errors", "bars": "errors", "__main__": "cli"}
 # The command line is what starts the others.
 MAY_START = {"cli": {"demo", "server"}}
 

@@ -493,12 +493,14 @@ def test_gc_leaves_living_servers_alone_and_clears_dead_ones(
 ) -> None:
     monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "runtime"))
     os.close(place.open_log(50097))
+    os.utime(tmp_path / "runtime" / "server-50097.log", (0, 0))
     (tmp_path / "runtime" / "server-50097.token").touch(0o600)
     servers.set_limit(50097, 1 << 20)
     others = tmp_path / "runtime" / "server-x.json"
     others.touch(0o600)
     with place.claim(50098):
         os.close(place.open_log(50098))
+        os.utime(tmp_path / "runtime" / "server-50098.log", (0, 0))
         servers.set_limit(50098, 1 << 20)
         before = set(os.listdir(tmp_path / "runtime"))
         assert len(remains.collect()) == 3

@@ -1,8 +1,9 @@
 """``hotset cache-admin``: the command line of MindSpore's ``cache_admin`` (renamed ``dataset-cache`` since).
 
-Scripts that were written for it run unchanged, with ``alias cache_admin="hotset cache-admin"``: it takes the
-same options, prints the same lines, and ends with exit code 1 and a sentence where that one does. What such
-scripts rely on most: the session's number is the last word of the last line of ``-g``.
+Scripts that were written for it run unchanged, where ``cache_admin`` is a shell function or a one-line file
+that runs this (docs/server.md has both): it takes the same options, prints the same lines, and ends with exit
+code 1 and a sentence where that one does. What such scripts rely on most: the session's number is the last
+word of the last line of ``-g``.
 
 Where the two servers differ, the option is accepted and checked, and says so here:
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, HotsetWarning
 from hotset.told import printable
 
 __all__ = ["app", "main"]
@@ -20,6 +21,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        import hotset
+
+        typer.echo(f"hotset {hotset.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def hotset_(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end."),
+    ] = False,
+) -> None:
+    """Keeps accelerators fed: a shared-memory cache and loader for PyTorch."""
+
 
 # typer reads annotations at run time, and on Python 3.10 it needs Optional[X] in place of X | None there.
 Folder = Annotated[
@@ -138,6 +158,10 @@ def gc() -> None:
 
 
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.")]
+RunningPort = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=1, max=65535, help="The server's port; not needed where one server runs."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -172,13 +196,14 @@ def start(
 
 @app.command()
 def status(
-    port: Port = 50052,
+    port: RunningPort = None,
     as_json: AsJson = False,
     token: Annotated[bool, typer.Option("--token", help="Print the token alone.")] = False,
 ) -> None:
     """Tell how the cache server is doing."""
     from hotset.cli import server
 
+    port = server.the_port(port)
     if token:
         typer.echo(server.token(port))
         return
@@ -192,24 +217,25 @@ def status(
 
 
 @app.command()
-def stop(port: Port = 50052) -> None:
+def stop(port: RunningPort = None) -> None:
     """Stop the cache server: its sessions are destroyed, and their memory is freed."""
     from hotset.cli import server
 
-    place = server.stop(port)
-    typer.echo(f"The cache server of port {port} (process {place.pid}) has been stopped.")
+    place = server.stop(server.the_port(port))
+    typer.echo(f"The cache server of port {place.port} (process {place.pid}) has been stopped.")
 
 
 @app.command()
 def top(
-    port: Port = 50052,
+    port: RunningPort = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
 ) -> None:
     """Watch the sessions of the cache server in the terminal."""
+    from hotset.cli.server import the_port
     from hotset.cli.top import top as run
 
-    run(port, interval, once)
+    run(the_port(port), interval, once)
 
 
 @app.command(
@@ -244,7 +270,10 @@ def create_session(
     ] = None,
     spill: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR", help="Where what is beyond goes."),
+        typer.Option(
+            metavar="DIR",
+            help="Where what is beyond goes; 64 MiB or a hundredth of that disk (the larger) stay free.",
+        ),
     ] = None,
     ttl: Annotated[
         Optional[str],  # noqa: UP045
@@ -253,7 +282,9 @@ def create_session(
     persist: Annotated[bool, typer.Option("--persist", help="Keep what is spilled over a reboot.")] = False,
     port: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, max=65535, help="Of the server that is to own it."),
+        typer.Option(
+            min=1, max=65535, help="Of the server that is to own it; not needed where one server runs."
+        ),
     ] = None,
 ) -> None:
     """Make a session: the server's if one answers, else nobody's."""
@@ -371,6 +402,12 @@ def _print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def _show(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    typer.echo(
+        f"{'Warning' if issubclass(category, HotsetWarning) else category.__name__}: {message}", err=True
+    )
+
+
 def main() -> None:
     """Run the command line; an error of hotset's is one sentence and exit code 2."""
     if sys.argv[1:2] == ["cache-admin"]:
@@ -378,8 +415,10 @@ def main() -> None:
         from hotset.cli.cache_admin import main as run
 
         sys.exit(run(sys.argv[2:]))
+    # What a command warns of is for whoever typed it: there is no line of theirs to point at.
+    warnings.showwarning = _show
     try:
-        app()
+        app(prog_name="hotset")
     except HotsetError as error:
         typer.echo(str(error), err=True)
         sys.exit(2)

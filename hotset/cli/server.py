@@ -17,6 +17,7 @@ from typing import Any
 from hotset.cli.client import Client, client, no_server
 from hotset.server.options import Options
 from hotset.server.place import (
+    DEFAULT_PORT,
     Place,
     ServerError,
     already_running,
@@ -25,14 +26,34 @@ from hotset.server.place import (
     is_claimed,
     open_log,
     read_token,
+    running,
 )
 from hotset.session.folder import KNOB, runtime_folder
 
-__all__ = ["start", "status", "stop", "token"]
+__all__ = ["start", "status", "stop", "the_port", "token"]
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0
 _PAUSE = 0.02
+
+
+def the_port(port: int | None) -> int:
+    """The port that was named; else that of the one server that runs, whatever it is.
+
+    Where none runs it is the default one, and where several do the default one if it is among them.
+
+    Raises:
+        ServerError: several run, none of them on the default port.
+    """
+    if port is not None:
+        return port
+    ports = running()
+    if not ports or DEFAULT_PORT in ports:
+        return DEFAULT_PORT
+    if len(ports) > 1:
+        there = ", ".join(map(str, ports))
+        raise ServerError(f"Several servers run, on the ports {there}; name one by `--port`.")
+    return ports[0]
 
 
 def start(options: Options) -> Place:

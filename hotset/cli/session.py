@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hotset.cli.client import client
+from hotset.cli.server import the_port
 from hotset.errors import HotsetError
 from hotset.server.amounts import parse_memory, parse_seconds
-from hotset.server.place import DEFAULT_PORT, is_claimed
+from hotset.server.place import running
 from hotset.server.views import resized_view, session_view
 from hotset.session import reclaim, reports, sessions
 from hotset.told import printable
@@ -51,8 +52,8 @@ def create(
     """Make a session; return it as the API shows it.
 
     Args:
-        port: of the server that is to have it. None: the server of the default port if there is one, else
-            nobody.
+        port: of the server that is to have it. None: the one that runs, if one does (of several, that of the
+            default port), else nobody.
 
     Raises:
         HotsetError: it cannot be made as asked for, or the server that was named is not there.
@@ -61,8 +62,8 @@ def create(
     wanted = {key: value for key, value in wanted.items() if value is not None}
     if spill is not None:
         wanted["spill"] = os.path.abspath(spill)
-    if port is not None or is_claimed(DEFAULT_PORT):
-        server = client(DEFAULT_PORT if port is None else port)
+    if port is not None or running():
+        server = client(the_port(port))
         made: dict[str, Any] = server.call("POST", "/api/sessions", {**wanted, "persist": persist})
         return made
     session = sessions.create(

@@ -85,7 +85,9 @@ def cache(
             ``"auto"``: half of what is free under the machine's and every enclosing control group's limit, or
             what the session may hold. Samples for which there is no room come from the source, each time.
         spill: a folder on a disk of this machine, for samples that memory has no room for; better a fast
-            one. A session spills where it says; ``False`` keeps this cache of it in memory.
+            one. It is made if it is not there, in a folder that is. Of the disk, 64 MiB or a hundredth,
+            whichever is more, stay free. A session spills where it says; ``False`` keeps this cache of it in
+            memory.
         session: name or number of a session (``hotset session create``), whose caches outlive this job: who
             caches the same in it, now or later, finds what is there. Without it the cache ends with the job.
         key: names the cached content, instead of the fingerprint of source and transforms. Ranks share what
@@ -109,7 +111,7 @@ def cache(
     Raises:
         ArgumentError: the data set is empty, iterable only, a transform cannot be called, ``cut`` is not
             between 0 and the number of transforms, or of ``session``, ``window`` and ``spill`` two are
-            given that do not go together.
+            given that do not go together, or ``spill`` is in a folder that is not there.
         SessionError: there is no such session.
         ClusterError: Ray is not installed, or no Ray cluster can be reached.
         QuantityError: ``memory`` is no amount of memory.
@@ -247,6 +249,11 @@ def _folder(spill: Any) -> str | Literal[False] | None:
     path = os.fspath(spill) if isinstance(spill, (str, os.PathLike)) else b""
     if not isinstance(path, str) or not path:
         raise ArgumentError(f"spill={spill!r} is no folder; give the path of one on a disk of this machine.")
+    if not os.path.isdir(above := os.path.dirname(os.path.abspath(path))):
+        raise ArgumentError(
+            f"spill={spill!r} cannot be made, as there is no folder {above}; mend the name, mount the disk, "
+            "or make that folder."
+        )
     return path
 
 

@@ -23,6 +23,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,12 +45,14 @@ __all__ = [
     "log_path",
     "open_log",
     "read_token",
+    "running",
 ]
 
 DEFAULT_PORT = 50052
 
 _LIFE = 0  # the byte of the file whose lock means that the server is alive
 _LARGEST = 1 << 16
+_CLAIM = re.compile(r"server-(\d{1,5})\.json")
 
 
 class ServerError(HotsetError, OSError):
@@ -108,6 +111,16 @@ def find(port: int) -> Place | None:
         return Place(**json.loads(content)) if content else None
     except (TypeError, ValueError):
         return None
+
+
+def running() -> list[int]:
+    """The ports of the servers that live, answering or not.
+
+    Raises:
+        FolderError: the runtime folder, or a file, is not safely this user's own.
+    """
+    names = [_CLAIM.fullmatch(name) for name in os.listdir(runtime_folder())]
+    return [port for port in sorted(int(name[1]) for name in names if name) if is_claimed(port)]
 
 
 def is_claimed(port: int) -> bool:

@@ -2,7 +2,8 @@
 
 Whoever can claim a port is alone with its files, so the claim is the question whether its server lives. Its
 sessions are not remains: they hold what jobs have read, for jobs that run and for the next server of the
-port. While there are any, the ledger of their common budget stays too.
+port. While there are any, the ledger of their common budget stays too. Its log, which says why the server has
+gone, stays for a day.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 
 from hotset.server.place import ServerError, claim
 from hotset.session import servers, sessions
@@ -18,6 +20,7 @@ from hotset.session.folder import open_folder
 __all__ = ["collect"]
 
 _FILE = re.compile(r"server-(\d{1,5})\.(json|token|log|ledger)")
+_LOG_SECONDS = 86400.0
 
 
 def collect() -> list[str]:
@@ -35,8 +38,10 @@ def collect() -> list[str]:
                 contextlib.suppress(ServerError),
                 claim(port),
             ):  # which removes the claim's own files at its end
+                log = f"server-{port}.log"
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"server-{port}.log", dir_fd=folder)
+                    if time.time() - os.stat(log, dir_fd=folder).st_mtime > _LOG_SECONDS:
+                        os.unlink(log, dir_fd=folder)
                 if all(session.server != port for session in sessions.sessions()):
                     servers.drop(port)
         after = set(os.listdir(folder))

@@ -76,7 +76,8 @@ def create(
             number; its number if None.
         memory: bytes that its caches may hold together. None: what the server has, or without a server half
             of what is free; but no more than the runtime folder's file system has.
-        spill: a folder for what is beyond; it is made if it is not there.
+        spill: a folder for what is beyond; it is made if it is not there, in a folder that is. Of its disk,
+            64 MiB or a hundredth, whichever is more, stay free.
         ttl: seconds after its last use at which it expires.
         persist: write every record to ``spill`` too, and keep it there over a reboot.
         server: port of the server that it belongs to.

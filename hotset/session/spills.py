@@ -51,7 +51,7 @@ def open_spill(folder: str, *, make: bool = False) -> int:
 
     Args:
         folder: what the user named; absolute.
-        make: make it, and the folders above it, if they are not there.
+        make: make it if it is not there, in a folder that is.
 
     Raises:
         SessionError: it cannot be made.
@@ -65,9 +65,16 @@ def open_spill(folder: str, *, make: bool = False) -> int:
                 f"{folder!r} cannot be spilled to: {why}; name a folder on a disk of this machine."
             )
         try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
+            # The last folder alone: what is not there above it is a slip of the pen, or a disk not mounted,
+            # and what would be spilled there would fill another one.
+            for last in (folder, path):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(last, 0o700)
+        except FileNotFoundError as error:
+            raise SessionError(
+                f"nothing can be spilled to {folder}: there is no folder {os.path.dirname(folder)}; mend the "
+                "name, mount the disk, or make that folder."
+            ) from error
         except OSError as error:
             raise SessionError(
                 f"nothing can be spilled to {folder} ({error.strerror}); name a folder that you may write to."

@@ -38,6 +38,7 @@ from hotset.store.room import Room
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment, Words
 from hotset.store.tails import Tails
+from hotset.units import format_bytes
 
 __all__ = ["Spill", "SpillTo", "Staged", "attach_spill"]
 
@@ -65,7 +66,16 @@ class _DiskRoom(Room):
         return f"the file system of the spill folder is full; free some, or name another by {self.knob}"
 
     def _no_memory(self, free: Headroom) -> str:
-        return f"{free.what} has no more to give; free some, or name another by {self.knob}"
+        margin = format_bytes(_margin(free.limit))
+        return (
+            f"{free.what} has no more to give than the {margin} that stay free; free some, or name another "
+            f"by {self.knob}"
+        )
+
+
+def _margin(size: int) -> int:
+    """Bytes of a disk of that size that are left free."""
+    return max(_SMALLEST_MARGIN, size // 100)
 
 
 class Spill:
@@ -87,10 +97,10 @@ class Spill:
         self._verified: Words | None = None
 
     def _free(self) -> Headroom:
-        """What the disk has left, less a hundredth of it: others write there too."""
+        """What the disk has left, less a margin: others write there too."""
         status = os.fstatvfs(self.segment.fd)
         size = status.f_blocks * status.f_frsize
-        left = status.f_bavail * status.f_frsize - max(_SMALLEST_MARGIN, size // 100)
+        left = status.f_bavail * status.f_frsize - _margin(size)
         # Room holds back what the index may still take; here that is on the disk already.
         return Headroom(left + self.segment.geometry.rows_at, size, "the file system of the spill folder")
 
