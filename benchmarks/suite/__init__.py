@@ -8,6 +8,7 @@ from benchmarks.harness import Outcome
 from benchmarks.settings import Settings
 from benchmarks.suite import (
     attach,
+    draws,
     first,
     fixed,
     memory,
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "startup": startup.startup,
     "planning": planning.planning,
     "first-epoch": first.first_epoch,
+    "draws": draws.draws,
     "warm": fixed.warm,
     "live": fixed.live,
     "unmodified": fixed.unmodified,

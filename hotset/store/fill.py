@@ -17,6 +17,7 @@ long enough reads the source himself.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,7 +164,7 @@ class Filler:
         if self._seconds <= 0.0:
             return 1
         by_size = _CHUNK_BYTES // max(self._bytes, 1)
-        return max(1, min(int(_CHUNK_SECONDS / self._seconds), by_size, _LARGEST_CHUNK))
+        return max(1, min(math.ceil(_CHUNK_SECONDS / self._seconds), by_size, _LARGEST_CHUNK))
 
     def _fill_claimed(self, taken: Ids, read: Read, in_hand: dict[int, Any], keep: bool) -> None:
         values: dict[int, Any] = {}
