@@ -10,9 +10,9 @@ What has drawn is never undone twice: the states are those of :meth:`Watch.begin
 that reading for a cache leaves no trace, and whoever serves the sample draws what it would have drawn.
 
 A comparison costs five microseconds, and some forty in the midst of decoding pictures, up to a percent of
-one. To find the generators that objects hold costs milliseconds, and is done again
-where an attribute of the dataset, of a transform, or of what these hold directly has another type than
-before, as when a generator is made at its first use.
+one. To find the generators that objects hold costs milliseconds, and is done again where an attribute of the
+dataset, of a transform, or of what these hold directly has another type than before, as when a generator is
+made at its first use.
 
 A generator that is made for one draw and dropped, from the system's entropy, leaves no state to compare.
 """
