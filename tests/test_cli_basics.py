@@ -188,3 +188,28 @@ def test_a_session_whose_disk_is_not_mounted_says_so(tmp_path: Path, monkeypatch
         monkeypatch.setenv(name, value)
     with pytest.raises(SessionError, match="mount the disk"):
         sessions.create("x", memory=1 << 20, spill=str(tmp_path / "disk" / "spill"))
+
+
+def test_check_shows_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a session's cache, and of this process's own, whose file there has no name."""
+    for name, value in environment_in(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    disk = tmp_path / "disk"
+    samples = TensorDataset(torch.arange(4000.0).repeat(500, 1))  # 8 MB, of which memory has room for one
+    sessions.create("x", memory=1 << 20, spill=str(disk))
+    with (
+        hotset.cache(samples, session="x") as kept,
+        hotset.cache(samples, memory="1MiB", spill=disk) as own,
+    ):
+        for cached in (kept, own):
+            for _ in hotset.DataLoader(cached, batch_size=100):
+                pass
+        done = run("check", environment=dict(os.environ))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"limit\s*┃\s*disk", done.stdout)
+    rows = [line for line in done.stdout.splitlines() if "TensorDataset" in line]
+    assert len(rows) == 2
+    for row in rows:
+        *_, limit, disk_column = (cell.strip() for cell in row.strip("│ ").split("│"))
+        assert (limit, disk_column[-3:]) == ("1 MiB", "MiB"), row
+        assert 6 < float(disk_column.split()[0]) < 10

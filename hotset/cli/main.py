@@ -117,7 +117,7 @@ def check() -> None:
     from hotset.session.care import reports
     from hotset.units import format_bytes
 
-    table = Table("cache", "state", "of", "samples", "cached", "memory", "limit")
+    table = Table("cache", "state", "of", "samples", "cached", "memory", "limit", "disk")
     problems: list[str] = []
     count = 0
     for report in reports():
@@ -131,6 +131,7 @@ def check() -> None:
             f"{report.cached:,}" if opened else "",
             format_bytes(report.bytes) if opened else "",
             format_bytes(report.limit) if opened else "",
+            format_bytes(report.disk) if opened and report.disk else "",
         )
         problems += [printable(f"{report.name}: {problem}") for problem in report.problems]
     console = Console()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotset.errors import SegmentError
 from hotset.session import recovery, registry, sessions
@@ -20,7 +20,7 @@ from hotset.session.retire import DESTROYED
 from hotset.session.share import address_of
 from hotset.store.check import check_segment, check_tiers
 from hotset.store.format import PRESENT, Live
-from hotset.store.segment import Address, Segment
+from hotset.store.segment import Address, Segment, attach_second
 
 __all__ = ["Report", "gc", "reports"]
 
@@ -36,6 +36,7 @@ class Report:
         samples: length of its data set; 0 if it could not be opened.
         cached: how many of them it holds.
         bytes: memory that it has taken for them.
+        disk: bytes that it has spilled.
         limit: memory that it may take.
         problems: a sentence for each.
     """
@@ -46,6 +47,7 @@ class Report:
     samples: int = 0
     cached: int = 0
     bytes: int = 0
+    disk: int = 0
     limit: int = 0
     problems: tuple[str, ...] = ()
 
@@ -58,18 +60,19 @@ def reports() -> Iterator[Report]:
     """
     for entry in registry.entries():
         yield _private(entry)
-    names = {session.number: session.name for session in sessions.sessions()}
+    known = {session.number: session for session in sessions.sessions()}
     folder = runtime_folder()
     for file in sorted(os.listdir(folder)):
         found = CACHE.fullmatch(file)
         if found:
             number = int(found[1])
-            if number not in names:
+            if number not in known:
                 yield Report(file, f"session {number}", "dead")
                 continue
-            seen = _opened(f"{folder}/{file}", file, f"session {names[number]}")
+            seen = _opened(f"{folder}/{file}", file, f"session {known[number].name}")
             if seen.state != "damaged" or os.path.exists(f"{folder}/{file}"):  # else destroyed meanwhile
-                yield seen
+                # It has address space for more, as a session may be resized.
+                yield replace(seen, limit=min(seen.limit, known[number].memory))
 
 
 def gc() -> list[str]:
@@ -108,7 +111,8 @@ def _opened(where: str | Address, name: str, owner: str) -> Report:
         live = segment.live
         if live[Live.CONDEMNED] == DESTROYED:  # and its files are not removed yet, or their remover died
             return Report(name, owner, "dead")
-        problems = (*check_segment(segment), *_check_spilled(segment))
+        disk, spilled = _check_spilled(where, segment)
+        problems = (*check_segment(segment), *spilled)
         return Report(
             str(segment.metadata.get("name", name)),
             owner,
@@ -116,6 +120,7 @@ def _opened(where: str | Address, name: str, owner: str) -> Report:
             samples=segment.geometry.samples,
             cached=int((segment.index >= PRESENT).sum()),
             bytes=segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])),
+            disk=disk,
             limit=int(live[Live.LIMIT]),
             problems=problems,
         )
@@ -123,16 +128,19 @@ def _opened(where: str | Address, name: str, owner: str) -> Report:
         segment.close()
 
 
-def _check_spilled(segment: Segment) -> list[str]:
-    """Verify what a session's cache has on disk. A private one's ends with its processes, and has no name."""
+def _check_spilled(where: str | Address, segment: Segment) -> tuple[int, list[str]]:
+    """Verify what a cache has on disk; returns its bytes, and a sentence for each problem."""
     said = segment.metadata.get("spill")
-    if not isinstance(said, dict) or "path" not in said:
-        return []
+    if not isinstance(said, dict):
+        return 0, []
     try:
-        second = Segment.attach(str(said["path"]))
+        second = attach_second(where, said)
     except SegmentError as error:
-        return [str(error)]
+        # A private cache's has no name, and ends with its processes: that is no damage.
+        return 0, [str(error)] if "path" in said else []
     try:
-        return [*check_segment(second), *check_tiers(segment, second)]
+        live = second.live
+        taken = second.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+        return taken, [*check_segment(second), *check_tiers(segment, second)]
     finally:
         second.close()

@@ -49,7 +49,7 @@ from hotset.store.format import (
     unpack_header,
 )
 
-__all__ = ["Address", "Segment"]
+__all__ = ["Address", "Segment", "attach_second"]
 
 Words = npt.NDArray[np.int64]
 
@@ -256,6 +256,28 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:
+    """Attach to the segment that lies beside another one, on a disk.
+
+    Args:
+        where: the first one's place. Who has that open has the second one open as well.
+        said: what the first one's metadata say of it: its path, or its inode and nonce if it has no name.
+
+    Raises:
+        SegmentError: it is gone, or damaged.
+    """
+    if "path" in said:
+        return Segment.attach(str(said["path"]))
+    if isinstance(where, Address):
+        inode, nonce = int(said["inode"]), bytes.fromhex(said["nonce"])
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{where.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.stat(f"/proc/{where.pid}/fd/{fd}").st_ino == inode:
+                        return Segment.attach(Address(where.pid, int(fd), inode, nonce))
+    raise SegmentError("what it has spilled is out of reach: its process has it open no more.")
 
 
 def _is_in_memory(fd: int) -> bool:

@@ -36,7 +36,7 @@ from hotset.store.memory import Headroom
 from hotset.store.records import Record, Records
 from hotset.store.room import Room
 from hotset.store.schema import Prepared, Schema
-from hotset.store.segment import Address, Segment, Words
+from hotset.store.segment import Address, Segment, Words, attach_second
 from hotset.store.tails import Tails
 from hotset.units import format_bytes
 
@@ -377,24 +377,9 @@ def attach_spill(where: str | Address, segment: Segment, schema: Schema) -> Spil
     said = segment.metadata.get("spill")
     if said is None:
         return None
-    if "path" in said:
-        second = Segment.attach(str(said["path"]))
-    elif isinstance(where, Address):
-        second = _attach_nameless(where.pid, int(said["inode"]), bytes.fromhex(said["nonce"]))
-    else:
-        raise SegmentError("what it has spilled is out of reach.")
+    second = attach_second(where, said)
     ours, theirs = segment.geometry, second.geometry
     if (ours.samples, ours.stride, ours.has_tail) != (theirs.samples, theirs.stride, theirs.has_tail):
         second.close()
         raise SegmentError("what it has spilled is another cache's.")
     return Spill(second, schema, keeps_all=bool(said["keeps_all"]))
-
-
-def _attach_nameless(pid: int, inode: int, nonce: bytes) -> Segment:
-    """Attach to a file without a name that a process has open, by whatever descriptor."""
-    with contextlib.suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{pid}/fd/{fd}").st_ino == inode:
-                    return Segment.attach(Address(pid, int(fd), inode, nonce))
-    raise SegmentError(f"what it has spilled is out of reach: process {pid} has it open no more.")
