@@ -36,10 +36,14 @@ class Draws:
         ahead: how many batches torch would draw before the first is asked for: 0 without workers.
         generator: the loader's generator.
         fresh: workers, if any, are started for this epoch (so a base seed is drawn).
+        arrays: whether a batch may come as an array instead of the sampler's list.
     """
 
-    def __init__(self, batches: Any, *, ahead: int, generator: torch.Generator | None, fresh: bool) -> None:
+    def __init__(
+        self, batches: Any, *, ahead: int, generator: torch.Generator | None, fresh: bool, arrays: bool = True
+    ) -> None:
         self._ahead = ahead
+        self._arrays = arrays
         self._drawn: deque[Any] = deque()
         self._batches = self._begin(batches)
         if fresh:
@@ -49,9 +53,8 @@ class Draws:
         for _ in range(ahead):
             self._draw()
 
-    @staticmethod
-    def _begin(batches: Any) -> Iterator[Any]:
-        whole = whole_epoch(batches)
+    def _begin(self, batches: Any) -> Iterator[Any]:
+        whole = whole_epoch(batches) if self._arrays else None
         return whole if whole is not None else iter(batches)
 
     def _draw(self) -> None:

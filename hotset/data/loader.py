@@ -2,13 +2,17 @@
 
 Which way an epoch's batches take is decided once, in ``iter()``:
 
-====================================================  ====================================================
-everything cached, nothing live                       gathered in this process, ahead of use; no workers
-workers, and something absent or live                 built by workers in shared blocks (an inner loader)
-no workers, and something absent or live              built in this process, samples one by one
-no cache behind the data set, an iterable data set,   torch's own loader, untouched
-a collate function of the user's, ``batch_size=None``
-====================================================  ====================================================
+=============================================  ===========================================================
+everything cached, nothing live, and a         gathered in this process, ahead of use; no workers
+collate function that is known here
+workers                                        built by workers in shared blocks (an inner loader)
+no workers                                     built in this process, samples one by one
+no cache behind the data set (an iterable      torch's own loader, its workers tied to this process
+data set never has one)
+=============================================  ===========================================================
+
+A collate function of the user's, or ``batch_size=None``, runs where torch would run it, on samples that were
+copied out of the cache together.
 
 Batches, their order, and every random state after each of them are those of torch's loader with the same
 arguments over the same data set without the cache.
@@ -38,6 +42,7 @@ from hotset.data.randomness import Beginning, InProcess
 from hotset.data.rest import Rest, cut_of
 from hotset.data.resume import (
     Counted,
+    Noted,
     Pass,
     Saved,
     between_passes,
@@ -47,7 +52,7 @@ from hotset.data.resume import (
 )
 from hotset.data.route import Route, route_to
 from hotset.data.summary import EpochSummary
-from hotset.data.workers import BatchMaker, Desks, TaskSampler, WorkerInit, make_gather
+from hotset.data.workers import BatchMaker, Desks, TaskSampler, WorkerInit, make_gather, random_parts
 from hotset.determinism.generators import Generators
 from hotset.store.claims import Ids
 from hotset.told import tell
@@ -67,6 +72,7 @@ _MADE = {
     "_inner",
     "_desks",
     "_gathers",
+    "_noted",
     "last_epoch",
 }
 # Live parts often turn uint8 into float32; a shared block takes no memory before it is written to.
@@ -87,7 +93,7 @@ class DataLoader(TorchDataLoader[T]):
 
     Attributes:
         last_epoch: an :class:`~hotset.data.summary.EpochSummary` of the pass that ended or was begun last;
-            None before the first and where torch's own loader runs. ``str()`` gives one line.
+            None before the first. ``str()`` gives one line.
 
     Example:
         >>> import hotset, torch
@@ -109,6 +115,7 @@ class DataLoader(TorchDataLoader[T]):
     _inner: TorchDataLoader[Any] | None = None
     _desks: Desks | None = None
     _gathers: tuple[Any, LocalGather | None] | None = None
+    _noted: Noted | None = None
 
     def __iter__(self) -> Any:
         saved, self._saved = self._saved, None
@@ -130,7 +137,12 @@ class DataLoader(TorchDataLoader[T]):
         if last is not None and not fresh:  # the same workers go on
             run.workers.update(last.workers)
             run.asks = not last.over or len(last.workers) < self.num_workers
-        return self._begin(run, self.batch_sampler)
+        return self._begin(run, self._order)
+
+    @property
+    def _order(self) -> Any:
+        """What gives the indices: of batches, or one by one (whatever the data set takes) without batches."""
+        return self.batch_sampler if self.batch_sampler is not None else self.sampler
 
     @property
     def _fresh(self) -> bool:
@@ -144,13 +156,14 @@ class DataLoader(TorchDataLoader[T]):
         run.watch = tuple(cached._residents.raise_errors for cached in self._windows() if cached._residents)
         self._workers_begun = True
         route = self._route()
+        summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
+        self.last_epoch = summary
         if route is None:
-            return Counted(super().__iter__(), run, self.batch_size or 1)
+            return Counted(super().__iter__(), run, self._noted, self.batch_size or 1, summary)
         is_here = route.all_present()
         gather = self._local_gather(route) if is_here or route.has_neighbours else None
-        summary = EpochSummary(run.number, _length(self), route.caches)
-        self.last_epoch = summary
-        if self.num_workers == 0 or (gather is not None and is_here):
+        run.gathered = gather is not None and is_here
+        if self.num_workers == 0 or run.gathered:
             self._warn_of_pinning()
             if self._desks is not None:
                 self._desks.rest()
@@ -193,7 +206,7 @@ class DataLoader(TorchDataLoader[T]):
         live = self._live_here() if self.num_workers == 0 else None
         if self._here is None:
             self._here = InProcess(self, live)
-        in_process = self._here.states()
+        in_process = self._here.states(only_samplers=run is not None and run.gathered)
         if run is not None and not run.over:
             return run.state(in_process)
         return between_passes(self._header(), run, self._fresh, Beginning(self, live).take(), in_process)
@@ -255,7 +268,7 @@ class DataLoader(TorchDataLoader[T]):
             if not run.fresh and self._route() is None:
                 super().__iter__()  # starts the workers that the pass found at work
                 rewind()
-            batches = self._begin(run, Rest(self.batch_sampler, saved.position, begin if redraws else None))
+            batches = self._begin(run, self._rest_of(saved, begin if redraws else None))
         finally:
             if saved.under_way and saved.same_rank:  # to what load_state_dict or the trainer made them
                 beginning.globals.restore()
@@ -263,6 +276,10 @@ class DataLoader(TorchDataLoader[T]):
         if saved.under_way and saved.alike and live is not None:
             saved.put_held(live)
         return batches
+
+    def _rest_of(self, saved: Saved, begin: Callable[[Any], Iterator[Any]] | None) -> Rest:
+        by_samples = cut_of(self.batch_sampler, self.sampler).batch_size is not None
+        return Rest(self._order, saved.position, begin, by_samples=by_samples)
 
     def _header(self) -> dict[str, Any]:
         windows = [cached._residents.state() for cached in self._windows() if cached._residents]
@@ -296,20 +313,31 @@ class DataLoader(TorchDataLoader[T]):
             route = self._route()
             live: list[Any] = [self.dataset, self.collate_fn]
             if route is not None:
-                live = [held for cached in route.caches for held in cached._source.random_parts]
+                live = random_parts(route, self.collate_fn)
             self._watched = (Generators(live) if live else None,)
         return self._watched[0]
 
     # ---- which way -----------------------------------------------------------------------------------
 
     def _route(self) -> Route | None:
-        if not self._auto_collation or not is_known(self.collate_fn):
-            return None
         return route_to(self.dataset)
+
+    def _get_iterator(self) -> Any:
+        """torch's own pass, whose order is noted, and whose workers die with this process as ours do."""
+        as_it_is = type(self).__new__(type(self))  # what the user has given stays as it was
+        as_it_is.__dict__.update(self.__dict__)
+        if not isinstance(self.dataset, IterableDataset):
+            self._noted = Noted(self._order)
+            as_it_is.__dict__["sampler" if self.batch_sampler is None else "batch_sampler"] = self._noted
+        if self.num_workers:
+            as_it_is.__dict__["worker_init_fn"] = WorkerInit(self.worker_init_fn)
+        return TorchDataLoader._get_iterator(as_it_is)
 
     def _local_gather(self, route: Route) -> LocalGather | None:
         single = route.single
         if single is None or single._store is None or single._source.live:
+            return None
+        if self.batch_sampler is None or not is_known(self.collate_fn):
             return None
         if self._gathers is None or self._gathers[0] is not single._store:
             some = route.local(np.arange(min(route.length, _LOOKED_AT)))
@@ -328,7 +356,8 @@ class DataLoader(TorchDataLoader[T]):
     def _draws(self, run: Pass, batches: Any) -> Draws:
         ahead = self.num_workers * (self.prefetch_factor or 0)
         fresh = run.fresh and not (isinstance(batches, Rest) and batches.redraws)
-        draws = Draws(batches, ahead=ahead, generator=self.generator, fresh=fresh)
+        batched = self.batch_sampler is not None
+        draws = Draws(batches, ahead=ahead, generator=self.generator, fresh=fresh, arrays=batched)
         if run.batches:
             draws.begin()
         return draws
@@ -338,7 +367,10 @@ class DataLoader(TorchDataLoader[T]):
         pinned = self.pin_memory and torch.accelerator.is_available()
 
         def build(indices: Any, ids: Ids | None, in_hand: dict[int, Any] | None) -> Any:
-            if ids is None:
+            samples: Any
+            if self.batch_sampler is None:
+                samples = self.dataset[indices]
+            elif ids is None:
                 samples = [self.dataset[index] for index in indices]
             else:
                 samples = route.samples(ids, in_hand)
@@ -366,14 +398,14 @@ class DataLoader(TorchDataLoader[T]):
             # The outer loader has warned of too many workers already.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             return TorchDataLoader(
-                BatchMaker(self.dataset, self.collate_fn),
+                BatchMaker(self.dataset, self.collate_fn, batched=self.batch_sampler is not None),
                 batch_size=None,
-                sampler=TaskSampler(self.batch_sampler, desks, route.announce if route.spills else None),
+                sampler=TaskSampler(self._order, desks, route.announce if route.spills else None),
                 num_workers=self.num_workers,
                 collate_fn=_unchanged,  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,
                 timeout=self.timeout,
-                worker_init_fn=WorkerInit(self.dataset, self.worker_init_fn),
+                worker_init_fn=WorkerInit(self.worker_init_fn),
                 multiprocessing_context=self.multiprocessing_context,
                 generator=self.generator,
                 prefetch_factor=self.prefetch_factor,
@@ -384,7 +416,8 @@ class DataLoader(TorchDataLoader[T]):
 
     def _make_desks(self, route: Route) -> Desks:
         sample = max(cached.plan.sample_bytes for cached in route.caches)
-        return Desks(max(_GROWTH * sample * (self.batch_size or 256), _SMALLEST_BLOCK))
+        count = self.batch_size or (256 if self.batch_sampler is not None else 1)
+        return Desks(max(_GROWTH * sample * count, _SMALLEST_BLOCK))
 
     def _warn_of_pinning(self) -> None:
         if self.pin_memory and not torch.accelerator.is_available():

@@ -33,7 +33,7 @@ from hotset.data.draws import Draws
 from hotset.data.fetching import Fetching
 from hotset.data.local_gather import LocalGather
 from hotset.data.resume import Pass
-from hotset.data.route import Route
+from hotset.data.route import Route, samples_in
 from hotset.data.summary import EpochSummary
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy
@@ -121,11 +121,11 @@ class LocalBatches:
         start = time.perf_counter()
         indices = self._draw()
         if self._announced is not None:
-            self._announced = self._announce(self._announced - 1, len(indices))
+            self._announced = self._announce(self._announced - 1, samples_in(indices))
         if self._route.has_neighbours and not (self._several is not None and self._several.left > 1):
             self._ask_ahead()
         batch = self._make(indices, start - self._handed_over)
-        self._hand_over(len(indices), start)
+        self._hand_over(samples_in(indices), start)
         return batch
 
     def _draw(self) -> Any:
@@ -175,7 +175,7 @@ class LocalBatches:
         if ids is not None:
             ids = self._route.local(ids)
             self._counted(None, ids)
-        self._hand_over(len(self._selected), start)
+        self._hand_over(samples_in(self._selected), start)
         return ids
 
     def gather(self, ids: Ids) -> Any | None:

@@ -246,17 +246,22 @@ class InProcess:
     """
 
     def __init__(self, loader: Any, live: Generators | None) -> None:
-        self._all = live
+        self._live = live
         samplers = [sampler for sampler in _samplers_of(loader) if sampler is not loader.dataset]
-        if live is None and not all(type(one).__module__.startswith(_TORCHS) for one in samplers):
-            self._all = Generators([])
+        torchs = all(type(one).__module__.startswith(_TORCHS) for one in samplers)
+        self._samplers = None if torchs else Generators([])
         self._last = b""
         self._text = ""
 
-    def states(self) -> dict[str, Any]:
-        """Their states as they are now, in plain values, by name."""
-        if self._all is not None:
-            packed: dict[str, Any] = pack(self._all.states())
+    def states(self, *, only_samplers: bool) -> dict[str, Any]:
+        """Their states as they are now, in plain values, by name.
+
+        Args:
+            only_samplers: in this pass no live part draws, and no sample is read.
+        """
+        all_of_them = self._samplers if self._live is None or only_samplers else self._live
+        if all_of_them is not None:
+            packed: dict[str, Any] = pack(all_of_them.states())
             return packed
         # Asked for after every batch; encoding takes the longest, and often nothing has drawn since.
         state = torch.get_rng_state().numpy().tobytes()

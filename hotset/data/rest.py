@@ -4,13 +4,14 @@ A sampler's order is drawn, not stored, so a saved position is a few numbers: ho
 samples were consumed. Going on means to let the sampler draw the same order again and to pass over its
 beginning. Which beginning depends on who cuts the order into batches:
 
-==============================  ===========================================================================
-torch's BatchSampler            the sampler's samples, from number ``samples`` on, in batches of today's size
-another                         the batches, from number ``batches`` on
-torch's, and the number of      the order of all ranks' samples, from number ``dealt`` on, dealt anew to the
-ranks has changed               ranks there are now (``DistributedSampler`` only); of this rank's share, from
-                                number ``samples`` on
-==============================  ===========================================================================
+===============================  ==========================================================================
+torch's BatchSampler             the sampler's samples, from number ``samples`` on, in batches of today's
+                                 size
+another, or ``batch_size=None``  the batches, from number ``batches`` on
+torch's, and the number of       the order of all ranks' samples, from number ``dealt`` on, dealt anew to the
+ranks has changed                ranks there are now (``DistributedSampler`` only); of this rank's share, from
+                                 number ``samples`` on
+===============================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -81,15 +82,22 @@ class Rest:
     """Stands in for the loader's batch sampler in the pass that goes on.
 
     Args:
-        batches: the loader's batch sampler.
+        batches: the loader's batch sampler; its sampler with ``batch_size=None``.
         position: how far the pass had come, under today's number of ranks.
         begin: begins a sampler as the interrupted pass began it, where today's loader would make other draws
             in between; None where it makes the same.
+        by_samples: whether it goes on from a number of samples, not of batches.
     """
 
     def __init__(
-        self, batches: Any, position: Position, begin: Callable[[Any], Iterator[Any]] | None = None
+        self,
+        batches: Any,
+        position: Position,
+        begin: Callable[[Any], Iterator[Any]] | None = None,
+        *,
+        by_samples: bool,
     ) -> None:
+        self._by_samples = by_samples
         self._batches = batches
         self._position = position
         self._begin = begin
@@ -108,7 +116,7 @@ class Rest:
 
     def _begun_by(self, begin: Callable[[Any], Iterator[Any]]) -> Any:
         batches, position = self._batches, self._position
-        if type(batches) is not BatchSampler:
+        if not self._by_samples:
             return _Skipping(begin(batches), position.batches)
         begin(batches)  # torch's waits for its first next() with everything
         whole = whole_epoch(batches, position.samples) if not position.dealt else None
@@ -119,12 +127,14 @@ class Rest:
 
     def __len__(self) -> int:
         batches, position = self._batches, self._position
-        if type(batches) is not BatchSampler:
-            return max(len(batches) - position.batches, 0)
+        if not self._by_samples:
+            whole: int = len(batches)
+            return max(whole - position.batches, 0)
         order: Any = self._dealt_anew() if position.dealt else batches.sampler
         left = len(order) - position.samples
         cut = math.floor if batches.drop_last else math.ceil
-        return max(cut(left / batches.batch_size), 0)
+        whole = cut(left / batches.batch_size)
+        return max(whole, 0)
 
     def _cut(self, indices: Iterator[Any]) -> Iterator[Any]:
         return iter(BatchSampler(indices, self._batches.batch_size, self._batches.drop_last))

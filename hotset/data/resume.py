@@ -21,9 +21,10 @@ begun again under the old random states, and the batches that were consumed are 
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -32,6 +33,8 @@ from hotset.data.randomness import DAMAGE, Beginning, damaged, pack, put, unpack
 from hotset.data.residents import Position as WindowPosition
 from hotset.data.residents import Residents, positions_of
 from hotset.data.rest import Cut, Position
+from hotset.data.route import samples_in
+from hotset.data.summary import EpochSummary
 from hotset.determinism.generators import Generators
 from hotset.errors import StateError
 from hotset.told import tell
@@ -39,6 +42,7 @@ from hotset.told import tell
 __all__ = [
     "FORMAT",
     "Counted",
+    "Noted",
     "Pass",
     "Saved",
     "between_passes",
@@ -67,6 +71,7 @@ class Pass:
         asks: whether the workers, which have worked before, are to be asked for their states first: they
             have made batches that nobody consumed.
         said: what all states of the pass have in common.
+        gathered: whether its batches come from the cache alone, with nothing live.
         watch: called with each batch, to raise what has gone wrong in the background.
     """
 
@@ -81,6 +86,7 @@ class Pass:
     workers: dict[int, Any] = field(default_factory=dict, repr=False)
     goes_on: bool = False
     asks: bool = False
+    gathered: bool = False
     said: dict[str, Any] = field(default_factory=dict, repr=False)
     watch: tuple[Callable[[], None], ...] = field(default=(), repr=False)
 
@@ -379,32 +385,80 @@ def _require_same_order(was: Cut, now: Cut, under_way: bool) -> None:
         raise StateError("the state is of a loader that cut its batches otherwise.")
 
 
+class Noted:
+    """A loader's order that notes how many samples each batch has, as it is drawn.
+
+    Args:
+        order: the loader's batch sampler, or its sampler with ``batch_size=None``.
+
+    Attributes:
+        sizes: of the batches that were drawn and not handed over yet.
+    """
+
+    def __init__(self, order: Any) -> None:
+        self._order = order
+        self.sizes: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sizes.clear()
+        return self._drawn(iter(self._order))
+
+    def _drawn(self, indices: Iterator[Any]) -> Iterator[Any]:
+        for index in indices:
+            self.sizes.append(samples_in(index))
+            yield index
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+
 class Counted:
     """Iterator over torch's own batches, counted; the rest of a pass is its whole, less what was consumed.
 
     Args:
         batches: of the whole pass.
         run: the pass.
-        size: samples in a batch, the last one aside.
+        noted: their order; None for an iterable data set, which has none: its batches count as full ones.
+        size: samples in a batch of that.
+        summary: counts batches, samples and waiting.
     """
 
-    def __init__(self, batches: Iterator[Any], run: Pass, size: int) -> None:
+    def __init__(
+        self, batches: Iterator[Any], run: Pass, noted: Noted | None, size: int, summary: EpochSummary
+    ) -> None:
         self._batches = batches
         self._run = run
+        self._noted = noted
         self._size = size
-        for _ in islice(batches, run.batches):
-            pass
+        self._summary = summary
+        for _ in range(run.batches):
+            try:
+                next(batches)
+            except StopIteration:
+                break
+            self._samples()
+
+    def _samples(self) -> int:
+        """How many samples the batch has that was handed over last."""
+        return self._noted.sizes.popleft() if self._noted is not None and self._noted.sizes else self._size
 
     def __iter__(self) -> Counted:
         return self
 
     def __next__(self) -> Any:
+        start = time.perf_counter()
         try:
             batch = next(self._batches)
         except StopIteration:
             self._run.over = True
+            self._summary._end()
             raise
-        self._run.count(self._size)
+        except BaseException:
+            self._samples()  # of the batch that failed: the next one may well come
+            raise
+        samples = self._samples()
+        self._run.count(samples)
+        self._summary._count(samples, time.perf_counter() - start)
         return batch
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ from hotset.data.cached import CachedDataset
 from hotset.store.claims import Ids
 from hotset.store.schema import Schema
 
-__all__ = ["Route", "route_to"]
+__all__ = ["Route", "route_to", "samples_in"]
 
 
 class Route:
@@ -48,7 +48,10 @@ class Route:
 
     def resolve(self, indices: Sequence[Any]) -> Ids | None:
         """The indices as numbers in ``range(length)``; None if they are something else, or out of range."""
-        ids = np.asarray(indices)
+        try:
+            ids = np.asarray(indices)
+        except ValueError:  # lists of different lengths
+            return None
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             return None
         ids = ids.astype(np.int64, copy=False)
@@ -136,3 +139,16 @@ def route_to(dataset: Any) -> Route | None:
             caches += part.caches
         return Route(caches, np.concatenate(within), np.concatenate(local))
     return None
+
+
+def samples_in(index: Any) -> int:
+    """How many samples an index of a loader's order stands for: a list of them, or one.
+
+    Example:
+        >>> samples_in([3, 1]), samples_in(7), samples_in("seven")
+        (2, 1, 1)
+    """
+    try:
+        return 1 if isinstance(index, (str, bytes)) else len(index)
+    except TypeError:
+        return 1

@@ -19,19 +19,20 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from hotset.data.collate import bound
+from hotset.data.collate import bound, is_known
 from hotset.data.leash import leash_of_this_process
 from hotset.data.letters import Letter, News, Place, pool_of_letters
 from hotset.data.randomness import pack, put
-from hotset.data.route import Route, route_to
+from hotset.data.route import Route, route_to, samples_in
 from hotset.determinism.generators import Generators
 from hotset.store.allocator import keep_freed_memory
 from hotset.store.blocks import BlockPool, SharedBlocks
@@ -41,7 +42,16 @@ from hotset.store.gather import Gather
 from hotset.store.loose import Loose
 from hotset.store.segment import Address
 
-__all__ = ["BatchMaker", "Desks", "Letter", "Task", "TaskSampler", "WorkerInit", "make_gather"]
+__all__ = [
+    "BatchMaker",
+    "Desks",
+    "Letter",
+    "Task",
+    "TaskSampler",
+    "WorkerInit",
+    "make_gather",
+    "random_parts",
+]
 
 _ALIGN = 64
 
@@ -50,12 +60,14 @@ class Task(NamedTuple):
     """What a worker is asked for: a batch, and where to put it.
 
     Attributes:
-        indices: of the batch; None for none, when only turns are to be kept.
+        indices: of the batch, or whatever the data set takes with ``batch_size=None``.
+        idle: whether there is no batch, and only turns are to be kept.
         pool, block_bytes, block: where to put it.
         states: what to put the worker's generators to before; None to leave them.
     """
 
     indices: Any
+    idle: bool
     pool: Address
     block_bytes: int
     block: int
@@ -125,14 +137,15 @@ class TaskSampler:
 
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
         # The workers take turns, so the first tasks' numbers are their own.
-        for turn, indices in enumerate(itertools.chain(itertools.repeat(None, self._idle), batches)):
+        for turn, indices in enumerate(itertools.chain(itertools.repeat((), self._idle), batches)):
             pool = self._desks.pool()
             number = pool.take()
             address = pool.address
             self._out[address.inode, number] = pool
-            if self._announce is not None and indices is not None:
+            idle = turn < self._idle
+            if self._announce is not None and not idle:
                 self._announce(indices)
-            yield Task(indices, address, pool.block_bytes, number, self._states.get(turn))
+            yield Task(indices, idle, address, pool.block_bytes, number, self._states.get(turn))
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -153,17 +166,19 @@ class BatchMaker(Dataset[Any]):
 
     Args:
         dataset: the user's data set, with caches behind it.
-        collate_fn: one of those that :func:`hotset.data.collate.is_known`.
+        collate_fn: the user's.
+        batched: whether an index is a batch's; else it is the data set's own, and collated alone.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool) -> None:
         self.dataset = dataset
         self._collate_fn = collate_fn
+        self._batched = batched
         self._made: _InWorker | None = None
 
     def __getitem__(self, task: Task) -> Letter:
         if self._made is None:
-            self._made = _InWorker(self.dataset, self._collate_fn)
+            self._made = _InWorker(self.dataset, self._collate_fn, self._batched)
         return self._made.answer(task)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,17 +188,18 @@ class BatchMaker(Dataset[Any]):
 class _InWorker:
     """What a worker keeps between batches."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], batched: bool) -> None:
         route = route_to(dataset)
         assert route is not None
         self.dataset = dataset
         self.route: Route = route
         self.collate_fn = collate_fn
+        self._batched = batched
         self._gather: Gather | None = None
-        self._not_gathered = False
+        self._not_gathered = not is_known(collate_fn)
         self._pools: dict[Address, SharedBlocks] = {}
         self._told: list[tuple[str, str]] = []
-        self._draws = any(cached._source.live for cached in route.caches)
+        self._draws = any(cached._source.live for cached in route.caches) or not _is_still(collate_fn)
         self._generators: Generators | None = None
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
@@ -198,31 +214,31 @@ class _InWorker:
         if blocks is None:
             blocks = self._pools[task.pool] = SharedBlocks(task.pool, task.block_bytes)
         desk = _Desk(blocks.array(task.block), task.block_bytes)
-        indices = task.indices if task.indices is not None else ()
-        batch = self._batch(indices, desk) if task.indices is not None else None
+        batch = self._batch(task.indices, desk) if not task.idle else None
         told = tuple(self._told)
         self._told.clear()
         self._draws |= any(cached._supply.draws for cached in self.route.caches)
         states = pack(self._drawn_from().states()) if self._draws else None
-        news = News(self._worker, desk.needed, len(indices), told, states)
+        news = News(self._worker, desk.needed, samples_in(task.indices), told, states)
         return Letter(task.pool.inode, task.block, batch, news)
 
     def _drawn_from(self) -> Generators:
         """The generators that live transforms, and samples as they are read, draw from."""
         if self._generators is None:
-            parts = [part for cached in self.route.caches for part in cached._source.random_parts]
-            self._generators = Generators(parts)
+            self._generators = Generators(random_parts(self.route, self.collate_fn))
         return self._generators
 
     def _hand_on(self, sentence: str, about: str = "") -> None:
         self._told.append((sentence, about))
 
-    def _batch(self, indices: Sequence[Any], desk: _Desk) -> Any:
+    def _batch(self, indices: Any, desk: _Desk) -> Any:
+        if not self._batched:
+            return desk.lay(self.collate_fn(self.dataset[indices]))
         ids = self.route.resolve(indices)
         if ids is None:  # not numbers, or out of range: whatever the data set says to that
             return self._collate([self.dataset[index] for index in indices], desk)
         single = self.route.single
-        if single is None or single._source.live:
+        if single is None or single._source.live or not is_known(self.collate_fn):
             return self._collate(self.route.samples(ids), desk)
         supply, store, local = single._supply, single._store, self.route.local(ids)
         before = store.filler.reads if store is not None else 0
@@ -253,12 +269,23 @@ class _InWorker:
 
     def _collate(self, samples: list[Any], desk: _Desk) -> Any:
         if self.collate_fn is not default_collate:
-            return bound(self.collate_fn, self.route.schema)[0](samples)
+            return desk.lay(bound(self.collate_fn, self.route.schema)[0](samples))
         kinds = {
             kind: _onto(desk, function) if kind in _NUMBERS else function
             for kind, function in default_collate_fn_map.items()
         }
         return collate(samples, collate_fn_map={**kinds, torch.Tensor: desk.stack})
+
+
+def _is_still(collate_fn: Callable[[Any], Any]) -> bool:
+    """Whether this collate function is known to draw nothing."""
+    return is_known(collate_fn) or collate_fn is default_convert
+
+
+def random_parts(route: Route, collate_fn: Callable[[Any], Any]) -> list[Any]:
+    """What may draw random numbers where batches are made of samples."""
+    parts = [part for cached in route.caches for part in cached._source.random_parts]
+    return parts if _is_still(collate_fn) else [*parts, collate_fn]
 
 
 # Kinds whose collated tensor is made somewhere and then copied to the desk: a few bytes for each sample.
@@ -355,6 +382,58 @@ class _Desk:
         self._view(at, made.dtype, made.shape, made.numel()).copy_(made)
         return Place(at, made.dtype, tuple(made.shape))
 
+    def lay(self, made: Any) -> Any:
+        """What a collate function of the user's has made, its plain tensors copied to the block.
+
+        Where there are only dicts, lists, tuples, tensors and plain values in it, each of them once. Anything
+        else travels as torch has it travel, so that what is one object, or one memory, there, is one here.
+        """
+        tensors: list[torch.Tensor] = []
+        if not _find_tensors(made, tensors, set()):
+            return made
+        together = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        alone = [t for t in tensors if together[t.untyped_storage().data_ptr()] == 1 and _fills_its_memory(t)]
+        return _with_places(made, {id(tensor): self.put(tensor) for tensor in alone})
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def _find_tensors(made: Any, tensors: list[torch.Tensor], known: set[int]) -> bool:
+    """Find all tensors; False if there is something else in it, or one thing in two places."""
+    kind = type(made)
+    if kind in _PLAIN:
+        return True
+    if id(made) in known:
+        return False
+    known.add(id(made))
+    if kind is torch.Tensor:
+        tensors.append(made)
+        return made.layout is torch.strided and made.device.type == "cpu" and not made.is_nested
+    if kind is dict:
+        return all(type(k) in _PLAIN and _find_tensors(v, tensors, known) for k, v in made.items())
+    return kind in (list, tuple) and all(_find_tensors(part, tensors, known) for part in made)
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a dense tensor in memory of its own: all that a place can say of one."""
+    shared = tensor.is_shared()  # type: ignore[no-untyped-call]
+    return (
+        not (shared or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    )
+
+
+def _with_places(made: Any, places: dict[int, Any]) -> Any:
+    if type(made) is dict:
+        return {key: _with_places(value, places) for key, value in made.items()}
+    if type(made) is list:
+        return [_with_places(part, places) for part in made]
+    if type(made) is tuple:
+        return tuple(_with_places(part, places) for part in made)
+    return places.get(id(made), made)
+
 
 class WorkerInit:
     """Runs in each worker before its first batch: the user's function sees the user's data set.
@@ -364,12 +443,10 @@ class WorkerInit:
     for ever. And at its end it waits until what it has made was read, which nobody does then.
 
     Args:
-        dataset: the user's.
         user: the user's function.
     """
 
-    def __init__(self, dataset: Any, user: Callable[[int], None] | None) -> None:
-        self.dataset = dataset
+    def __init__(self, user: Callable[[int], None] | None) -> None:
         self.user = user
         self._leash = leash_of_this_process()
 
@@ -380,9 +457,9 @@ class WorkerInit:
             os._exit(1)
         except OSError:  # no descriptor is left, say: it is torch's own again
             pass
-        keep_freed_memory()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, BatchMaker):
+            keep_freed_memory()
             # WorkerInfo refuses plain assignment; what a user finds there must be the data set.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
