@@ -222,8 +222,9 @@ class DataLoader(TorchDataLoader[T]):
         The global generators of this process that the loader's samplers and, without workers, its live
         transforms draw from are put back at once to where they were when the state was asked for: the orders
         of the passes to come are drawn from them, as dropout is. A trainer that keeps their states itself
-        puts its own back after this; what is drawn between this and ``iter()`` counts as drawn. A state of
-        another rank leaves them alone.
+        puts its own back after this; what is drawn between this and ``iter()`` counts as drawn. Only in the
+        midst of a pass, and where this process makes the batches and not workers, the ``iter()`` puts them
+        back once more. A state of another rank leaves them alone.
 
         Raises:
             StateError: the state is damaged, of another format, or of another data set or sampler.
@@ -274,7 +275,7 @@ class DataLoader(TorchDataLoader[T]):
                 beginning.globals.restore()
         live = self._live_here() if self.num_workers == 0 else None
         if saved.under_way and saved.alike and live is not None:
-            saved.put_held(live)
+            saved.put_live(live)
         return batches
 
     def _rest_of(self, saved: Saved, begin: Callable[[Any], Iterator[Any]] | None) -> Rest:

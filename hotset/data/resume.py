@@ -230,9 +230,15 @@ class Saved:
         """
         put(Generators([]), self.state["in_process"] or {})
 
-    def put_held(self, live: Generators) -> None:
-        """As :meth:`put_globals`, with those that live parts in this process hold."""
-        put(live, self.state["in_process"] or {}, held_only=True)
+    def put_live(self, live: Generators) -> None:
+        """As :meth:`put_globals`, with all that the batches made in this process draw from.
+
+        The global ones as well, whatever has drawn since the state was loaded: who looks a batch ahead
+        (Accelerate) takes the state before that batch was made, and the random states of the training after.
+        Where batches are only gathered, the states of the training count.
+        """
+        saved = self.state["in_process"] or {}
+        put(live, saved, held_only=len(saved) <= 1)
 
 
 def header(data: dict[str, Any], cut: Cut, workers: int, windows: list[list[int]]) -> dict[str, Any]:
