@@ -1,4 +1,4 @@
-"""Amounts of memory: ``"64GiB"`` to bytes and back.
+"""Amounts of memory, ``"64GiB"`` to bytes and back, and of time, for people to read.
 
 Binary suffixes (KiB, MiB, GiB, TiB) are powers of 1,024, decimal ones (KB, MB, GB, TB) powers of 1,000;
 a bare number is bytes. Lower and upper case mean the same, as nobody who types ``64gib`` means bits.
@@ -11,7 +11,7 @@ import reprlib
 
 from hotset.errors import QuantityError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
 
 _FACTORS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -63,3 +63,16 @@ def format_bytes(count: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:.3g} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time for a person to read, with two digits; never zero, as nothing takes no time.
+
+    Example:
+        >>> format_seconds(0.0), format_seconds(0.0123), format_seconds(2.649), format_seconds(131.2)
+        ('under 1 ms', '12 ms', '2.6 s', '131 s')
+    """
+    if seconds < 1e-3:
+        return "under 1 ms"
+    value, unit = (seconds * 1e3, "ms") if seconds < 0.9995 else (seconds, "s")
+    return f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:.1f} {unit}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import failure, is_a_sentence
 from typer.testing import CliRunner
 
+import hotset
 from hotset.cli.explain import load
 from hotset.cli.main import app
 from hotset.errors import ArgumentError, HotsetError
@@ -56,6 +59,14 @@ def train(transform=jitter):
 
 class Holder:
     inner = plain
+
+
+compose = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Tanh()))
+chain = [torch.nn.ReLU(), halve, torch.nn.Dropout()]
+
+
+def make_chain():
+    return chain
 """
 
 
@@ -87,6 +98,53 @@ def test_a_function_that_makes_the_data_set_is_called() -> None:
     text = explain("explained_here.py:train")
     assert "live    jitter" in text
     assert "random's global state moved" in text
+
+
+@pytest.mark.parametrize(
+    ("place", "kinds"),
+    [
+        ("compose", ["cached  ReLU", "live    Dropout", "live    Tanh"]),
+        ("chain", ["cached  ReLU", "cached  halve", "live    Dropout", "tried on samples"]),
+        ("make_chain", ["cached  ReLU", "cached  halve", "live    Dropout"]),
+        ("halve", ["cached  halve", "unknown"]),
+    ],
+)
+def test_transforms_without_a_data_set_are_explained(place: str, kinds: list[str]) -> None:
+    text = explain(f"explained_here:{place}")
+    for kind in kinds:
+        assert kind in text
+    assert "name a data set with these transforms" in text
+
+
+def test_unknown_transforms_stay_live_where_that_is_asked_for() -> None:
+    assert "live    halve" in explain("explained_here:chain", "--strict")
+
+
+def test_no_time_is_zero() -> None:
+    text = explain("explained_here:plain")
+    assert "under 1 ms of reading and transforming" in text
+    assert " 0 s" not in text
+
+
+def test_a_slow_first_call_does_not_make_the_estimate() -> None:
+    seen: list[int] = []
+
+    def halve(picture: Any) -> Any:
+        assert torch.get_num_threads() == 1  # or the others' spinning is what is measured
+        if not seen:
+            seen.append(1)
+            time.sleep(1.0)
+        return picture / 2
+
+    threads = torch.get_num_threads()
+    with hotset.cache(
+        load("explained_here:Holder.inner").__class__(hotset.deterministic(halve)), memory="1MiB"
+    ) as cached:
+        row = cached.plan.rows[1]
+        assert row.seconds is not None
+        assert 0 < row.seconds < 0.1
+        assert cached.plan.sample_seconds < 0.1
+        assert torch.get_num_threads() == threads
 
 
 def test_windows_and_cuts() -> None:

@@ -1,9 +1,15 @@
-"""``hotset explain module:object``: what would be cached of a data set, and why, without filling a cache."""
+"""``hotset explain module:object``: what would be cached of a data set, and why, without filling a cache.
+
+Of transforms alone, a Compose say, it tells what their structure tells: without samples nothing is tried.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,7 @@ __all__ = ["explained", "load"]
 
 
 def load(place: str) -> Any:
-    """Import what ``module:object`` or ``file.py:object`` names; a function without arguments is called.
+    """Import what ``module:object`` or ``file.py:object`` names; what needs no arguments is called.
 
     Raises:
         ArgumentError: there is no such module or object.
@@ -41,8 +47,20 @@ def load(place: str) -> Any:
         if not hasattr(found, name):
             raise ArgumentError(f"{module!r} has no {path!r}; name something that it defines.")
         found = getattr(found, name)
-    makes_one = callable(found) and not hasattr(found, "__getitem__")
-    return found() if makes_one else found
+    return found() if _makes_one(found) else found
+
+
+def _makes_one(found: Any) -> bool:
+    """Whether it is a function or a class that can be called without arguments; a transform needs one."""
+    if not isinstance(found, (type, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
+        return False
+    try:
+        inspect.signature(found).bind()
+    except TypeError:
+        return isinstance(found, type)  # whose own error says which arguments it needs
+    except ValueError:  # a builtin that does not say
+        return False
+    return True
 
 
 def explained(
@@ -56,13 +74,15 @@ def explained(
     batch_size: int,
     steps: int | None,
 ) -> str:
-    """The plan of a data set as text, with what follows from the batch size.
+    """The plan of a data set as text, with what follows from the batch size; of transforms a line for each.
 
     Raises:
         HotsetError: see :func:`hotset.cache`.
     """
     import hotset
 
+    if _is_chain(dataset):
+        return _explained_chain(dataset, strict)
     window = None
     if resident is not None:
         window = hotset.Window(_number(resident), _number(replace))
@@ -80,6 +100,37 @@ def explained(
     if steps is not None:
         lines.append(f"{'':<12} {steps:,} steps are {plan.epochs_for(steps, batch_size):.3g} epochs")
     return "\n".join(lines)
+
+
+def _is_chain(found: Any) -> bool:
+    """Whether it is a transform, or a list of these, and no data set."""
+    if isinstance(found, (list, tuple)):
+        return bool(found) and all(map(callable, found))
+    from hotset.determinism.verdict import library_of
+
+    if library_of(found) is not None:  # torch's Sequential has a length, and gives its parts by number
+        return True
+    return callable(found) and not (hasattr(found, "__getitem__") and hasattr(found, "__len__"))
+
+
+def _explained_chain(chain: Any, strict: bool) -> str:
+    from hotset.data.choice import Row
+    from hotset.data.plan import table
+    from hotset.determinism.chain import leaves
+    from hotset.determinism.verdict import verdict_of
+
+    rows: list[Row] = []
+    for step in leaves(chain):
+        verdict = verdict_of(step)
+        stays = verdict.kind == "random" or (strict and verdict.kind == "unknown")
+        cached = not stays and all(row.cached for row in rows)
+        rows.append(Row(verdict.name, verdict.kind, verdict.evidence, None, None, cached))
+    text = table(tuple(rows))
+    if any(row.cached and row.kind == "unknown" for row in rows):
+        text += (
+            "\nnote         what is unknown is tried on samples, and is live if it differs from call to call"
+        )
+    return text + "\nnote         name a data set with these transforms to see bytes, times, and what fits"
 
 
 def _number(text: str) -> float | str:

@@ -68,7 +68,10 @@ def demo(
 @app.command()
 def explain(
     place: Annotated[
-        str, typer.Argument(metavar="MODULE:OBJECT", help="A data set, or a function that makes one.")
+        str,
+        typer.Argument(
+            metavar="MODULE:OBJECT", help="A data set, transforms, or a function that makes them."
+        ),
     ],
     memory: Annotated[str, typer.Option(help="What the cache may take.")] = "auto",
     resident: Annotated[
@@ -89,7 +92,10 @@ def explain(
         typer.Option(min=1, help="How many steps you want to train."),
     ] = None,
 ) -> None:
-    """Tell what would be cached of a data set, what stays live, and why; a few samples are read."""
+    """Tell what would be cached of a data set, what stays live, and why; a few samples are read.
+
+    Of transforms alone, a Compose or a list of them, tell what their structure tells.
+    """
     from hotset.cli.explain import explained, load
 
     dataset = load(place)

@@ -11,6 +11,7 @@ the memory there is (:mod:`hotset.policy.cut`), or the user has said ``cut=``.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.generators import Generators
 from hotset.determinism.split import Split, split
+from hotset.determinism.timing import typical
 from hotset.determinism.trial import alters
 from hotset.determinism.verdict import Verdict, name_of, verdict_of
 from hotset.errors import ArgumentError, NotCacheable
@@ -155,6 +157,7 @@ class _Finder:
         self._own: list[_Looked] = []
         self._given = _Looked(uncut.given)
         self._read_seconds = 0.0
+        self._times: list[float] = []
         self._sample: Any = None
         self._indices: list[int] = []
         if uncut.sites or uncut.given:
@@ -171,15 +174,27 @@ class _Finder:
             if self._reads and time.perf_counter() - begin > _READ_SECONDS:
                 break
             try:
-                self._reads.append(recorded(self._uncut, index, [()] * len(self._uncut.sites)))
+                self._reads.append(self._read_one(index))
                 self._indices.append(index)
             except Exception as raised:  # a sample that cannot be read may never be asked for
                 error = error or raised
         if not self._reads:
             assert error is not None
             raise error
-        self._read_seconds = (time.perf_counter() - begin) / len(self._reads)
         self._sample = self._reads[0][0]
+        for index in self._indices * 3:  # for the time only
+            if time.perf_counter() - begin > _READ_SECONDS:
+                break
+            with contextlib.suppress(Exception):
+                self._read_one(index)
+        self._read_seconds = typical(self._times)
+
+    def _read_one(self, index: int) -> tuple[Any, list[Recorder]]:
+        begun = time.perf_counter()
+        sample, recorders = recorded(self._uncut, index, [()] * len(self._uncut.sites))
+        spent = sum(recorder.spent for recorder in recorders)
+        self._times.append(time.perf_counter() - begun - spent)
+        return sample, recorders
 
     @property
     def _kind(self) -> str:
@@ -233,7 +248,6 @@ class _Finder:
         chains = zip(self._uncut.sites, self._own, strict=True)
         copying = {site.name: Chain(leaves(site.chain), copies=True) for site, own in chains if own.in_place}
         dataset = with_chains(self._uncut.dataset, copying)
-        begin = time.perf_counter()
         for index in self._indices:
             try:
                 samples.append(dataset[index])
@@ -242,8 +256,6 @@ class _Finder:
         if not samples:
             assert error is not None
             raise error
-        if not self._own:
-            self._read_seconds = (time.perf_counter() - begin) / len(samples)
         return samples
 
     def _whole(

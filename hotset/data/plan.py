@@ -13,9 +13,9 @@ from typing import Any
 from hotset.data.choice import Row
 from hotset.data.source import Cuts
 from hotset.data.window import Sizes
-from hotset.units import format_bytes
+from hotset.units import format_bytes, format_seconds
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "table"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Plan:
             :class:`~hotset.data.choice.Row`.
         samples: length of the data set.
         sample_bytes: mean bytes of a record, measured on the samples that were read; 0 if none can be cached.
-        sample_seconds: mean seconds that reading one took, cached transforms included.
+        sample_seconds: that reading one takes typically, cached transforms included, in one thread.
         limit: bytes that the cache may take.
         window: sizes of the running window; None if all samples are used in each epoch.
         spill: the folder for samples that memory has no room for; None if there is none.
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def live_seconds(self) -> float:
-        """Mean seconds that the live transforms took for a sample, as far as they were run."""
+        """Seconds that the live transforms take for a sample typically, as far as they were run."""
         return sum(row.seconds or 0.0 for row in self.rows if not row.cached)
 
     @property
@@ -86,7 +86,7 @@ class Plan:
         return min(1.0, self.limit / self.total_bytes)
 
     def epoch_seconds(self, *, cached: bool = True) -> float:
-        """What the source and the transforms take in one epoch, in one process.
+        """What the source and the transforms take in one epoch, in one process with one thread.
 
         Args:
             cached: from the second epoch on, with as much cached as fits; else without any cache. What is
@@ -127,11 +127,9 @@ class Plan:
         share = "all of them fit" if self.fits >= 1 else f"{self.fits:.0%} of them fit"
         if self.fits < 1 and self.spill is not None:
             share += f", the others go to {self.spill}"
-        reads = f"{self.sample_seconds * 1e3:.3g} ms to read"
-        without = self.epoch_seconds(cached=False)
-        epochs = (
-            f"{self.epoch_seconds():.3g} s of reading and transforming, {without:.3g} s without the cache"
-        )
+        reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
+        after, without = (format_seconds(self.epoch_seconds(cached=cached)) for cached in (True, False))
+        epochs = f"{after} of reading and transforming, {without} without the cache (one process, one thread)"
         rows = [
             ("data set", f"{self.name}, {self.samples:,} samples"),
             ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
@@ -141,7 +139,7 @@ class Plan:
             ("fingerprint", self.fingerprint),
             *(("note", note) for note in (*self.notes, *self.warnings)),
         ]
-        return "\n".join([_table(self.rows), *(f"{label:<12} {text}" for label, text in rows)])
+        return "\n".join([table(self.rows), *(f"{label:<12} {text}" for label, text in rows)])
 
     @staticmethod
     def _window_text(window: Sizes) -> str:
@@ -153,7 +151,7 @@ class Plan:
         return f"{window.resident:,} of {window.samples:,} samples are resident, {rate}, and {when}"
 
 
-def _table(rows: tuple[Row, ...]) -> str:
+def table(rows: tuple[Row, ...]) -> str:
     """The transforms, a line each, with the cut between two of them."""
     lines = [("", "", "ms", "bytes", "")]
     for row in rows:

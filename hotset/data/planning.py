@@ -29,6 +29,7 @@ from hotset.data.source import Cuts, Source, Uncut
 from hotset.data.window import Sizes, Window
 from hotset.determinism.declare import declared
 from hotset.determinism.probe import Probe, probe
+from hotset.determinism.timing import Timed
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
 from hotset.session.definition import Session
@@ -36,6 +37,7 @@ from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
 from hotset.store.soundness import FULL_CHECK
+from hotset.store.threads import one_thread
 from hotset.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:  # what it needs is an extra
@@ -141,6 +143,7 @@ def _joined_rows(uncut: Uncut, rows: list[Row]) -> tuple[Row, ...]:
     return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
 
 
+@one_thread()  # or what a transform takes is what torch's threads wait for each other, on a busy machine
 def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     """Read a few samples and decide.
 
@@ -279,7 +282,9 @@ def _probe(source: Source, length: int) -> Probe:
     # From both ends inwards: lengths and shapes differ most often there, in sorted data sets.
     inwards = sorted(spread, key=lambda place: min(place, length - 1 - place))
     held = (source.dataset, source.prefix)
-    return probe(source.read, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
+    timed = Timed(source.read)
+    found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
+    return replace(found, seconds=timed.seconds)
 
 
 def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:

@@ -253,6 +253,7 @@ class Recorder(Chain):
         begun: when it was called last, to tell which of two chains comes first.
         went: for each call what was returned.
         digests: and what that was like then.
+        spent: seconds that all calls took together.
     """
 
     def __init__(self, parts: Sequence[Transform] = ()) -> None:
@@ -262,6 +263,7 @@ class Recorder(Chain):
         self.went: list[Any] = []
         self.digests: list[dict[str, bytes]] = []
         self.begun = 0
+        self.spent = 0.0
 
     @property
     def otherwise(self) -> bool:
@@ -277,6 +279,7 @@ class Recorder(Chain):
         made = super().__call__(*values)
         self.went.append(made)
         self.digests.append(changeable(made))
+        self.spent += (time.perf_counter_ns() - self.begun) / 1e9
         return made
 
 

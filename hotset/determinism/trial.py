@@ -14,7 +14,6 @@ old values, and lists, dicts, sets, arrays and tensors among them, one level dee
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +27,12 @@ from hotset.determinism.generators import Generators
 from hotset.determinism.objects import attributes
 from hotset.determinism.owned import copied
 from hotset.determinism.probe import probe
+from hotset.determinism.timing import Timed
 
 __all__ = ["Trial", "alters", "attempt", "once"]
 
 _REPEATS = 16
+_ONCE_SECONDS = 0.02
 _COPIED = (list, dict, set, np.ndarray, torch.Tensor)
 
 
@@ -41,7 +42,7 @@ class Trial:
 
     Attributes:
         outputs: its first output for each input.
-        seconds: the mean time of a first call.
+        seconds: that a call takes typically.
         doubts: a sentence for each sign that it is not the same each time; empty is good.
     """
 
@@ -67,8 +68,10 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
         "random's global state moved"
     """
 
+    timed = Timed(lambda value: applied(step, value))  # and not the copying
+
     def call(i: int) -> Any:
-        return applied(step, copied(inputs[i]))
+        return timed(copied(inputs[i]))
 
     before = _State(step)
     try:
@@ -84,20 +87,24 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
     differs = [*first.differs, *again.differs][:1]
     moved = dict.fromkeys((*first.moved, *again.moved))
     outputs = tuple(f"its output differs from call to call ({text})" for text in differs)
-    return Trial(first.samples, first.seconds, (*moved, *outputs, *changed))
+    return Trial(first.samples, timed.seconds, (*moved, *outputs, *changed))
 
 
 def once(step: Callable[..., Any], value: Any) -> tuple[Any, float]:
-    """What a transform, a random one too, makes of a value, and the seconds that takes; no trace is left.
+    """What a transform, a random one too, makes of a value, and what that takes typically; no trace is left.
+
+    It is called several times, with other draws each time, for about twenty milliseconds; the first counts.
 
     Raises:
         Exception: whatever the transform raises, untouched; all state is put back then too.
     """
     before, generators = _State(step), Generators([step])
+    timed = Timed(lambda mine: applied(step, mine))
     try:
-        begun = time.perf_counter()
-        made = applied(step, copied(value))
-        return made, time.perf_counter() - begun
+        made = timed(copied(value))
+        while len(timed.times) < _REPEATS and sum(timed.times) < _ONCE_SECONDS:
+            timed(copied(value))
+        return made, timed.seconds
     finally:
         generators.restore()
         before.put_back()
