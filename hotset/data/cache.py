@@ -23,7 +23,7 @@ from hotset.data.cached import CachedDataset
 from hotset.data.identity import Identity, NotShared, unshareable
 from hotset.data.machines import boundary_of, join_machines, neighbours_of, planned_by_all, require_machines
 from hotset.data.mapping import map_ahead
-from hotset.data.planning import Made, Wanted, joined_plan, make_plan
+from hotset.data.planning import Made, Wanted, found_there, joined_plan, make_plan
 from hotset.data.residents import Residents
 from hotset.data.source import Uncut
 from hotset.data.window import Window
@@ -33,7 +33,7 @@ from hotset.session.job import is_rank
 from hotset.session.sessions import find
 from hotset.session.share import Shared, share
 from hotset.session.spills import open_spill, spill_path
-from hotset.session.within import Place, share_in
+from hotset.session.within import Place, Use, share_in
 from hotset.store.ring import Ring, attach_store
 from hotset.store.ring_room import is_shared
 from hotset.store.segment import Address
@@ -212,6 +212,8 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
         shared = share(identity.meeting, name, create=create, attach=attach)
     store, registration, is_found = shared.value, shared.registration, shared.joined
     assert made is not None, "either made here or found"
+    if is_found and found is not None and isinstance(registration, Use):
+        made = found_there(made, found, registration.left())
     if not is_found and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
         tell(
             f"{name} has a set_epoch, so its samples may change from epoch to epoch, and cached ones do not: "

@@ -37,6 +37,7 @@ class Plan:
             against the evidence.
         notes: sentences about how this was decided.
         warnings: sentences about what the user should know at once.
+        held: bytes of ``limit`` that other caches of the session hold, or the machine does not have now.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Plan:
     audited: bool
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    held: int = 0
 
     @property
     def cached(self) -> tuple[str, ...]:
@@ -83,7 +85,12 @@ class Plan:
         """Share of these for which there is room, 0 to 1."""
         if not self.sample_bytes:
             return 0.0
-        return min(1.0, self.limit / self.total_bytes)
+        return min(1.0, self.room / self.total_bytes)
+
+    @property
+    def room(self) -> int:
+        """Bytes that the cache may take as things stand."""
+        return max(self.limit - self.held, 0)
 
     def epoch_seconds(self, *, cached: bool = True) -> float:
         """What the source and the transforms take in one epoch, in one process with one thread.
@@ -125,6 +132,9 @@ class Plan:
 
     def __str__(self) -> str:
         share = "all of them fit" if self.fits >= 1 else f"{self.fits:.0%} of them fit"
+        room = format_bytes(self.room)
+        if self.held:
+            room += f" ({format_bytes(self.limit)} less what others hold)"
         if self.fits < 1 and self.spill is not None:
             share += f", the others go to {self.spill}"
         reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
@@ -134,7 +144,7 @@ class Plan:
             ("data set", f"{self.name}, {self.samples:,} samples"),
             ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
             *([("window", self._window_text(self.window))] if self.window is not None else []),
-            ("memory", f"{format_bytes(self.limit)} for {format_bytes(self.total_bytes)}: {share}"),
+            ("memory", f"{room} for {format_bytes(self.total_bytes)}: {share}"),
             ("an epoch", epochs),
             ("fingerprint", self.fingerprint),
             *(("note", note) for note in (*self.notes, *self.warnings)),

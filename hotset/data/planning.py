@@ -15,6 +15,7 @@ out beside it (:meth:`Plan.about`); the others take that (:func:`joined_plan`) a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from hotset.data.choice import Choice, Row, choose
 from hotset.data.identity import Identity, NotShared, unshareable
 from hotset.data.plan import Plan
+from hotset.data.remedies import file_bytes, remedies
 from hotset.data.source import Cuts, Source, Uncut
 from hotset.data.window import Sizes, Window
 from hotset.determinism.declare import declared
@@ -33,6 +35,7 @@ from hotset.determinism.timing import Timed
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
 from hotset.session.definition import Session
+from hotset.session.reclaim import room_of
 from hotset.store import memory as machine
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
@@ -43,7 +46,7 @@ from hotset.units import format_bytes, parse_bytes
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.joining import Joined
 
-__all__ = ["Made", "Wanted", "joined_plan", "make_plan"]
+__all__ = ["Made", "Wanted", "found_there", "joined_plan", "make_plan"]
 
 _PROBED = 8
 _PROBE_SECONDS = 1.0
@@ -159,7 +162,8 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
             f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; "
             "move its random part to transform=, after the part that may."
         )
-    choice, source, probed = _decide(uncut, wanted, limit)
+    held = _held_by_others(wanted.session, limit)
+    choice, source, probed = _decide(uncut, wanted, limit - held)
     judged, believed = _judge(dataset, source, probed)
     notes = [*choice.notes, *judged]
     if FULL_CHECK:
@@ -195,8 +199,11 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
         audited=not believed,
         notes=(*notes, *found.notes, *([unshareable(found.unknowns)] if found.unknowns else [])),
         warnings=tuple(warned),
+        held=held,
     )
-    return Made(plan, source, choice.cuts, schema)
+    free = machine.headroom().bytes
+    told = remedies(plan, wanted.session, free, file_bytes(dataset, _spread(len(dataset))))
+    return Made(replace(plan, notes=(*plan.notes, *told)), source, choice.cuts, schema)
 
 
 def _limit(wanted: Wanted) -> tuple[int, list[str]]:
@@ -215,6 +222,32 @@ def _limit(wanted: Wanted) -> tuple[int, list[str]]:
         f"memory={memory!r} is more than {room.what} has to give, and the machine would swap or kill; the "
         f"cache takes {format_bytes(room.bytes)} at most. Lower `memory=` or free some."
     ]
+
+
+def _held_by_others(session: Session | None, limit: int) -> int:
+    """Bytes of a cache's limit in a session that are not to be had now; 0 without a session.
+
+    What caches hold that nobody uses is to be had: they make room.
+    """
+    if session is None:
+        return 0
+    with contextlib.suppress(OSError):
+        there = room_of(session)
+        return max(limit - min(there.free, machine.headroom().bytes) - there.unused, 0)
+    return 0
+
+
+def found_there(made: Made, session: Session, left: int) -> Made:
+    """The plan of a cache that was found in a session, as things stand there now.
+
+    Args:
+        made: of the cache.
+        session: it.
+        left: bytes that the cache may hold, with what it has.
+    """
+    plan = replace(made.plan, held=max(made.plan.limit - left, 0))
+    told = remedies(plan, session, machine.headroom().bytes, None)
+    return made._replace(plan=replace(plan, notes=(*plan.notes, *told)))
 
 
 def _spills_to(wanted: Wanted) -> str | None:
@@ -278,13 +311,17 @@ def _probe(source: Source, length: int) -> Probe:
     A sample that cannot be read is left out: training may never ask for it. If none can be, the data set's
     own exception is raised.
     """
-    spread = sorted({place * (length - 1) // max(_PROBED - 1, 1) for place in range(_PROBED)})
+    spread = _spread(length)
     # From both ends inwards: lengths and shapes differ most often there, in sorted data sets.
     inwards = sorted(spread, key=lambda place: min(place, length - 1 - place))
     held = (source.dataset, source.prefix)
     timed = Timed(source.read)
     found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
     return replace(found, seconds=timed.seconds)
+
+
+def _spread(length: int) -> list[int]:
+    return sorted({place * (length - 1) // max(_PROBED - 1, 1) for place in range(_PROBED)})
 
 
 def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
