@@ -142,8 +142,8 @@ def test_a_slow_first_call_does_not_make_the_estimate() -> None:
     ) as cached:
         row = cached.plan.rows[1]
         assert row.seconds is not None
-        assert 0 < row.seconds < 0.02
-        assert cached.plan.sample_seconds < 0.1
+        assert 0 < row.seconds < 0.005
+        assert cached.plan.sample_seconds < 0.005
         assert torch.get_num_threads() == threads
 
 
