@@ -146,7 +146,6 @@ def _joined_rows(uncut: Uncut, rows: list[Row]) -> tuple[Row, ...]:
     return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
 
 
-@one_thread()  # or what a transform takes is what torch's threads wait for each other, on a busy machine
 def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     """Read a few samples and decide.
 
@@ -154,6 +153,11 @@ def make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
         NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
         NotShared: nobody can tell what is cached from anything else, and it is wanted in a session.
     """
+    # Or what a transform takes is what torch's threads wait for each other, on a busy machine.
+    return one_thread(lambda: _make_plan(uncut, wanted, identity))
+
+
+def _make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     dataset = uncut.dataset
     name = type(dataset).__name__
     limit, warned = _limit(wanted)
