@@ -25,6 +25,7 @@ from hotset.errors import HotsetError
 from hotset.server import log
 from hotset.server.app import make_app
 from hotset.server.chores import Chores
+from hotset.server.connections import BACKLOG, Connection
 from hotset.server.guard import Guard, content_policy
 from hotset.server.history import History
 from hotset.server.keeper import Keeper
@@ -90,7 +91,8 @@ def _make_server(options: Options, keeper: Keeper, token: str) -> uvicorn.Server
     config = uvicorn.Config(
         app,
         loop="asyncio",
-        http="h11",
+        http=Connection,
+        backlog=BACKLOG,
         ws="none",
         lifespan="off",
         log_config=None,

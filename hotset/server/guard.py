@@ -24,6 +24,7 @@ import re
 import secrets
 from collections.abc import Iterable
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.server.options import Options
@@ -100,7 +101,10 @@ class Guard:
 
         refusal = self._refusal(scope)
         if refusal is None:
-            body = await _read(receive)
+            try:
+                body = await _read(receive)
+            except ClientDisconnect:
+                return None  # half a request, of which nothing is done
             if body is not None:
                 return await self._app(scope, _replay(body, receive), send_with_headers)
             refusal = 413, f"The request is longer than {LARGEST_BODY} bytes; none needs to be."
@@ -134,10 +138,16 @@ def _one(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Read the whole body; None if it is too long."""
+    """Read the whole body; None if it is too long.
+
+    Raises:
+        ClientDisconnect: there is no whole one.
+    """
     body = b""
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
         body += bytes(message.get("body", b""))
         if len(body) > LARGEST_BODY:
             return None

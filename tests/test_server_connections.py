@@ -1,0 +1,91 @@
+"""Connections to the server that ask nothing, or not all of it: whoever does ask is answered."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import eventually
+from server_process import Server, running
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """As a shell starts it that allows 256 descriptors."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        made = running(tmp_path)
+        server = made.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    yield server
+    made.__exit__(None, None, None)
+
+
+def connected(server: Server, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection.sendall(sent)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed it; waits for that, up to a minute."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "])
+def test_status_is_told_beside_300_idle_connections(server: Server, sent: bytes) -> None:
+    idle = [connected(server, sent) for _ in range(300)]
+    # By a client that does not wait for the time after which those would go by themselves.
+    asking = connected(server, b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    asking.settimeout(5)
+    answer = asking.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    status = server.hotset("status", "--port", str(server.port), "--json")
+    assert json.loads(status.stdout)["pid"] == server.pid
+    for connection in [*idle, asking]:
+        connection.close()
+
+
+def test_a_request_that_does_not_come_whole_is_given_up(server: Server) -> None:
+    half = b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 20\r\n"
+    authorized = f"Authorization: Bearer {server.token}\r\n".encode()
+    kinds = [b"", half, half + authorized + b"\r\n", half + authorized + b'\r\n{"name": "ha']
+    waiting = [connected(server, sent) for sent in kinds]
+    assert [is_closed(connection) for connection in waiting] == [True] * len(kinds)
+    assert server.ask("GET", "/api/sessions").json == []
+    for connection in waiting:
+        connection.close()
+
+
+def test_a_trickle_of_bytes_does_not_keep_a_connection(server: Server) -> None:
+    trickle = connected(server, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+
+    def gone() -> bool:
+        try:
+            trickle.sendall(b"x")
+        except OSError:
+            return True
+        return False
+
+    assert eventually(gone)
+    trickle.close()
+
+
+def test_a_connection_is_used_again_and_closed_when_nothing_more_is_asked(server: Server) -> None:
+    connection = connected(server)
+    for _ in range(3):
+        connection.sendall(b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    assert is_closed(connection)
+    connection.close()
