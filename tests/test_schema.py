@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import json
+import os
+import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import helpers
@@ -753,3 +757,29 @@ def test_random_trees_of_varying_shapes_come_out_as_they_went_in(tree: Any, data
         check_layout(schema)
         assert all(fits(schema, sample) for sample in several[:3])
         comes_out(schema, *(sample for sample in several if fits(schema, sample)))
+
+
+def test_a_class_is_imported_only_from_where_this_program_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema that somebody has forged must not run a module of his choice."""
+    code = "import os, typing\nos.environ['RAN'] = __name__\nclass P(typing.NamedTuple):\n    a: int\n"
+    (tmp_path / "package_here").mkdir()
+    for name in ("alone_there", "package_here/__init__", "package_here/part", "package_here/__main__"):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("RAN", raising=False)
+    fields = {"leaf": "number", "kind": "int"}
+    described = {"group": "namedtuple", "keys": ["a"], "children": [fields], "codec": None}
+    for module in ("alone_there", "package_here.part"):
+        with pytest.raises(SegmentError):
+            Schema.from_json({**described, "type": f"{module}:P"})
+        assert "RAN" not in os.environ
+    importlib.import_module("package_here")
+    with pytest.raises(SegmentError):
+        Schema.from_json({**described, "type": "package_here.__main__:P"})
+    assert os.environ["RAN"] == "package_here"
+    Schema.from_json({**described, "type": "package_here.part:P"})  # the user's own, which imports it late
+    assert os.environ["RAN"] == "package_here.part"
+    for module in ("package_here", "package_here.part"):
+        del sys.modules[module]

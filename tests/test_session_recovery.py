@@ -17,7 +17,7 @@ from stores import child, ended
 
 import hotset
 from hotset import HotsetWarning
-from hotset.session import recovery, registry, servers, sessions, spills
+from hotset.session import care, recovery, registry, servers, sessions, spills
 from hotset.session.definition import Session, open_ledger
 from hotset.session.turn import Turns
 from hotset.store.format import LIVE_AT, Live
@@ -311,3 +311,46 @@ def test_a_server_that_begins_after_a_reboot_bounds_the_sessions_that_it_had(
     assert sessions.sessions() == [session]
     with open_ledger(session) as book:
         assert book.left(book.enter(1)) == 1000
+
+
+# Damaged ledgers
+
+
+def damage(path: Path, how: str) -> None:
+    with path.open("r+b") as file:
+        if how == "short":
+            file.truncate(100)
+        else:
+            file.write(os.urandom(512))
+
+
+@pytest.mark.parametrize("how", ["short", "overwritten"])
+def test_a_damaged_ledger_is_removed_once_nobody_uses_it(how: str, runtime: Path) -> None:
+    session = sessions.create("a", memory=MIB)
+    cached = hotset.cache(Samples(kilobyte, N), session="a")
+    read_all(cached, kilobyte)
+    if how == "short":  # what is mapped goes with its file
+        cached.close()
+    damage(runtime / session.file, how)
+    if how == "overwritten":
+        before = sorted(os.listdir(runtime))
+        assert care.gc() == []
+        assert sorted(os.listdir(runtime)) == before
+        read_all(cached, kilobyte)
+        cached.close()
+    told = care.gc()
+    assert any(session.file in sentence and is_a_sentence(sentence) for sentence in told), told
+    assert os.listdir(runtime) == []
+
+
+def test_a_server_begins_beside_its_damaged_ledger(runtime: Path) -> None:
+    servers.set_limit(50052, MIB)
+    session = sessions.create("a", memory=MIB, server=50052)
+    damage(runtime / "server-50052.ledger", "short")
+    recovery.recover()
+    servers.set_limit(50052, 2 * MIB)
+    recovery.recover()
+    assert servers.limit(50052) == 2 * MIB
+    sessions.destroy(session)
+    servers.drop(50052)
+    assert os.listdir(runtime) == []

@@ -34,6 +34,7 @@ from hotset.session.sessions import find
 from hotset.session.share import Shared, share
 from hotset.session.spills import open_spill, spill_path
 from hotset.session.within import Place, Use, share_in
+from hotset.store.locks import can_reopen
 from hotset.store.ring import Ring, attach_store
 from hotset.store.ring_room import is_shared
 from hotset.store.segment import Address
@@ -136,7 +137,9 @@ def cache(
     spill = _folder(spill)
     with contextlib.ExitStack() as stack:
         joined, found = None, None
-        if cluster is not None and isinstance(session, str):
+        if not can_reopen():
+            pass  # neither is to be had: _cached says so
+        elif cluster is not None and isinstance(session, str):
             joined = join_machines(cluster, session, memory)
             stack.callback(joined.leave)
             found = joined.here()
@@ -194,7 +197,13 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
 
     name = type(dataset).__name__
     shared: Shared[Store] | None = None
-    if found is not None:
+    if not can_reopen():
+        tell(
+            f"{name} is not cached, and its samples come from the source: /proc is not mounted here, and "
+            "by it processes reach what they share; mount it (`mount -t proc proc /proc`)."
+        )
+        made, shared = make_plan(uncut, wanted, identity), Shared(None, None, joined=False)
+    elif found is not None:
         try:
             if identity.unknowns:
                 raise NotShared(unshareable(identity.unknowns))

@@ -17,6 +17,8 @@ import select
 import signal
 from typing import NamedTuple
 
+from hotset.store.locks import can_reopen
+
 __all__ = ["Leash", "leash_of_this_process"]
 
 _GONE = "the process that this one is to die with is gone"
@@ -49,6 +51,8 @@ class Leash(NamedTuple):
         try:
             end = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
+            if not can_reopen():
+                raise OSError("/proc is not mounted here") from None
             raise ProcessLookupError(_GONE) from None
         if os.fstat(end).st_ino != self.inode:
             os.close(end)

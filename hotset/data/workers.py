@@ -39,6 +39,7 @@ from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
 from hotset.store.columns import NotGathered
 from hotset.store.gather import Gather
+from hotset.store.locks import can_reopen
 from hotset.store.loose import Loose
 from hotset.store.segment import Address
 
@@ -210,10 +211,7 @@ class _InWorker:
         if task.states is not None:
             self._draws = True
             put(self._drawn_from(), task.states)
-        blocks = self._pools.get(task.pool)
-        if blocks is None:
-            blocks = self._pools[task.pool] = SharedBlocks(task.pool, task.block_bytes)
-        desk = _Desk(blocks.array(task.block), task.block_bytes)
+        desk = self._desk(task)
         batch = self._batch(task.indices, desk) if not task.idle else None
         told = tuple(self._told)
         self._told.clear()
@@ -221,6 +219,19 @@ class _InWorker:
         states = pack(self._drawn_from().states()) if self._draws else None
         news = News(self._worker, desk.needed, samples_in(task.indices), told, states)
         return Letter(task.pool.inode, task.block, batch, news)
+
+    def _desk(self, task: Task) -> _Desk:
+        """The task's block; one without room where the memory of the process that has it is out of reach."""
+        blocks = self._pools.get(task.pool)
+        if blocks is None:
+            try:
+                blocks = SharedBlocks(task.pool, task.block_bytes)
+            except OSError:
+                if can_reopen():
+                    raise  # that process has gone
+                return _Desk(bytearray(), 0)  # without /proc: batches go as torch sends them
+            self._pools[task.pool] = blocks
+        return _Desk(blocks.array(task.block), task.block_bytes)
 
     def _drawn_from(self) -> Generators:
         """The generators that live transforms, and samples as they are read, draw from."""

@@ -9,6 +9,7 @@ found                                   put right
 a ledger that has ended                 who was destroying the session has died: it is destroyed
 a session that its server's ledger      it was made again after a reboot, and the server has begun since:
 does not name                           it enters
+a ledger that is damaged                removed, unless a process still uses it, which goes on
 a cache whose session is no more        removed, at once: it got its name under the lock of a ledger
 a roster or a tally whose session is    removed, at once: it was written for a session that was there
 no more
@@ -31,9 +32,11 @@ import time
 from hotset.errors import SessionError
 from hotset.session import servers
 from hotset.session.definition import Session, ledger_in
-from hotset.session.files import CACHE, DEFINITION, SHARED, is_there, remove_cache, runtime, unlink
+from hotset.session.files import CACHE, DEFINITION, LEDGER, SHARED, is_there, remove_cache, runtime, unlink
+from hotset.session.folder import open_at
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
 from hotset.session.spills import known_folders, open_spill
+from hotset.store.locks import is_locked
 
 __all__ = ["recover"]
 
@@ -80,11 +83,17 @@ def _has_ended(folder: int, session: Session) -> bool:
 
 
 def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
-    """Remove caches without a session, and what was being made."""
+    """Remove damaged ledgers, caches without a session, and what was being made."""
+    files = sorted(os.listdir(folder))
+    damaged = {int(found[1]) for file in files if (found := LEDGER.fullmatch(file))} - alive.keys()
+    used = {number for number in damaged if _is_used(folder, f"{number}.session")}
     told = []
-    for file in sorted(os.listdir(folder)):
-        cache = CACHE.fullmatch(file)
-        if cache and int(cache[1]) not in alive:
+    for file in files:
+        cache, ledger = CACHE.fullmatch(file), LEDGER.fullmatch(file)
+        if ledger and int(ledger[1]) in damaged - used:
+            unlink(folder, file)
+            told.append(f"Removed {file}: it is damaged, or of another version, and no process uses it.")
+        elif cache and int(cache[1]) not in alive.keys() | used:
             remove_cache(folder, file)
             told.append(f"Removed {file}: its session is no more.")
         elif (shared := SHARED.fullmatch(file)) and int(shared[1]) not in alive:
@@ -93,6 +102,18 @@ def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
             unlink(folder, file)
             told.append(f"Removed {file}: the process that was making it has died.")
     return told
+
+
+def _is_used(folder: int, file: str) -> bool:
+    """Whether a process uses the session of this ledger, or the file is not ours to remove."""
+    try:
+        fd = open_at(folder, file)
+    except OSError:
+        return True
+    try:
+        return is_locked(fd, 0)
+    finally:
+        os.close(fd)
 
 
 def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list[str]:

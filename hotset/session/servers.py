@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 
+from hotset.errors import SessionError
 from hotset.session.files import runtime, unlink
 from hotset.session.ledger import Ledger
 
@@ -34,8 +35,12 @@ def set_limit(port: int, memory: int) -> None:
         try:
             with _ledger(folder, port) as ledger:
                 ledger.limit = memory
+            return
         except FileNotFoundError:
-            Ledger.create(folder, _file(port), {"port": port}, memory)
+            pass
+        except SessionError:  # damaged; the server that has the port is alone with it
+            unlink(folder, _file(port))
+        Ledger.create(folder, _file(port), {"port": port}, memory)
 
 
 def limit(port: int) -> int | None:
@@ -61,7 +66,14 @@ def enter(folder: int, port: int | None, number: int) -> None:
     """
     if port is None:
         return
-    with contextlib.suppress(FileNotFoundError), _ledger(folder, port) as ledger, ledger.lock():
+    try:
+        opened = _ledger(folder, port)
+    except (
+        FileNotFoundError,
+        SessionError,
+    ):  # one that is damaged bounds nothing, until its server begins anew
+        return
+    with opened as ledger, ledger.lock():
         ledger.enter(number)
 
 

@@ -48,7 +48,17 @@ import time
 import weakref
 from collections.abc import Callable
 
-__all__ = ["Description", "Descriptions", "Held", "is_locked", "lock", "reopen", "try_lock", "unlock"]
+__all__ = [
+    "Description",
+    "Descriptions",
+    "Held",
+    "can_reopen",
+    "is_locked",
+    "lock",
+    "reopen",
+    "try_lock",
+    "unlock",
+]
 
 # struct flock on 64-bit Linux: l_type, l_whence, (4 bytes of padding), l_start, l_len, l_pid, (4 more).
 # l_pid must be zero for these commands, or the kernel answers EINVAL.
@@ -84,6 +94,11 @@ def reopen(fd: int) -> int:
         (None, None)
     """
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def can_reopen() -> bool:
+    """Whether ``/proc`` is mounted: without it no process has its own locks, or reaches another's memory."""
+    return os.path.isdir("/proc/self/fd")
 
 
 def try_lock(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:

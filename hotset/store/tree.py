@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -263,8 +264,17 @@ def _require(fits: bool, why: str) -> None:
 
 
 def _import(name: str, kind: str) -> type:
-    """The class of that name, if it is of that kind: a schema must not be a way to call anything else."""
+    """The class of that name, if it is of that kind: a schema must not be a way to call anything else.
+
+    Importing a module is calling it. So it must be imported already, or lie in a package of which a part is:
+    whoever asks for the samples of a data set has the data set, whose own package that is, and which may
+    import the part that its samples are of only when it reads one. A module that stands alone, and that
+    nothing here has imported, is refused, as is a package's program (``__main__``).
+    """
     module, _, qualname = name.partition(":")
+    if module not in sys.modules:
+        known = module.partition(".")[0] in sys.modules and not module.endswith(".__main__")
+        _require(known, f"{name} is of a module that this program has not imported")
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = getattr(found, part)

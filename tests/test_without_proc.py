@@ -1,0 +1,123 @@
+"""A container without ``/proc``: programs run, uncached, and are told why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WITHOUT_PROC = """
+import builtins
+import os
+import pickle
+import sys
+import warnings
+
+import torch
+from torch.utils.data import Dataset
+
+import hotset
+
+
+def hide(module, name):
+    real = getattr(module, name)
+
+    def call(path, *arguments, **named):
+        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith("/proc"):
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return real(path, *arguments, **named)
+
+    setattr(module, name, call)
+
+
+def hide_proc():
+    for name in ("open", "stat", "lstat", "readlink", "listdir", "scandir"):
+        hide(os, name)
+    hide(builtins, "open")
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return torch.full((8,), float(i * i))
+
+
+def check(cached, **how):
+    for _ in range(2):
+        got = torch.cat(list(hotset.DataLoader(cached, batch_size=8, **how)))
+        assert torch.equal(got, torch.stack([Squares()[i] for i in range(64)]))
+"""
+
+TRAINING = (
+    WITHOUT_PROC
+    + """
+hide_proc()  # in each spawned worker as well
+
+if __name__ == "__main__":
+    kinds = [
+        {"memory": "1MiB"},
+        {"session": "one"},
+        {"memory": "1KiB", "spill": sys.argv[1]},
+        {"memory": "64KiB", "window": hotset.Window(resident=64)},
+    ]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for kind in kinds:
+            cached = hotset.cache(Squares(), **kind)
+            check(cached)
+            check(cached, num_workers=1)
+            cached.close()
+        check(hotset.cache(Squares(), memory="1MiB"), num_workers=1, multiprocessing_context="spawn")
+    sentences = [str(one.message) for one in told]
+    assert len(sentences) == 5, sentences
+    assert all("not cached" in sentence and "/proc is not mounted" in sentence for sentence in sentences)
+    print("trained")
+"""
+)
+
+JOINING = (
+    WITHOUT_PROC
+    + """
+if __name__ == "__main__":
+    cached = hotset.cache(Squares(), memory="1MiB")
+    check(cached)
+    sent = pickle.dumps(cached)
+    pid = os.fork()  # stands for a worker in a container of its own: it only has what it was sent
+    if pid:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        print("joined")
+    else:
+        hide_proc()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            check(pickle.loads(sent))
+        assert len(told) == 1 and "out of reach" in str(told[0].message), told
+        sys.stdout.flush()
+        os._exit(0)
+"""
+)
+
+
+def run(program: str, folder: Path) -> str:
+    path = folder / "program.py"
+    path.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(path), str(folder / "spill")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_program_runs_uncached_and_is_told(runtime: Path, tmp_path: Path) -> None:
+    assert run(TRAINING, tmp_path) == "trained\n"
+
+
+def test_a_worker_to_which_proc_is_hidden_reads_the_source(runtime: Path, tmp_path: Path) -> None:
+    assert run(JOINING, tmp_path) == "joined\n"
