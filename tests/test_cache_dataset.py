@@ -192,6 +192,17 @@ def test_samples_are_the_callers_own_to_change_unlike_monais(
         assert cached.check() == []
 
 
+@pytest.mark.parametrize("make", [mapping, jpeg_like])
+def test_a_sample_asked_for_twice_in_the_batch_that_reads_it_is_two_objects(
+    make: Callable[[int], Any],
+) -> None:
+    with hotset.cache(Samples(make, N)) as cached:
+        for i in (20, 21):
+            first, second = cached.__getitems__([i, i])
+            _overwrite(first)
+            indistinguishable(second, make(i))
+
+
 def _overwrite(sample: Any) -> None:
     for leaf in leaves(sample):
         if isinstance(leaf, torch.Tensor) and leaf.numel():
