@@ -61,7 +61,7 @@ class Fake:
     """A shelf of rows that are their sample's number over and over, and that does as it is told."""
 
     def __init__(self, meanwhile: Callable[[Longs], object] = lambda wanted: None, width: int = 64) -> None:
-        self.cache = Cache.of(FINGERPRINT, samples=1000, stride=16 + width, has_tail=False, schema="fake")
+        self.cache = Cache.of(FINGERPRINT, samples=1000, stride=16 + width, schema="fake")
         self._meanwhile = meanwhile
 
     def take(self, wanted: Longs, memory: Bytes, *, claim: bool = False) -> Records:
@@ -69,6 +69,7 @@ class Fake:
         # In the memory that is sent from, which is used again once it was.
         rows = memory[: len(wanted) * self.cache.stride].reshape(len(wanted), -1)
         rows[:] = wanted.astype("<u1")[:, None]
+        rows[:, 16:24] = 0  # no tail
         for sample, row in zip(wanted.tolist(), rows, strict=True):
             length = len(row) - fmt.RECORD_HEADER
             crc = fmt.checksum(sample, length, 0, row[16:].data, None)
@@ -147,7 +148,7 @@ def fetch(peer: Peer, cache: Cache, wanted: Longs, within: float = SOON) -> tupl
 def gets(peer: Peer, cache: Cache, *wanted: int) -> bool:
     """Whether all these samples of a fake shelf come, and are what they must be."""
     answer, rows = fetch(peer, cache, ids(*wanted))
-    assert (rows[answer.present][:, 16:] == ids(*wanted)[answer.present, None] % 256).all()
+    assert (rows[answer.present][:, 24:] == ids(*wanted)[answer.present, None] % 256).all()
     return bool(answer.present.all())
 
 
@@ -423,7 +424,7 @@ def flip(frame: int, at: int) -> Change:
         (flip(0, 40), "was not asked"),
         (flip(1, 0), "1 records whose checksums"),
         (flip(1, 3), "entry that means|bytes of rows"),
-        (flip(1, 4), "a tail where there can be none"),
+        (flip(1, 4), "bytes of tails"),
         (flip(2, 30), "1 records whose checksums"),
         (
             lambda frames: [[*frames[:2], frames[2][80:] + frames[2][:80], frames[3]]],
@@ -446,7 +447,7 @@ def test_a_changed_answer_gives_no_wrong_sample(change: Change, why: str) -> Non
         assert len(told) == 1
         assert int(answer.present.sum()) == (1 if why.startswith("1 records") else 0)
         assert (rows[~answer.present] == 255).all()
-        assert (rows[answer.present][:, 16:] == ids(1, 2)[answer.present, None]).all()
+        assert (rows[answer.present][:, 24:] == ids(1, 2)[answer.present, None]).all()
         assert peer.traffic.unsound or peer.traffic.failures == 1
 
 
@@ -488,7 +489,7 @@ def test_answers_in_another_order_find_their_tickets() -> None:
         for ticket, wanted in ((one, [1, 2]), (two, [3, 4])):
             answer, rows = wait(ticket)
             assert answer.present.all()
-            assert rows[:, 20].tolist() == wanted
+            assert rows[:, 30].tolist() == wanted
 
 
 def test_answers_in_flight_are_not_written_over() -> None:
@@ -499,7 +500,7 @@ def test_answers_in_flight_are_not_written_over() -> None:
         for k, ticket in enumerate(tickets):
             answer, rows = wait(ticket)
             assert answer.present.all()
-            assert (rows[:, 16:] == ids(range(k, k + 40))[:, None]).all()
+            assert (rows[:, 24:] == ids(range(k, k + 40))[:, None]).all()
 
 
 # ---- peers that are slow, stopped, dead, or not the same any more --------------------------------------
@@ -701,7 +702,7 @@ def test_a_forked_child_asks_by_itself() -> None:
         assert ended(child(in_child)) == 0
         answer, rows = wait(pending)
         assert answer.present.all()
-        assert rows[0, 20] == 9
+        assert rows[0, 30] == 9
         assert gets(peer, cache, 1)
         # A child that never asks closes nothing of its parent's either.
         assert ended(child(peer.peers.close)) == 0

@@ -21,6 +21,7 @@ from helpers import difference, equal_batches
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from samples import Opaque
 from stores import Make, child, ended, ids, in_child, lingering, wrong
 
 from hotset.collate import pad
@@ -58,8 +59,13 @@ def variable(entry: int) -> Any:
 
 
 def odd(entry: int) -> Any:
-    """A sample of a form that fits neither schema."""
-    return {"image": str(entry)}
+    """A sample that cannot be kept."""
+    return {"image": Opaque(entry)}
+
+
+def own(entry: int) -> Any:
+    """A sample of a form of its own."""
+    return {"image": torch.full((1 + entry % 90,), entry), "boxes": [{"at": entry, "of": None}] * (entry % 3)}
 
 
 BOTH = pytest.mark.parametrize("make", [fixed, variable])
@@ -121,6 +127,21 @@ def never(entry: int) -> Any:
 
 
 # ---- entries, slots and laps -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, FAR])
+def test_entries_of_another_form_take_their_turns(start: int) -> None:
+    def make(entry: int) -> Any:
+        return own(entry) if entry % 3 else fixed(entry)
+
+    with opened(fixed, cursor=start) as ring, view_of(ring) as other:
+        for step in [0, 3, 1, 8, 5]:
+            move(ring, cursor_of(ring) + step)
+            ring.fill(window(ring), make)
+            holds_exactly(ring, window(ring), make)
+            got = other.read(window(ring))
+            assert got is not None
+            assert wrong(dict(zip(window(ring).tolist(), got, strict=True)), make) == {}
 
 
 @BOTH
@@ -288,7 +309,7 @@ def test_a_ring_in_a_file_is_verified_and_used_again(make: Make, tmp_path: Path)
 # ---- entries that were tried in vain ---------------------------------------------------------------------
 
 
-def test_a_sample_of_another_form_is_refused_in_its_lap_only() -> None:
+def test_a_sample_that_cannot_be_kept_is_refused_in_its_lap_only() -> None:
     with opened(fixed) as ring:
         ring.fill(window(ring), lambda entry: odd(entry) if entry == 3 else fixed(entry))
         assert ring.settled(window(ring)).all()
@@ -704,9 +725,12 @@ class RingMachine(RuleBasedStateMachine):
         return cursor_of(self.ring)
 
     def version(self, entry: int, reading: int) -> Any:
-        """An entry's sample at its ``reading``-th reading; some fit no schema, some have large tails."""
+        """An entry's sample at its ``reading``-th reading; some cannot be kept, some have other forms or
+        large tails."""
         if entry % 11 == 7:
             return odd(entry)
+        if entry % 7 == 3:
+            return own(entry) | {"reading": reading}
         if self.kind == "fixed":
             return torch.tensor([entry, reading])
         length = 1500 if entry % 5 == 4 else entry * 7 % 300

@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 def row(i: int) -> torch.Tensor:
     """With its header 256 bytes."""
-    return torch.full((30,), i)
+    return torch.full((29,), i)
 
 
 def text(i: int) -> tuple[int, str]:

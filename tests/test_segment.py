@@ -315,27 +315,21 @@ def test_forged_metadata_is_refused_by_name(tmp_path: Path, what: str) -> None:
     assert is_a_sentence(str(caught.value))
 
 
-@pytest.mark.parametrize("stride", [16, 24, 40, 4096])
+@pytest.mark.parametrize("stride", [24, 32, 48, 4096])
 def test_a_schema_whose_rows_are_not_the_segments_is_refused(tmp_path: Path, stride: int) -> None:
     schema = json.dumps({"schema": _leaf()}).encode()
-    with attached(forged(tmp_path / "right", schema, stride=32)) as store:
-        assert store.schema.stride == 32
+    with attached(forged(tmp_path / "right", schema, stride=40)) as store:
+        assert store.schema.stride == 40
     with pytest.raises(SegmentError):
         Store.attach(str(forged(tmp_path / "wrong", schema, stride=stride)))
 
 
-def test_a_schema_with_tails_is_refused_where_the_segment_has_no_lines_and_the_other_way_round(
-    tmp_path: Path,
-) -> None:
+def test_a_schema_with_tails_is_refused_where_the_segment_has_no_lines(tmp_path: Path) -> None:
     text = b'{"schema": {"leaf": "text", "kind": "str"}}'
     with attached(forged(tmp_path / "right", text, stride=32, lines=4)):
         pass
     with pytest.raises(SegmentError):
         Store.attach(str(forged(tmp_path / "none", text, stride=32, lines=0)))
-    with pytest.raises(SegmentError):
-        Store.attach(
-            str(forged(tmp_path / "more", json.dumps({"schema": _leaf()}).encode(), stride=32, lines=4))
-        )
 
 
 def test_flipped_bits_of_the_metadata_are_found(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from samples import Opaque
 from stores import child, ended, ids
 
 from hotset.determinism.equality import same
@@ -37,9 +38,14 @@ def used(store: Store) -> int:
 
 
 def version(i: int, reading: int) -> Any:
-    """A sample in its ``reading``-th version; some fit no schema, some have large tails."""
+    """A sample in its ``reading``-th version; some cannot be kept, some have other forms or large
+    tails.
+    """
     if i % 11 == 7:
-        return {"image": torch.zeros(2, 2), "text": reading}
+        return {"image": torch.zeros(2, 2), "text": reading, "object": Opaque(reading)}
+    if i % 7 == 3:
+        image = torch.full((1 + i * 37 % 400, 2), i * 1000 + reading)
+        return {"image": image, "boxes": [{"at": reading, "of": None}] * (i % 4)}
     length = 3000 if i % 5 == 4 else i * 7 % 40
     return {"image": torch.full((5,), i * 1000 + reading), "text": f"{i}/{reading} " + "x" * length}
 

@@ -213,7 +213,7 @@ class Errand:
         self._got.records.append(records)
         self._store.member.row[Slot.PEER_HITS] += len(records.ids)
         if self._keeps(len(records.ids)):
-            self._store.adopt(records.samples(self._schema))
+            self._store.adopt(records.samples(self._schema, decode=False))
 
     # ---- what moves, as machines come and go ---------------------------------------------------------
 
@@ -243,11 +243,11 @@ class Errand:
         return ids[np.isin(ids, found, invert=True)]
 
     def _some(self, ids: Longs) -> dict[int, Any]:
-        """Some of the samples that have come."""
+        """Some of the samples that have come, as they are stored and brought on: maybe packed."""
         found: dict[int, Any] = {}
         for records in self._got.records:
             if np.isin(records.ids, ids).any():
-                found.update(records.samples(self._schema))
+                found.update(records.samples(self._schema, decode=False))
         return {sample: found[sample] for sample in ids.tolist()}
 
     # ---- reading, and bringing -----------------------------------------------------------------------

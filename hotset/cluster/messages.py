@@ -276,7 +276,7 @@ def parse_records(head: Head, frames: Sequence[Frame], cache: Cache, *, bare: bo
     if (generations > np.array([1, GENERATION_MASK, 0, 0])[states]).any():
         raise Malformed("has an entry that means nothing")
     roomless = generations * (states == 0) * (ROOMLESS - ABSENT)
-    if (lines > (_TAIL_MASK * present if cache.has_tail else 0)).any():
+    if (lines > _TAIL_MASK * present).any():
         raise Malformed("speaks of a tail where there can be none")
     generations = np.where(present, generations, np.array([ABSENT, 0, LEFT, PROMISED])[states] + roomless)
     count, total = int(np.count_nonzero(present)), int(lines.sum())

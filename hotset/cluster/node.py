@@ -268,9 +268,7 @@ class Node:
         Raises:
             SegmentError: this machine has no such cache.
         """
-        size = min(
-            LARGEST, max(1, len(ids)) * (cache.stride + _TAIL_BYTES if cache.has_tail else cache.stride)
-        )
+        size = min(LARGEST, max(1, len(ids)) * (cache.stride + _TAIL_BYTES))
         return self._shelf(cache).take(ids, np.empty(size, np.uint8), claim=claim)
 
     def put(self, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:

@@ -15,10 +15,11 @@ import numpy as np
 from hotset.cluster.messages import LARGEST
 from hotset.cluster.records import ABSENT, Bytes, Cache, Longs, Records
 from hotset.store import format as fmt
+from hotset.store import forms
 from hotset.store.check import RECORD
 from hotset.store.format import LINE, RECORD_HEADER
 from hotset.store.leaves import Misfit
-from hotset.store.schema import Prepared, Schema
+from hotset.store.schema import Schema
 
 __all__ = ["pack"]
 
@@ -31,18 +32,18 @@ def pack(
     Args:
         cache: whose samples they are.
         schema: of its samples.
-        samples: by number. Those that do not fit it are absent, and those beyond one message's size.
+        samples: by number. Those that cannot be kept are absent, and those beyond one message's size.
         absent: numbers of others that are.
 
     Returns:
         The numbers, those of absent ones last, and the records.
     """
-    fitting: list[tuple[int, Prepared]] = []
+    fitting: list[tuple[int, forms.Taken]] = []
     missing = list(absent)
     rows_left, lines_left = LARGEST // schema.stride, LARGEST // LINE
     for sample, value in samples.items():
         try:
-            prepared = schema.prepare(value)
+            prepared = forms.prepare(schema, value)
         except Misfit:
             missing.append(sample)
             continue
@@ -60,13 +61,12 @@ def pack(
     own = cache.laps(there, np.zeros_like(there))
     said = zip(cache.places(there).tolist(), own.tolist(), fitting, strict=True)
     for place, generation, (_, prepared) in said:
-        schema.write(memory, row_at, prepared, 0, tail_at)
+        stamp = forms.stamp(prepared, generation)
+        forms.write(schema, memory, row_at, prepared, 0, tail_at)
         length = schema.stride - RECORD_HEADER + prepared.tail_bytes
         tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
-        crc = fmt.checksum(
-            place, length, generation, view[row_at + RECORD_HEADER : row_at + schema.stride], tail
-        )
-        RECORD.pack_into(memory, row_at, length, generation, crc)
+        crc = fmt.checksum(place, length, stamp, view[row_at + RECORD_HEADER : row_at + schema.stride], tail)
+        RECORD.pack_into(memory, row_at, length, stamp, crc)
         row_at += schema.stride
         tail_at += prepared.tail_lines * LINE
     ids = np.concatenate([there, np.array(missing, np.int64)])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hotset.errors import ArgumentError
 from hotset.store import format as fmt
-from hotset.store.format import GENERATION_MASK, LINE, RECORD_HEADER, TAIL_COUNT_BITS
+from hotset.store.format import GENERATION_MASK, LINE, OWN_STAMP, RECORD_HEADER, TAIL_COUNT_BITS
 
 __all__ = [
     "ABSENT",
@@ -56,13 +56,12 @@ class Cache:
         layout: 16 bytes; of how a record is laid out.
         samples: length of the data set.
         stride: bytes of a row.
-        has_tail: whether records have tails.
         ring: whether rows are used again, in turn, so that numbers are entries (:mod:`hotset.store.ring`), of
             which there is no end, and ``samples`` is how many there is room for.
 
     Example:
-        >>> one = Cache.of(bytes(16), samples=10, stride=64, has_tail=False, schema={"kind": "tensor"})
-        >>> other = Cache.of(bytes(16), samples=10, stride=72, has_tail=False, schema={"kind": "tensor"})
+        >>> one = Cache.of(bytes(16), samples=10, stride=64, schema={"kind": "tensor"})
+        >>> other = Cache.of(bytes(16), samples=10, stride=72, schema={"kind": "tensor"})
         >>> one.layout == other.layout
         False
     """
@@ -71,7 +70,6 @@ class Cache:
     layout: bytes
     samples: int
     stride: int
-    has_tail: bool
     ring: bool = False
 
     def __post_init__(self) -> None:
@@ -85,14 +83,13 @@ class Cache:
         *,
         samples: int,
         stride: int,
-        has_tail: bool,
         schema: Any,
         ring: bool = False,
     ) -> Cache:
         """Describe a cache; ``schema`` is of JSON's types."""
-        said = json.dumps([fmt.VERSION, samples, stride, has_tail, schema, ring], sort_keys=True).encode()
+        said = json.dumps([fmt.VERSION, samples, stride, schema, ring], sort_keys=True).encode()
         layout = hashlib.blake2b(said, digest_size=16).digest()
-        return cls(fingerprint, layout, samples, stride, has_tail, ring)
+        return cls(fingerprint, layout, samples, stride, ring)
 
     @property
     def numbers(self) -> int:
@@ -144,7 +141,7 @@ class Records(NamedTuple):
 
 
 def sound(cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
-    """Which of these samples' records are there, and what their writer wrote: length, generation, checksum.
+    """Which of these samples' records are there, and what their writer wrote: length, stamp, checksum.
 
     Args:
         cache: whose records they are.
@@ -158,34 +155,33 @@ def sound(cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
     if not found.any():
         return found
     heads = np.ascontiguousarray(records.rows[:, :12]).view("<u4").astype(np.int64)
-    lengths, generations = heads[:, 0], heads[:, 1]
+    lengths, stamps = heads[:, 0], heads[:, 1]
     lines = records.lines[found]
     tail_bytes = lengths - (cache.stride - RECORD_HEADER)
     spare = lines * LINE - tail_bytes
     expected = cache.laps(ids[found], records.generations[found])
     fits = (
-        (generations == records.generations[found])
-        & (generations == expected)
+        (stamps & ~OWN_STAMP == records.generations[found])
+        & (records.generations[found] == expected)
+        & (_tails(records) == lines)  # what a row says of its tail must be what its entry says
         & (tail_bytes >= 0)
         & (spare >= 0)
         & (spare < LINE)
     )
     places = cache.places(ids[found])
-    if not cache.has_tail:
-        fits &= np.array(fmt.checksums(places, lengths, generations, records.rows)) == heads[:, 2]
+    if not lines.any():
+        fits &= np.array(fmt.checksums(places, lengths, stamps, records.rows)) == heads[:, 2]
         found[found] = fits
         return found
-    # What a row says of its tail must be what its entry says.
-    fits &= _tails(records) == lines
     row_at = 0
     starts = (np.cumsum(lines) - lines) * LINE
     rows, tails = records.rows.reshape(-1).data, records.tails.reshape(-1).data
     said = zip(places.tolist(), heads.tolist(), tail_bytes.tolist(), starts.tolist(), strict=True)
-    for number, (place, (length, generation, crc), size, start) in enumerate(said):
+    for number, (place, (length, stamp, crc), size, start) in enumerate(said):
         if fits[number]:
             row = rows[row_at + RECORD_HEADER : row_at + cache.stride]
             tail = tails[start : start + size] if size else None
-            fits[number] = fmt.checksum(place, length, generation, row, tail) == crc
+            fits[number] = fmt.checksum(place, length, stamp, row, tail) == crc
         row_at += cache.stride
     found[found] = fits
     return found

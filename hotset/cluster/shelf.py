@@ -23,6 +23,7 @@ from hotset.cluster.records import ABSENT, LEFT, PROMISED, ROOMLESS, Bytes, Cach
 from hotset.errors import SegmentError
 from hotset.session.retire import DESTROYED
 from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK, Live
+from hotset.store.loose import Loose
 from hotset.store.tails import runs
 
 if TYPE_CHECKING:  # these bring torch along
@@ -46,7 +47,6 @@ def cache_of(store: Store, fingerprint: bytes) -> Cache:
         fingerprint,
         samples=len(store),
         stride=schema.stride,
-        has_tail=schema.has_tail,
         schema=[schema.to_json(), about.get("window")],  # which sample an entry is, too
         ring=bool(about.get("ring")),
     )
@@ -154,7 +154,7 @@ class StoreShelf:
         with store.member.reading:
             if not store.unchanged(words, era):
                 return None
-            tails = store.tails(rows) if self.cache.has_tail else None
+            tails = store.tails(rows) if store.have_tails(words) else None
             if not store.unchanged(words, era):
                 return None  # where the tails are may be half of one record and half of another
             lines = tails.counts if tails is not None else np.zeros(len(rows), np.int64)
@@ -218,16 +218,11 @@ class StoreShelf:
         if not there.any():
             self.end_leases(ids)  # who had promised them has nothing to bring
             return there
-        tails_at = records.rows.size
-        ends = np.cumsum(records.lines[there])
-        starts = tails_at + (ends - records.lines[there]) * LINE
-        # Samples are views of this memory, which must be writable, and is theirs.
-        memory = bytearray(records.rows.nbytes + records.tails.nbytes)
-        memory[:tails_at] = records.rows.reshape(-1).data
-        memory[tails_at:] = records.tails.reshape(-1).data
-        samples = dict(zip(ids[there].tolist(), store.schema.read(memory, 0, starts.tolist()), strict=True))
+        came = Loose(ids[there], records.lines[there], records.rows, records.tails)
         with self._lock:
-            store.adopt(samples)  # under the claims that were made for who brings them
+            store.adopt(
+                came.samples(store.schema, decode=False)
+            )  # under the claims that were made for who brings them
             self.end_leases(ids)
         # A claim is somebody's here, who has the sample in a moment.
         return (store.present(ids) | (store.words(ids) >= CLAIMED)) & there & (store.era() is not None)

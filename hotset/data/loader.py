@@ -342,7 +342,7 @@ class DataLoader(TorchDataLoader[T]):
             return None
         if self._gathers is None or self._gathers[0] is not single._store:
             some = route.local(np.arange(min(route.length, _LOOKED_AT)))
-            here = some[single._store.present(some)]
+            here = single._store.in_common_form(some)
             if not len(here):  # with neighbours: nothing was read so far
                 return None
             gather = make_gather(single, self.collate_fn, int(here[0]))

@@ -30,6 +30,7 @@ class Plan:
         samples: length of the data set.
         sample_bytes: mean bytes of a record, measured on the samples that were read; 0 if none can be cached.
         sample_seconds: that reading one takes typically, cached transforms included, in one thread.
+        refused: share of the samples that cannot be cached, 0 to 1, as far as those tell that were read.
         limit: bytes that the cache may take.
         window: sizes of the running window; None if all samples are used in each epoch.
         spill: the folder for samples that memory has no room for; None if there is none.
@@ -46,6 +47,7 @@ class Plan:
     samples: int
     sample_bytes: int
     sample_seconds: float
+    refused: float
     limit: int
     window: Sizes | None
     spill: str | None
@@ -76,16 +78,16 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """What all samples would take; of a window all residents, and those that are prepared."""
+        """What all samples that can be cached would take; of a window's, those that are prepared too."""
         count = self.window.slots if self.window is not None else self.samples
-        return count * self.sample_bytes
+        return round(count * (1.0 - self.refused)) * self.sample_bytes
 
     @property
     def fits(self) -> float:
-        """Share of these for which there is room, 0 to 1."""
-        if not self.sample_bytes:
+        """Share of all samples, or of a window's, that can be cached and have room, 0 to 1."""
+        if not self.total_bytes:
             return 0.0
-        return min(1.0, self.room / self.total_bytes)
+        return min(1.0, self.room / self.total_bytes) * (1.0 - self.refused)
 
     @property
     def room(self) -> int:
@@ -99,7 +101,7 @@ class Plan:
             cached: from the second epoch on, with as much cached as fits; else without any cache. What is
                 on the disk counts as cached: how fast that is, nobody has tried.
         """
-        misses = 1.0 if not cached else 0.0 if self.spill is not None else 1.0 - self.fits
+        misses = 1.0 if not cached else self.refused if self.spill is not None else 1.0 - self.fits
         return self.used * (misses * self.sample_seconds + self.live_seconds)
 
     def steps_per_epoch(self, batch_size: int) -> int:
@@ -122,6 +124,7 @@ class Plan:
             "rows",
             "sample_bytes",
             "sample_seconds",
+            "refused",
             "limit",
             "window",
             "audited",
@@ -135,7 +138,7 @@ class Plan:
         room = format_bytes(self.room)
         if self.held:
             room += f" ({format_bytes(self.limit)} less what others hold)"
-        if self.fits < 1 and self.spill is not None:
+        if self.spill is not None and self.room < self.total_bytes:
             share += f", the others go to {self.spill}"
         reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
         after, without = (format_seconds(self.epoch_seconds(cached=cached)) for cached in (True, False))

@@ -36,7 +36,9 @@ from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
 from hotset.session.definition import Session
 from hotset.session.reclaim import room_of
+from hotset.store import forms
 from hotset.store import memory as machine
+from hotset.store.format import LINE
 from hotset.store.leaves import Misfit
 from hotset.store.schema import Schema
 from hotset.store.soundness import FULL_CHECK
@@ -109,6 +111,7 @@ def joined_plan(uncut: Uncut, wanted: Wanted, identity: Identity, about: dict[st
         samples=len(uncut.dataset),
         sample_bytes=about["sample_bytes"],
         sample_seconds=about["sample_seconds"],
+        refused=about["refused"],
         limit=about["limit"],
         window=Sizes(*about["window"]) if about["window"] is not None else None,
         spill=about["spills_to"],
@@ -173,11 +176,17 @@ def _make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     if FULL_CHECK:
         notes.append("this processor may reorder stores, so every read of the cache is verified, which costs")
     schema = None
-    sample_bytes = 0
+    sample_bytes, share = 0, 0.0
     try:
         # Where a live part follows, samples are read one by one, else gathered: see hotset.store.leaves.
         schema = Schema.infer(probed.samples, as_lies=bool(source.live))
-        sample_bytes = _mean_bytes(schema, probed.samples)
+        sample_bytes, refused = _measure(schema, probed.samples)
+        if refused:
+            share = len(refused) / len(probed.samples)
+            notes.append(
+                f"{len(refused)} of the {len(probed.samples)} samples that were read cannot be cached, and "
+                f"come from the source: {refused[0]}"
+            )
     except Misfit as misfit:
         warned.append(f"nothing of {name} can be cached, samples come from the source: {misfit}.")
     sizes = None
@@ -197,6 +206,7 @@ def _make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
         samples=len(dataset),
         sample_bytes=sample_bytes,
         sample_seconds=probed.seconds,
+        refused=share,
         limit=limit,
         window=sizes,
         spill=_spills_to(wanted),
@@ -370,11 +380,12 @@ def _is_random(dataset: Any, indices: Sequence[int]) -> bool:
     return bool(alone.moved or alone.differs)
 
 
-def _mean_bytes(schema: Schema, samples: list[Any]) -> int:
-    sizes = []
+def _measure(schema: Schema, samples: list[Any]) -> tuple[int, list[Misfit]]:
+    """Mean bytes of these samples' records, and why those cannot be cached that cannot."""
+    sizes, refused = [], []
     for sample in samples:
         try:
-            sizes.append(schema.stride + 256 * schema.prepare(sample).tail_lines)
-        except Misfit:
-            continue
-    return sum(sizes) // max(len(sizes), 1)
+            sizes.append(schema.stride + LINE * forms.prepare(schema, sample).tail_lines)
+        except Misfit as misfit:
+            refused.append(misfit)
+    return sum(sizes) // max(len(sizes), 1), refused

@@ -31,7 +31,7 @@ from torch.utils.data import get_worker_info
 from hotset.data.form import Form, limit_in_bytes, sample_count
 from hotset.errors import ArgumentError, SegmentError, UnsupportedPlatform
 from hotset.session.share import Share, attach_again, share
-from hotset.store.format import PRESENT, RECORD_HEADER, Live
+from hotset.store.format import PRESENT, Live
 from hotset.store.segment import Address, Words
 from hotset.store.slots import Slots
 from hotset.told import tell
@@ -145,7 +145,7 @@ class SharedCache:
             segment.buffer, dtype=form.dtype, count=stride * self._length, offset=segment.geometry.rows_at
         )
         inner = torch.empty(form.dims, device="meta").stride()
-        return everything.as_strided(shape, (stride, *inner), RECORD_HEADER // form.dtype.itemsize)
+        return everything.as_strided(shape, (stride, *inner), form.schema.offsets[0] // form.dtype.itemsize)
 
     @property
     def aux_array(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Shortage: why samples stay uncached, as the user is told of it, once for all processes.
 
-A few samples of another form are nobody's worry; a hundredth of them is. Samples that draw random numbers
-may be few: the user may not know that anything is drawn there, and can have their other part cached.
+A few samples that cannot be cached are nobody's worry; a hundredth of them is. Samples that draw random
+numbers may be few: the user may not know that anything is drawn there, and can have their other part cached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def shortage(store: Store, used: int, samples: int, misfits: Collection[int]) ->
         store: in which not everything is.
         used: samples that are to be cached: all, or a window's residents.
         samples: length of the data set.
-        misfits: the samples that this process has met and that do not fit, by the user's numbers.
+        misfits: the samples that this process has met and that cannot be cached, by the user's numbers.
     """
     if store.why_full is not None:
         if store.room.why_full is None:  # memory has room, and the disk was to have all of them too
@@ -33,10 +33,10 @@ def shortage(store: Store, used: int, samples: int, misfits: Collection[int]) ->
         return f"{cached:,} of {used:,} samples are cached, and no more fit: {store.why_full}"
     if len(misfits) < max(_MISFITS_WORTH_TELLING, samples // 100):
         return None
-    form = next(iter(store.filler.misfits.values()))
+    reason = next(iter(store.filler.misfits.values()))
     return (
-        f"{len(misfits):,} samples and more stay uncached: sample {next(iter(misfits))} does not fit the "
-        f"first samples' form: {form}"
+        f"{len(misfits):,} samples and more stay uncached: sample {next(iter(misfits))} cannot be cached: "
+        f"{reason}"
     )
 
 

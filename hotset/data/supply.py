@@ -19,6 +19,7 @@ other than in the source, costs time and no sample. The user is told of it, once
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from hotset.data.shortage import draws, first_to_tell, shortage
 from hotset.data.source import Source
 from hotset.determinism.declare import declared
 from hotset.determinism.watch import Watch
+from hotset.errors import SegmentError
 from hotset.session.retire import DESTROYED
 from hotset.store.claims import Ids
 from hotset.store.format import Live, Slot
@@ -202,7 +204,12 @@ class Supply:
         store = self.store
         if store is None or not records:
             return {}
-        return {sample: value for each in records for sample, value in each.samples(store.schema).items()}
+        found: dict[int, Any] = {}
+        for each in records:
+            # A form of its own whose type this process has not got: these come from the source.
+            with contextlib.suppress(SegmentError):
+                found.update(each.samples(store.schema))
+        return found
 
     def announce(self, ids: Ids) -> None:
         """Say that these samples are wanted soon: what lies on a disk is fetched meanwhile.
@@ -313,8 +320,8 @@ class Supply:
         """Now and then compare a sample that another machine has sent with what the source gives."""
         due = self._audit.due(sum(len(each.ids) for each in records)) if self._audit is not None else None
         if due is not None:
-            number, value = list(self.taken_apart(records).items())[due]
-            self._compare(number, value, store)
+            for number, value in list(self.taken_apart(records).items())[due : due + 1]:
+                self._compare(number, value, store)
 
     def _compare(self, number: int, cached: Any, store: Store) -> None:
         """Compare a cached sample with what the source gives now; if it is another, stop serving."""

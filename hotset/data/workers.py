@@ -267,7 +267,7 @@ class _InWorker:
         single = self.route.single
         assert single is not None
         if self._gather is None and not self._not_gathered and single._store is not None:
-            here = local[single._store.present(local)]
+            here = single._store.in_common_form(local)
             if not len(here):
                 return None
             self._gather = make_gather(single, self.collate_fn, int(here[0]))

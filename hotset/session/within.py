@@ -302,7 +302,7 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         if isinstance(said := metadata.get("memory"), (int, str)) and said != "auto":
             limit = min(parse_bytes(said), limit)
         rows = min(old.samples, limit // old.stride) + SLOTS
-        lines = max(limit // LINE, 1) if old.has_tail else 0
+        lines = max(limit // LINE, 1)
         geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
         first = Segment.create(geometry, encoded, path=path, limit=limit)
         try:

@@ -21,7 +21,7 @@ from hotset.store.segment import Segment
 
 __all__ = ["RECORD", "check_segment", "check_tiers", "content_problem", "record_problem"]
 
-RECORD = struct.Struct("<III4x")  # length, generation, checksum
+RECORD = struct.Struct("<III4x")  # length, stamp, checksum
 
 
 def record_problem(segment: Segment, sample: int, word: int) -> str | None:
@@ -31,16 +31,18 @@ def record_problem(segment: Segment, sample: int, word: int) -> str | None:
     if row >= geometry.rows:
         return f"sample {sample}: its index word names row {row:,} of {geometry.rows:,}"
     content = _part(segment, geometry.rows_at + row * geometry.stride, geometry.stride)
+    if content is None:
+        return f"sample {sample}: its record cannot be read"
     tail = None
-    if content is not None and geometry.has_tail:
-        (place,) = struct.unpack_from("<Q", content, RECORD_HEADER)
+    (place,) = struct.unpack_from("<Q", content, RECORD_HEADER)
+    if place:
         start = geometry.lines_at + (place >> fmt.TAIL_COUNT_BITS) * fmt.LINE
         size = (place & ((1 << fmt.TAIL_COUNT_BITS) - 1)) * fmt.LINE
         if start + size > geometry.size:
             return f"sample {sample}: its record's tail lies outside the segment"
         tail = _part(segment, start, size)
-    if content is None or (geometry.has_tail and tail is None):
-        return f"sample {sample}: its record cannot be read"
+        if tail is None:
+            return f"sample {sample}: its record cannot be read"
     return content_problem(sample, word, content, tail)
 
 
@@ -65,14 +67,14 @@ def content_problem(sample: int, word: int, row: memoryview, tail: memoryview | 
         row: its row.
         tail: the lines of its tail; None if it has none.
     """
-    generation = word >> fmt.GENERATION_SHIFT & fmt.GENERATION_MASK
+    stamp = word >> fmt.GENERATION_SHIFT & fmt.STAMP_MASK
     length, written, crc = RECORD.unpack_from(row)
     tail_bytes = length - (len(row) - RECORD_HEADER)
     lines = 0 if tail is None else len(tail)
-    if written != generation or not 0 <= lines - tail_bytes < fmt.LINE or tail_bytes < 0:
+    if written != stamp or not 0 <= lines - tail_bytes < fmt.LINE or tail_bytes < 0:
         return f"sample {sample}: its record's header is damaged"
     body = tail[:tail_bytes] if tail is not None and tail_bytes else None
-    if fmt.checksum(sample, length, generation, row[RECORD_HEADER:], body) != crc:
+    if fmt.checksum(sample, length, stamp, row[RECORD_HEADER:], body) != crc:
         return f"sample {sample}: its record's checksum does not fit"
     return None
 
@@ -89,9 +91,9 @@ def check_segment(segment: Segment) -> list[str]:
     tails: list[tuple[int, int, int, int]] = []
     for sample, word in enumerate(segment.index.tolist()):
         if word >= PRESENT:
-            if word & fmt.TIER_MASK:
+            if word & fmt.ON_DISK:
                 # The other segment's, and looked at there.
-                if word & fmt.TIER_MASK != fmt.ON_DISK or "spill" not in segment.metadata:
+                if "spill" not in segment.metadata:
                     problems.append(f"sample {sample}: its index word names a tier that there is not")
                 continue
             row = word & ROW_MASK
@@ -130,8 +132,8 @@ def check_tiers(first: Segment, second: Segment) -> list[str]:
     if os.fstat(second.fd).st_size < second.geometry.rows_at:
         return []  # said already
     words = first.index.copy()
-    there = np.flatnonzero((words >= PRESENT) & (words & fmt.TIER_MASK == fmt.ON_DISK))
-    apart = there[words[there] & ~fmt.TIER_MASK != second.index[there]]
+    there = np.flatnonzero((words >= PRESENT) & (words & fmt.ON_DISK != 0))
+    apart = there[words[there] & ~fmt.ON_DISK != second.index[there]]
     return [
         f"sample {sample}: the two tiers' index words disagree"
         for sample in apart.tolist()
@@ -142,8 +144,6 @@ def check_tiers(first: Segment, second: Segment) -> list[str]:
 def _tail(segment: Segment, row: int) -> tuple[int, int] | None:
     """The first line of a sound record's tail, and the one after its last; None if it has none."""
     geometry = segment.geometry
-    if not geometry.has_tail:
-        return None
     word = _part(segment, geometry.rows_at + row * geometry.stride + RECORD_HEADER, 8)
     if word is None:
         return None

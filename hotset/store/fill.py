@@ -4,7 +4,7 @@
 
     absent ── claim a few ── read them ── take room ── write their records ── publish their words
                                  │            │ none in memory: on the disk, if there is a spill
-                                 │            └── none there, or another form: handed to the caller only
+                                 │            └── none there, or it cannot be kept: handed to the caller only
                                  └── a generator moved: put back, and each of them read again, alone; those
                                      that move one are never stored, and the caller reads them in their turn
 
@@ -26,12 +26,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from hotset.store import format as fmt
+from hotset.store import forms
 from hotset.store.claims import Claims, Ids, Index, Membership
 from hotset.store.format import PRESENT, Live, Slot
 from hotset.store.leaves import Misfit
 from hotset.store.records import Record, Records
 from hotset.store.room import Room
-from hotset.store.schema import Prepared, Schema
+from hotset.store.schema import Schema
 from hotset.store.spill import Spill
 
 __all__ = ["Filler"]
@@ -75,7 +76,7 @@ class Filler:
         spill: the second tier, for what memory has no room for; None if there is none.
         reads: how many samples this process has read from the source for it.
         drawing: how many others of them it has found to draw random numbers.
-        misfits: which of them did not fit the schema, and why: the first thousands.
+        misfits: which of them cannot be kept, and why: the first thousands.
         ahead: whether it reads ahead of use: what it reads is no miss then.
     """
 
@@ -236,7 +237,7 @@ class Filler:
         fitting = []
         for sample, value in values.items():
             try:
-                fitting.append((sample, self._schema.prepare(value)))
+                fitting.append((sample, forms.prepare(self._schema, value)))
             except Misfit as misfit:
                 if len(self.misfits) < _MOST_MISFITS:
                     self.misfits.setdefault(sample, str(misfit))
@@ -248,7 +249,7 @@ class Filler:
             del fitting[:written]
         self._member.row[Slot.REJECTED] += len(values) - len(stored)
 
-    def _write(self, fitting: list[tuple[int, Prepared]]) -> int:
+    def _write(self, fitting: list[tuple[int, forms.Taken]]) -> int:
         """Write and publish as many of these as room is given for at once; returns how many."""
         samples = np.fromiter((sample for sample, _ in fitting), np.int64)
         written = self._write_to_memory(samples, fitting)
@@ -265,7 +266,7 @@ class Filler:
         counters[Slot.STORED_BYTES] += written * self._schema.stride + lines * fmt.LINE
         return written
 
-    def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, Prepared]]) -> int:
+    def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, forms.Taken]]) -> int:
         places, tails = self._index.places(samples), [prepared.tail_lines for _, prepared in fitting]
         with self._member.one_thread:
             given = self._room.lend(places.tolist(), tails)
@@ -278,7 +279,7 @@ class Filler:
         self,
         samples: Ids,
         places: list[int],
-        fitting: list[tuple[int, Prepared]],
+        fitting: list[tuple[int, forms.Taken]],
         given: list[tuple[int, int]],
     ) -> int:
         """Write records to where room was given for them, and publish their words; returns how many."""

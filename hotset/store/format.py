@@ -11,7 +11,7 @@ is free, so each region is as large as it could ever need to be, and memory is t
     slots_at          slots         1,024 x 192 B, one for each process that attaches to write
     index_at          index         samples x 8 B
     rows_at           rows          rows x stride: the fixed part of each record
-    lines_at          lines         lines x 256 B: the variable tails, each a run of lines
+    lines_at          lines         lines x 256 B: the tails, each a run of lines
 
 Every region begins on a page. All integers are little-endian.
 
@@ -21,19 +21,23 @@ Every region begins on a page. All integers are little-endian.
     00 | lap + 1                           absent, and tried in vain in that lap (in a ring only)
     001 | lap + 1 (zero but in a ring)     absent, and draws random numbers: never stored, nor claimed
     01 | slot:13 | incarnation:48          claimed by the process that holds that slot
-    1  | tier:2  | generation:20 | row:40  present: in this segment (tier 0), or in that on the disk (1)
+    1  | own | disk | generation:20 | row:40  present: in this segment, or in that on the disk; in the form
+                                              that most samples have, or in one of its own
 
 The two top bits below the sign tell the state, so ``word >= PRESENT`` is one comparison for a whole batch,
 and ``word & ROW_MASK`` is its row number.
 
-**Record**: one row, ``stride`` bytes, and for schemas with variable leaves one run of lines::
+**Record**: one row, ``stride`` bytes, and one run of lines, if it has a tail::
 
     +0   length      u32   bytes of the row and its tail that the checksum covers
-    +4   generation  u32
-    +8   checksum    u32   over sample number, length, generation, then row from +16, then tail
+    +4   stamp       u32   generation:20, and above that a zero and the bit ``own``, as in the index word
+    +8   checksum    u32   over sample number, length, stamp, then row from +16, then tail
     +12  run         u32   lines of the run that the row owns, where records are written again; else zero
-    +16  tail        u64   first line:40 | number of lines:24   (only if the schema has variable leaves)
+    +16  tail        u64   first line:40 | number of lines:24; zero without one
     ...  the dimensions of variable leaves (u32 each), then the fixed leaves; zeros up to the stride
+
+Of a record with a form of its own, what follows the tail's place is its body, which says itself what lies
+where (:mod:`hotset.store.forms`). Which of the two it is stands in the header too, and so in the checksum.
 
 The checksum is a CRC-32 of sums: of each part, the whole pages are added up as 512 columns of u64 (modulo
 2**64), and the CRC runs over the 4,096 bytes of the sums and over what is left of the part. It finds what
@@ -78,6 +82,8 @@ __all__ = [
     "LIVE_WORDS",
     "METADATA_CRC_AT",
     "ON_DISK",
+    "OWN_FORM",
+    "OWN_STAMP",
     "PAGE",
     "PRESENT",
     "RECORD_HEADER",
@@ -85,8 +91,8 @@ __all__ = [
     "SLOTS",
     "SLOT_SHIFT",
     "SLOT_WORDS",
+    "STAMP_MASK",
     "TAIL_COUNT_BITS",
-    "TIER_MASK",
     "Geometry",
     "Live",
     "Slot",
@@ -96,7 +102,7 @@ __all__ = [
 ]
 
 MAGIC = b"hotset\x00\x1a"
-VERSION = 3
+VERSION = 4
 PAGE = 4096
 HEADER_BYTES = PAGE
 METADATA_CRC_AT = 256
@@ -117,14 +123,15 @@ SLOT_SHIFT = 48
 INCARNATION_MASK = (1 << 48) - 1
 TAIL_COUNT_BITS = 24
 ON_DISK = 1 << 60
-TIER_MASK = 3 << 60
+OWN_FORM = 1 << 61
+OWN_STAMP = OWN_FORM >> GENERATION_SHIFT
+STAMP_MASK = GENERATION_MASK | OWN_STAMP
 
 # magic, version, flags, samples, stride, rows, lines, metadata bytes, nonce; then the CRC of all that.
 _HEADER = struct.Struct("<8sIIQQQQQ16s")
 _CRC = struct.Struct("<I")
 _RECORD_PREFIX = struct.Struct("<QII")  # as long as a record's header
-_RECORD_PREFIX_DTYPE = np.dtype([("sample", "<u8"), ("length", "<u4"), ("generation", "<u4")])
-_HAS_TAIL = 1
+_RECORD_PREFIX_DTYPE = np.dtype([("sample", "<u8"), ("length", "<u4"), ("stamp", "<u4")])
 
 _Longs = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
@@ -163,7 +170,7 @@ class Slot:
     HITS = 6
     MISSES = 7
     STORED = 8
-    REJECTED = 9  # samples that fit no schema, or for which there was no room
+    REJECTED = 9  # samples that cannot be kept, or for which there was no room
     FILL_NS = 10  # time spent in the source and its prefix
     STORED_BYTES = 11
     EPOCH = 12  # of a window: the epoch that its holder and its workers are in
@@ -183,9 +190,9 @@ class Geometry:
 
     Attributes:
         samples: length of the index.
-        stride: bytes of a row, a multiple of 8, at least 16.
+        stride: bytes of a row, a multiple of 8, at least 24.
         rows: number of rows there is address space for.
-        lines: number of 256-byte lines there is address space for; 0 without variable leaves.
+        lines: number of 256-byte lines there is address space for.
         metadata: bytes of the metadata.
     """
 
@@ -219,18 +226,13 @@ class Geometry:
         """Bytes that so many rows and lines take."""
         return rows * self.stride + lines * LINE
 
-    @cached_property
-    def has_tail(self) -> bool:
-        return self.lines > 0
-
 
 def pack_header(geometry: Geometry, nonce: bytes) -> bytes:
     """Return the header's fixed part, ready to be written at offset 0."""
-    flags = _HAS_TAIL if geometry.has_tail else 0
     fixed = _HEADER.pack(
         MAGIC,
         VERSION,
-        flags,
+        0,
         geometry.samples,
         geometry.stride,
         geometry.rows,
@@ -265,35 +267,35 @@ def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
     if version != VERSION:
         raise refuse(f"it has format version {version}, and this hotset reads version {VERSION}")
     geometry = Geometry(samples, stride, rows, lines, metadata)
-    if not (stride >= RECORD_HEADER and stride % 8 == 0 and rows <= ROW_MASK and lines <= ROW_MASK):
+    if not (stride >= RECORD_HEADER + 8 and stride % 8 == 0 and rows <= ROW_MASK and lines <= ROW_MASK):
         raise refuse("its header names impossible sizes")
-    if bool(flags & _HAS_TAIL) != geometry.has_tail or flags & ~_HAS_TAIL:
+    if flags:
         raise refuse("its header has unknown flags")
     if geometry.size != size:
         raise refuse(f"its header speaks of {geometry.size} bytes, and the file has {size}")
     return geometry, nonce
 
 
-def checksum(sample: int, length: int, generation: int, row: memoryview, tail: memoryview | None) -> int:
+def checksum(sample: int, length: int, stamp: int, row: memoryview, tail: memoryview | None) -> int:
     """Checksum of a record: its identity, its row from the record header on, and its tail."""
-    crc = _checksum_of_part(row, zlib.crc32(_RECORD_PREFIX.pack(sample, length, generation)))
+    crc = _checksum_of_part(row, zlib.crc32(_RECORD_PREFIX.pack(sample, length, stamp)))
     return _checksum_of_part(tail, crc) if tail is not None else crc
 
 
-def checksums(samples: _Longs, lengths: _Longs, generations: _Longs, rows: _Bytes) -> list[int]:
+def checksums(samples: _Longs, lengths: _Longs, stamps: _Longs, rows: _Bytes) -> list[int]:
     """Checksums of records without tails, each as :func:`checksum` has it; short ones in a third of the time.
 
     Args:
-        samples, lengths, generations: of each record.
+        samples, lengths, stamps: of each record.
         rows: uint8 of shape (records, stride), record headers included.
     """
     width = rows.shape[1]
     if width - RECORD_HEADER >= 2 * PAGE:
-        said = zip(samples.tolist(), lengths.tolist(), generations.tolist(), rows, strict=True)
-        return [checksum(s, length, g, row[RECORD_HEADER:].data, None) for s, length, g, row in said]
+        said = zip(samples.tolist(), lengths.tolist(), stamps.tolist(), rows, strict=True)
+        return [checksum(s, length, stamp, row[RECORD_HEADER:].data, None) for s, length, stamp, row in said]
     whole = np.empty((len(rows), width), np.uint8)
     prefix = np.empty(len(rows), _RECORD_PREFIX_DTYPE)
-    prefix["sample"], prefix["length"], prefix["generation"] = samples, lengths, generations
+    prefix["sample"], prefix["length"], prefix["stamp"] = samples, lengths, stamps
     whole[:, :RECORD_HEADER] = prefix.view(np.uint8).reshape(-1, RECORD_HEADER)
     whole[:, RECORD_HEADER:] = rows[:, RECORD_HEADER:]
     flat = whole.reshape(-1).data

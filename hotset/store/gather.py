@@ -11,6 +11,9 @@ come as runs of lines, one more selection with an index that numpy builds.
     finish     look whether the records still are what they were, and       the consumer's thread
                put the columns together
 
+A batch with a sample that has a form of its own (:mod:`hotset.store.forms`) is not gathered: its samples are
+read one by one, and collated.
+
 Some of a batch's records may lie elsewhere, as other machines have sent them (:mod:`hotset.store.loose`).
 These are copied to their places from there, and the others around them.
 
@@ -144,7 +147,8 @@ class Gather:
             loose: the records that the store lacks; they are left as they are until the copy was run.
 
         Returns:
-            The copy to be made; None if a sample is not in the store (any more), or there is no memory.
+            The copy to be made; None if a sample is not in the store (any more), or has a form of its own, or
+            there is no memory.
         """
         found = self._look_up(ids, loose)
         if found is None:
@@ -178,7 +182,7 @@ class Gather:
         return copy
 
     def _look_up(self, ids: Ids, loose: Sequence[Loose]) -> _Found | None:
-        """Where the records of a batch lie; None if one is missing, or goes as this looks."""
+        """Where the records of a batch lie; None if one is missing, of its own form, or just going."""
         store = self._store
         era = store.era()
         words = store.words(ids)
@@ -190,6 +194,8 @@ class Gather:
             if mix is None:
                 return None
             ids, words = ids[mix.here], words[mix.here]
+        if not store.are_common(words) or not all(each.are_common for each in loose):
+            return None  # they are no columns
         if not self._sound(ids):
             return None
         rows = words & ROW_MASK

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hotset.store import forms
 from hotset.store.claims import Ids
 from hotset.store.columns import Column
-from hotset.store.format import LINE, PRESENT, RECORD_HEADER
+from hotset.store.format import LINE, OWN_STAMP, PRESENT, RECORD_HEADER
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
 from hotset.store.tails import Tails, runs
@@ -35,15 +36,29 @@ class Loose(NamedTuple):
     rows: npt.NDArray[np.uint8]
     tails: npt.NDArray[np.uint8]
 
-    def samples(self, schema: Schema) -> dict[int, Any]:
-        """Put the samples together, by number, in memory of their own, all in one piece."""
+    @property
+    def are_common(self) -> bool:
+        """Whether all of them have the common form."""
+        return not (self.rows[:, 4:8].copy().view("<u4") & OWN_STAMP).any()
+
+    def samples(self, schema: Schema, *, decode: bool = True) -> dict[int, Any]:
+        """Put the samples together, by number, in memory of their own, all in one piece.
+
+        Args:
+            schema: of the store's.
+            decode: see :func:`hotset.store.forms.read`.
+
+        Raises:
+            SegmentError: a form of its own cannot be read here.
+        """
         if not len(self.ids):
             return {}
         memory = np.empty(self.rows.nbytes + self.tails.nbytes, np.uint8)
         memory[: self.rows.nbytes] = self.rows.reshape(-1)
         memory[self.rows.nbytes :] = self.tails.reshape(-1)
         starts = self.rows.nbytes + (np.cumsum(self.lines) - self.lines) * LINE
-        return dict(zip(self.ids.tolist(), schema.read(memory.data, 0, starts.tolist()), strict=True))
+        found = forms.read(schema, memory.data, 0, starts.tolist(), decode=decode)
+        return dict(zip(self.ids.tolist(), found, strict=True))
 
 
 class Piece(NamedTuple):

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotset.store import format as fmt
+from hotset.store import forms
 from hotset.store.check import RECORD
 from hotset.store.format import PRESENT, RECORD_HEADER
-from hotset.store.schema import Prepared, Schema
+from hotset.store.schema import Schema
 from hotset.store.segment import Segment
 
 __all__ = ["Record", "Records"]
@@ -33,7 +34,7 @@ class Record(NamedTuple):
 
     place: int
     generation: int
-    prepared: Prepared
+    prepared: forms.Taken
     row: int
     line: int
 
@@ -43,6 +44,9 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self.bytes = np.zeros(_SCRATCH, np.uint8)
+        self.used = (
+            0  # bytes at its beginning where tails or bodies lay: rows have zeros between their leaves
+        )
 
 
 class Records:
@@ -87,9 +91,10 @@ class Records:
         if size > _SCRATCH:
             return self._lay_out(run, segment.buffer, rows_at, tails_at)
         scratch = self._scratch.bytes
-        if self._schema.has_tail:
-            scratch[:rows] = 0  # gaps between leaves: another run's tails lay there
+        scratch[: min(rows, self._scratch.used)] = 0
         words = self._lay_out(run, scratch.data, 0, rows)
+        if size > rows or any(word & fmt.OWN_FORM for word in words):
+            self._scratch.used = max(self._scratch.used, size)
         segment.write(scratch.data[:rows], rows_at)
         if size > rows:
             segment.write(scratch.data[rows:size], tails_at)
@@ -100,13 +105,14 @@ class Records:
         view = memoryview(buffer)
         words = []
         for place, generation, prepared, row, line in run:
-            self._schema.write(buffer, row_at, prepared, line, tail_at)
+            stamp = forms.stamp(prepared, generation)
+            forms.write(self._schema, buffer, row_at, prepared, line, tail_at)
             length = stride - RECORD_HEADER + prepared.tail_bytes
             tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
             body = view[row_at + RECORD_HEADER : row_at + stride]
-            crc = fmt.checksum(place, length, generation, body, tail)
-            RECORD.pack_into(buffer, row_at, length, generation, crc)
-            words.append(PRESENT | generation << fmt.GENERATION_SHIFT | row)
+            crc = fmt.checksum(place, length, stamp, body, tail)
+            RECORD.pack_into(buffer, row_at, length, stamp, crc)
+            words.append(PRESENT | stamp << fmt.GENERATION_SHIFT | row)
             row_at += stride
             tail_at += prepared.tail_lines * fmt.LINE
         return words

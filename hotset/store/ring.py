@@ -14,7 +14,7 @@ reader knows the one word that means its entry; every other means "absent"::
 
     absent or left ── claim ──> claimed ── publish ──> present in lap l ── cursor passes ──> left
         ^                          │                                                          │
-        └── refused in lap l <─────┴── no room, or another form                its lines, or its slot,
+        └── refused in lap l <─────┴── no room, or cannot be kept              its lines, or its slot,
                                                                                are wanted by another entry
 
 **Readers** take no lock: they load the words, copy, and load the words again. Equal words mean that nobody
@@ -88,10 +88,10 @@ class Ring(Store):
     @staticmethod
     def _address_space(schema: Schema, samples: int, limit: int, about: dict[str, Any]) -> tuple[int, int]:
         if about.get("shared"):
-            return samples, max(limit // LINE, 1) if schema.has_tail else 0
+            return samples, max(limit // LINE, 1)
         # Rows come first, so that rows and lines together never pass the limit.
         rows = min(samples, limit // schema.stride)
-        return rows, max((limit - rows * schema.stride) // LINE, 1) if schema.has_tail else 0
+        return rows, max((limit - rows * schema.stride) // LINE, 1)
 
     def unchanged(self, words: Words, era: int) -> bool:
         same: Mask = self.segment.index[words & ROW_MASK] == words
@@ -103,7 +103,7 @@ class Ring(Store):
     @property
     def stored_bytes(self) -> int:
         slots, _ = RingIndex(self.segment).records()
-        lines = int(self.tails(slots).counts.sum()) if self.schema.has_tail else 0
+        lines = int(self.tails(slots).counts.sum())
         return self.segment.geometry.taken(len(slots), lines)
 
     def settled(self, entries: Ids) -> Mask:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotset.store.claims import Ids, Index
-from hotset.store.format import CLAIMED, DRAWS, GENERATION_MASK, GENERATION_SHIFT, PRESENT, Live
+from hotset.store.format import CLAIMED, DRAWS, GENERATION_MASK, GENERATION_SHIFT, OWN_FORM, PRESENT, Live
 from hotset.store.segment import Words
 
 __all__ = ["RingIndex"]
@@ -22,7 +22,7 @@ class RingIndex(Index):
         laps, slots = np.divmod(ids, len(self._words))
         found: Words = self._words[slots]
         wanted = (laps & GENERATION_MASK) << GENERATION_SHIFT | PRESENT | slots
-        other = found != wanted
+        other = found & ~OWN_FORM != wanted
         if np.logical_or.reduce(other):
             drawing = (found >= DRAWS) & (found < CLAIMED) & (found & ~DRAWS != (laps & GENERATION_MASK) + 1)
             found[(other & (found >= PRESENT)) | drawing] = 0

@@ -61,10 +61,8 @@ class RingRoom(Room):
         segment, geometry = member.segment, member.segment.geometry
         self._is_shared = is_shared(segment)
         self._index = RingIndex(segment)
-        self._tails: Words | None = None
-        if geometry.has_tail:
-            at = geometry.rows_at + RECORD_HEADER
-            self._tails = np.ndarray((geometry.rows,), np.int64, segment.buffer, at, (geometry.stride,))
+        at = geometry.rows_at + RECORD_HEADER
+        self._tails: Words = np.ndarray((geometry.rows,), np.int64, segment.buffer, at, (geometry.stride,))
         # How far this process's extent is used, and where it ends.
         self._extent = 0, 0
         self._looked = 0  # up to which slot it was looked for rows of nobody
@@ -275,7 +273,6 @@ class RingRoom(Room):
 
     def _runs(self) -> tuple[_Runs, Ids]:
         """The lines in use, and the slots of entries that have left, the oldest first."""
-        assert self._tails is not None
         # Extents before words: what is published meanwhile is seen twice, and not missed.
         extents = self._segment.slots[:, Slot.LINE_NEXT : Slot.LINE_END + 1].copy()
         extents[self._member.slot] = 0

@@ -32,11 +32,11 @@ from hotset.store import memory
 from hotset.store.claims import Membership
 from hotset.store.format import (
     LINE,
+    ON_DISK,
     PRESENT,
     RECORD_HEADER,
     ROW_MASK,
     TAIL_COUNT_BITS,
-    TIER_MASK,
     Live,
     Slot,
 )
@@ -190,7 +190,7 @@ class Room:
         live[Live.FULL] = 0
         with self._member.one_thread:
             row = self._own_extent(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows)
-            if row is None or not geometry.has_tail:
+            if row is None or not live[Live.LINES_NEXT]:  # no record has needed lines so far
                 return row is not None
             return self._own_extent(Slot.LINE_NEXT, Live.LINES_NEXT, 1, LINE, geometry.lines) is not None
 
@@ -353,11 +353,11 @@ def distrust_room(member: Membership) -> None:
     """
     segment, geometry, live = member.segment, member.segment.geometry, member.segment.live
     words = segment.index[segment.index >= PRESENT]
-    rows = words[words & TIER_MASK == 0] & ROW_MASK
+    rows = words[words & ON_DISK == 0] & ROW_MASK
     rows = rows[rows < geometry.rows].tolist()
     if not rows:
         return
-    lines = max((_end_of_tail(member, row) for row in rows), default=0) if geometry.has_tail else 0
+    lines = max(_end_of_tail(member, row) for row in rows)
     with member.short_lock() as held:
         if held:
             live[Live.ROWS_NEXT] = max(int(live[Live.ROWS_NEXT]), max(rows) + 1)

@@ -1,13 +1,14 @@
-"""Schema: the tree that all samples of a cache share, and where each leaf lies in a record.
+"""Schema: the tree that most samples of a cache share, and where each leaf lies in a record.
 
-The first samples give it. A leaf whose shape is the same in all of them is fixed, one whose shape varies is
-variable; text always is. A later sample that does not fit (another tree, dtype, number of dimensions, or
-another shape where all were alike) is served from the source and stays uncached; nothing fails.
+A few samples give it: the form that most of them have is the common one. A leaf whose shape is the same in
+all of these is fixed, one whose shape varies is variable; text always is. A sample that does not fit (another
+tree, dtype, number of dimensions, or another shape where all were alike) is kept in a form of its own
+(:mod:`hotset.store.forms`).
 
-A record's row holds, after its header, the *head* if there are variable leaves (the tail's place, then the
-dimensions of each variable leaf as u32: together, so that one look at a row finds all that is needed to copy
-its tail), then the fixed leaves in order of falling item size. The tail holds the variable leaves in the
-tree's order, each on a multiple of 16.
+A record's row holds, after its header, the *head* (the tail's place, then the dimensions of each variable
+leaf as u32: together, so that one look at a row finds all that is needed to copy its tail), then the fixed
+leaves in order of falling item size. The tail holds the variable leaves in the tree's order, each on a
+multiple of 16.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from hotset.store.format import LINE, RECORD_HEADER, TAIL_COUNT_BITS
 from hotset.store.leaves import ArrayLeaf, Leaf, Misfit, Shape
 from hotset.store.tree import Group, Node, build, flatten, from_json, infer, leaves_of, to_json, widen
 
-__all__ = ["Group", "Node", "Prepared", "Schema", "variable_bytes"]
+__all__ = ["LARGEST_RECORD", "TAIL", "Group", "Node", "Prepared", "Schema", "variable_bytes"]
 
-_TAIL = struct.Struct("<Q")
-_TAIL_BYTES = 8
+TAIL = struct.Struct("<Q")
 _ALIGN_TAIL = 16
-_LARGEST_RECORD = 2 << 30
+LARGEST_RECORD = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Schema:
         offsets: for each leaf its offset in the row: of its bytes if fixed, of its dimensions if variable.
         stride: bytes of a row.
         variable: places of the variable leaves among ``leaves``.
-        head: numpy's dtype of what a row begins with, behind its record header, if there are such leaves.
-        has_tail: whether there are variable leaves.
+        head: numpy's dtype of what a row begins with, behind its record header.
+        has_tail: whether there are variable leaves, so that records of this form may have tails.
     """
 
     def __init__(self, tree: Node) -> None:
@@ -79,7 +79,7 @@ class Schema:
             return leaf.itemsize if isinstance(leaf, ArrayLeaf) else min(leaf.fixed_bytes or 0, 8)
 
         offsets = [0] * len(self.leaves)
-        at = RECORD_HEADER + (_TAIL_BYTES if self.has_tail else 0)
+        at = RECORD_HEADER + TAIL.size
         for place in self.variable:
             offsets[place] = at
             at += 4 * self.leaves[place].dims
@@ -104,25 +104,48 @@ class Schema:
                 "names": ["tail", *places],
                 "formats": ["<i8", *(("<u4", shape) for shape in shapes)],
                 "offsets": [0, *offsets],
-                "itemsize": -(-(_TAIL_BYTES + 4 * sum(math.prod(shape) for shape in shapes)) // 8) * 8,
+                "itemsize": -(-(TAIL.size + 4 * sum(math.prod(shape) for shape in shapes)) // 8) * 8,
             }
         )
 
     @classmethod
     def infer(cls, samples: Sequence[object], *, as_lies: bool) -> Schema:
-        """Return the schema that fits the first of these samples, and as many of the others as it can.
+        """Return the schema that fits most of these samples; of several such, the one that comes first.
 
         Args:
             samples: at least one.
             as_lies: store arrays as they lie in memory (wanted where single samples are read).
 
         Raises:
-            Misfit: the first sample holds something that cannot be cached; says where and what.
+            Misfit: all samples hold something that cannot be cached; says where and what, of the first.
         """
-        tree = infer(samples[0], as_lies, "")
-        for sample in samples[1:]:
-            tree = widen(tree, sample)
-        return cls(tree)
+        best: Schema | None = None
+        most, refused = 0, None
+        for sample in samples:
+            if best is not None and best._fits(sample):
+                continue  # it would give the same form
+            try:
+                tree = infer(sample, as_lies, "")
+            except Misfit as misfit:
+                refused = refused or misfit
+                continue
+            for other in samples:
+                tree = widen(tree, other)
+            schema = cls(tree)
+            fitting = sum(map(schema._fits, samples))
+            if best is None or fitting > most:
+                best, most = schema, fitting
+        if best is None:
+            assert refused is not None
+            raise refused
+        return best
+
+    def _fits(self, sample: object) -> bool:
+        try:
+            self.prepare(sample)
+        except Misfit:
+            return False
+        return True
 
     def prepare(self, sample: object) -> Prepared:
         """Take a sample apart and measure it.
@@ -138,7 +161,7 @@ class Schema:
             shape, size = self.leaves[place].measure(found[place])
             dims.append(shape)
             tail += -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
-        if tail + self.stride > _LARGEST_RECORD:
+        if tail + self.stride > LARGEST_RECORD:
             raise Misfit("more than 2 GiB in one sample")
         return Prepared(found, dims, tail)
 
@@ -149,15 +172,13 @@ class Schema:
             buffer: the segment's mapping.
             row_at: offset of the row.
             prepared: the sample.
-            line: number of the tail's first line (ignored without variable leaves).
+            line: number of the tail's first line (of no meaning where it has none).
             tail_at: offset of that line.
         """
         for place, leaf in enumerate(self.leaves):
             if leaf.fixed_bytes:
                 leaf.put(buffer, row_at + self.offsets[place], prepared.values[place])
-        if not self.has_tail:
-            return
-        _TAIL.pack_into(buffer, row_at + RECORD_HEADER, line << TAIL_COUNT_BITS | prepared.tail_lines)
+        TAIL.pack_into(buffer, row_at + RECORD_HEADER, line << TAIL_COUNT_BITS | prepared.tail_lines)
         for place, dims in zip(self.variable, prepared.dims, strict=True):
             leaf = self.leaves[place]
             struct.pack_into(f"<{len(dims)}I", buffer, row_at + self.offsets[place], *dims)

@@ -24,7 +24,7 @@ import numpy as np
 from hotset.store.check import record_problem
 from hotset.store.claims import Membership
 from hotset.store.clearing import era_of
-from hotset.store.format import ON_DISK, TIER_MASK, Slot
+from hotset.store.format import ON_DISK, Slot
 from hotset.store.segment import Words
 from hotset.store.spill import Spill, Staged
 from hotset.told import tell
@@ -71,9 +71,9 @@ class Soundness:
 
     def problem(self, sample: int, word: int) -> str | None:
         """What is wrong with the record that this index word names, in words; None if it is sound."""
-        if not word & TIER_MASK:
+        if not word & ON_DISK:
             return record_problem(self._segment, sample, word)
-        if self._spill is not None and word & TIER_MASK == ON_DISK:
+        if self._spill is not None:
             return None  # verified in the copy that is made of it
         return f"sample {sample}: its index word names a tier that there is not"
 

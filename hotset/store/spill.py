@@ -32,10 +32,11 @@ from hotset.store import format as fmt
 from hotset.store.check import RECORD, content_problem
 from hotset.store.claims import Ids, Membership
 from hotset.store.format import ON_DISK, PAGE, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
+from hotset.store.forms import Taken
 from hotset.store.memory import Headroom
 from hotset.store.records import Record, Records
 from hotset.store.room import Room
-from hotset.store.schema import Prepared, Schema
+from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words, attach_second
 from hotset.store.tails import Tails
 from hotset.units import format_bytes
@@ -110,7 +111,7 @@ class Spill:
         live = self.segment.live
         return self.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
 
-    def write(self, samples: Ids, generations: Words, prepared: Sequence[Prepared]) -> Words:
+    def write(self, samples: Ids, generations: Words, prepared: Sequence[Taken]) -> Words:
         """Write as many of these records as room is given for at once; their words for the store's index."""
         tails = [one.tail_lines for one in prepared]
         with self.member.one_thread:
@@ -235,8 +236,9 @@ class Staged:
         block: gives memory for that many bytes.
 
     Attributes:
+        words: of the batch.
         rows: a row for each record, once :meth:`load` has run.
-        tails: where the records' tails lie in ``lines``; None if the schema has none.
+        tails: where the records' tails lie in ``lines``; None if no record can have one.
         lines: the tails' lines, one run behind the other.
         damaged: samples whose records are not sound, each with its word and what is wrong.
         is_loaded: whether :meth:`load` has run.
@@ -246,7 +248,7 @@ class Staged:
     def __init__(self, spill: Spill, rows: Bytes, lines: Bytes, ids: Ids, words: Words, block: Any) -> None:
         self._spill = spill
         self._from = rows, lines
-        self._ids, self._words = ids, words
+        self._ids, self.words = ids, words
         self._on_disk = np.flatnonzero(words & ON_DISK)
         self._disk = self._on_disk.tolist()
         self._memory = np.flatnonzero(words & ON_DISK == 0)
@@ -267,8 +269,8 @@ class Staged:
             head: how the beginning of a row is laid out that says where its tail is; None without tails.
         """
         self.is_loaded = True
-        self.rows[self._memory] = self._from[0][self._words[self._memory] & ROW_MASK]
-        for place in self._spill.read_rows(self._words, self._on_disk, self.rows):
+        self.rows[self._memory] = self._from[0][self.words[self._memory] & ROW_MASK]
+        for place in self._spill.read_rows(self.words, self._on_disk, self.rows):
             self._refuse(place, "its record cannot be read")
         if not self.damaged and head is not None:
             self._load_tails(head)
@@ -296,7 +298,7 @@ class Staged:
         self.block = block
         if tails.total:
             self.lines = np.ndarray((tails.total, fmt.LINE), np.uint8, block, self.lines_at)
-        of = np.repeat(self._words & ON_DISK == 0, tails.counts)
+        of = np.repeat(self.words & ON_DISK == 0, tails.counts)
         self.lines[of] = self._from[1][tails.lines()[of]]
         for place in self._disk:
             start, count = int(tails.starts[place]), int(tails.counts[place])
@@ -306,7 +308,7 @@ class Staged:
                 self._refuse(place, "its record's tail cannot be read")
 
     def _verify(self) -> None:
-        ids, words = self._ids[self._disk], self._words[self._disk]
+        ids, words = self._ids[self._disk], self.words[self._disk]
         for number in np.flatnonzero(self._spill.unverified(ids, words)).tolist():
             place, sample, word = self._disk[number], int(ids[number]), int(words[number])
             tail = None
@@ -320,7 +322,7 @@ class Staged:
                 self._spill.note_verified(sample, word)
 
     def _refuse(self, place: int, why: str) -> None:
-        self.damaged.append((int(self._ids[place]), int(self._words[place]), why))
+        self.damaged.append((int(self._ids[place]), int(self.words[place]), why))
 
 
 @dataclass(frozen=True)
@@ -347,7 +349,7 @@ class SpillTo:
         status = os.statvfs(self.folder)
         size = min(status.f_blocks * status.f_frsize, _LARGEST_FILE // 2)
         rows = min(samples, size // schema.stride) + fmt.SLOTS
-        lines = max(size // fmt.LINE, 1) if schema.has_tail else 0
+        lines = max(size // fmt.LINE, 1)
         geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
         folder = None if self.path is not None else self.folder
         # The disk is the limit; a file of more than that is never written.
@@ -379,7 +381,7 @@ def attach_spill(where: str | Address, segment: Segment, schema: Schema) -> Spil
         return None
     second = attach_second(where, said)
     ours, theirs = segment.geometry, second.geometry
-    if (ours.samples, ours.stride, ours.has_tail) != (theirs.samples, theirs.stride, theirs.has_tail):
+    if (ours.samples, ours.stride) != (theirs.samples, theirs.stride):
         second.close()
         raise SegmentError("what it has spilled is another cache's.")
     return Spill(second, schema, keeps_all=bool(said["keeps_all"]))

@@ -24,7 +24,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hotset.errors import SegmentError
 from hotset.store import format as fmt
+from hotset.store import forms
 from hotset.store.blocks import BlockPool
 from hotset.store.check import check_segment, check_tiers
 from hotset.store.claims import Ids, Index, Membership
@@ -38,6 +40,7 @@ from hotset.store.soundness import Soundness
 from hotset.store.spill import Spill, SpillTo, Staged
 from hotset.store.tails import Tails
 from hotset.store.tiers import found_tiers, new_tiers
+from hotset.told import tell
 
 __all__ = ["Store"]
 
@@ -76,15 +79,17 @@ class Store:
         self.room = self._room_type(self.member)
         self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
         self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
-        self._heads: Bytes | None = None
-        if schema.has_tail:
-            width, at = schema.head.itemsize, geometry.rows_at + RECORD_HEADER
-            self._heads = np.ndarray((geometry.rows,), f"V{width}", segment.buffer, at, (geometry.stride,))
+        width, at = schema.head.itemsize, geometry.rows_at + RECORD_HEADER
+        rows = geometry.rows
+        self._heads: Bytes = np.ndarray(
+            (rows,), f"V{width}", segment.buffer if rows else None, at if rows else 0, (geometry.stride,)
+        )
         self.filler = Filler(self.member, self.index, self.room, schema)
         self.filler.spill = spill
         self.soundness = Soundness(self.member, spill)
         self._clearing = Clearing(self.member, self.filler.claims, self.room, spill)
         self._scratch: BlockPool | None = None
+        self._told_of_forms = False
         if not segment.trusted:
             distrust_room(self.member)
             if spill is not None:
@@ -127,7 +132,7 @@ class Store:
         """How many rows and lines there may ever be."""
         # A row for every sample that the limit has room for, and some for what killed processes lose.
         rows = min(samples, limit // schema.stride) + fmt.SLOTS
-        return rows, max(limit // fmt.LINE, 1) if schema.has_tail else 0
+        return rows, max(limit // fmt.LINE, 1)
 
     @classmethod
     def attach(cls: type[AnyStore], where: str | Address, schema: Schema | None = None) -> AnyStore:
@@ -185,7 +190,8 @@ class Store:
         """Store samples that came from elsewhere, as far as there is room, and nobody is reading them.
 
         Args:
-            samples: by number; as the source and its prefix give them.
+            samples: by number; as the source and its prefix give them, or packed: see
+                :func:`hotset.store.forms.prepare`.
         """
         if self.era() is not None:
             self.filler.adopt(samples)
@@ -207,6 +213,11 @@ class Store:
                 here[i] = self.soundness.is_sound(int(places[i]), int(words[i]))
         return here
 
+    def in_common_form(self, ids: Ids) -> Ids:
+        """Those of these samples that are in the store, sound, and in the form that most have."""
+        common: Ids = ids[self.present(ids) & (self.words(ids) & fmt.OWN_FORM == 0)]
+        return common
+
     def read(self, ids: Ids) -> list[Any] | None:
         """Return copies of these samples, which all must be present; None if one no longer is.
 
@@ -224,7 +235,7 @@ class Store:
         with self.member.reading:
             if not self.unchanged(words, era):
                 return None
-            tails = self.tails(rows) if self.schema.has_tail else None
+            tails = self.tails(rows) if self.have_tails(words) else None
             if tails is not None and not self.unchanged(words, era):
                 return None  # the tails' places may be half of one record and half of another
             tails_at = -(-count * stride // _ALIGN) * _ALIGN
@@ -240,11 +251,19 @@ class Store:
                     np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
             if not self.unchanged(words, era):
                 return None
-        return self.schema.read(block, 0, starts.tolist())
+        return self._put_together(block, starts.tolist())
 
     def on_disk(self, words: Words) -> bool:
         """Whether any of these words, of present samples, names a record on the disk."""
         return self.spill is not None and bool((words & fmt.ON_DISK).any())
+
+    def have_tails(self, words: Words) -> bool:
+        """Whether any of the records that these words, of present samples, name may have a tail."""
+        return self.schema.has_tail or not self.are_common(words)
+
+    def are_common(self, words: Words) -> bool:
+        """Whether the records that these words, of present samples, name all have the common form."""
+        return not int(np.bitwise_or.reduce(words)) & fmt.OWN_FORM
 
     def stage(self, ids: Ids, words: Words) -> Staged:
         """Make ready to copy these samples' records from both tiers side by side; see :class:`Staged`."""
@@ -256,7 +275,7 @@ class Store:
         with self.member.reading:
             if self.era() is None:
                 return False
-            sound = staged.load(self.schema.head if self.schema.has_tail else None)
+            sound = staged.load(self.schema.head if self.have_tails(staged.words) else None)
         self.soundness.forget(staged)
         return sound
 
@@ -269,7 +288,17 @@ class Store:
         starts = np.zeros(len(ids), np.int64)
         if staged.tails is not None:
             starts = staged.lines_at + staged.tails.starts * fmt.LINE
-        return self.schema.read(staged.block, 0, starts.tolist())
+        return self._put_together(staged.block, starts.tolist())
+
+    def _put_together(self, block: Any, tails_at: list[int]) -> list[Any] | None:
+        """The samples of records that were copied, rows first; None if one's own form cannot be read here."""
+        try:
+            return forms.read(self.schema, block, 0, tails_at)
+        except SegmentError as error:
+            if not self._told_of_forms:
+                tell(f"{error} Such samples are read from the source.")
+            self._told_of_forms = True
+            return None
 
     def announce(self, ids: Ids) -> None:
         """Say that these samples are wanted soon: what is on the disk is fetched meanwhile."""
@@ -315,7 +344,6 @@ class Store:
 
     def tails(self, rows: Words) -> Tails:
         """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
-        assert self._heads is not None
         return Tails(self._heads[rows].view(self.schema.head))
 
     @property

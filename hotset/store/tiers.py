@@ -124,7 +124,7 @@ def found_tiers(
         if schema is None:
             schema = Schema.from_json(segment.metadata.get("schema"))
         geometry = segment.geometry
-        if (schema.stride, schema.has_tail) != (geometry.stride, geometry.has_tail):
+        if schema.stride != geometry.stride or (schema.has_tail and not geometry.lines):
             raise SegmentError("the segment's schema does not describe its rows; `hotset gc` frees it.")
         if segment.metadata.get("ring", False) is not ring:
             raise SegmentError(

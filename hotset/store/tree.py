@@ -1,6 +1,7 @@
 """The tree that all samples of a cache share: containers above, leaves below.
 
 The functions here walk it: :func:`infer` makes it from a sample, :func:`widen` lets it fit another one too,
+:func:`varied` any that differs in shapes only,
 :func:`flatten` takes a sample apart along it, :func:`build` puts samples together, and :func:`to_json` and
 :func:`from_json` keep it in a segment's metadata.
 """
@@ -18,9 +19,20 @@ from typing import Any
 
 from hotset.errors import SegmentError
 from hotset.store.codecs import codec_named, codec_of
-from hotset.store.leaves import EnumLeaf, Leaf, Misfit, leaf_from_json, leaf_of, name_of_type
+from hotset.store.leaves import ArrayLeaf, EnumLeaf, Leaf, Misfit, leaf_from_json, leaf_of, name_of_type
 
-__all__ = ["Group", "Node", "build", "flatten", "from_json", "infer", "leaves_of", "to_json", "widen"]
+__all__ = [
+    "Group",
+    "Node",
+    "build",
+    "flatten",
+    "from_json",
+    "infer",
+    "leaves_of",
+    "to_json",
+    "varied",
+    "widen",
+]
 
 _DEEPEST = 64
 _KEY_TYPES = (str, int, bool, float, type(None))
@@ -198,6 +210,13 @@ def widen(node: Node, value: object) -> Node:
         return node
     children = tuple(widen(child, part) for child, part in zip(node.children, parts, strict=True))
     return dataclasses.replace(node, children=children)
+
+
+def varied(node: Node) -> Node:
+    """The node, with the shapes of all arrays left open."""
+    if isinstance(node, Group):
+        return dataclasses.replace(node, children=tuple(map(varied, node.children)))
+    return dataclasses.replace(node, shape=None) if isinstance(node, ArrayLeaf) else node
 
 
 def build(node: Node, found: Iterator[list[Any]], count: int) -> list[Any]:
