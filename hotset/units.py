@@ -1,13 +1,26 @@
-"""Amounts of memory, ``"64GiB"`` to bytes and back, and of time, for people to read.
+"""Amounts of memory, ``"64GiB"`` or ``"50%"`` to bytes and back, and of time, for people to read.
 
 Binary suffixes (KiB, MiB, GiB, TiB) are powers of 1,024, decimal ones (KB, MB, GB, TB) powers of 1,000;
 a bare number is bytes. Lower and upper case mean the same, as nobody who types ``64gib`` means bits.
+
+A percentage is of what the caller says, which is looked up only then:
+
+=============================================  ==========================================================
+``hotset.cache(memory=)``, ``explain``         the memory that is free under the machine's and every control
+                                               group's limit: ``"auto"`` is 50 % of it
+the same in a session                          what the session may hold
+``Window(resident=)``                          as ``memory=``; in a cluster what its machines may hold
+``DeviceQueue(resident=)``                     the device's memory that is free
+``hotset start``, ``session create, resize``   the machine's memory, or its control group's limit
+=============================================  ==========================================================
 """
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
+from collections.abc import Callable
 
 from hotset.errors import QuantityError
 
@@ -18,34 +31,44 @@ _FACTORS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(quantity: int | str, *, name: str = "memory") -> int:
+def parse_bytes(quantity: int | str, *, name: str = "memory", whole: Callable[[], int] | None = None) -> int:
     """Return ``quantity`` in bytes.
 
     Args:
         quantity: an int (bytes) or a string such as ``"64GiB"``, ``"500MB"`` or ``"1.5 TiB"``.
         name: the argument's name, for the error's sentence.
+        whole: returns the bytes of which ``"50%"`` is a half; None: there is nothing that it could be of.
 
     Raises:
-        QuantityError: not an int or a string of that form, or below zero.
+        QuantityError: not an int or a string of that form, or below zero; a percentage of nothing, or one
+            that is not above 0 and at most 100.
 
     Example:
-        >>> parse_bytes("1.5KiB"), parse_bytes("2MB"), parse_bytes(7)
-        (1536, 2000000, 7)
+        >>> parse_bytes("1.5KiB"), parse_bytes("2MB"), parse_bytes(7), parse_bytes("50%", whole=lambda: 30)
+        (1536, 2000000, 7, 15)
     """
     if isinstance(quantity, int) and not isinstance(quantity, bool):
         if quantity < 0:
             raise QuantityError(f"{name}={quantity} is negative; give a number of bytes, zero or more.")
         return quantity
+    if isinstance(quantity, str) and len(quantity) < 60 and (share := _SHARE.fullmatch(quantity)):
+        if whole is None:
+            raise QuantityError(f"{name}={quantity!r} is a share of nothing here; give an amount of memory.")
+        if not 0 < float(share[1]) <= 100:
+            raise QuantityError(f'{name}={quantity!r} must be above 0 % and at most 100 %; give "50%", say.')
+        return math.floor(float(share[1]) * whole() / 100)
     # More digits than any memory has are no number that Python would read.
     match = _PATTERN.fullmatch(quantity) if isinstance(quantity, str) and len(quantity) < 60 else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise QuantityError(
             f"{name}={reprlib.repr(quantity)} is not an amount of memory; give bytes as an int, "
-            'or a string such as "64GiB" or "500MB".'
+            'or a string such as "64GiB" or "500MB"'
+            + ("." if whole is None else ', or a share such as "50%".')
         )
     return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * int(factor)
 

@@ -73,7 +73,9 @@ def explain(
             metavar="MODULE:OBJECT", help="A data set, transforms, or a function that makes them."
         ),
     ],
-    memory: Annotated[str, typer.Option(help="What the cache may take.")] = "auto",
+    memory: Annotated[
+        str, typer.Option(help="What the cache may take: 64GiB, or 50% of what is free")
+    ] = "auto",
     resident: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Of a window: how many samples, which fraction, or how much memory."),
@@ -273,7 +275,7 @@ def create_session(
     name: Annotated[str, typer.Argument(help="Letters, digits, dot, underscore and hyphen.")],
     memory: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="What its caches may hold together in memory: 120GiB."),
+        typer.Option(help="What its caches may hold together in memory: 120GiB, or 50% of the machine's."),
     ] = None,
     spill: Annotated[
         Optional[str],  # noqa: UP045
@@ -330,7 +332,7 @@ def show_session(name: Which, as_json: AsJson = False) -> None:
 @session_app.command("resize")
 def resize_session(
     name: Which,
-    memory: Annotated[str, typer.Option(help="What its caches may hold together in memory: 200GiB.")],
+    memory: Annotated[str, typer.Option(help="What its caches may hold together in memory: 200GiB, or 80%.")],
     as_json: AsJson = False,
 ) -> None:
     """Change what a session may hold, also under jobs; of what is too much, caches that nobody uses go."""

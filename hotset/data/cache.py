@@ -23,7 +23,7 @@ from hotset.data.cached import CachedDataset
 from hotset.data.identity import Identity, NotShared, unshareable
 from hotset.data.machines import boundary_of, join_machines, neighbours_of, planned_by_all, require_machines
 from hotset.data.mapping import map_ahead
-from hotset.data.planning import Made, Wanted, found_there, joined_plan, make_plan
+from hotset.data.planning import Made, Wanted, found_there, joined_plan, make_plan, own_memory
 from hotset.data.residents import Residents
 from hotset.data.source import Uncut
 from hotset.data.window import Window
@@ -84,7 +84,8 @@ def cache(
         transform: one callable or a list of them, applied to whole samples after the data set's own.
         memory: the most that the cached samples may take: bytes, a string such as ``"64GiB"``, or
             ``"auto"``: half of what is free under the machine's and every enclosing control group's limit, or
-            what the session may hold. Samples for which there is no room come from the source, each time.
+            what the session may hold. ``"80%"`` is a share of the same. Samples for which there is no room
+            come from the source, each time.
         spill: a folder on a disk of this machine, for samples that memory has no room for; better a fast
             one. It is made if it is not there, in a folder that is. Of the disk, 64 MiB or a hundredth,
             whichever is more, stay free. A session spills where it says; ``False`` keeps this cache of it in
@@ -128,7 +129,7 @@ def cache(
         (tensor([4, 5]), 1)
     """
     if memory != "auto":
-        parse_bytes(memory)  # an error here, also in a rank that takes another one's cache
+        parse_bytes(memory, whole=lambda: 0)  # an error here, also in a rank that takes another one's cache
     if window is not None and not isinstance(window, Window):
         raise ArgumentError(
             f"window={window!r} is no window; write window=hotset.Window(resident={window!r})."
@@ -333,7 +334,7 @@ def _limit(made: Made, wanted: Wanted, place: Place | None) -> int:
     """Bytes that the cache may ever take; a session may be resized, and its ledger bounds it besides."""
     if place is None:
         return made.plan.limit
-    return place.limit if wanted.memory == "auto" else min(parse_bytes(wanted.memory), place.limit)
+    return place.limit if wanted.memory == "auto" else min(own_memory(wanted), place.limit)
 
 
 def _spill_to(name: str, wanted: Wanted, place: Place | None) -> SpillTo | None:

@@ -14,6 +14,7 @@ from hotset.data.identity import Identity
 from hotset.data.planning import Made, Wanted, joined_plan, make_plan
 from hotset.data.source import Uncut
 from hotset.errors import ArgumentError, ClusterError
+from hotset.store.memory import headroom
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 from hotset.told import tell
@@ -60,7 +61,8 @@ def join_machines(cluster: str, session: str, memory: int | str) -> Joined:
             f"cluster= needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'` on "
             "all machines."
         ) from error
-    return join(cluster, session, None if memory == "auto" else parse_bytes(memory))
+    whole = headroom().limit  # as `hotset session create` has it; of this machine, for all that have none
+    return join(cluster, session, None if memory == "auto" else parse_bytes(memory, whole=lambda: whole))
 
 
 def planned_by_all(

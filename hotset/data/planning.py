@@ -226,10 +226,10 @@ def _limit(wanted: Wanted) -> tuple[int, list[str]]:
     if wanted.session is not None:
         # What is free now says nothing of what is when later jobs fill it: that is looked at as they do.
         most = wanted.session.memory
-        return (most if memory == "auto" else min(parse_bytes(memory), most)), []
+        return (most if memory == "auto" else min(own_memory(wanted), most)), []
     if memory == "auto":
         return room.bytes // 2, []
-    limit = parse_bytes(memory)
+    limit = own_memory(wanted)
     if limit <= room.bytes:
         return limit, []
     return room.bytes, [
@@ -264,6 +264,20 @@ def found_there(made: Made, session: Session, left: int) -> Made:
     return made._replace(plan=replace(plan, notes=(*plan.notes, *told)))
 
 
+def own_memory(wanted: Wanted) -> int:
+    """Bytes that the user gave as ``memory``, which is not ``"auto"``; a share is of what that looks at."""
+    session = wanted.session
+    whole = machine.headroom().bytes if session is None else session.memory
+    return parse_bytes(wanted.memory, whole=lambda: whole)
+
+
+def _resident_bytes(resident: str, wanted: Wanted) -> str:
+    """A window's amount of memory as bytes: a share is of what ``memory`` is of, or of all machines'."""
+    joined = wanted.joined
+    whole = machine.headroom().bytes if joined is None else joined.capacity()
+    return f"{parse_bytes(resident, name='resident', whole=lambda: whole)}B"
+
+
 def _spills_to(wanted: Wanted) -> str | None:
     if wanted.session is not None:
         return wanted.session.spill if wanted.spill is not False else None
@@ -276,6 +290,8 @@ def _window(
     """A window's sizes, the bytes that it may take here, and what the user should know about them."""
     window = wanted.window
     assert window is not None
+    if isinstance(window.resident, str):
+        window = replace(window, resident=_resident_bytes(window.resident, wanted))
     sizes = Sizes.of(window, samples, sample_bytes or 1)
     if sizes.resident == samples:
         larger = isinstance(window.resident, int) and window.resident > samples

@@ -33,7 +33,7 @@ class Window:
 
     Attributes:
         resident: N: a count (int), a fraction of the data set (float), or an amount of memory, such as
-            ``"20GiB"``, which then also holds those being prepared.
+            ``"20GiB"``, which then also holds those being prepared; ``"50%"`` is of the memory that is free.
         replace: the share of the residents that is replaced after an epoch, 0 to 1; 0 never replaces.
             ``"auto"``: as many as were prepared in the meantime, up to half.
         shuffle: whether the order is random, that in which samples come in and that in which an epoch uses

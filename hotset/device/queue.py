@@ -71,7 +71,8 @@ class DeviceQueue(Generic[T]):
             dataclasses. What is no tensor stays as it is, on the host.
         depth: how many batches are sent ahead of use; 0 for none.
         device: where to; the machine's accelerator if None, and the CPU where there is none.
-        resident: how much of the device's memory samples may take for good, as bytes or text ("40GiB").
+        resident: how much of the device's memory samples may take for good, as bytes or text ("40GiB");
+            "50%" is of what is free there.
             Once a loader's samples are all cached by ``hotset.cache`` with nothing live after it, as many as
             fit are kept there, and batches are gathered on the device. On the CPU the cache is in memory
             already, and nothing is kept twice.
@@ -107,7 +108,7 @@ class DeviceQueue(Generic[T]):
         self.depth = depth
         self.device = _device(device)
         self.timeout = float(timeout)
-        self.resident = parse_resident(resident)
+        self.resident = parse_resident(resident, self.device)
         self._residents: Residents | None = None
         if self.resident is not None and self.device.type != "cpu":
             self._residents = Residents(self.resident, self.device)

@@ -22,6 +22,7 @@ import torch
 
 from hotset.device.trees import map_tensors, others, tensors_of
 from hotset.errors import ArgumentError
+from hotset.store.memory import headroom
 from hotset.told import tell
 from hotset.units import format_bytes, parse_bytes
 
@@ -57,18 +58,23 @@ class Selecting(Protocol):
         """The batch that :meth:`select` gave last, as the iterator itself would have made it."""
 
 
-def parse_resident(resident: int | str | None) -> int | None:
-    """Bytes of device memory.
+def parse_resident(resident: int | str | None, device: torch.device) -> int | None:
+    """Bytes of a device's memory; a percentage is of what is free there now.
 
     Raises:
         ArgumentError, QuantityError: it is no amount of memory, or none at all.
     """
     if resident is None:
         return None
-    size = parse_bytes(resident, name="resident")
+    size = parse_bytes(resident, name="resident", whole=lambda: _free(device))
     if size == 0:
         raise ArgumentError("resident=0 keeps nothing on the device; give an amount, or leave it out.")
     return size
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that a device has left; on the CPU, where nothing is kept, those of the machine."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else headroom().bytes
 
 
 class Residents:

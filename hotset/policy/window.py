@@ -34,6 +34,7 @@ Any entry is found without drawing the cycle that it is in: see :mod:`hotset.pol
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
@@ -104,7 +105,9 @@ def resident_count(
 def _count_in_memory(resident: str, replace: float | str, samples: int, sample_bytes: float) -> int:
     if not (sample_bytes > 0 and math.isfinite(sample_bytes)):
         raise ArgumentError(f"sample_bytes={sample_bytes!r} is no size of a sample; give bytes, above 0.")
-    fit = math.floor(parse_bytes(resident, name="resident") / Fraction(sample_bytes))
+    # A share is of a memory that is not known here; who knows it has made it bytes. It is only looked at.
+    size = parse_bytes(resident, name="resident", whole=lambda: sys.maxsize)
+    fit = math.floor(size / Fraction(sample_bytes))
     if fit >= samples:
         return samples
     # N and what is kept ahead grow together, so the largest N that fits is found by halving.

@@ -10,6 +10,7 @@ import math
 import re
 
 from hotset.errors import ArgumentError
+from hotset.store.memory import headroom
 from hotset.told import printable
 from hotset.units import format_bytes, parse_bytes
 
@@ -17,7 +18,6 @@ __all__ = ["parse_memory", "parse_seconds", "parse_share"]
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([smhd]?)\s*", re.IGNORECASE)
-_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 _LARGEST_MEMORY = 1 << 62
 _LONGEST_AMOUNT = 100
 
@@ -26,15 +26,14 @@ def parse_share(amount: str, whole: int) -> int:
     """Return an amount of memory in bytes, given as such or as a percentage of ``whole`` bytes.
 
     Raises:
-        QuantityError: it is neither.
+        QuantityError: it is neither, or a percentage beyond 100.
         ArgumentError: it is nothing at all, or more than the whole.
 
     Example:
         >>> parse_share("80%", 1000), parse_share("1KiB", 4096)
         (800, 1024)
     """
-    percent = _SHARE.fullmatch(amount)
-    count = math.floor(float(percent[1]) * whole / 100) if percent else parse_bytes(amount)
+    count = parse_bytes(amount, whole=lambda: whole)
     if not 0 < count <= whole:
         raise ArgumentError(
             f"memory={amount!r} is not between nothing and the {format_bytes(whole)} that there are; "
@@ -46,6 +45,8 @@ def parse_share(amount: str, whole: int) -> int:
 def parse_memory(memory: int | str) -> int:
     """Return what a session may hold, in bytes; nothing is a session that only spills.
 
+    A percentage is of the machine's memory, or of its control group's limit.
+
     Raises:
         QuantityError: it is no amount of memory.
         ArgumentError: no machine has that much.
@@ -56,9 +57,9 @@ def parse_memory(memory: int | str) -> int:
     """
     # Python refuses to read numbers of thousands of digits at all, in words of its own.
     is_absurd = isinstance(memory, str) and len(memory) > _LONGEST_AMOUNT
-    if is_absurd or parse_bytes(memory) >= _LARGEST_MEMORY:
+    if is_absurd or (count := parse_bytes(memory, whole=lambda: headroom().limit)) >= _LARGEST_MEMORY:
         raise ArgumentError(f"memory={printable(str(memory))} is more than any machine has; give less.")
-    return parse_bytes(memory)
+    return count
 
 
 def parse_seconds(time: float | str) -> float:

@@ -42,7 +42,7 @@ class NewSession(BaseModel):
         description="Not digits only; the session's number if there is none.",
         json_schema_extra={"pattern": "^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"},
     )
-    memory: Union[int, str, None] = Field(None, description="Bytes, or an amount such as 120GiB.")
+    memory: Union[int, str, None] = Field(None, description="Bytes, or an amount such as 120GiB or 50%.")
     spill: Optional[str] = Field(None, description="Absolute path; the server's folder if not given.")
     ttl: Union[float, str, None] = Field(None, description="Seconds, or 90s, 30m, 24h, 7d.")
     persist: bool = Field(False, description="Whether what is spilled outlives a reboot.")
@@ -53,7 +53,7 @@ class Change(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    memory: Union[int, str] = Field(description="Bytes, or an amount such as 120GiB.")
+    memory: Union[int, str] = Field(description="Bytes, or an amount such as 120GiB or 50%.")
 
 
 class Amount(BaseModel):

@@ -300,7 +300,7 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         encoded = json.dumps(metadata).encode()
         limit = _most(session)
         if isinstance(said := metadata.get("memory"), (int, str)) and said != "auto":
-            limit = min(parse_bytes(said), limit)
+            limit = min(parse_bytes(said, whole=lambda: session.memory), limit)
         rows = min(old.samples, limit // old.stride) + SLOTS
         lines = max(limit // LINE, 1)
         geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
