@@ -211,6 +211,29 @@ def test_jobs_that_come_at_once_share_what_a_third_one_left(start: Start) -> Non
     assert [job.epoch()[1] for job in jobs] == [N, N]
 
 
+def test_who_needs_room_while_another_process_makes_it_waits_for_that(start: Start) -> None:
+    create()
+    run_once(start, 2)
+    slowly = (
+        "import time\n"
+        "from hotset.session import reclaim, sessions\n"
+        "remove = reclaim.remove_cache\n"
+        "def slow(*where):\n"
+        "    print('now', flush=True)\n"
+        "    time.sleep(1)\n"
+        "    return remove(*where)\n"
+        "reclaim.remove_cache = slow\n"
+        "reclaim.reclaim(sessions.find('a'), 1)\n"
+    )
+    job = start(3)
+    other = subprocess.Popen([sys.executable, "-c", slowly], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "now\n"
+    assert job.epoch()[0] == N
+    assert other.wait(100) == 0
+    other.stdout.close()
+
+
 def test_who_comes_for_a_cache_while_it_is_dropped_gets_the_right_samples(start: Start) -> None:
     """Two versions in turn, each begun while the other still runs or has just ended; values are checked."""
     create()

@@ -222,15 +222,23 @@ class Ledger:
     # ---- which members are used ------------------------------------------------------------------------
 
     def unused(self) -> list[int]:
-        """The rows of members that no process uses and that are not pinned, least recently used first."""
+        """The rows of members that no process uses and that are not pinned, least recently used first.
+
+        Those that another process is just removing are among them: see :meth:`going`.
+        """
         fd = self._descriptor()
         rows = np.flatnonzero((self._rows[:, _MEMBER] != 0) & (self._rows[:, _PINNED] == 0)).tolist()
-        free = [row for row in rows if row != self._used_row and not locks.is_locked(fd, _FIRST_USE + row)]
+        free = [row for row in rows if row != self._used_row and not locks.is_shared(fd, _FIRST_USE + row)]
         return sorted(free, key=lambda row: int(self._rows[row, _USED]))
+
+    def going(self) -> bool:
+        """Whether another process is just removing a member, so that there will be room in a moment."""
+        fd = self._descriptor()
+        return any(locks.is_locked(fd, _FIRST_USE + row) for row in self.unused())
 
     def note_if_used(self, row: int) -> bool:
         """Whether any process uses this row's member, which is noted: it may end without a word."""
-        used = row == self._used_row or locks.is_locked(self._descriptor(), _FIRST_USE + row)
+        used = row == self._used_row or locks.is_shared(self._descriptor(), _FIRST_USE + row)
         if used:
             self._rows[row, _USED] = time.time_ns()
         return used

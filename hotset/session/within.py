@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
@@ -47,6 +48,11 @@ from hotset.units import parse_bytes
 __all__ = ["Place", "Use", "share_in"]
 
 S = TypeVar("S", bound=HasSegment)
+
+# How long another process's removing of a cache is waited for, and how long not again if it takes longer:
+# it may be stopped.
+_GOING_SECONDS = 2.0
+_IMPATIENT_SECONDS = 60.0
 
 
 class Place(NamedTuple):
@@ -86,6 +92,7 @@ class Use:
         self._member = member
         self._ledger: Ledger | None = None
         self._row = -1
+        self._impatient_until = 0.0
 
     def join(self, memory: int = -1) -> bool:
         """Be known as one that uses the cache; False if it is gone, or is just making room for another.
@@ -131,9 +138,24 @@ class Use:
             if ledger is not None:
                 session = find(self._number)
                 needed = max(total - ledger.left(self._row), more)
-                dropped = reclaim(session, needed) if needed > 0 else []
-                return said_of(session.name, dropped) if dropped else None
+                if needed <= 0:  # another process has just made room, for both
+                    return ""
+                if dropped := reclaim(session, needed):
+                    return said_of(session.name, dropped)
+                return "" if self._waits(ledger) else None
         return None
+
+    def _waits(self, ledger: Ledger) -> bool:
+        """Wait, if another process is just removing a cache; False if none is, or it does not get on."""
+        began = time.monotonic()
+        if began < self._impatient_until or not ledger.going():
+            return False
+        while ledger.going():
+            if time.monotonic() - began > _GOING_SECONDS:
+                self._impatient_until = time.monotonic() + _IMPATIENT_SECONDS
+                return False
+            time.sleep(2e-3)
+        return True
 
     def close(self) -> None:
         """Use it no more."""

@@ -54,6 +54,7 @@ __all__ = [
     "Held",
     "can_reopen",
     "is_locked",
+    "is_shared",
     "lock",
     "reopen",
     "try_lock",
@@ -133,6 +134,12 @@ def is_locked(fd: int, byte: int) -> bool:
     """
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def is_shared(fd: int, byte: int) -> bool:
+    """Whether *another* description holds ``byte`` shared; see :func:`is_locked`."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return bool(_FLOCK.unpack(answer)[0] == fcntl.F_RDLCK)
 
 
 def lock(fd: int, byte: int, timeout: float) -> bool:

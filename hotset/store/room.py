@@ -46,6 +46,7 @@ __all__ = ["Allowance", "Room", "distrust_room"]
 _LARGEST_EXTENT = 4 << 20
 _RETRY_SECONDS = 0.5
 _PART = 64
+_TRIES = 4  # others may be quicker to take what was given back
 
 
 class Allowance(Protocol):
@@ -258,8 +259,10 @@ class Room:
         """Reserve an extent of at least ``count`` units for this process's slot."""
         if self.is_full or self._member.slot < 0:
             return False
+        tries = 0
         while (lack := self._try_to_extend(next_word, live_word, count, size, capacity)) is not None:
-            if not self._makes_room(lack):
+            tries += 1
+            if tries > _TRIES or not self._makes_room(lack):
                 return False if lack.why is None else self.refuse(lack.why)
         return True
 
