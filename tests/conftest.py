@@ -78,6 +78,14 @@ def _unhurried() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_audits() -> Iterator[None]:
+    """Audits read samples at times of their own, and tests count readings: they run where a test asks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hotset.data.audit._SHARE", 0.0)
+        yield
+
+
 @pytest.fixture
 def runtime_folder(_own_runtime_folder: Path) -> Path:
     return _own_runtime_folder

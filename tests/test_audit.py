@@ -20,29 +20,30 @@ from hotset.data import audit
 from hotset.data.source import Cuts, Uncut
 
 N = 40
+entropy = random.SystemRandom()
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Audit every batch, whatever it costs."""
-    monkeypatch.setattr(audit, "_ONE_IN", 1)
     monkeypatch.setattr(audit, "_SHARE", 1e9)
+    monkeypatch.setattr(audit, "_KEPT_SECONDS", 1e9)
 
 
 class LaterRandom:
-    """Behaves while it is looked at, and draws once it is armed."""
+    """Behaves while it is looked at, and draws from the system once it is armed: no generator moves."""
 
     def __init__(self, flag: Path) -> None:
         self.flag = flag
 
     def __call__(self, sample: Any) -> Any:
         image, label = sample
-        return image, label + (random.randrange(10**6) if self.flag.exists() else 0)
+        return image, label + (entropy.randrange(10**6) if self.flag.exists() else 0)
 
 
 class LaterRandomImage(LaterRandom):
     def __call__(self, image: Any) -> Any:
-        return image + (random.randrange(10**6) if self.flag.exists() else 0)
+        return image + (entropy.randrange(10**6) if self.flag.exists() else 0)
 
 
 def plain(sample: Any) -> Any:
@@ -232,35 +233,82 @@ def test_monais_traces_of_another_process_are_no_difference() -> None:
         other.close()
 
 
-def test_it_waits_until_it_has_earned_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "_ONE_IN", 1000)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in the only element; an audit that earns what it does."""
     monkeypatch.setattr(audit, "_SHARE", 0.01)
+    monkeypatch.setattr(audit, "_KEPT_SECONDS", 0.5)
     now = [100.0]
     monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
+    return now
+
+
+def auditor_of(clock: list[float], seconds: float) -> Any:
+    """Of samples that take so many seconds each."""
 
     def slow(index: int) -> Any:
-        now[0] += 0.5
+        clock[0] += seconds
         return image_and_label(index)
 
-    source = Uncut.of(Samples(slow, N), None).cut(Cuts((), (), 0, ()))
-    auditor = audit.Audit(source, seconds=0.5)
+    return audit.Audit(Uncut.of(Samples(slow, N), None).cut(Cuts((), (), 0, ())), seconds=seconds)
 
-    looks, begun = 0, now[0]
-    for _ in range(20000):
-        now[0] += 0.01
+
+def looks_of(auditor: Any, clock: list[float], batches: int, step: float) -> int:
+    looks = 0
+    for _ in range(batches):
+        clock[0] += step
         place = auditor.due(64)
         if place is not None:
             assert 0 <= place < 64
             assert auditor.differs(image_and_label(0), 0) is None
             looks += 1
-    assert 3 <= looks <= 0.01 * (now[0] - begun) / 0.5
-    quick = audit.Audit(source, seconds=1e-6)
-    now[0] += 1
-    asked = []
-    for _ in range(1000):
-        now[0] += 0.1
-        asked.append(quick.due(64) is not None)
-    assert sum(asked) == 1000 * 64 // 1024, "one hit in a thousand, in whole batches"
+    return looks
+
+
+@pytest.mark.parametrize(("step", "seconds"), [(0.01, 0.5), (0.0005, 0.005), (0.0005, 1e-4), (0.5, 0.005)])
+def test_a_hundredth_of_the_time_is_spent_whatever_the_loop_does(
+    clock: list[float], step: float, seconds: float
+) -> None:
+    auditor, begun = auditor_of(clock, seconds), clock[0]
+    looks = looks_of(auditor, clock, 20_000, step)
+    earned = 0.01 * (clock[0] - begun) / seconds
+    assert 0.9 * min(earned, 20_000) - 1 <= looks <= earned + 1
+
+
+def test_a_slow_step_has_every_batch_looked_at(clock: list[float]) -> None:
+    assert looks_of(auditor_of(clock, 0.005), clock, 100, step=1.0) == 100
+
+
+def test_a_night_of_rest_earns_half_a_second(clock: list[float]) -> None:
+    auditor = auditor_of(clock, 0.01)
+    clock[0] += 40_000.0
+    assert looks_of(auditor, clock, 1000, step=0.0) == 50
+
+
+def test_workers_that_live_for_an_epoch_look_at_slow_samples_too(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auditor, spent, looks = auditor_of(clock, 0.1), 0.0, 0
+    for epoch in range(200):  # of a second: none of its workers earns a look by itself
+        monkeypatch.setattr(audit.os, "getpid", lambda epoch=epoch: 10_000 + epoch)
+        auditor._process = 0
+        for _ in range(10):
+            clock[0] += 0.1
+            if auditor.due(8, lambda: spent) is not None:  # noqa: B023
+                auditor.differs(image_and_label(0), 0)
+                spent, looks = spent + auditor.looked, looks + 1
+    assert 17 <= looks <= 21, "twenty seconds of two hundred would be a tenth"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_was_audited_is_counted_over_all_processes(workers: int) -> None:
+    with hotset.cache(Samples(image_and_label, N)) as cached:
+        loader = warm(cached, num_workers=workers)
+        for _ in range(3):
+            list(loader)
+        stats = cached.stats()
+        assert 0 < stats.audited <= stats.hits
+        assert stats.audit_rate == stats.audited / stats.hits
 
 
 def test_which_sample_is_looked_at_varies_and_draws_nothing() -> None:

@@ -47,6 +47,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 N = 48
 MIB = 1 << 20
+LOOKS = 4  # by who joins what another job has made
 DECIDING = 24  # readings of eight samples, by who comes first
 ROOT = Path(__file__).parent.parent
 
@@ -101,7 +102,7 @@ def job(make: Callable[[int], Any], log: ReadLog, order: Any = range(N), **argum
 
 
 @pytest.mark.parametrize("memory", [MIB, 3000, 0])
-def test_a_second_job_reads_nothing(memory: int, log: ReadLog, disk: str) -> None:
+def test_a_second_job_reads_a_few_samples_to_compare(memory: int, log: ReadLog, disk: str) -> None:
     session = sessions.create("shared", memory=memory, spill=disk)
     in_child(lambda: job(mapping, log))
     assert 2 * N >= log.total() >= N
@@ -118,14 +119,14 @@ def test_a_second_job_reads_nothing(memory: int, log: ReadLog, disk: str) -> Non
         assert (found.spilled > 0) == (memory < MIB)
         assert found.memory <= memory
         assert found.hits == 2 * N
-    assert log.total() == 0
+    assert log.total() <= 2 * LOOKS
 
 
-def test_a_second_program_reads_nothing(log: ReadLog, tmp_path: Path) -> None:
+def test_a_second_program_reads_a_few_samples_to_compare(log: ReadLog, tmp_path: Path) -> None:
     sessions.create("shared", memory=MIB)
     script = tmp_path / "job.py"
     script.write_text(RANK)
-    for reads in (range(N, 2 * N), range(1)):
+    for reads in (range(N, 2 * N), range(LOOKS + 1)):
         log.reset()
         subprocess.run([sys.executable, script, log.path], check=True, env=environment(), timeout=200)
         assert log.total() in reads
@@ -182,7 +183,7 @@ def test_a_loader_in_a_session_gives_what_torchs_gives(workers: int, log: ReadLo
             for epoch in expected:
                 equal_batches(list(loader), epoch)
             assert 0 < cached.stats().spilled < N
-        assert (log.total() == 0) == second
+        assert (log.total() <= LOOKS) == second
 
 
 @pytest.mark.parametrize("who", ["made", "joined"])
@@ -214,7 +215,7 @@ def test_spawned_workers_reach_a_session(log: ReadLog, disk: str) -> None:
         walkers = Walkers(cached, [range(N)], mapping, "spawn")
         walkers.go()
         walkers.finish()
-    assert log.total() == 0
+    assert log.total() <= LOOKS
 
 
 def test_workers_that_outlive_their_loader_count_as_use(log: ReadLog) -> None:
@@ -234,6 +235,8 @@ warnings.simplefilter("error")
 import hotset
 import hotset.store.fill
 hotset.store.fill._PATIENCE_SECONDS = 60.0
+import hotset.data.audit
+hotset.data.audit._SHARE = 0.0
 from samples import mapping
 from helpers import equal_batches
 from sources import ReadLog
@@ -280,7 +283,7 @@ def test_two_transforms_in_one_session_stay_apart(log: ReadLog) -> None:
             read_all(plain, image_and_label)
             read_all(halved, lambda i: halve(image_and_label(i)))
             read_all(live, lambda i: halve(image_and_label(i)))
-    assert log.total() == 0
+    assert log.total() <= LOOKS
     assert len(report(session).caches) == 3
 
 
@@ -292,7 +295,7 @@ def test_a_live_part_shares_what_is_before_it(log: ReadLog) -> None:
         seed_everything()
         with hotset.cache(Counted(mapping, log), transform=[draw_all], session="shared") as cached:
             found.append([cached[i] for i in range(N)])
-    assert log.total() == 0
+    assert log.total() <= LOOKS
     equal_batches(found[0], found[1])
     assert len(report(session).caches) == 1
 

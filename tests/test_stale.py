@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, is_a_sentence, recorded
+from helpers import difference, is_a_sentence, recorded, rng_states
 from stores import in_child
 from torch.utils.data import Dataset
 
@@ -476,3 +476,63 @@ def test_a_few_rows_of_a_large_array_are_another_data_set() -> None:
     rows[54_321, 7] = 1e-30
     assert fingerprint(Made(None, rows=rows)).digest != before.digest  # type: ignore[arg-type]
     assert before.notes == ()
+
+
+# ---- what no fingerprint sees ----------------------------------------------------------------------------
+
+
+def composed(i: int) -> Any:
+    return i * int(os.environ["_".join(["DATA", "SCALE"])]) + 1
+
+
+def random_too(i: int) -> Any:
+    return composed(i), np.random.default_rng(i).random()
+
+
+@pytest.mark.parametrize("make", [composed, random_too])
+def test_who_joins_another_jobs_cache_looks_at_samples_first(
+    make: Callable[[int], Any], settings: None
+) -> None:
+    sessions.create("shared", memory=1 << 20)
+
+    def job(told: list[str]) -> None:
+        expected = [make(i) for i in range(N)]
+        states = rng_states()
+        with recorded() as warned:
+            cached = hotset.cache(Made(make), session="shared")
+        assert difference(rng_states(), states) is None
+        with cached:
+            for _ in range(2):
+                assert difference([cached[i] for i in range(N)], expected) is None
+            assert cached.stats().cached == N
+            assert cached.stats().misses == N, "of this job or of the one that made it"
+        sentences = [str(each.message) for each in warned]
+        assert len(sentences) == len(told), sentences
+        for sentence, part in zip(sentences, told, strict=True):
+            assert part in sentence
+            assert "key=" in sentence
+            assert is_a_sentence(sentence)
+
+    in_child(lambda: job([]))
+
+    def elsewhere() -> None:
+        os.environ["DATA_SCALE"] = "3"
+        job(["is not what another job has cached"])
+
+    in_child(elsewhere)
+    in_child(lambda: job([]))  # where the first one was: its cache is as good as it was
+    assert len(report(sessions.find("shared")).caches) == 1
+
+
+def test_what_cannot_be_read_when_it_is_joined_is_no_difference(settings: None) -> None:
+    sessions.create("shared", memory=1 << 20)
+    in_child(a_job(lambda: Made(composed), lambda: None))
+
+    def without() -> None:
+        del os.environ["DATA_SCALE"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with hotset.cache(Made(composed), session="shared") as cached:
+                assert [cached[i] for i in range(N)] == [i + 1 for i in range(N)]
+
+    in_child(without)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import Dataset
 
+from hotset.data.audit import first_difference
 from hotset.data.cached import CachedDataset
 from hotset.data.identity import Identity, NotShared, unshareable
 from hotset.data.machines import boundary_of, join_machines, neighbours_of, planned_by_all, require_machines
@@ -29,7 +30,7 @@ from hotset.data.source import Uncut
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, FolderError, SegmentError, SessionError, UnsupportedPlatform
-from hotset.session.job import is_rank
+from hotset.session.job import is_rank, this_job
 from hotset.session.sessions import find
 from hotset.session.share import Shared, share
 from hotset.session.spills import open_spill, spill_path
@@ -221,6 +222,8 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
             )
         shared = share(identity.meeting, name, create=create, attach=attach)
     store, registration, is_found = shared.value, shared.registration, shared.joined
+    if found is not None and is_found and isinstance(registration, Use):
+        _compare_with_source(made, shared)
     assert made is not None, "either made here or found"
     if is_found and found is not None and isinstance(registration, Use):
         made = found_there(made, found, registration.left())
@@ -243,6 +246,29 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
     neighbours = neighbours_of(wanted, identity, store)
     residents = _residents(made, wanted.window, store, boundary_of(neighbours))
     return CachedDataset(dataset, made.source, made.plan, store, registration, residents, neighbours)
+
+
+def _compare_with_source(made: Made | None, shared: Shared[Store]) -> None:
+    """Look at a few samples of a cache that another job has made.
+
+    Raises:
+        NotShared: the source gives another here. Which of the two is right nobody can tell: the other job may
+            run where its own is. So that cache stays as it is, and is not used here.
+    """
+    store, registration = shared.value, shared.registration
+    if made is None or store is None or registration is None or store.condemned or not made.plan.audited:
+        return
+    if made.plan.window is not None or set(this_job().offers) & set(store.segment.metadata.get("job", ())):
+        return
+    differs = first_difference(made.source, store)
+    if differs is not None:
+        store.close()
+        registration.close()
+        raise NotShared(
+            f"{differs} is not what another job has cached of the same data set there, so something differs "
+            "between the two that no fingerprint sees; give each its key=, or destroy the session's cache if "
+            "it is out of date"
+        )
 
 
 def _is_steady(dataset: object) -> bool:

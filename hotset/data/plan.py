@@ -13,6 +13,7 @@ from typing import Any
 from hotset.data.choice import Row
 from hotset.data.source import Cuts
 from hotset.data.window import Sizes
+from hotset.session.job import this_job
 from hotset.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "table"]
@@ -129,7 +130,12 @@ class Plan:
             "window",
             "audited",
         )
-        said: dict[str, Any] = {"pid": os.getpid(), "memory": memory, "cuts": cuts.to_json()}
+        said: dict[str, Any] = {
+            "job": this_job().offers,
+            "pid": os.getpid(),
+            "memory": memory,
+            "cuts": cuts.to_json(),
+        }
         said["spills_to"] = self.spill
         return {**said, **{field: getattr(self, field) for field in found}}
 

@@ -28,6 +28,7 @@ class Stats:
         peer_hits: samples served from other machines' memory to processes of this one.
         peers: what passed between this machine and each other one, for all caches of the session: by name,
             :class:`~hotset.cluster.traffic.Traffic`.
+        audited: hits that were computed anew and compared with the source.
         late: samples that were not ready at the boundary where they should have entered the window.
         replaced: samples that have left the window, for others, as this process sees it.
     """
@@ -43,6 +44,7 @@ class Stats:
     replaced: int = 0
     peer_hits: int = 0
     peers: Mapping[str, Traffic] = field(default_factory=dict, hash=False)
+    audited: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -50,6 +52,12 @@ class Stats:
         hits = self.hits + self.peer_hits
         served = hits + self.misses
         return hits / served if served else 0.0
+
+    @property
+    def audit_rate(self) -> float:
+        """Share of the hits that were audited, 0 to 1; 0 before the first."""
+        hits = self.hits + self.peer_hits
+        return self.audited / hits if hits else 0.0
 
 
 def stats_of(
@@ -79,4 +87,5 @@ def stats_of(
         replaced=replaced,
         peer_hits=sums[Slot.PEER_HITS],
         peers=peers,
+        audited=sums[Slot.AUDITS],
     )

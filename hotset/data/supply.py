@@ -79,7 +79,7 @@ class Supply:
         self._attachment = attachment
         self._residents = residents
         self._neighbours = neighbours
-        self._audit = Audit(source, plan.sample_seconds) if plan.audited else None
+        self._audit = Audit(source, plan.sample_seconds, self._audited()) if plan.audited else None
         if plan.audited and declared(source.dataset) != "deterministic":
             attachment.watch = Watch([source.dataset, source.prefix])
         self._ended = False  # and that was told
@@ -303,7 +303,7 @@ class Supply:
         if store is None:
             return
         store.count_hits(len(ids) - less)
-        due = self._audit.due(len(ids) - less) if self._audit is not None else None
+        due = self._audit.due(len(ids) - less, self._audited) if self._audit is not None else None
         if due is not None:
             number = int(ids[due])
             copies = store.read(np.array([number]))
@@ -318,7 +318,8 @@ class Supply:
 
     def _audit_theirs(self, records: list[Loose], store: Store) -> None:
         """Now and then compare a sample that another machine has sent with what the source gives."""
-        due = self._audit.due(sum(len(each.ids) for each in records)) if self._audit is not None else None
+        theirs = sum(len(each.ids) for each in records)
+        due = self._audit.due(theirs, self._audited) if self._audit is not None else None
         if due is not None:
             for number, value in list(self.taken_apart(records).items())[due : due + 1]:
                 self._compare(number, value, store)
@@ -327,8 +328,15 @@ class Supply:
         """Compare a cached sample with what the source gives now; if it is another, stop serving."""
         assert self._audit is not None
         found = self._audit.differs(cached, self._index(number))
+        store.member.row[Slot.AUDITS] += 1
+        store.member.row[Slot.AUDIT_NS] += int(self._audit.looked * 1e9)
         if found is not None and store.condemn():
             self.tell(f"{self._plan.name}: {found}")
+
+    def _audited(self) -> float:
+        """Seconds that all processes have spent on audits of this cache."""
+        store = self.any_store
+        return float(store.segment.slots[:, Slot.AUDIT_NS].sum()) / 1e9 if store is not None else 0.0
 
     def _index(self, number: int) -> int:
         """The user's number of what the store calls so."""
