@@ -21,7 +21,7 @@ pytest.importorskip("zmq", reason="pyzmq, which carries records between machines
 
 from machines import MIB, Machine, Town, Trainer, Walk, town
 
-from hotset.cluster import neighbours
+from hotset.cluster import neighbours, node
 from hotset.cluster.node import find_or_make
 from hotset.errors import SegmentError
 from hotset.session import sessions
@@ -628,3 +628,47 @@ def test_what_the_source_raises_reaches_the_user_and_what_was_read_is_kept(tmp_p
         all_right([trainer.walk([theirs]) for trainer in trainers])
         assert made.machines[1].holds() >= set(theirs)
         assert not made.machines[0].holds() & set(theirs)
+
+
+def test_a_cache_that_no_machines_jobs_use_makes_room_on_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job with another key comes after the first has ended: no machine keeps what the first one had."""
+    monkeypatch.setattr(node, "_UNASKED_SECONDS", 0.2)
+    with town(tmp_path, image, N, count=2, memory=N * 12400 * 5 // 8) as made:
+        first = filled(made)
+        for trainer in first:
+            trainer.end()
+        second = [machine.trainer() for machine in made.machines]
+        for trainer in second:
+            trainer.begin("cache", made.source, made.make, {"key": "edited"})
+        for trainer in second:
+            trainer.result()  # and what it is warned of: another machine has the same data, by another key
+        told: list[str] = []
+
+        def all_cached() -> bool:
+            made.reads()
+            nonlocal told
+            told += all_right(made.epoch(second, 0), warnings=9)
+            return made.reads() == 0
+
+        assert eventually(all_cached), "what was the first one's is not given back"
+        assert not any("destroyed" in sentence for sentence in told)
+
+
+def test_a_cache_that_another_machines_job_uses_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine has no job of it, but serves it."""
+    monkeypatch.setattr(node, "_UNASKED_SECONDS", 600.0)
+    with town(tmp_path, image, N, count=2, memory=N * 12400 * 5 // 8) as made:
+        here, there = filled(made)
+        here.end()
+        other = made.machines[0].trainer()
+        other.begin("cache", made.source, made.make, {"key": "edited"})
+        other.result()
+        made.reads()
+        all_right([other.walk(made.order(0))], warnings=1)
+        made.reads()
+        all_right([there.walk(made.order(1))])
+        assert made.reads() == 0

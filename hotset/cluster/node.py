@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,13 @@ from hotset.cluster.shelf import Shelves, StoreShelf
 from hotset.cluster.tally import make_tally, read_tally
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
-from hotset.session.definition import Session, open_ledger
+from hotset.session.definition import Session, open_ledger, session_of
 from hotset.session.files import CACHE, runtime
 from hotset.session.folder import runtime_folder
+from hotset.session.retire import DESTROYED
 from hotset.session.within import Place, Use, share_in
 from hotset.store import memory as machine
+from hotset.store.format import Live
 from hotset.store.ring import Ring, attach_store
 from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo
@@ -57,6 +59,8 @@ _TTL = 3600.0
 _LONGEST = 39  # of a host's name: with what is drawn behind it, as much as a tally's row has room for
 # How long it is believed that a machine can be connected to, or cannot: a port may be closed later, too.
 _LOOK_SECONDS = 30.0
+# How long after another machine's last request the node counts as a user of a cache.
+_UNASKED_SECONDS = 60.0
 # What is offered for a record's tail in an answer to a relay: who has more asks again.
 _TAIL_BYTES = 64 << 10
 
@@ -69,6 +73,14 @@ def fingerprint_of(about: dict[str, Any]) -> bytes:
     """
     text = json.dumps([about["fingerprint"], about.get("window")])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class _Part(NamedTuple):
+    """This machine's part of a cache, as its node has it."""
+
+    use: Use
+    shelf: StoreShelf
+    store: Store
 
 
 class Node:
@@ -112,7 +124,7 @@ class Node:
         self._shelves = Shelves()
         self._caches: dict[str, Described] = {}
         self._wanted: tuple[str, ...] = ()
-        self._uses: list[Use] = []
+        self._parts: dict[str, _Part] = {}  # by meeting
         members = known.members if known is not None else ()
         self._knows = {self._me: self._keys.public, **{m.name: m.key.encode() for m in members}}
         self._allowed = set(self._knows.values())  # only ever added to: who has left may come back
@@ -145,8 +157,8 @@ class Node:
             self._relays.close()
         self._serving.close()
         self._shelves.close()
-        for use in self._uses:
-            use.close()
+        for part in self._parts.values():
+            part.use.close()
 
     def destroy(self) -> int:
         """Destroy the session on this machine, for good; returns the bytes that were freed."""
@@ -180,7 +192,7 @@ class Node:
 
     def _run(self) -> None:
         while not self._stop.wait(0 if self._roster is None else BEAT_SECONDS):
-            for task in (self._shelves.end_leases, self._keep_session, self._exchange):
+            for task in (self._shelves.end_leases, self._keep_session, self._let_go, self._exchange):
                 # Each for itself, whatever it is (no descriptors, say): it is tried again with the next beat.
                 # Without a directory for the moment, what was known last holds.
                 with contextlib.suppress(Exception):
@@ -189,9 +201,30 @@ class Node:
                 self._stop.wait(0.2)
 
     def _is_there(self) -> bool:
-        with contextlib.suppress(SessionError), open_ledger(self.session):
+        """Whether the session is; it may have been resized."""
+        with contextlib.suppress(SessionError), open_ledger(self.session) as ledger:
+            session = session_of(ledger)
+            if session != self.session:
+                self.session = session
+                self.member = self.member._replace(capacity=self._capacity())
             return True
         return False
+
+    def _let_go(self) -> None:
+        """Use the caches alone that other machines ask for: one that nobody uses makes room for others.
+
+        One that has made room is made anew, empty, when the directory says that it is missing.
+        """
+        now = time.monotonic()
+        for meeting, part in list(self._parts.items()):
+            if part.store.segment.live[Live.CONDEMNED] == DESTROYED:
+                self._shelves.drop(part.shelf.cache.fingerprint)
+                part.use.close()
+                del self._parts[meeting], self._caches[meeting]
+            elif now - part.shelf.asked < _UNASKED_SECONDS:
+                part.use.join()
+            else:
+                part.use.stand_by()
 
     def _keep_session(self) -> None:
         """Make the session anew if it is gone, unless that was on purpose: as empty as it was at first."""
@@ -207,6 +240,9 @@ class Node:
         self.session = session
         caches, self._caches = self._caches, {}
         self._shelves.retire()
+        for part in self._parts.values():
+            part.use.close()
+        self._parts.clear()
         for described in caches.values():
             with contextlib.suppress(Exception):
                 self._make(described)  # else the directory says with the next beat that it is missing
@@ -356,13 +392,13 @@ class Node:
         assert isinstance(use, Use)
         store.filler.ahead = True
         store.room.allowance, store.room.knob = use, "the session's `--memory`"
-        self._uses.append(use)
         self._caches[described.meeting] = described
         fingerprint = fingerprint_of(described.about)
         shelf = StoreShelf(store, fingerprint)
         if isinstance(store, Ring):
             shelf = RingShelf(store, fingerprint, lambda: self._owners)
         self._shelves.add(shelf, store)
+        self._parts[described.meeting] = _Part(use, shelf, store)
 
 
 def find_or_make(name: str, memory: int | None, like: Session | None = None) -> Session:

@@ -61,6 +61,7 @@ class StoreShelf:
 
     Attributes:
         cache: what other machines must agree on.
+        asked: when another machine's process asked for records or brought some, by the monotonic clock.
     """
 
     def __init__(self, store: Store, fingerprint: bytes) -> None:
@@ -68,6 +69,7 @@ class StoreShelf:
         self._leases: dict[int, float] = {}  # when each ends
         self._lock = threading.RLock()
         self.cache = cache_of(store, fingerprint)
+        self.asked = time.monotonic()
 
     def take(self, ids: Longs, memory: Bytes, *, claim: bool = False) -> Records:
         """Copy the records that are there now; those that ``memory`` has no room for are ``LEFT``.
@@ -78,6 +80,7 @@ class StoreShelf:
             claim: claim for the asker what is absent; what is claimed already is ``PROMISED``. Where there is
                 no room for more, nothing is claimed, and what is absent is ``ROOMLESS``.
         """
+        self.asked = time.monotonic()
         with self._lock:
             found = self._take(ids, memory)
             self.end_leases()
@@ -213,6 +216,7 @@ class StoreShelf:
 
     def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
         """Store what another machine brings; returns which samples are there now, or are just being read."""
+        self.asked = time.monotonic()
         store = self._store
         there = records.generations >= 0
         if not there.any():
@@ -241,6 +245,11 @@ class Shelves(Mapping[bytes, StoreShelf]):
     def end_leases(self) -> None:
         for shelf, _ in list(self._shelves.values()):
             shelf.end_leases()
+
+    def drop(self, fingerprint: bytes) -> None:
+        """Serve this one no more."""
+        if fingerprint in self._shelves:
+            self._retired.append(self._shelves.pop(fingerprint))
 
     def retire(self) -> None:
         """Serve none of them any more. Another thread may be in the midst of one, so none is closed yet."""

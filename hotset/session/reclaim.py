@@ -98,7 +98,8 @@ def reclaim(session: Session, needed: int) -> list[Dropped]:
         for row in ledger.unused():
             if sum(each.bytes for each in dropped) >= needed:
                 break
-            if row in rows:
+            # An empty one has nothing to give, unless it is a row that somebody has died over.
+            if row in rows and (ledger.bytes_of(row) or rows[row] not in files):
                 dropped += _drop(session, ledger, folder, row, rows[row], files.get(rows[row]))
     return dropped
 
