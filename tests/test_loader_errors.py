@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import equal_batches, failure, recorded, rng_states, seed_everything, taken_apart
 from samples import (
     image_and_label,
@@ -97,6 +98,64 @@ def _broken_suffix(sample: Any) -> Any:
     if sample[1] == 9:
         raise PlainError("the transform is broken")
     return sample
+
+
+def _jitter(sample: Any) -> Any:
+    return sample[0] + torch.rand(()), sample[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_before_a_broken_one_draw_as_in_torch(workers: int, tmp_path: Path) -> None:
+    source = RaisingTwo(image_and_label, N, 9, tmp_path / "armed")
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
+
+    class Uncached(Dataset[Any]):
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> Any:
+            return _jitter(source[index])
+
+    def seen(loader: DataLoader[Any]) -> list[Any]:
+        seed_everything(3)
+        return [story(loader), torch.rand(2), story(loader)]
+
+    with hotset.cache(source, transform=[_jitter]) as cached:
+        source.arm()
+        expected = seen(DataLoader(Uncached(), **options))
+        assert [type(part) for part in expected[0]].count(tuple) == 1
+        equal_batches(seen(hotset.DataLoader(cached, **options)), expected, "cold")
+        equal_batches(seen(DataLoader(cached, **options)), expected, "torch's own loader")
+
+
+def test_timeout_without_workers_is_refused_as_in_torch() -> None:
+    with hotset.cache(Samples(image_and_label, 10)) as cached:
+        for loader in (DataLoader(cached, timeout=5), hotset.DataLoader(cached, timeout=5)):
+            with pytest.raises(AssertionError, match="timeout"):
+                iter(loader)
+
+
+class _Scaled(Dataset[Any]):
+    def __init__(self) -> None:
+        self.transform: Any = None
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        value = torch.tensor([float(index)])
+        return self.transform(value) if self.transform else value
+
+
+def test_a_transform_that_is_set_on_the_cached_dataset_is_refused() -> None:
+    source = _Scaled()
+    with hotset.cache(source, memory="1MiB") as cached:
+        with pytest.raises(hotset.ArgumentError, match="transform must be set on the data set before"):
+            cached.transform = torch.neg
+        assert cached[2] == 2.0
+        cached.note = "mine"  # nobody's but the user's
+        assert cached.note == "mine"
+        assert not hasattr(source, "note")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -118,6 +118,10 @@ class DataLoader(TorchDataLoader[T]):
     _noted: Noted | None = None
 
     def __iter__(self) -> Any:
+        if (
+            self.timeout and not self.num_workers
+        ):  # as torch says it, and as late; whatever has made the batches
+            raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")
         saved, self._saved = self._saved, None
         windows = self._windows()
         residents = [cached._residents for cached in windows if cached._residents is not None]

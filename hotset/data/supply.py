@@ -145,8 +145,9 @@ class Supply:
         store = self.store
         before = store.filler.drawing if store is not None else 0
         known = in_hand is None
+        failed: dict[int, Exception] = {}
         if in_hand is None:
-            in_hand = self.fill(ids)
+            in_hand = self._fill_or_note(ids, failed)
         found: dict[int, Any] = {}
         numbers = ids.tolist()
         if store is not None:
@@ -166,38 +167,64 @@ class Supply:
             elif sample in in_hand:
                 # Given out once: who asks for it again, in the same batch too, must not share the object.
                 yield in_hand.pop(sample)
+            elif sample in failed:
+                raise failed.pop(sample)
             else:
                 yield self._again(sample)
 
-    def fill(self, ids: Ids, *, keep: bool = True) -> dict[int, Any]:
+    def _fill_or_note(self, ids: Ids, failed: dict[int, Exception]) -> dict[int, Any]:
+        """As :meth:`fill`; enters what the source raised on a sample, to be raised when it is its turn.
+
+        Samples before it in the batch are used first, as without a cache: their live parts draw.
+        """
+
+        def read(number: int) -> Any:
+            try:
+                return self._read(number)
+            except Exception as error:
+                failed[number] = error
+                raise
+
+        try:
+            return self.fill(ids, read=read)
+        except Exception:
+            if not failed:
+                raise
+            return {}
+
+    def fill(
+        self, ids: Ids, *, keep: bool = True, read: Callable[[int], Any] | None = None
+    ) -> dict[int, Any]:
         """Bring these samples into the cache where there is room: see :meth:`Store.fill`.
 
         What belongs to other machines is got from them, and is in hand.
         """
-        records, in_hand = self.bring(ids, keep=keep)
+        records, in_hand = self.bring(ids, keep=keep, read=read)
         return {**self.taken_apart(records), **in_hand}
 
-    def bring(self, ids: Ids, *, keep: bool = True) -> tuple[list[Loose], dict[int, Any]]:
+    def bring(
+        self, ids: Ids, *, keep: bool = True, read: Callable[[int], Any] | None = None
+    ) -> tuple[list[Loose], dict[int, Any]]:
         """As :meth:`fill`; what other machines have sent is returned first, as it came."""
-        store = self.store
+        store, read = self.store, read or self._read
         if store is None:
             return [], {}
         records: list[Loose] = []
         in_hand: dict[int, Any] = {}
         if self._neighbours is not None:
-            brought = self._neighbours.bring(store, ids, self._read)
+            brought = self._neighbours.bring(store, ids, read)
             self.tell_of_machines()
             records, in_hand = brought.records, brought.read
             if brought.unkept:
                 self._tell_of_shortage(store)
             self._audit_theirs(records, store)
             ids = ids[np.isin(ids, brought.ids(), invert=True)]
-        read = store.fill(ids, self._read, keep=keep)
+        got = store.fill(ids, read, keep=keep)
         while store.room.notes:  # of caches that made room, each told by the process that asked it to
             self.tell(f"{self._plan.name}: {store.room.notes.pop()}")
-        if read and (self._neighbours is None or not self._neighbours.pass_on(store, read)):
+        if got and (self._neighbours is None or not self._neighbours.pass_on(store, got)):
             self._tell_of_shortage(store)
-        return records, {**in_hand, **read}
+        return records, {**in_hand, **got}
 
     def taken_apart(self, records: list[Loose]) -> dict[int, Any]:
         """The samples of loose records, each the caller's own, by number."""
