@@ -196,6 +196,8 @@ class Gather:
             ids, words = ids[mix.here], words[mix.here]
         if not store.are_common(words) or not all(each.are_common for each in loose):
             return None  # they are no columns
+        if not store.placed(ids, words):
+            return None
         if not self._sound(ids):
             return None
         rows = words & ROW_MASK
@@ -214,6 +216,8 @@ class Gather:
                 tails = store.tails(rows)
             if not store.unchanged(words, era):
                 return None  # their places may be half of one record and half of another
+            if not store.inside(ids, words, tails):
+                return None
         lines = None
         if tails is not None:
             lines = tails.lines() if staged is None else np.arange(tails.total)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hotset.errors import SegmentError
 from hotset.store.format import LINE, RECORD_HEADER, TAIL_COUNT_BITS
@@ -212,6 +213,24 @@ class Schema:
                 tails[place] = tail + -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
             found.append(values)
         return build(self.tree, iter(found), len(tails))
+
+    def outgrown(self, heads: npt.NDArray[np.void], lines: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:
+        """Which records have leaves that, by their dimensions, end beyond their tails; None if none do.
+
+        Args:
+            heads: of records of this form.
+            lines: of their tails.
+        """
+        end: Any = 0
+        for place in self.variable:
+            leaf = self.leaves[place]
+            # In floats, which do not overflow: four dimensions of 32 bits are 128.
+            size = np.multiply.reduce(heads[str(place)], 1, np.float64)
+            if isinstance(leaf, ArrayLeaf) and leaf.itemsize > 1:
+                size *= leaf.itemsize
+            end = size if place == self.variable[0] else np.ceil(end / _ALIGN_TAIL) * _ALIGN_TAIL + size
+        beyond: npt.NDArray[np.bool_] = end > lines * LINE
+        return beyond if np.logical_or.reduce(beyond) else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the schema as JSON's types, to be kept in a segment's metadata."""

@@ -4,11 +4,15 @@
 where the record is       when it is verified                              a damaged one
 ========================  ===============================================  ==============================
 in memory                 never: only its writer wrote there               \\
-in a file on a disk       on this process's first touch, and again         is not there, for this process
-                          when its index word has changed
-in the second tier        on the first touch too, in the copy that is      is forgotten, and read and
-                          made of it (:class:`hotset.store.spill.Staged`)  stored again
+in a file on a disk       on this process's first touch, again when its    is not there, for this process
+                          index word has changed, and after a minute
+in the second tier        at each read, in the copy that is made of it     is forgotten, and read and
+                          (:class:`hotset.store.spill.Staged`)             stored again
 ========================  ===============================================  ==============================
+
+Wherever it is, index words and the places of tails are looked at at each read, and those that lie outside of
+the segment are damage too (:meth:`Store.placed`). So are dimensions of more than the record, where a disk can
+damage them after they were verified.
 
 Off x86-64, whose order of stores the format rests on, the first two are verified at every read.
 
@@ -18,6 +22,7 @@ A process tells of the first damaged record that it meets; all of them come from
 from __future__ import annotations
 
 import platform
+import time
 
 import numpy as np
 
@@ -30,6 +35,8 @@ from hotset.store.spill import Spill, Staged
 from hotset.told import tell
 
 __all__ = ["FULL_CHECK", "Soundness"]
+
+_BELIEVED_SECONDS = 60.0
 
 FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
 
@@ -50,6 +57,7 @@ class Soundness:
         self._segment = member.segment
         self._spill = spill
         self._damaged = 0
+        self._begun = time.monotonic()
         self.verified: Words | None = None
         if FULL_CHECK or not self._segment.trusted:
             self.verified = np.zeros(self._segment.geometry.samples, np.int64)
@@ -57,6 +65,9 @@ class Soundness:
     def is_sound(self, sample: int, word: int) -> bool:
         """Whether the record that this index word names is what its writer wrote, as far as is looked at."""
         assert self.verified is not None
+        if time.monotonic() > self._begun + _BELIEVED_SECONDS:
+            self._begun = time.monotonic()
+            self.verified[:] = 0
         if self.verified[sample] == word:
             return True
         problem = self.problem(sample, word)
@@ -80,19 +91,31 @@ class Soundness:
     def forget(self, staged: Staged) -> None:
         """Forget what was found damaged in a copy from the second tier."""
         for sample, word, why in staged.damaged:
-            if not self._forget(sample, word):
-                continue  # not damaged: cleared under our hands
-            self._damaged += 1
-            if self._damaged == 1:
-                tell(f"sample {sample} is damaged on the disk ({why}), and is read from the source again.")
+            self.lose(sample, word, why)
+
+    def lose(self, sample: int, word: int, why: str) -> None:
+        """Forget a record that is damaged, so that it is read from the source and stored again.
+
+        Args:
+            sample: the place of its index word.
+            word: which it has, if it was not cleared meanwhile.
+            why: what is wrong with it.
+        """
+        if not self._forget(sample, word):
+            return
+        self._damaged += 1
+        if self._damaged == 1:
+            spilled = self._spill is not None and word & ON_DISK
+            where = "in memory" if self._segment.trusted and not spilled else "on the disk"
+            tell(f"sample {sample} is damaged {where} ({why}), and is read from the source again.")
 
     def _forget(self, sample: int, word: int) -> bool:
-        """Forget a record in the second tier; False if it is not there any more."""
-        assert self._spill is not None
+        """Forget a record; False if it is not there any more."""
         with self._member.short_lock():
             if era_of(self._segment) is None or int(self._segment.index[sample]) != word:
                 return False
-            self._spill.forget(sample)
+            if word & ON_DISK and self._spill is not None:
+                self._spill.forget(sample)
             self._segment.index[sample] = 0
             # What it had in its tail is not known any more.
             self._member.row[Slot.STORED_BYTES] -= self._segment.geometry.stride

@@ -11,8 +11,9 @@ cache. What memory is free for that, the kernel knows better than a cache of our
 
 Of a batch that has records in both tiers the whole is *staged*: its rows side by side in private memory, in
 order, and its tails behind each other. From there on it looks like a segment of its own. A record is verified
-when a process first reads it, in its copy, so that what was verified is what is used; a damaged one is
-forgotten, and read from the source again.
+at each read, in its copy, so that what was verified is what is used; a damaged one is forgotten, and read
+from the source again. (To verify it once for each process was the alternative: a page that was dropped from
+memory comes from the disk again, and only the kernel can tell, page by page, before each read.)
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ Bytes = npt.NDArray[np.uint8]
 _ALIGN = 64
 _SMALLEST_MARGIN = 64 << 20
 _LARGEST_FILE = 15 << 40  # a little less than ext4's
+_SHORT = 2 * PAGE  # bytes of a row
 # Rows nearer to each other than this are read together, and so much of them at once.
 _NEAR = 16 << 10
 _AT_ONCE = 4 << 20
@@ -95,7 +97,6 @@ class Spill:
         self.room = _DiskRoom(self.member, self._free)
         self._schema = schema
         self._records = Records(segment, schema)
-        self._verified: Words | None = None
 
     def _free(self) -> Headroom:
         """What the disk has left, less a margin: others write there too."""
@@ -196,16 +197,6 @@ class Spill:
         inside = first >= 0 and first * fmt.LINE + len(into) <= geometry.lines * fmt.LINE
         return inside and self.segment.read(geometry.lines_at + first * fmt.LINE, into)
 
-    def unverified(self, ids: Ids, words: Words) -> npt.NDArray[np.bool_]:
-        """Which of these records this process has not found sound before."""
-        return np.ones(len(ids), np.bool_) if self._verified is None else self._verified[ids] != words
-
-    def note_verified(self, sample: int, word: int) -> None:
-        """Note that this process has found this record sound."""
-        if self._verified is None:
-            self._verified = np.zeros(self.segment.geometry.samples, np.int64)
-        self._verified[sample] = word
-
     def forget(self, sample: int) -> None:
         """Forget a record that is damaged; its row is lost."""
         self.segment.index[sample] = 0
@@ -250,7 +241,7 @@ class Staged:
         self._from = rows, lines
         self._ids, self.words = ids, words
         self._on_disk = np.flatnonzero(words & ON_DISK)
-        self._disk = self._on_disk.tolist()
+        self._disk: list[int] = self._on_disk.tolist()
         self._memory = np.flatnonzero(words & ON_DISK == 0)
         self._allocate = block
         self.stride = rows.shape[1]
@@ -283,6 +274,11 @@ class Staged:
         heads = np.ascontiguousarray(self.rows[:, RECORD_HEADER : RECORD_HEADER + width]).view(head)[:, 0]
         tails = self.tails = Tails(heads)
         limit = self._spill.segment.geometry.lines
+        ends = tails.first + tails.counts
+        for place in self._memory[
+            (tails.first[self._memory] < 0) | (ends[self._memory] > len(self._from[1]))
+        ]:
+            self._refuse(int(place), "its record's tail lies outside the segment")
         for place in self._disk:
             first, count = int(tails.first[place]), int(tails.counts[place])
             # Two places say how long it is: what neither vouches for takes no memory.
@@ -308,9 +304,8 @@ class Staged:
                 self._refuse(place, "its record's tail cannot be read")
 
     def _verify(self) -> None:
-        ids, words = self._ids[self._disk], self.words[self._disk]
-        for number in np.flatnonzero(self._spill.unverified(ids, words)).tolist():
-            place, sample, word = self._disk[number], int(ids[number]), int(words[number])
+        for place in self._suspects():
+            sample, word = int(self._ids[place]), int(self.words[place])
             tail = None
             if self.tails is not None and (count := int(self.tails.counts[place])):
                 start = int(self.tails.starts[place])
@@ -318,8 +313,21 @@ class Staged:
             problem = content_problem(sample, word, memoryview(self.rows[place]), tail)
             if problem is not None:
                 self._refuse(place, problem)
-            else:
-                self._spill.note_verified(sample, word)
+
+    def _suspects(self) -> list[int]:
+        """The places of those records from the disk that are to be verified one by one.
+
+        Of short ones without tails these are the damaged ones, as they are first looked at together.
+        """
+        if self.tails is not None or self.stride > _SHORT:
+            return self._disk
+        ids, words, rows = self._ids[self._on_disk], self.words[self._on_disk], self.rows[self._on_disk]
+        heads = np.ascontiguousarray(rows[:, :RECORD_HEADER]).view("<u4").astype(np.int64)
+        lengths, stamps, sums = heads[:, 0], heads[:, 1], heads[:, 2]
+        sound = lengths == self.stride - RECORD_HEADER
+        sound &= stamps == words >> fmt.GENERATION_SHIFT & fmt.STAMP_MASK
+        sound &= np.array(fmt.checksums(ids, lengths, stamps, rows)) == sums
+        return [place for place, is_sound in zip(self._disk, sound.tolist(), strict=True) if not is_sound]
 
     def _refuse(self, place: int, why: str) -> None:
         self.damaged.append((int(self._ids[place]), int(self.words[place]), why))

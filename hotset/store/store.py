@@ -90,6 +90,8 @@ class Store:
         self._clearing = Clearing(self.member, self.filler.claims, self.room, spill)
         self._scratch: BlockPool | None = None
         self._told_of_forms = False
+        # Without a second tier a word that names it names no row.
+        self._place = fmt.ROW_MASK if spill is not None else fmt.ROW_MASK | fmt.ON_DISK
         if not segment.trusted:
             distrust_room(self.member)
             if spill is not None:
@@ -229,6 +231,8 @@ class Store:
             return None
         stride = self.segment.geometry.stride
         count = len(ids)
+        if not self.placed(ids, words):
+            return None
         if self.on_disk(words):
             return self._read_staged(ids, words, era)
         rows = words & ROW_MASK
@@ -238,6 +242,8 @@ class Store:
             tails = self.tails(rows) if self.have_tails(words) else None
             if tails is not None and not self.unchanged(words, era):
                 return None  # the tails' places may be half of one record and half of another
+            if tails is not None and not self.inside(ids, words, tails):
+                return None
             tails_at = -(-count * stride // _ALIGN) * _ALIGN
             block = self._block(tails_at + (tails.total * fmt.LINE if tails else 0))
             # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone:
@@ -252,6 +258,42 @@ class Store:
             if not self.unchanged(words, era):
                 return None
         return self._put_together(block, starts.tolist())
+
+    def placed(self, ids: Ids, words: Words) -> bool:
+        """Whether all of these words, of present samples, name rows that there are; others are forgotten."""
+        rows = words & self._place
+        if int(np.maximum.reduce(rows, initial=0)) < self.segment.geometry.rows:
+            return True
+        outside = rows >= self.segment.geometry.rows
+        if self.spill is not None:
+            outside &= words & fmt.ON_DISK == 0  # the second tier has rows of its own, and looks itself
+        return self._keep(ids, words, outside, "its index word names a row that there is not")
+
+    def inside(self, ids: Ids, words: Words, tails: Tails) -> bool:
+        """Whether these tails, of records in the first tier, lie in it; those that do not are forgotten.
+
+        Where that may be damaged, they must hold as much as their records' dimensions say, too.
+        """
+        outside = tails.outside(self.segment.geometry.lines)
+        if outside is not None:
+            return self._keep(ids, words, outside, "its record's tail lies outside the segment")
+        if self.soundness.verified is None or not self.schema.has_tail:
+            return True
+        heads, lines = tails.heads, tails.counts
+        if not self.are_common(words):  # what has a form of its own is looked at when that is read
+            common = words & fmt.OWN_FORM == 0
+            ids, words, heads, lines = ids[common], words[common], heads[common], lines[common]
+        outgrown = self.schema.outgrown(heads, lines)
+        if outgrown is None:
+            return True
+        return self._keep(ids, words, outgrown, "its record's dimensions are damaged")
+
+    def _keep(self, ids: Ids, words: Words, damaged: np.ndarray[Any, np.dtype[np.bool_]], why: str) -> bool:
+        """Forget the damaged ones of these records; whether there are none."""
+        places = self.index.places(ids)
+        for number in np.flatnonzero(damaged).tolist():
+            self.soundness.lose(int(places[number]), int(words[number]), why)
+        return not damaged.any()
 
     def on_disk(self, words: Words) -> bool:
         """Whether any of these words, of present samples, names a record on the disk."""

@@ -31,6 +31,16 @@ class Tails:
         self.starts: Words = ends - self.counts
         self.total = int(ends[-1]) if len(ends) else 0
 
+    def outside(self, lines: int) -> npt.NDArray[np.bool_] | None:
+        """Which of the runs do not lie within so many lines; None, the common answer, if all do."""
+        ends = self.first + self.counts
+        if (
+            int(np.maximum.reduce(ends, initial=0)) <= lines
+            and int(np.minimum.reduce(self.first, initial=0)) >= 0
+        ):
+            return None
+        return (self.first < 0) | (ends > lines)
+
     def lines(self) -> Words:
         """The numbers of all lines, in the order in which they are gathered."""
         return runs(self.first, self.counts)
