@@ -244,6 +244,18 @@ def ragged(index: int) -> dict[str, Any]:
     }
 
 
+def of_many_forms(index: int) -> dict[str, Any]:
+    """Most without a caption, and some with lists of boxes."""
+    sample: dict[str, Any] = {
+        "image": _pattern((3, 5, 4), index),
+        "caption": f"{index}" if index % 9 == 4 else None,
+    }
+    if index % 5 == 2:
+        boxes = [{"box": torch.full((4,), float(index)), "kind": Colour.RED} for _ in range(index % 4)]
+        sample["boxes"] = boxes
+    return sample
+
+
 def ragged_pair(index: int) -> tuple[torch.Tensor, int]:
     return _pattern((1 + index * 7 % 11,), index), index
 

@@ -486,7 +486,10 @@ def test_a_roster_goes_with_its_session(runtime: Path, monkeypatch: pytest.Monke
 
 # ---- packing -------------------------------------------------------------------------------------------
 
-MAKERS = [samples.kilobyte, samples.mapping, samples.ragged, samples.text, samples.nested, samples.number]
+MAKERS = [
+    *(samples.kilobyte, samples.mapping, samples.ragged, samples.text, samples.nested, samples.number),
+    samples.of_many_forms,
+]
 
 
 def cache_of(schema: Schema, count: int = 1000) -> Cache:

@@ -72,7 +72,7 @@ def test_each_sample_is_read_once_and_lies_with_its_owner(tmp_path: Path) -> Non
         lie_with_their_owners(made)
 
 
-@pytest.mark.parametrize("make", [samples.ragged, samples.text])
+@pytest.mark.parametrize("make", [samples.ragged, samples.text, samples.of_many_forms])
 def test_samples_with_tails(tmp_path: Path, make: Callable[[int], Any]) -> None:
     with town(tmp_path, make, 120, count=2) as made:
         trainers = filled(made)

@@ -99,6 +99,7 @@ def no_room(*_: object) -> Headroom:
         samples.scalars, samples.numpy_scalars, samples.bfloat_and_half, samples.zero_d_and_empty,
         samples.permuted, samples.arrays, samples.ragged,
         samples.ragged_two_ways, samples.jpeg_like, samples.every_dtype, samples.number,
+        samples.of_many_forms,
     ],
     ids=lambda make: make.__name__,
 )  # fmt: skip
