@@ -25,6 +25,7 @@ from sources import Counting, ReadLog, Samples
 from stores import attached, clear_and_meanwhile, count, ids, stored, wrong
 from test_schema import trees
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import hotset
 from hotset import HotsetWarning
@@ -145,10 +146,10 @@ def test_a_users_collate_function_gets_the_same_in_each_epoch(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_one_shape_are_stacked_whatever_their_form(workers: int) -> None:
+def test_batches_of_one_form_are_stacked_whichever_that_is(workers: int) -> None:
     """Some batches are gathered, and some are all of another form than most."""
     options: dict[str, Any] = {"batch_size": 5, "num_workers": workers}
-    make = _wider_in_whole_batches
+    make = _another_dtype_in_whole_batches
     expected = list(DataLoader(Samples(make, N), **options))
     with hotset.cache(Samples(make, N), memory="64MiB") as cached:
         for _ in range(3):
@@ -157,9 +158,23 @@ def test_batches_of_one_shape_are_stacked_whatever_their_form(workers: int) -> N
         assert cached.check() == []
 
 
-def _wider_in_whole_batches(i: int) -> tuple[torch.Tensor, int]:
+def test_what_default_collate_was_taught_is_found_though_the_first_sample_is_odd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def halves(batch: list[int], *, collate_fn_map: Any = None) -> torch.Tensor:
+        return torch.tensor(batch) / 2
+
+    monkeypatch.setitem(default_collate_fn_map, int, halves)
+    make = _another_dtype_in_whole_batches
+    expected = list(DataLoader(Samples(make, N), batch_size=5))
+    with hotset.cache(Samples(make, N), memory="64MiB") as cached:
+        for _ in range(3):
+            equal_batches(list(hotset.DataLoader(cached, batch_size=5)), expected)
+
+
+def _another_dtype_in_whole_batches(i: int) -> tuple[torch.Tensor, int]:
     # The first batch too: it is not the one that decides how batches are made.
-    return torch.full((4, 5 if i // 5 % 7 == 0 else 3), i), i
+    return torch.full((4, 3), i, dtype=torch.float64 if i // 5 % 7 == 0 else torch.int32), i
 
 
 def test_a_live_transform_gets_the_same_samples() -> None:
@@ -431,6 +446,18 @@ def test_a_forged_form_is_no_sample_and_ends_nothing() -> None:
             RECORD.pack_into(store.segment.buffer, row, forged, stamp, crc)
             found = store.read(ids(odd))
             assert found is None or len(found) == 1
+
+
+def test_between_the_leaves_of_a_row_are_zeros() -> None:
+    def make(i: int) -> Any:
+        return {"x": i % 2 == 0, "more": "x" * 40} if i < 5 else {"x": i % 2 == 0}
+
+    with filled(make, 40) as store:
+        assert store.clear()
+        for i in (0, 39):  # laid out in the same memory, one after the other
+            store.fill(ids(i), make)
+        row = store.segment.geometry.rows_at + int(store.segment.index[39] & ROW_MASK) * store.schema.stride
+        assert bytes(store.segment.buffer[row + 16 : row + store.schema.stride]) == bytes(16)
 
 
 def test_a_clear_in_the_midst_of_a_reading_shows() -> None:
