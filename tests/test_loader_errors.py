@@ -135,29 +135,6 @@ def test_timeout_without_workers_is_refused_as_in_torch() -> None:
                 iter(loader)
 
 
-class _Scaled(Dataset[Any]):
-    def __init__(self) -> None:
-        self.transform: Any = None
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        value = torch.tensor([float(index)])
-        return self.transform(value) if self.transform else value
-
-
-def test_a_transform_that_is_set_on_the_cached_dataset_is_refused() -> None:
-    source = _Scaled()
-    with hotset.cache(source, memory="1MiB") as cached:
-        with pytest.raises(hotset.ArgumentError, match="transform must be set on the data set before"):
-            cached.transform = torch.neg
-        assert cached[2] == 2.0
-        cached.note = "mine"  # nobody's but the user's
-        assert cached.note == "mine"
-        assert not hasattr(source, "note")
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_live_transform_is_the_users_own(workers: int) -> None:
     with hotset.cache(Samples(image_and_label, 10), transform=[_broken_suffix]) as cached:

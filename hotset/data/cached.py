@@ -21,7 +21,7 @@ from hotset.data.residents import Residents
 from hotset.data.source import Source
 from hotset.data.stats import Stats, stats_of
 from hotset.data.supply import Supply
-from hotset.errors import ArgumentError, SegmentError
+from hotset.errors import SegmentError
 from hotset.session.retire import DESTROYED
 from hotset.session.share import Share
 from hotset.store.format import Live
@@ -33,9 +33,6 @@ if TYPE_CHECKING:  # what it needs is an extra
 __all__ = ["CachedDataset"]
 
 T = TypeVar("T")
-
-# What may be set on it, whatever the data set calls its own.
-_OWN = {"dataset", "plan", "epoch"}
 
 
 class CachedDataset(Dataset[T], Generic[T]):
@@ -187,17 +184,6 @@ class CachedDataset(Dataset[T], Generic[T]):
         if name.startswith("_") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # What is cached was made with what the data set was like: a chain that is put here would never run.
-        own = name.startswith("_") or name in _OWN or "dataset" not in self.__dict__
-        if not own and hasattr(self.dataset, name):
-            raise ArgumentError(
-                f"{name} must be set on the data set before hotset.cache is called, got it set on the cached "
-                f"one, whose samples were made without it; set it first and cache then, or set "
-                f"cached.dataset.{name} if samples do not depend on it."
-            )
-        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.dataset!r})"
