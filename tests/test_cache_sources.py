@@ -465,3 +465,43 @@ def test_a_dataset_is_not_asked_for_what_a_dataset_need_not_have() -> None:
 
     with hotset.cache(Bare()) as cached:
         assert [cached[i] for i in range(5)] * 2 == [10, 11, 12, 13, 14] * 2
+
+
+class _BatchesOtherwise(Samples):
+    """A source whose batches are read by another function than its samples."""
+
+    def __init__(self, many: Callable[[list[Any]], list[Any]]) -> None:
+        super().__init__(number, 6)
+        self.many = many
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return self.many([self.make(i) for i in indices])
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        lambda samples: [sample + random.random() for sample in samples],
+        lambda samples: [sample * 2 for sample in samples],
+        lambda samples: [sample - sum(samples) / len(samples) for sample in samples],
+        lambda samples: random.sample(samples, len(samples)),
+    ],
+    ids=["draws", "doubles", "centres", "shuffles"],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_batches_that_are_not_the_samples_are_refused(many: Any, nested: bool) -> None:
+    """torch's loader reads whole batches where a data set offers that, also through a ``Subset``."""
+    source: Any = _BatchesOtherwise(many)
+    given = torch.utils.data.Subset(source, [1, 2, 3, 5]) if nested else source
+    state = random.getstate()
+    found = failure(lambda: hotset.cache(given, memory="1MiB"))
+    assert found.kind is hotset.NotCacheable
+    assert "__getitems__" in found.text
+    assert is_a_sentence(found.text), found.text
+    assert random.getstate() == state
+
+
+def test_batches_that_are_the_samples_are_cached() -> None:
+    with hotset.cache(_BatchesOtherwise(list), memory="1MiB") as cached:
+        batch = next(iter(torch.utils.data.DataLoader(cached, batch_size=6)))
+        assert batch.tolist() == [number(i) for i in range(6)]

@@ -188,6 +188,19 @@ def test_one_memory_stays_one_memory(workers: int) -> None:
                 assert batch["grad"].requires_grad
 
 
+def numbers_in_a_dict(samples: Any) -> Any:
+    return {"image": torch.stack([image for image, _ in samples]), "count": torch.tensor(len(samples))}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tensors_without_dimensions_of_the_users_collate_function(workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "collate_fn": numbers_in_a_dict, "num_workers": workers}
+    with hotset.cache(Samples(image_and_label, N), memory="1MiB") as cached:
+        theirs = list(DataLoader(Samples(image_and_label, N), **options))
+        for _ in range(2):
+            equal_batches(list(hotset.DataLoader(cached, **options)), theirs)
+
+
 class Bulk(Samples):
     """It takes lists of indices, and gives a batch for one."""
 

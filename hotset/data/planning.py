@@ -23,6 +23,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from torch.utils.data import Subset
+
 from hotset.data.choice import Choice, Row, choose
 from hotset.data.identity import Identity, NotShared, unshareable
 from hotset.data.plan import Plan
@@ -30,6 +32,8 @@ from hotset.data.remedies import file_bytes, remedies
 from hotset.data.source import Cuts, Source, Uncut
 from hotset.data.window import Sizes, Window
 from hotset.determinism.declare import declared
+from hotset.determinism.equality import same
+from hotset.determinism.generators import Generators
 from hotset.determinism.probe import Probe, probe
 from hotset.determinism.timing import Timed
 from hotset.determinism.verdict import name_of, verdict_of
@@ -172,6 +176,8 @@ def _make_plan(uncut: Uncut, wanted: Wanted, identity: Identity) -> Made:
     held = _held_by_others(wanted.session, limit)
     choice, source, probed = _decide(uncut, wanted, limit - held)
     judged, believed = _judge(dataset, source, probed)
+    if not believed and not probed.drawing:
+        _judge_batches(dataset, source)
     notes = [*choice.notes, *judged]
     if FULL_CHECK:
         notes.append("this processor may reorder stores, so every read of the cache is verified, which costs")
@@ -387,6 +393,42 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
         "for ever. Move the random part to transform=[...], after the part to be cached; or, if the samples "
         f"are alike in all that matters, declare it: hotset.deterministic({kind})."
     )
+
+
+def _judge_batches(dataset: Any, source: Source) -> None:
+    """Refuse a data set whose ``__getitems__``, which torch's loader prefers, gives other samples.
+
+    The cache reads samples one by one. Two at once are compared, as what is worked out of a whole batch is
+    the same for a batch of one.
+
+    Raises:
+        NotCacheable: with what to do.
+    """
+    inner = source.dataset
+    while type(inner) is Subset:  # it has one, which asks the data set's, where there is one
+        inner = inner.dataset
+    if declared(dataset) == "deterministic" or not getattr(inner, "__getitems__", None):
+        return
+    read = source.dataset.__getitems__
+    indices = sorted({0, len(dataset) - 1})
+    generators = Generators((source.dataset,))
+    try:
+        alone = [source.dataset[index] for index in indices]
+        generators.restore()
+        together = read(indices)
+        alike = not generators.moved() and same(alone, list(together)) is None
+    except Exception:  # one that cannot be read may never be asked for
+        return
+    finally:
+        generators.restore()
+    if not alike:
+        kind = type(dataset).__name__
+        raise NotCacheable(
+            f"{kind}.__getitems__ gives other samples than {kind}.__getitem__, or draws random numbers; "
+            "torch's loader reads by the first, the cache by the second. Let both give the same, and move "
+            "what is made of a whole batch to collate_fn; or, if the samples are alike in all that matters, "
+            f"declare it: hotset.deterministic({kind})."
+        )
 
 
 def _is_random(dataset: Any, indices: Sequence[int]) -> bool:

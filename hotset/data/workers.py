@@ -344,7 +344,7 @@ class _Desk:
         return at if self.needed <= self.size else None
 
     def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int], count: int) -> torch.Tensor:
-        return torch.frombuffer(self.array, dtype=dtype, count=count, offset=at).view(*shape)
+        return torch.frombuffer(self.array, dtype=dtype, count=count, offset=at).view(tuple(shape))
 
     def whole(self, size: int) -> _Desk | None:
         """The block, as memory for a gathered batch of ``size`` bytes."""
