@@ -191,6 +191,22 @@ def test_two_files_behind_one_type_are_two_data_sets(
             opened.close()
 
 
+def from_descriptor(descriptor: int, index: int) -> bytes:
+    return os.pread(descriptor, ROW, index * ROW)
+
+
+def test_a_descriptor_that_is_another_files_now_is_another_data_set(files: tuple[Path, Path]) -> None:
+    sessions.create("shared", memory=1 << 20)
+    numbers = set()
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        numbers.add(descriptor)
+        with hotset.cache(Records(descriptor, from_descriptor), session="shared") as cached:
+            assert all(bytes(cached[i].tolist()) == path.read_bytes()[at(i)] for i in range(N))
+        os.close(descriptor)
+    assert len(numbers) == 1, "one number was to stand for both"
+
+
 def test_a_file_that_is_only_written_to_is_no_identity(tmp_path: Path) -> None:
     with (tmp_path / "log").open("a") as log:
         before = fingerprint([log]).digest

@@ -34,6 +34,7 @@ __all__ = ["Describer", "Handler"]
 Handler = Callable[["Describer", Any], None]
 
 _DEPTH = 100
+_DESCRIPTORS = 1 << 16
 # From this many elements on, a container is described by columns.
 _COLUMN = 256
 _COLUMN_LEVELS = 8
@@ -51,6 +52,7 @@ class Describer:
         unknowns: sentences about what could not be described, as keys.
         modules: names of the modules in which code was met.
         codes: the code of users that was met.
+        numbers: what may be an open file's descriptor.
         asks_environment: whether ``os.environ`` itself was met.
     """
 
@@ -59,6 +61,7 @@ class Describer:
         self.unknowns: dict[str, None] = {}
         self.modules: set[str] = set()
         self.codes: dict[types.CodeType, None] = {}
+        self.numbers: set[int] = set()
         self.asks_environment = False
         self.put: Callable[[Any], object] = hashlib.blake2b().update
         self._handlers = {**_CONTAINERS, **handlers}
@@ -76,6 +79,8 @@ class Describer:
         if kind in _ATOMS:
             if kind is str:
                 self.files.add(value, folder=not self._in_code)
+            elif kind is int and 2 < value < _DESCRIPTORS and not self._in_code:
+                self.numbers.add(value)
             return _ATOMS[kind](value)
         known = self._done.get(id(value))
         if known is not None:

@@ -6,6 +6,7 @@ Asked once the objects are described, as only then is known which code may run a
 always                  torch's default dtype and device, the time zone, the encoding of text files
 code reads the          of all texts that were met (constants and attributes) those that name a
 environment             variable, or hold ``$NAME``, with its value
+code reads descriptors  of all numbers that were met those of an open file: its path, size and date
 code imports by name    of all texts those that name a module of the user's: its source
 user's modules so met   numbers, texts and containers that are not what the source says any more
 libraries so met        functions of the user's that were put into their modules
@@ -18,9 +19,11 @@ cannot be known from here: that is found by whoever looks at samples (:mod:`hots
 
 from __future__ import annotations
 
+import contextlib
 import locale
 import os
 import re
+import stat
 import sys
 import time
 import types
@@ -33,6 +36,7 @@ from hotset.determinism.describe import Describer
 __all__ = ["describe_surroundings"]
 
 _READS_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "expandvars"})
+_READS_DESCRIPTORS = frozenset({"pread", "preadv", "readv", "fdopen", "lseek", "sendfile"})
 _IMPORTS_BY_NAME = frozenset({"import_module", "__import__", "modules", "resolve_name", "locate"})
 _IN_TEXT = re.compile(r"\$\{?(\w+)")
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -64,6 +68,7 @@ def describe_surroundings(to: Describer) -> tuple[bytes, list[str]]:
         (str(torch.get_default_dtype()), str(torch.get_default_device())),
         (time.tzname, time.timezone, time.altzone, os.environ.get("TZ")),
         locale.getpreferredencoding(False),
+        _open_files(to.numbers) if names & _READS_DESCRIPTORS or {"os", "read"} <= names else (),
         [(name, value.encode("utf-8", "surrogateescape")) for name, value in variables],
         [(name, codes.source_of(name), codes.constants_of(name, wanted)) for name in sorted(modules)],
         [_put_in(root) for root in sorted(_libraries(to.modules))],
@@ -81,6 +86,17 @@ def _variables(texts: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
         for name in of_ranks
     ]
     return found, notes
+
+
+def _open_files(numbers: set[int]) -> list[tuple[int, str, int, int]]:
+    found = []
+    for number in sorted(numbers):
+        with contextlib.suppress(OSError):
+            about = os.fstat(number)
+            if stat.S_ISREG(about.st_mode):
+                path = os.readlink(f"/proc/self/fd/{number}")
+                found.append((number, path, about.st_size, about.st_mtime_ns))
+    return found
 
 
 def _is_set(name: str) -> bool:
