@@ -55,7 +55,7 @@ def read():
 
 
 def children():
-    for number in range(150):
+    for number in range(80):
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)  # which ends a child that hangs

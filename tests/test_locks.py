@@ -9,7 +9,9 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
+from helpers import in_threads
 
+from hotset.store import locks
 from hotset.store.locks import is_locked, lock, reopen, try_lock, unlock
 
 
@@ -231,3 +233,68 @@ def test_what_is_not_contention_is_raised(fd: int) -> None:
             call(closed, 0)
     with pytest.raises(FileNotFoundError):
         reopen(closed)
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_block_that_is_interrupted_at_any_instant_leaves_nothing_locked(shared: bool) -> None:
+    """Looked at after each interrupt, while its exception, with all frames, is still there."""
+    fd = os.memfd_create("test")
+    descriptions = locks.Descriptions()
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    left = []
+    try:
+        for number in range(1000):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, 2e-4 + 1e-6 * (number % 83))
+                while True:
+                    with locks.Held(descriptions.own(fd), 5, shared=shared) as held:
+                        assert held
+            except Interrupt:
+                armed = False
+                if locks.is_locked(fd, 5):
+                    left.append(number)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        descriptions.close()
+        os.close(fd)
+    assert left == []
+
+
+def test_threads_exclude_each_other_and_a_forked_child_unlocks_nothing() -> None:
+    fd = os.memfd_create("test")
+    descriptions = locks.Descriptions()
+    inside = most = 0
+
+    def work(number: int) -> None:
+        nonlocal inside, most
+        for _ in range(200):
+            with locks.Held(descriptions.own(fd), 5, patience=60) as held:
+                assert held
+                inside += 1
+                most = max(most, inside)
+                inside -= 1
+
+    in_threads(4, work)
+    assert most == 1
+    with locks.Held(descriptions.own(fd), 5):
+        pid = os.fork()
+        if pid:
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            assert locks.is_locked(fd, 5)
+    if not pid:  # which has left the block
+        os._exit(0 if locks.is_locked(fd, 5) else 1)
+    assert not locks.is_locked(fd, 5)
+    descriptions.close()
+    os.close(fd)
