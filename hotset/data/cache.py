@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import Dataset
 
+from hotset.data.attachment import Attachment
 from hotset.data.audit import first_difference
-from hotset.data.cached import CachedDataset
+from hotset.data.cached import CachedDataset, Current, Maker
 from hotset.data.identity import Identity, NotShared, unshareable
 from hotset.data.machines import boundary_of, join_machines, neighbours_of, planned_by_all, require_machines
 from hotset.data.mapping import map_ahead
 from hotset.data.planning import Made, Wanted, found_there, joined_plan, make_plan, own_memory
 from hotset.data.residents import Residents
 from hotset.data.source import Uncut
+from hotset.data.supply import Supply
 from hotset.data.window import Window
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, FolderError, SegmentError, SessionError, UnsupportedPlatform
@@ -137,6 +139,24 @@ def cache(
         )
     _require_sense(session, window, spill, cluster, replicate)
     spill = _folder(spill)
+    asked = {
+        "transform": transform,
+        "memory": memory,
+        "spill": spill,
+        "session": session,
+        "key": key,
+        "window": window,
+        "cluster": cluster,
+        "replicate": replicate,
+        "strict": strict,
+        "cut": cut,
+    }
+    return CachedDataset(dataset, Maker(_make, _meeting, asked))
+
+
+def _make(dataset: Any, asked: dict[str, Any]) -> Current:
+    """Cache a dataset as it is now."""
+    memory, session, cluster = asked["memory"], asked["session"], asked["cluster"]
     with contextlib.ExitStack() as stack:
         joined, found = None, None
         if not can_reopen():
@@ -147,18 +167,31 @@ def cache(
             found = joined.here()
         elif session is not None:
             found = find(session)
-        wanted = Wanted(memory, strict, cut, window, spill, found, joined, replicate)
-        uncut = Uncut.of(dataset, transform)
+        strict, cut, window = asked["strict"], asked["cut"], asked["window"]
+        wanted = Wanted(memory, strict, cut, window, asked["spill"], found, joined, asked["replicate"])
+        uncut = Uncut.of(dataset, asked["transform"])
+        identity = _identity(uncut, asked)
         try:
-            return _cached(uncut, key, wanted)
+            return _current(uncut, identity, wanted)
         except NotShared as why:
             assert found is not None
             name = type(dataset).__name__
             tell(f"{name} is cached for this job alone, and not in session {found.name!r}: {why}.")
-            return _cached(uncut, key, wanted._replace(session=None, joined=None))
+            return _current(uncut, identity, wanted._replace(session=None, joined=None))
 
 
-def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]:
+def _meeting(dataset: Any, asked: dict[str, Any]) -> str:
+    """What ranks find the cache of this by."""
+    return _identity(Uncut.of(dataset, asked["transform"]), asked).meeting
+
+
+def _identity(uncut: Uncut, asked: dict[str, Any]) -> Identity:
+    window = asked["window"]
+    running = None if window is None else [str(field) for field in astuple(window)]
+    return Identity.of(uncut, asked["key"], asked["strict"], asked["cut"], running)
+
+
+def _current(uncut: Uncut, identity: Identity, wanted: Wanted) -> Current:
     """Find the cache, or make it.
 
     Raises:
@@ -166,8 +199,6 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
         Exception: see :func:`cache`.
     """
     dataset, found, joined = uncut.dataset, wanted.session, wanted.joined
-    running = None if wanted.window is None else [str(field) for field in astuple(wanted.window)]
-    identity = Identity.of(uncut, key, wanted.strict, wanted.cut, running)
     made: Made | None = None
     theirs: OSError | None = None  # what the data set raised, and no session
 
@@ -245,7 +276,9 @@ def _cached(uncut: Uncut, key: str | None, wanted: Wanted) -> CachedDataset[Any]
             map_ahead(store.segment)
     neighbours = neighbours_of(wanted, identity, store)
     residents = _residents(made, wanted.window, store, boundary_of(neighbours))
-    return CachedDataset(dataset, made.source, made.plan, store, registration, residents, neighbours)
+    attachment = Attachment(store, registration, made.plan.name)
+    supply = Supply(made.source, made.plan, attachment, residents, neighbours)
+    return Current(made.source, made.plan, supply, residents, neighbours, identity.meeting)
 
 
 def _compare_with_source(made: Made | None, shared: Shared[Store]) -> None:

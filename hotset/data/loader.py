@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from hotset.data.cached import CachedDataset
+from hotset.data.cached import CachedDataset, Current
 from hotset.data.collate import bound, is_known
 from hotset.data.draws import Draws, draw_base_seed
 from hotset.data.from_workers import WorkerBatches
@@ -50,10 +50,11 @@ from hotset.data.resume import (
     identity_of,
     read_state,
 )
-from hotset.data.route import Route, route_to
+from hotset.data.route import Route, fetched, route_to
 from hotset.data.summary import EpochSummary
 from hotset.data.workers import BatchMaker, Desks, TaskSampler, WorkerInit, make_gather, random_parts
 from hotset.determinism.generators import Generators
+from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
 from hotset.told import tell
 
@@ -68,6 +69,7 @@ _MADE = {
     "_watched",
     "_here",
     "_known",
+    "_currents",
     "_workers_begun",
     "_inner",
     "_desks",
@@ -111,6 +113,7 @@ class DataLoader(TorchDataLoader[T]):
     _watched: tuple[Generators | None] | None = None
     _here: InProcess | None = None
     _known: dict[str, Any] | None = None
+    _currents: list[Current] | None = None
     _workers_begun = False
     _inner: TorchDataLoader[Any] | None = None
     _desks: Desks | None = None
@@ -122,6 +125,7 @@ class DataLoader(TorchDataLoader[T]):
             self.timeout and not self.num_workers
         ):  # as torch says it, and as late; whatever has made the batches
             raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")
+        self._follow_caches()
         saved, self._saved = self._saved, None
         windows = self._windows()
         residents = [cached._residents for cached in windows if cached._residents is not None]
@@ -309,6 +313,24 @@ class DataLoader(TorchDataLoader[T]):
             self._known = identity_of(self.dataset, fingerprints)
         return self._known
 
+    def _follow_caches(self) -> None:
+        """Forget what is known of caches that were made anew, as an attribute of their dataset was set.
+
+        Raises:
+            ArgumentError: workers that persist have the dataset as it was.
+        """
+        route = route_to(self.dataset)
+        now = [cached._current for cached in route.caches] if route is not None else []
+        before = self._currents
+        if before is not None and any(one is not other for one, other in zip(before, now, strict=False)):
+            if self._inner is not None or self._iterator is not None:
+                raise ArgumentError(
+                    f"{now[0].plan.name} was given another transform or attribute, and workers that persist "
+                    "have it as it was; make another loader, or leave out persistent_workers=True."
+                )
+            self._known = self._watched = None
+        self._currents = now
+
     def _live_here(self) -> Generators | None:
         """The generators that live transforms, and samples as they are read, draw from in this process.
 
@@ -376,7 +398,7 @@ class DataLoader(TorchDataLoader[T]):
             if self.batch_sampler is None:
                 samples = self.dataset[indices]
             elif ids is None:
-                samples = [self.dataset[index] for index in indices]
+                samples = fetched(self.dataset, indices)
             else:
                 samples = route.samples(ids, in_hand)
             batch = collate_fn(samples)

@@ -129,6 +129,7 @@ class LocalBatches:
         return batch
 
     def _draw(self) -> Any:
+        self._route.require_unchanged()
         try:
             return self._draws.take()
         except StopIteration:

@@ -23,6 +23,7 @@ restart) nothing is lost by moving on, and all that are due go in.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import time
@@ -142,6 +143,12 @@ class Residents:
     def cursor(self, ring: Ring | None) -> int:
         """How many samples have left the window."""
         return self._epoch_and_cursor(ring)[1]
+
+    def reading(self, read: Callable[[int], Any]) -> Residents:
+        """The same window, as this process sees it, whose samples are read so."""
+        other = copy.copy(self)
+        other._read = read
+        return other
 
     def _epoch_and_cursor(self, ring: Ring | None) -> tuple[int, int]:
         """Of the process that announces epochs: this one, or the one whose worker this is."""

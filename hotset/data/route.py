@@ -13,10 +13,11 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
 from hotset.data.cached import CachedDataset
+from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
 from hotset.store.schema import Schema
 
-__all__ = ["Route", "route_to", "samples_in"]
+__all__ = ["Route", "fetched", "route_to", "samples_in"]
 
 
 class Route:
@@ -32,6 +33,20 @@ class Route:
         self.length = len(which) if local is not None else len(caches[0])
         self._which = which
         self._local = local
+        self._currents = [cached._current for cached in caches]
+
+    def require_unchanged(self) -> None:
+        """Refuse to go on with a pass whose dataset is not what it was when the pass began.
+
+        Raises:
+            ArgumentError: a transform, or another attribute, was set since.
+        """
+        for cached, current in zip(self.caches, self._currents, strict=True):
+            if cached._up_to_date() is not current:
+                raise ArgumentError(
+                    f"{current.plan.name} was given another transform or attribute in the midst of a pass, "
+                    "whose batches are made ahead; begin a new pass: iter(loader)."
+                )
 
     @property
     def single(self) -> CachedDataset[Any] | None:
@@ -112,6 +127,12 @@ class Route:
         if len(self.caches) > 1:
             return all(cached._supply.holds(None) for cached in self.caches)
         return self.caches[0]._supply.holds(self._local)
+
+
+def fetched(dataset: Any, indices: Sequence[Any]) -> list[Any]:
+    """The samples of a batch, asked for as torch's loader asks."""
+    many = getattr(dataset, "__getitems__", None)
+    return many(indices) if many else [dataset[index] for index in indices]
 
 
 def route_to(dataset: Any) -> Route | None:

@@ -11,12 +11,15 @@ A list of transforms, which the data set applies itself, is exchanged for a list
 
 ``Subset`` is looked through, and so is ``ConcatDataset`` where all parts have equal chains. What has a chain
 of its own is not looked through: what it wraps stays whole.
+
+All this can be set at any time, by anybody who has the dataset. A :class:`Snapshot` tells whether it was.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +27,13 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hotset.determinism.fingerprint import fingerprint
 
-__all__ = ["Site", "sites_of", "with_chains"]
+__all__ = ["SITES", "Site", "Snapshot", "sites_of", "with_chains"]
+
+SITES = ("transform", "target_transform", "transforms")
+# Where containers of transforms hold their children: torchvision's, MONAI's, albumentations', torch.nn's.
+_CONTAINED = ("transform", "target_transform", "transforms", "_modules")
+_DEEPEST = 8
+_ABSENT = object()
 
 
 class Site(NamedTuple):
@@ -78,6 +87,73 @@ def with_chains(dataset: Any, chains: Mapping[str, Any]) -> Any:
         held = getattr(dataset, name)
         setattr(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
     return twin
+
+
+class Snapshot:
+    """What a dataset, and what it wraps, hold as transforms in this process.
+
+    Objects are compared by identity, as that is cheap enough for each batch: attributes, and the children of
+    containers. A parameter that changes inside a transform is not seen.
+
+    Args:
+        dataset: the user's.
+        given: further transforms, whose containers are looked into.
+
+    Example:
+        >>> import types
+        >>> dataset = types.SimpleNamespace(transform=len)
+        >>> held = Snapshot(dataset)
+        >>> held.is_current()
+        True
+        >>> dataset.transform = min
+        >>> held.is_current()
+        False
+    """
+
+    def __init__(self, dataset: Any, given: Any = ()) -> None:
+        self._held: list[tuple[Any, str, Any]] = []
+        self._children: list[tuple[Any, tuple[Any, ...]]] = []
+        chains = [given]
+        for owner in _owners(dataset):
+            for name in SITES:
+                self._held.append((owner, name, vars(owner).get(name, _ABSENT)))
+                chains.append(vars(owner).get(name))
+        for chain in chains:
+            self._look_into(chain, 0)
+
+    def _look_into(self, chain: Any, depth: int) -> None:
+        if isinstance(chain, (list, tuple, dict)):
+            children = tuple(chain.values() if isinstance(chain, dict) else chain)
+            if not isinstance(chain, tuple):
+                self._children.append((chain, children))
+            for child in children:
+                self._look_into(child, depth + 1)
+        elif depth < _DEEPEST and callable(chain) and hasattr(chain, "__dict__"):
+            for name in _CONTAINED:
+                if name in vars(chain):
+                    self._held.append((chain, name, vars(chain)[name]))
+                    self._look_into(vars(chain)[name], depth + 1)
+
+    def is_current(self) -> bool:
+        """Whether all of it is what it was."""
+        for owner, name, value in self._held:
+            if owner.__dict__.get(name, _ABSENT) is not value:
+                return False
+        for container, children in self._children:
+            now = container.values() if isinstance(container, dict) else container
+            if len(now) != len(children) or not all(map(operator.is_, now, children)):
+                return False
+        return True
+
+
+def _owners(dataset: Any) -> list[Any]:
+    """The objects whose attributes may hold transforms."""
+    found = [dataset] if hasattr(dataset, "__dict__") else []
+    if isinstance(dataset, Subset):
+        found += _owners(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        found += [owner for part in dataset.datasets for owner in _owners(part)]
+    return found
 
 
 def _own(dataset: Any) -> tuple[Site, ...]:

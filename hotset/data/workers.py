@@ -32,7 +32,7 @@ from hotset.data.collate import bound, is_known
 from hotset.data.leash import leash_of_this_process
 from hotset.data.letters import Letter, News, Place, pool_of_letters
 from hotset.data.randomness import pack, put
-from hotset.data.route import Route, route_to, samples_in
+from hotset.data.route import Route, fetched, route_to, samples_in
 from hotset.determinism.generators import Generators
 from hotset.store.allocator import keep_freed_memory
 from hotset.store.blocks import BlockPool, SharedBlocks
@@ -247,7 +247,7 @@ class _InWorker:
             return desk.lay(self.collate_fn(self.dataset[indices]))
         ids = self.route.resolve(indices)
         if ids is None:  # not numbers, or out of range: whatever the data set says to that
-            return self._collate([self.dataset[index] for index in indices], desk)
+            return self._collate(fetched(self.dataset, indices), desk)
         single = self.route.single
         if single is None or single._source.live or not is_known(self.collate_fn):
             return self._collate(self.route.samples(ids), desk)

@@ -1,0 +1,333 @@
+"""Attributes that are set on a cached data set are set on the data set, and what is cached follows them."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import equal_batches, in_fork, recorded
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
+
+import hotset
+
+N = 12
+
+
+class Pictures(Dataset[Any]):
+    """As torchvision's data sets are."""
+
+    def __init__(self, transform: Any = None, target_transform: Any = None) -> None:
+        self.transform = transform
+        self.target_transform = target_transform
+        self.scale = 1
+        self.classes = ["a", "b"]
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        if not -N <= index < N:
+            raise IndexError(index)
+        image, label = torch.full((4,), float(index * self.scale)), index % 3
+        image = self.transform(image) if self.transform is not None else image
+        return image, self.target_transform(label) if self.target_transform is not None else label
+
+
+class Times:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+class Pair:
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __call__(self, sample: Any) -> Any:
+        return self.of(sample[0]), sample[1]
+
+
+class Noise:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(4) + random.random()
+
+
+def plus_ten(label: int) -> int:
+    return label + 10
+
+
+LOADERS = {
+    "torch": functools.partial(DataLoader, batch_size=5),
+    "hotset": functools.partial(hotset.DataLoader, batch_size=5),
+}
+
+
+def two_epochs(loader: Any) -> list[Any]:
+    torch.manual_seed(5)
+    random.seed(5)
+    return [batch for _ in range(2) for batch in loader]
+
+
+def same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        equal_batches(one, other)
+
+
+def sets_transform(dataset: Any) -> None:
+    dataset.transform = Times(3)
+
+
+def sets_noise(dataset: Any) -> None:
+    dataset.transform = Noise()
+
+
+def sets_none(dataset: Any) -> None:
+    dataset.transform = None
+
+
+def sets_target(dataset: Any) -> None:
+    dataset.target_transform = plus_ten
+
+
+def sets_both(dataset: Any) -> None:
+    dataset.transform = Times(3)
+    dataset.target_transform = plus_ten
+
+
+def sets_another(dataset: Any) -> None:
+    dataset.scale = 7
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("made_by", LOADERS)
+@pytest.mark.parametrize("through", ["cached", "the data set", "a Subset"])
+@pytest.mark.parametrize(
+    "change", [sets_transform, sets_noise, sets_none, sets_target, sets_both, sets_another]
+)
+def test_what_is_set_takes_effect_as_on_the_data_set(
+    change: Any, through: str, made_by: str, workers: int
+) -> None:
+    if change is sets_another and through == "the data set":
+        pytest.skip("set behind the cached data set's back, only transforms are seen")
+    make = LOADERS[made_by]
+    plain = Pictures(Times(2))
+    same_before = two_epochs(make(plain, num_workers=workers))
+    change(plain)
+    expected = two_epochs(make(plain, num_workers=workers))
+    with recorded() as told, hotset.cache(Pictures(Times(2)), memory="1MiB") as cached:
+        same(two_epochs(make(cached, num_workers=workers)), same_before)
+        part: Any = Subset(cached, range(N))
+        change({"cached": cached, "the data set": cached.dataset, "a Subset": part.dataset}[through])
+        same(two_epochs(make(cached, num_workers=workers)), expected)
+        assert cached.stats().cached == N, "it is cached anew"
+        late = through == "the data set" and made_by == "torch" and workers > 0
+        assert late or cached.stats().hits >= N, "only torch's workers begin before it can be noticed"
+        equal_batches(list(cached.plan.live), ["Noise"] if change is sets_noise else [])
+    words = [str(w.message) for w in told]
+    if change is sets_another:
+        assert len(words) == 1
+        assert "Pictures.scale was set" in words[0]
+        assert f"{N} samples" in words[0]
+    else:
+        assert words == []
+
+
+def test_reading_gives_what_was_set_and_the_users_object_has_it_too() -> None:
+    """`train = hotset.cache(ds)` can replace `train = ds`: then both names are of one object."""
+    dataset = Pictures()
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        cached.transform = t = Times(2)
+        assert cached.transform is t
+        assert dataset.transform is t
+        cached.classes = ["c"]
+        assert cached.classes == dataset.classes == ["c"]
+        cached.mine = 3
+        assert cached.mine == dataset.mine == 3  # type: ignore[attr-defined]
+        equal_batches(cached[4], dataset[4])
+
+
+@pytest.mark.parametrize("wrap", [lambda d: Subset(d, [3, 1, 4]), lambda d: ConcatDataset([d, d])])
+def test_a_transform_set_inside_a_wrapped_data_set_is_seen(wrap: Any) -> None:
+    inner, plain = Pictures(Times(2)), Pictures(Times(3))
+    expected = wrap(plain)
+    with hotset.cache(wrap(inner), memory="1MiB") as cached:
+        before = [cached[i] for i in range(len(cached))]
+        assert cached.stats().cached == len(before)
+        inner.transform = Times(3)
+        for index in range(len(cached)):
+            equal_batches(cached[index], expected[index])
+
+
+def test_a_transform_put_into_a_container_is_seen() -> None:
+    import torchvision.transforms as T
+
+    chain, other = T.Compose([Times(2)]), T.Compose([Times(2), Times(5)])
+    with hotset.cache(Pictures(chain), memory="1MiB") as cached:
+        equal_batches([cached[i] for i in range(N)], [Pictures(Times(2))[i] for i in range(N)])
+        chain.transforms.append(Times(5))
+        equal_batches([cached[i] for i in range(N)], [Pictures(other)[i] for i in range(N)])
+        assert cached.plan.cached == ("Pictures", "Times", "Times")
+
+
+def test_all_that_was_asked_for_holds_for_the_new_plan(tmp_path: Path) -> None:
+    asked: Any = {
+        "memory": "2MiB",
+        "spill": str(tmp_path),
+        "transform": [Pair(Times(2)), Pair(Times(3))],
+        "cut": 1,
+    }
+    with hotset.cache(Pictures(), **asked) as cached:
+        before = cached.plan
+        cached.scale = 2
+        plan = cached.plan
+        assert plan.fingerprint != before.fingerprint
+        assert (plan.limit, plan.spill, plan.live) == (before.limit, before.spill, ("Pair",))
+        assert float(cached[5][0][0]) == 60.0
+
+
+def test_memory_of_the_old_cache_is_let_go() -> None:
+    class Large(Pictures):
+        def __getitem__(self, index: int) -> Any:
+            value = torch.zeros(1 << 18) + index
+            return self.transform(value) if self.transform else value
+
+    def shared() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
+
+    with hotset.cache(Large(), memory="64MiB") as cached:
+        sizes = []
+        for by in (2, 3, 4):
+            cached.transform = Times(by)
+            for index in range(N):
+                assert float(cached[index][0]) == index * by
+            sizes.append(shared())
+    assert max(sizes) < 1.5 * min(sizes), "the third cache takes no more than the first"
+
+
+def test_a_window_goes_on_where_it_stood() -> None:
+    window = hotset.Window(resident=4, replace=0.5, seed=3)
+
+    def run(change: bool) -> list[list[float]]:
+        with hotset.cache(Pictures(Times(2)), window=window) as cached:
+            loader = hotset.DataLoader(cached, batch_size=4)
+            found = []
+            for epoch in range(4):
+                if change and epoch == 2:
+                    cached.transform = Times(20)
+                found.append(torch.cat([x[:, 0] for x, _ in loader]).tolist())
+            return found
+
+    plain, changed = run(False), run(True)
+    assert all(len(epoch) == 4 for epoch in changed)
+    assert changed[:1] == plain[:1]
+    for epoch in changed[2:]:
+        assert all(x % 20 == 0 for x in epoch)
+    assert sorted(x / 10 for x in changed[2]) != sorted(plain[0]), "it has moved on"
+
+
+def test_with_a_key_nothing_stale_is_served() -> None:
+    with recorded() as told, hotset.cache(Pictures(Times(2)), memory="1MiB", key="mine") as cached:
+        cached[3]
+        cached.transform = Times(5)
+        assert float(cached[3][0][0]) == 15.0
+        assert cached.stats().cached == 0
+    assert len(told) == 1
+    assert 'key="mine"' in str(told[0].message)
+
+
+class Refused(Pictures):
+    """Draws of its own, once told to."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image + (random.random() if self.scale > 1 else 0), label
+
+
+def test_what_cannot_be_cached_after_all_comes_from_the_source() -> None:
+    with recorded() as told, hotset.cache(Refused(), memory="1MiB") as cached:
+        assert cached[1][1] == 1
+        cached.scale = 2
+        assert len({float(cached[1][0][0]) for _ in range(5)}) == 5, "nothing is frozen"
+        assert cached.plan.cached == ()
+    assert "Refused.scale was set" in str(told[-1].message)
+    assert "source" in str(told[-1].message)
+
+
+def _set_in_worker(change: Any, worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    change(info.dataset)
+
+
+@pytest.mark.parametrize("change", [sets_transform, sets_noise, sets_another])
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_what_a_worker_sets_takes_effect_in_that_worker_as_in_torch(change: Any, made_by: str) -> None:
+    make = functools.partial(
+        LOADERS[made_by], num_workers=2, worker_init_fn=functools.partial(_set_in_worker, change)
+    )
+    expected = two_epochs(make(Pictures()))
+    with recorded(), hotset.cache(Pictures(), memory="1MiB") as cached:
+        same(two_epochs(make(cached)), expected)
+        assert cached.stats().cached == 0, "nothing of it is kept for others"
+
+
+def test_a_pass_under_way_says_that_the_transform_was_changed() -> None:
+    with hotset.cache(Pictures(Times(2)), memory="1MiB") as cached:
+        for loader in (hotset.DataLoader(cached, batch_size=2), hotset.DataLoader(cached, batch_size=2)):
+            batches = iter(loader)
+            next(batches)
+            cached.transform = Times(3)
+            with pytest.raises(hotset.errors.ArgumentError, match="begin a new pass"):
+                next(batches)
+            assert float(next(iter(loader))[0][1, 0]) == 3.0
+
+
+def test_workers_that_persist_cannot_follow_and_that_is_said() -> None:
+    with hotset.cache(Pictures(Times(2)), memory="1MiB", transform=Pair(Noise())) as cached:
+        loader = hotset.DataLoader(cached, batch_size=2, num_workers=1, persistent_workers=True)
+        list(loader)
+        cached.transform = Times(3)
+        with pytest.raises(hotset.errors.ArgumentError, match="persistent_workers"):
+            iter(loader)
+        del loader
+
+
+@pytest.mark.parametrize("name", ["dataset", "plan", "epoch", "stats", "clear"])
+def test_its_own_names_cannot_be_set(name: str) -> None:
+    with hotset.cache(Pictures(), memory="1MiB") as cached, pytest.raises(AttributeError, match=name):
+        setattr(cached, name, 3)
+
+
+def test_its_own_public_names_are_few() -> None:
+    with hotset.cache(Pictures(), memory="1MiB") as cached:
+        own = {name for name in [*dir(type(cached)), *vars(cached)] if not name.startswith("_")}
+        assert own == {"check", "clear", "close", "dataset", "epoch", "plan", "set_epoch", "stats"}
+
+
+def test_a_pickled_copy_follows_as_well() -> None:
+    with hotset.cache(Pictures(Times(2)), memory="1MiB") as cached:
+        cached[3]
+        cached.transform = Times(5)
+        with pickle.loads(pickle.dumps(cached)) as copy:
+            assert float(copy[3][0][0]) == 15.0
+            copy.transform = Times(6)
+            assert float(copy[3][0][0]) == 18.0
+            assert float(cached[3][0][0]) == 15.0
+
+        def child() -> None:
+            assert float(cached[3][0][0]) == 15.0
+            cached.transform = Times(7)
+            assert float(cached[3][0][0]) == 21.0
+            cached.close()
+
+        in_fork(child)
+        assert float(cached[3][0][0]) == 15.0
