@@ -12,10 +12,13 @@ reading a sample. In a session all jobs do (:mod:`hotset.session.within`).
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from torch.utils.data import Dataset
 
@@ -43,7 +46,7 @@ from hotset.store.ring_room import is_shared
 from hotset.store.segment import Address
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
-from hotset.told import tell
+from hotset.told import printable, tell
 from hotset.units import parse_bytes
 
 if TYPE_CHECKING:  # what it needs is an extra
@@ -52,8 +55,42 @@ if TYPE_CHECKING:  # what it needs is an extra
 __all__ = ["cache"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _explained(function: F) -> F:
+    """Have a call that does not fit the arguments say which one to write."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        try:
+            signature.bind(*given, **named)
+        except TypeError as error:
+            raise TypeError(_advice(given, named, list(signature.parameters), error)) from None
+        return function(*given, **named)
+
+    return cast(F, call)
+
+
+def _advice(given: Sequence[Any], named: Mapping[str, Any], known: list[str], error: TypeError) -> str:
+    """What is wrong with these arguments, and what to write."""
+    if len(given) > 1:
+        value = printable(repr(given[1]), 60)
+        name = "memory" if isinstance(given[1], (int, str)) else "transform"
+        return (
+            f"hotset.cache takes nothing but the dataset by position, got {value} as well; "
+            f"write {name}={value}."
+        )
+    for name in named:
+        if name not in known:
+            like = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            rest = f"write {like[0]}=" if like else f"its arguments are {', '.join(known)}"
+            return f"hotset.cache has no argument {name}=; {rest}."
+    return f"hotset.cache must be given a dataset: {error}."
+
+
+@_explained
 def cache(
     dataset: Dataset[T],
     *,

@@ -5,8 +5,10 @@ How it is made is :mod:`hotset.data.planning`'s.
 
 from __future__ import annotations
 
+import html
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +21,9 @@ from hotset.units import format_bytes, format_seconds
 __all__ = ["Plan", "table"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """What :func:`hotset.cache` decided; ``print(plan)`` shows it.
+    """What :func:`hotset.cache` decided; ``print(plan)`` shows it, and so do a prompt and a notebook.
 
     Attributes:
         name: the data set's class, for people.
@@ -139,7 +141,33 @@ class Plan:
         said["spills_to"] = self.spill
         return {**said, **{field: getattr(self, field) for field in found}}
 
-    def __str__(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON's types; the keys stay what they are.
+
+        Returns:
+            ``name, fingerprint, samples, used, sample_bytes, sample_seconds, limit, held, room, total_bytes,
+            fits, spill, audited, notes, warnings``: as the attributes and properties; ``window``: a dictionary of
+            :class:`~hotset.data.window.Sizes`, or None; ``transforms``: a list of dictionaries of
+            :class:`~hotset.data.choice.Row`, the dataset first. Times are in seconds, sizes in bytes.
+
+        Example:
+            >>> import hotset, json, torch
+            >>> from torch.utils.data import TensorDataset
+            >>> plan = hotset.cache(TensorDataset(torch.arange(4)), memory="1MiB").plan
+            >>> json.loads(json.dumps(plan.to_dict()))["transforms"][0]["name"]
+            'TensorDataset'
+        """
+        plain = "name fingerprint samples used sample_bytes sample_seconds limit held room total_bytes fits"
+        return {
+            **{name: getattr(self, name) for name in (*plain.split(), "spill", "audited")},
+            "window": self.window._asdict() if self.window is not None else None,
+            "transforms": [row._asdict() for row in self.rows],
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+        }
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """What there is to tell besides the transforms, each with its label."""
         share = "all of them fit" if self.fits >= 1 else f"{self.fits:.0%} of them fit"
         room = format_bytes(self.room)
         if self.held:
@@ -149,7 +177,7 @@ class Plan:
         reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
         after, without = (format_seconds(self.epoch_seconds(cached=cached)) for cached in (True, False))
         epochs = f"{after} of reading and transforming, {without} without the cache (one process, one thread)"
-        rows = [
+        return [
             ("data set", f"{self.name}, {self.samples:,} samples"),
             ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
             *([("window", self._window_text(self.window))] if self.window is not None else []),
@@ -158,7 +186,17 @@ class Plan:
             ("fingerprint", self.fingerprint),
             *(("note", note) for note in (*self.notes, *self.warnings)),
         ]
-        return "\n".join([table(self.rows), *(f"{label:<12} {text}" for label, text in rows)])
+
+    def __str__(self) -> str:
+        return "\n".join([table(self.rows), *(f"{label:<12} {text}" for label, text in self._facts())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        steps = [_html_row(cells, "td" if number else "th") for number, cells in enumerate(_cells(self.rows))]
+        facts = [_html_row(fact, "td") for fact in self._facts()]
+        return f"<table>{''.join(steps)}</table><table>{''.join(facts)}</table>"
 
     @staticmethod
     def _window_text(window: Sizes) -> str:
@@ -170,14 +208,25 @@ class Plan:
         return f"{window.resident:,} of {window.samples:,} samples are resident, {rate}, and {when}"
 
 
-def table(rows: tuple[Row, ...]) -> str:
-    """The transforms, a line each, with the cut between two of them."""
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    shown = "".join(f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in cells)
+    return f"<tr>{shown}</tr>"
+
+
+def _cells(rows: tuple[Row, ...]) -> list[tuple[str, str, str, str, str]]:
+    """The transforms, a line each, under a heading."""
     lines = [("", "", "ms", "bytes", "")]
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds * 1e3:.3g}"
         size = "" if row.bytes is None else format_bytes(row.bytes)
         where = "cached" if row.cached else "live"
         lines.append((where, row.name, seconds, size, f"{row.kind}: {row.evidence}"))
+    return lines
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """The transforms, a line each, with the cut between two of them."""
+    lines = _cells(rows)
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     return "\n".join(
         f"{where:<{widths[0]}}  {name:<{widths[1]}}  {ms:>{widths[2]}}  {size:>{widths[3]}}  {why}".rstrip()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from hotset.cluster.traffic import Traffic
 from hotset.store.claims import Ids
@@ -58,6 +59,18 @@ class Stats:
         """Share of the hits that were audited, 0 to 1; 0 before the first."""
         hits = self.hits + self.peer_hits
         return self.audited / hits if hits else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON's types: the attributes, ``hit_rate``, ``audit_rate``; each of ``peers`` is a dictionary.
+
+        Example:
+            >>> stats = Stats(cached=3, uncached=1, spilled=0, bytes=96, hits=3, misses=1, fill_seconds=0.5)
+            >>> stats.to_dict()["hit_rate"]
+            0.75
+        """
+        peers = {name: asdict(traffic) for name, traffic in self.peers.items()}
+        numbers = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**numbers, "peers": peers, "hit_rate": self.hit_rate, "audit_rate": self.audit_rate}
 
 
 def stats_of(

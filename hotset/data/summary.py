@@ -81,9 +81,19 @@ class EpochSummary:
             self._caches[0]._supply.count_waiting(self.waited - self._told)
         self._told = self.waited
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON's types: ``number, batches_expected, batches, samples, seconds, waited, hit_rate``.
+
+        Times are in seconds; ``hit_rate`` is 0 to 1.
+        """
+        names = ("number", "batches_expected", "batches", "samples", "seconds", "waited", "hit_rate")
+        return {name: getattr(self, name) for name in names}
+
     def __str__(self) -> str:
         rate = self.samples / self.seconds if self.seconds else 0.0
         return (
             f"epoch {self.number}: {self.samples:,} samples in {self.seconds:.2f} s ({rate:,.0f}/s), "
             f"{self.hit_rate:.1%} from the cache, waited {self.waited:.2f} s"
         )
+
+    __repr__ = __str__
