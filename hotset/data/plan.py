@@ -146,9 +146,10 @@ class Plan:
 
         Returns:
             ``name, fingerprint, samples, used, sample_bytes, sample_seconds, limit, held, room, total_bytes,
-            fits, spill, audited, notes, warnings``: as the attributes and properties; ``window``: a dictionary of
-            :class:`~hotset.data.window.Sizes`, or None; ``transforms``: a list of dictionaries of
-            :class:`~hotset.data.choice.Row`, the dataset first. Times are in seconds, sizes in bytes.
+            fits, spill, audited, notes, warnings`` are the attributes and properties. ``window`` is a
+            dictionary of :class:`~hotset.data.window.Sizes`, or None, and ``transforms`` a list of
+            dictionaries of :class:`~hotset.data.choice.Row`, the dataset first. Times are in seconds, sizes
+            in bytes.
 
         Example:
             >>> import hotset, json, torch
