@@ -61,7 +61,9 @@ class Stats:
         return self.audited / hits if hits else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON's types: the attributes, ``hit_rate``, ``audit_rate``; each of ``peers`` is a dictionary.
+        """All of it as JSON's types: the attributes, ``hit_rate`` and ``audit_rate``.
+
+        Each of ``peers`` is a dictionary.
 
         Example:
             >>> stats = Stats(cached=3, uncached=1, spilled=0, bytes=96, hits=3, misses=1, fill_seconds=0.5)
