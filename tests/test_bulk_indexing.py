@@ -79,6 +79,7 @@ INDICES: dict[str, Any] = {
     "numpy scalar": np.int16(4),
     "torch scalar": torch.tensor(4),
     "array scalar": np.array(4),
+    "bool": True,
     "numpy bool": np.True_,
     "name": "y",
     "no name": "z",

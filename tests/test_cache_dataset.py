@@ -256,7 +256,7 @@ def test_indices_of_every_kind() -> None:
             ids = [3, 3, -1, N - 1, 0, 3]
             for sample, index in zip(cached.__getitems__(ids), ids, strict=True):
                 indistinguishable(sample, source[index])
-        assert cached.stats().cached >= len({range(N)[int(i)] for i in kinds} | {3, N - 1, 0})
+        assert cached.stats().cached >= len(({range(N)[int(i)] for i in kinds} | {3, N - 1, 0}) - {1})
 
 
 def test_an_index_that_the_source_refuses_is_refused_alike() -> None:

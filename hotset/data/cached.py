@@ -47,6 +47,7 @@ from hotset.data.stats import Stats, stats_of
 from hotset.data.supply import Supply
 from hotset.errors import SegmentError
 from hotset.session.retire import DESTROYED
+from hotset.store.claims import Ids
 from hotset.store.format import Live
 from hotset.store.store import Store
 from hotset.told import printable, tell
@@ -195,7 +196,7 @@ class CachedDataset(Dataset[T], Generic[T]):
                 )
             # Out of range: whatever the dataset itself says to that.
             return current.source.finish(current.source.read(number))
-        return self.__getitems__([number])[0]
+        return self._samples(current, np.array([number], np.int64))[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as DataLoader asks for them."""
@@ -211,7 +212,12 @@ class CachedDataset(Dataset[T], Generic[T]):
         length = current.plan.used
         if len(ids) and not (-length <= ids.min() and ids.max() < length):
             return [self[index] for index in ids.tolist()]
-        ids[ids < 0] += length
+        return self._samples(current, ids)
+
+    @staticmethod
+    def _samples(current: Current, ids: Ids) -> list[Any]:
+        """The samples of these numbers, which are in range."""
+        ids[ids < 0] += current.plan.used
         supply = current.supply
         if current.residents is not None:
             current.residents.count(len(ids), supply.ring, supply.tell)
@@ -418,7 +424,9 @@ def _number(index: Any) -> int | None:
     """An index as an integer; None if it is something else, or an array of one dimension or more."""
     if type(index) is int:
         return index
-    if getattr(index, "shape", ()) != () or getattr(index, "dtype", None) in (torch.bool, np.bool_):
+    if isinstance(index, bool) or getattr(index, "dtype", None) in (torch.bool, np.bool_):
+        return None  # a mask, to a tensor
+    if getattr(index, "shape", ()) != ():
         return None
     try:
         return operator.index(index)
