@@ -257,7 +257,7 @@ class Store:
                     np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
             if not self.unchanged(words, era):
                 return None
-        return self._put_together(block, starts.tolist())
+        return self._put_together(words, block, starts.tolist())
 
     def placed(self, ids: Ids, words: Words) -> bool:
         """Whether all of these words, of present samples, name rows that there are; others are forgotten."""
@@ -330,10 +330,12 @@ class Store:
         starts = np.zeros(len(ids), np.int64)
         if staged.tails is not None:
             starts = staged.lines_at + staged.tails.starts * fmt.LINE
-        return self._put_together(staged.block, starts.tolist())
+        return self._put_together(words, staged.block, starts.tolist())
 
-    def _put_together(self, block: Any, tails_at: list[int]) -> list[Any] | None:
+    def _put_together(self, words: Words, block: Any, tails_at: list[int]) -> list[Any] | None:
         """The samples of records that were copied, rows first; None if one's own form cannot be read here."""
+        if self.are_common(words):
+            return self.schema.read(block, 0, tails_at)
         try:
             return forms.read(self.schema, block, 0, tails_at)
         except SegmentError as error:
