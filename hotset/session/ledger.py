@@ -8,7 +8,7 @@ file in the runtime folder, and every process that takes room for samples enters
        0  ┌─────────────────────────────────────────────┐
           │ head: one JSON object, padded               │  written once
     4096  ├─────────────────────────────────────────────┤
-          │ limit │ ended │ ...                         │  int64 each
+          │ limit │ ended │ how many left │ ...         │  int64 each
           ├─────────────────────────────────────────────┤
           │ row 0: member │ bytes │ last used │ pinned  │  of one cache, or of one session
           ├─────────────────────────────────────────────┤
@@ -53,7 +53,7 @@ __all__ = ["Ledger"]
 _HEAD_BYTES = 4096
 _WORDS = 2048
 _SIZE = _HEAD_BYTES + 8 * _WORDS
-_LIMIT, _ENDED, _FIRST_ROW = 0, 1, 4
+_LIMIT, _ENDED, _LEFT, _FIRST_ROW = 0, 1, 2, 4
 _MEMBER, _MEMORY, _USED, _PINNED = range(4)  # _USED in nanoseconds of Unix time
 _ROW_WORDS = 4
 _ROWS = 510
@@ -202,9 +202,15 @@ class Ledger:
         """Give a row back, and what its member held."""
         with self.lock():
             self._rows[row] = 0
+            self._words[_LEFT] += 1
             if self._parent is not None:
                 parent, above = self._parent
                 parent.take(above, self.held)
+
+    @property
+    def departures(self) -> int:
+        """How many members have left so far: another number says that there is more room."""
+        return int(self._words[_LEFT])
 
     def members(self) -> dict[int, int]:
         """The row of each member."""

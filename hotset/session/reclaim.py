@@ -81,7 +81,7 @@ def room_of(session: Session) -> Room:
     with runtime() as folder, ledger_in(folder, session.file) as ledger:
         unused = sum(ledger.bytes_of(row) for row in ledger.unused())
         held = ledger.held
-        return Room(max(ledger.bound - held, 0), unused, held - unused)
+        return Room(max(ledger.bound - held, 0), unused, max(held - unused, 0))
 
 
 def reclaim(session: Session, needed: int) -> list[Dropped]:

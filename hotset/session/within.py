@@ -93,6 +93,7 @@ class Use:
         self._ledger: Ledger | None = None
         self._row = -1
         self._impatient_until = 0.0
+        self._departures = 0
 
     def join(self, memory: int = -1) -> bool:
         """Be known as one that uses the cache; False if it is gone, or is just making room for another.
@@ -120,6 +121,9 @@ class Use:
         with contextlib.suppress(OSError):
             ledger = self._open()
             if ledger is not None:
+                self._departures = ledger.departures
+                # In this order: what another process drops in between counts twice, and not never. Room that
+                # is not there is refused when it is taken; room that is not seen is not asked for.
                 unused = sum(ledger.bytes_of(row) for row in ledger.unused() if row != self._row)
                 return ledger.left(self._row) + unused
         return 0
@@ -138,11 +142,12 @@ class Use:
             if ledger is not None:
                 session = find(self._number)
                 needed = max(total - ledger.left(self._row), more)
-                if needed <= 0:  # another process has just made room, for both
-                    return ""
-                if dropped := reclaim(session, needed):
+                dropped = reclaim(session, needed) if needed > 0 else []
+                if dropped:
                     return said_of(session.name, dropped)
-                return "" if self._waits(ledger) else None
+                # Or another process makes room, or has since it was looked for: it may be enough for both.
+                if needed <= 0 or self._waits(ledger) or ledger.departures != self._departures:
+                    return ""
         return None
 
     def _waits(self, ledger: Ledger) -> bool:
