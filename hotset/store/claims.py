@@ -244,19 +244,23 @@ class Index:
 
     def drawing(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of these samples are known to draw random numbers as they are read."""
-        words = self.words(ids)
-        draws: npt.NDArray[np.bool_] = (words >= DRAWS) & (words < CLAIMED)
-        return draws
+        return _says_draws(self.words(ids))
 
     def missing(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of these samples are to be brought: those that are not there, and may be stored."""
         words = self.words(ids)
-        missing: npt.NDArray[np.bool_] = (words < DRAWS) | ((words >= CLAIMED) & (words < PRESENT))
+        missing: npt.NDArray[np.bool_] = (words < PRESENT) & ~_says_draws(words)
         return missing
 
     def admit(self, ids: Ids) -> Ids:
         """Those of these samples that may be claimed at all, now and together; under the short lock."""
         return ids
+
+
+def _says_draws(words: Words) -> npt.NDArray[np.bool_]:
+    """Which of these index words say that their samples draw; the lap in them is a ring's."""
+    draws: npt.NDArray[np.bool_] = (words >= DRAWS) & (words <= (DRAWS | GENERATION_MASK + 1))
+    return draws
 
 
 class Claims:
@@ -317,7 +321,7 @@ class Claims:
         """Up to ``most`` of those samples that are absent, claimed by the dead, or by this word."""
         ids = self._index.admit(ids)
         words = self._index.words(ids)
-        free = words < DRAWS  # absent; or damaged, and of no meaning
+        free = (words < CLAIMED) & ~_says_draws(words)  # absent; or damaged, and of no meaning
         if int(free.sum()) < most:
             # One look at its lock for each claimant, which has the same word on all its claims.
             claimed = words[(words >= CLAIMED) & (words < PRESENT)]
