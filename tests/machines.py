@@ -47,7 +47,6 @@ from hotset.cluster.directory import SILENT, Directory
 from hotset.cluster.node import Node
 from hotset.cluster.roster import Member
 from hotset.cluster.traffic import Rest
-from hotset.data import audit
 from hotset.policy.placement import Placement
 from hotset.session import sessions
 from hotset.store import fill, ring_room, standing
@@ -653,4 +652,3 @@ def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
     patch.setattr(neighbours, "_CLEAR_SECONDS", 2 * NEVER)
     patch.setattr(tally, "_PATIENCE", NEVER)
     patch.setattr(roster, "_LOOK_SECONDS", 0.0)  # who is there is known at once
-    patch.setattr(audit, "_ONE_IN", 1 << 40)  # readings are counted here, and these are on purpose

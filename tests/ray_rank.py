@@ -77,7 +77,7 @@ class Rank:
 
     def __init__(self, folder: str) -> None:
         torch.set_num_threads(1)
-        audit._ONE_IN = 1 << 40  # reads are counted here, and these are on purpose
+        audit._SHARE = 0.0  # reads are counted here, and these are on purpose
         joining.ANSWER_SECONDS = joining._READY_SECONDS = tally._PATIENCE = PATIENCE
         self.folder = folder
         self._cached: dict[int, Any] = {}

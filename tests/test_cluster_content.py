@@ -66,7 +66,6 @@ def test_what_neighbours_send_is_audited(tmp_path: Path, monkeypatch: pytest.Mon
     """The source is another than when it was cached, by a machine on which nobody uses it any more."""
     monkeypatch.setattr(audit, "_SHARE", 1e6)  # at once: else when a reading's seconds, times 100, are over
     with town(tmp_path, Changing(tmp_path / "changed"), N, count=2) as made:
-        monkeypatch.setattr(audit, "_ONE_IN", 1000)
         trainers = made.trainers()
         made.epoch(trainers, 0)
         theirs = sorted(made.owned()[1])

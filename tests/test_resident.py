@@ -397,7 +397,7 @@ def test_what_default_collating_cannot_stack_raises_as_ever(make: Callable[[int]
 
 
 def test_how_much() -> None:
-    assert (parse_resident(None), parse_resident("1KiB"), parse_resident(7)) == (None, 1024, 7)
+    assert [parse_resident(given, CPU) for given in (None, "1KiB", 7)] == [None, 1024, 7]
     for given, kind in (
         ("0", ArgumentError),
         (0, ArgumentError),
@@ -405,7 +405,7 @@ def test_how_much() -> None:
         (-1, QuantityError),
     ):
         with pytest.raises(kind, match="resident="):
-            parse_resident(given)
+            parse_resident(given, CPU)
 
 
 # ---- through the queue --------------------------------------------------------------------------------
