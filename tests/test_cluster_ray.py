@@ -30,6 +30,7 @@ from hotset.session import sessions
 
 N = 3000
 PROBE = 40  # what a probe reads at most: a few samples, most of them twice
+COMPARED = 4  # samples at most that a job reads to compare which joins another's cache
 LONGEST = 600.0  # seconds; a tenth of it where nothing else runs
 
 pytestmark = pytest.mark.timeout(LONGEST + 60)
@@ -90,7 +91,7 @@ def right(ranks: Iterable[dict[str, Any]], *, quiet: bool = True) -> None:
 
 def test_one_machine_makes_the_plan_for_all(said: Said) -> None:
     start = said("start")
-    assert [cached["told"] for cached in start["cache"]] == [[], [], []]
+    assert start["cache"] == [{"told": [], "error": None}] * 3
     assert 0 < start["reads"] <= PROBE
 
 
@@ -153,12 +154,12 @@ def test_two_jobs_with_different_data_under_one_name_get_their_own(said: Said) -
     assert all(rank["peer_hits"] > 0 for rank in warm["ranks"])
 
 
-def test_a_second_job_with_the_same_data_reads_nothing(said: Said) -> None:
-    """Not even to find out how to cache it."""
+def test_a_second_job_with_the_same_data_reads_a_few_samples_to_compare(said: Said) -> None:
+    """As a job that joins a session does."""
     job = said("second_job")
     assert job["cache"] == {"told": [], "error": None}
     right([job["epoch"]])
-    assert job["reads"] == 0
+    assert job["reads"] <= COMPARED
     assert job["epoch"]["peer_hits"] > N / 2
     assert job["where"][0] == job["where"][1]
 
@@ -174,7 +175,7 @@ def test_a_task_can_use_the_cache(said: Said) -> None:
     task = said("task")
     assert task["cache"] == {"told": [], "error": None}
     right([task["epoch"]])
-    assert task["reads"] == 0
+    assert task["reads"] <= COMPARED
     assert task["epoch"]["peer_hits"] > N / 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import equal_batches
 from samples import constant_row
 from sources import Samples
 from torch.utils.data import DataLoader, Dataset
@@ -301,3 +303,40 @@ def test_what_is_declared_deterministic_is_believed() -> None:
 @hotset.deterministic
 class Declared(Augmented):
     pass
+
+
+class Interrupted(Samples):
+    """While the samples of ``among`` are read for the first time, another thread draws."""
+
+    def __init__(self, among: set[int], drawn: list[float]) -> None:
+        super().__init__(constant_row, LENGTH)
+        self.among = set(among)
+        self.drawn = drawn
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.among:
+            self.among.discard(index)
+            thread = threading.Thread(target=lambda: self.drawn.append(random.random()))
+            thread.start()
+            thread.join()
+        return super().__getitem__(index)
+
+
+def test_what_another_thread_draws_meanwhile_is_nothing_of_the_samples() -> None:
+    """As mixup in the training loop does, while a queue reads ahead. That thread draws no number twice."""
+    drawn: list[float] = []
+    source = Interrupted({20, 21, 40}, drawn)
+    ended = threading.Event()
+    training = threading.Thread(target=ended.wait)
+    training.start()
+    try:
+        with hotset.cache(source, memory="64MiB") as cached:
+            random.seed(7)
+            batches = list(hotset.DataLoader(cached, batch_size=8))
+            assert (cached.stats().cached, cached.stats().uncached) == (LENGTH, 0)
+        equal_batches(batches, list(DataLoader(Samples(constant_row, LENGTH), batch_size=8)))
+        random.seed(7)
+        assert drawn == [random.random() for _ in range(3)]
+    finally:
+        ended.set()
+        training.join()

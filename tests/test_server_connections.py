@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import resource
 import socket
@@ -86,6 +87,8 @@ def test_a_connection_is_used_again_and_closed_when_nothing_more_is_asked(server
     connection = connected(server)
     for _ in range(3):
         connection.sendall(b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["pid"]) == (200, server.pid)
     assert is_closed(connection)
     connection.close()

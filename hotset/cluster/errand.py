@@ -20,6 +20,7 @@ patience (:class:`hotset.cluster.roster.Member`), and that for what others promi
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -268,7 +269,8 @@ class Errand:
                 value = self._read(sample)
                 counters[Slot.FILL_NS] += time.perf_counter_ns() - start
                 left.pop()
-                if watch.drew():  # nobody is to keep it, and who uses it reads it in its turn
+                if watch.drew(functools.partial(self._read, sample)):
+                    # No machine keeps it: each process that uses it reads it in its turn.
                     drawing.append(sample)
                     continue
                 counters[Slot.MISSES] += 1

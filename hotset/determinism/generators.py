@@ -124,6 +124,10 @@ class Generators:
         """The states of all generators as they are now, by name, for :meth:`put` in another process."""
         return {name: watched.get() for name, watched in self._named().items()}
 
+    def noted(self) -> dict[str, Any]:
+        """The states that :meth:`moved` goes by, of all generators by name."""
+        return {name: watched.state for name, watched in self._named().items()}
+
     def put(self, states: Mapping[str, Any]) -> None:
         """Set the generators that have one of these names; objects of the same make have the same names."""
         for name, watched in self._named().items():

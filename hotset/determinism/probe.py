@@ -21,6 +21,7 @@ every generator gets its state back: a program that builds a cache draws what it
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,12 +125,16 @@ def _drawing(
     forgive: tuple[type[Exception], ...],
 ) -> tuple[int, ...]:
     """Those of these indices whose reading moves a generator, each read once more, alone."""
+
+    def read_one(index: int) -> None:
+        with contextlib.suppress(*forgive):
+            read(index)
+
     watch, found = Watch(reach), []
     watch.begin()
     for index in indices:
-        with contextlib.suppress(*forgive):
-            read(index)
-        if watch.drew():
+        read_one(index)
+        if watch.drew(functools.partial(read_one, index)):
             found.append(index)
     return tuple(found)
 

@@ -14,14 +14,19 @@ one. To find the generators that objects hold costs milliseconds, and is done ag
 dataset, of a transform, or of what these hold directly has another type than before, as when a generator is
 made at its first use.
 
+Where other threads run, one of them may have drawn meanwhile: from mixup in the training loop, say, while a
+queue reads ahead. Reading once more tells them apart, as a sample that draws does so each time. If reading
+is found to draw nothing, no state is put back, or that thread would draw the same numbers twice.
+
 A generator that is made for one draw and dropped, from the system's entropy, leaves no state to compare.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hotset.determinism.generators import Generators
@@ -30,6 +35,7 @@ from hotset.determinism.objects import attributes
 __all__ = ["Watch"]
 
 _NEAR, _DEEP = 64, 3
+_ONCE_MORE = 2  # readings, to tell what draws from another thread that did so by chance at the same time
 
 
 class Watch:
@@ -63,16 +69,36 @@ class Watch:
         else:
             self._generators.note()
 
-    def drew(self) -> bool:
-        """Whether a generator has moved since :meth:`begin`; all of them are where they were then."""
+    def drew(self, read_again: Callable[[], object] | None = None) -> bool:
+        """Whether reading has moved a generator since :meth:`begin`, and each time that it was repeated.
+
+        If so, all generators are where they were then; if not, the next comparison is with the states as they
+        are now.
+
+        Args:
+            read_again: reads the same once more; called, at most twice, where another thread may have drawn.
+        """
         assert self._generators is not None, "begin() comes first"
+        if not self._moved():
+            return False
+        began = self._generators.noted()
+        if read_again is not None and threading.active_count() > 1:
+            for _ in range(_ONCE_MORE):
+                self._generators.note()
+                read_again()
+                if not self._moved():
+                    return False
+        self._generators.put(began)
+        self._generators.note()
+        return True
+
+    def _moved(self) -> bool:
+        assert self._generators is not None
         moved = self._generators.any_moved
         if self._types_of(self._near) != self._types:
             # One that was made meanwhile has drawn, as far as can be known; where it began cannot.
             moved |= self._generators.look_again(self._holders)
             self._settle()
-        if moved:
-            self._generators.restore()
         return moved
 
     def _settle(self) -> None:

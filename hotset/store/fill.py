@@ -17,6 +17,7 @@ long enough reads the source himself.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -53,8 +54,11 @@ class Watch(Protocol):
         """What is drawn from now on counts."""
         ...
 
-    def drew(self) -> bool:
-        """Whether a generator has moved since :meth:`begin`, as far as is known; all are back there."""
+    def drew(self, read_again: Callable[[], object] | None = None) -> bool:
+        """Whether reading has moved a generator since :meth:`begin`, as far as is known; all are back there.
+
+        ``read_again`` tells this from what another thread draws at the same time.
+        """
         ...
 
 
@@ -64,7 +68,7 @@ class _NoWatch:
     def begin(self) -> None:
         pass
 
-    def drew(self) -> bool:
+    def drew(self, read_again: Callable[[], object] | None = None) -> bool:
         return False
 
 
@@ -196,12 +200,12 @@ class Filler:
         drawing: list[int] = []
         try:
             self._read(found, some, read)
-            if not self.watch.drew():
+            if not self.watch.drew(lambda: self._read(found, some, read)):
                 return
             found.clear()
             for sample in some if len(some) > 1 else []:
                 self._read(found, [sample], read)
-                if self.watch.drew():
+                if self.watch.drew(functools.partial(self._read, found, [sample], read)):
                     del found[sample]
                     drawing.append(sample)
             if not drawing:  # only one of them, or none drew a second time: it is not known which is random
