@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -278,16 +279,18 @@ PLOT = [
     Play.second_job,
     Play.without_ray,
     Play.task,
+    Play.no_cluster,
+]
+DEATHS = [
     Play.kill_node_actor,
     Play.kill_directory,
     Play.lose_machine,
     Play.gain_machine,
     Play.end_cluster,
-    Play.no_cluster,
 ]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, plot: list[Callable[[Play], Any]]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints
@@ -295,7 +298,7 @@ def main(folder: Path) -> None:
         play = Play(folder, machines)
         for plain in play.plain:
             stack.callback(plain.end)
-        for claim in PLOT:
+        for claim in plot:
             start = time.monotonic()
             try:
                 came = claim(play)
@@ -308,4 +311,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), PLOT + (DEATHS if sys.argv[2:] == ["deaths"] else []))
