@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hotset.cluster.joining import status, stop
+from hotset.cluster.ray_join import status, stop
 
 __all__ = ["Nodes", "ray_nodes"]
 

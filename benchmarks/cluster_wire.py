@@ -27,11 +27,11 @@ import numpy as np
 from benchmarks.cluster_nodes import Nodes
 from benchmarks.cluster_rank import Noise
 from benchmarks.harness import Comparison, Unfit, compare
-from hotset.cluster.asking import Peers
+from hotset.cluster.client import PeerClients
 from hotset.cluster.keys import Keys
-from hotset.cluster.serving import Serving
-from hotset.cluster.shelf import StoreShelf
-from hotset.cluster.ticket import Ticket
+from hotset.cluster.pending_request import PendingRequest
+from hotset.cluster.server import Serving
+from hotset.cluster.store_service import StoreService
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
@@ -78,7 +78,7 @@ class _Owner:
         limit = 2 * count * schema.stride + (8 << 20)
         self._store = Store.create(schema, count, limit, about={"name": "bench"})
         self._store.fill(np.arange(count), source.truth, keep=False)
-        self._shelf = StoreShelf(self._store, _FINGERPRINT)
+        self._shelf = StoreService(self._store, _FINGERPRINT)
         self._memory = np.empty(batch * schema.stride, np.uint8)
         keys = Keys.new()
         shelves = {_FINGERPRINT: self._shelf}
@@ -159,9 +159,9 @@ class _Asker:
     def _asked(
         self, stack: contextlib.ExitStack, way: str, keys: Keys | None, ids: Callable[[], Any]
     ) -> Iterator[int]:
-        peers = stack.enter_context(Peers(keys))
+        peers = stack.enter_context(PeerClients(keys))
         peer = peers.add("owner", self._where[way], self._where["key"] if keys is not None else None)
-        asked: deque[Ticket] = deque()
+        asked: deque[PendingRequest] = deque()
         while True:
             while len(asked) < _IN_FLIGHT:
                 asked.append(peer.ask(self._where["cache"], ids()))

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from hotset.policy.placement import Placement
+from hotset.policy.rendezvous import Placement
 
 __all__ = ["chi_squared", "fullest", "moved", "names", "owners"]
 

@@ -192,7 +192,7 @@ def main() -> None:
         import ray
         import zmq  # noqa: F401
 
-        from hotset.cluster import joining
+        from hotset.cluster import ray_join as joining
     except ImportError as error:
         sys.exit(f"This example needs {error.name}, which is not installed; `pip install 'hotset[ray]'`.")
     session = f"cluster-train-{secrets.token_hex(4)}"

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hotset import collate
-    from hotset.data.cache import cache
-    from hotset.data.cached import CachedDataset
-    from hotset.data.loader import DataLoader
-    from hotset.data.shared_cache import SharedCache, get_shm_size
-    from hotset.data.window import Window
+    from hotset.dataset.build import cache
+    from hotset.dataset.cached_dataset import CachedDataset
+    from hotset.dataset.shared_cache import SharedCache, get_shm_size
+    from hotset.dataset.window import Window
     from hotset.determinism.declare import deterministic, nondeterministic
     from hotset.determinism.split import split
     from hotset.device.queue import DeviceQueue
@@ -40,30 +39,31 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedPlatform,
     )
+    from hotset.loader.loader import DataLoader
     from hotset.store.codecs import register_codec
     from hotset.train.callbacks import Callback, EarlyStopping, LossMonitor, TimeMonitor
+    from hotset.train.checkpoint_callback import ModelCheckpoint
     from hotset.train.metrics import Accuracy, Loss
     from hotset.train.model import Model
-    from hotset.train.saving import ModelCheckpoint
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CachedDataset": "hotset.data.cached",
-    "DataLoader": "hotset.data.loader",
+    "CachedDataset": "hotset.dataset.cached_dataset",
+    "DataLoader": "hotset.loader.loader",
     "DeviceQueue": "hotset.device.queue",
-    "SharedCache": "hotset.data.shared_cache",
+    "SharedCache": "hotset.dataset.shared_cache",
     "Sink": "hotset.device.sink",
-    "Window": "hotset.data.window",
-    "cache": "hotset.data.cache",
+    "Window": "hotset.dataset.window",
+    "cache": "hotset.dataset.build",
     "data_sink": "hotset.device.sink",
     "deterministic": "hotset.determinism.declare",
-    "get_shm_size": "hotset.data.shared_cache",
+    "get_shm_size": "hotset.dataset.shared_cache",
     "nondeterministic": "hotset.determinism.declare",
     "register_codec": "hotset.store.codecs",
     "split": "hotset.determinism.split",
     "Model": "hotset.train.model",
-    "ModelCheckpoint": "hotset.train.saving",
+    "ModelCheckpoint": "hotset.train.checkpoint_callback",
     **dict.fromkeys(["Accuracy", "Loss"], "hotset.train.metrics"),
     **dict.fromkeys(["Callback", "EarlyStopping", "LossMonitor", "TimeMonitor"], "hotset.train.callbacks"),
     **dict.fromkeys(

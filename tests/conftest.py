@@ -70,7 +70,11 @@ def _unhurried() -> Iterator[None]:
     """What a cache is planned from is looked at in full, however long a busy machine takes for that."""
     from hotset.determinism.fingerprint import fingerprint
 
-    budgets = ("data.choice._READ_SECONDS", "data.choice._LIVE_SECONDS", "data.planning._PROBE_SECONDS")
+    budgets = (
+        "dataset.cut_search._READ_SECONDS",
+        "dataset.cut_search._LIVE_SECONDS",
+        "dataset.planner._PROBE_SECONDS",
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name in (*budgets, "determinism.split._SECONDS"):
             patch.setattr(f"hotset.{name}", 600.0)
@@ -82,7 +86,7 @@ def _unhurried() -> Iterator[None]:
 def _no_audits() -> Iterator[None]:
     """Audits read samples at times of their own, and tests count readings: they run where a test asks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotset.data.audit._SHARE", 0.0)
+        patch.setattr("hotset.dataset.audit._SHARE", 0.0)
         yield
 
 
@@ -107,9 +111,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for module in ("store.fill", "store.slots"):
         monkeypatch.setattr(f"hotset.{module}._PATIENCE_SECONDS", 60.0)
-    for module in ("store.claims", "session.ledger"):
+    for module in ("store.claims", "session.quota"):
         monkeypatch.setattr(f"hotset.{module}._LOCK_SECONDS", 60.0)
-    monkeypatch.setattr("hotset.data.planning._PROBE_SECONDS", 600.0)
+    monkeypatch.setattr("hotset.dataset.planner._PROBE_SECONDS", 600.0)
 
 
 @pytest.fixture

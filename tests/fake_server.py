@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hotset
-from hotset.server.guard import content_policy
+from hotset.server.request_auth import content_policy
 
 PAGE = Path(hotset.__file__).parent / "server" / "page.html"
 GIB = 1 << 30
@@ -113,7 +113,7 @@ def moving(tick: int) -> list[dict[str, Any]]:
         "hits": 400_000 + 50_000 * tick,
         "hit_rate": (400_000 + 50_000 * tick) / (450_000 + 50_000 * tick),
     }
-    stale = _filled(cache(3_300_118_942, "Decathlon", 484, 90_177_536, state="condemned"), 212)
+    stale = _filled(cache(3_300_118_942, "Decathlon", 484, 90_177_536, state="invalidated"), 212)
     sweep = session(88_120, "sweep", 4 * GIB, [warm, stale], ttl=86_400.0, created=EPOCH - 7_000)
     sweep["memory"]["limit"] = 24 * GIB
     image = session(

@@ -42,14 +42,22 @@ from stores import attached, child, ended, kill
 from torch.utils.data.distributed import DistributedSampler
 
 import hotset
-from hotset.cluster import errand, joining, neighbours, node, roster, shelf, sockets, tally
+from hotset.cluster import batch_fetch as errand
+from hotset.cluster import membership as roster
+from hotset.cluster import node, sockets
+from hotset.cluster import peer_stats_file as tally
+from hotset.cluster import ray_join as joining
+from hotset.cluster import remote_cache as neighbours
+from hotset.cluster import store_service as shelf
 from hotset.cluster.directory import SILENT, Directory
+from hotset.cluster.membership import Member
 from hotset.cluster.node import Node
-from hotset.cluster.roster import Member
-from hotset.cluster.traffic import Rest
-from hotset.policy.placement import Placement
+from hotset.cluster.peer_stats import Backoff
+from hotset.policy.rendezvous import Placement
 from hotset.session import sessions
-from hotset.store import fill, ring_room, standing
+from hotset.store import fill
+from hotset.store import ring_allocator as ring_room
+from hotset.store import window_state as standing
 from hotset.store.format import PRESENT
 
 SESSION = "shared"
@@ -389,7 +397,7 @@ class _Trainer:
     def forgive(self) -> None:
         """Leave nobody alone any more who has failed."""
         for peer in self._cached._neighbours._company.peers.values():
-            peer._rest = Rest()
+            peer._rest = Backoff()
 
     def stats(self) -> Any:
         return self._cached.stats()

@@ -44,8 +44,8 @@ from sources import Samples, Transformed
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hotset
-from hotset.cluster import joining
-from hotset.cluster.actors import NAMESPACE, directory_name
+from hotset.cluster import ray_join as joining
+from hotset.cluster.ray_actors import NAMESPACE, directory_name
 
 __all__ = ["MACHINES", "remains", "remove"]
 

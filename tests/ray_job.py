@@ -32,7 +32,7 @@ from ray_machines import RAY_GIVES_UP, Machine, Machines, Plain
 from ray_patient import HOOK, PATIENCE
 from ray_rank import SAMPLES, Rank, SharedLog, all_wait, let_go
 
-from hotset.cluster import joining
+from hotset.cluster import ray_join as joining
 
 RECORD = 3 * 32 * 32 + 24
 # Shares are drawn at random: this is five of their standard deviations more than a third.

@@ -6,7 +6,7 @@ Ray calls :func:`be_patient` in each process that it starts, before anything els
 from __future__ import annotations
 
 from hotset.cluster import sockets
-from hotset.cluster.roster import Member
+from hotset.cluster.membership import Member
 
 __all__ = ["HOOK", "PATIENCE", "be_patient"]
 

@@ -25,8 +25,9 @@ from sources import ReadLog, Samples, Transformed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hotset
-from hotset.cluster import joining, tally
-from hotset.data import audit
+from hotset.cluster import peer_stats_file as tally
+from hotset.cluster import ray_join as joining
+from hotset.dataset import audit
 
 SAMPLES = 3000
 BYTES = 3 * 32 * 32

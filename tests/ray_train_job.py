@@ -39,7 +39,7 @@ from sources import Samples, Transformed
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hotset
-from hotset.cluster import joining
+from hotset.cluster import ray_join as joining
 
 SESSION = "trained"
 RANKS = 2

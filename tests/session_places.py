@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from helpers import equal_batches
 
-from hotset.session import recovery, spills
+from hotset.session import recovery
+from hotset.session import spill_dirs as spills
 from hotset.store.format import Live
 from hotset.store.segment import Segment
 

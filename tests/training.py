@@ -24,7 +24,7 @@ from torch import nn
 import hotset
 from hotset.train.callbacks import Callback
 from hotset.train.model import Model
-from hotset.train.run import Run
+from hotset.train.run_state import RunState
 
 
 @pytest.fixture(autouse=True)
@@ -98,10 +98,10 @@ class Recorder(Callback):
             object.__getattribute__(self, "events").append(name)
         return object.__getattribute__(self, name)
 
-    def on_step_end(self, run: Run) -> None:
+    def on_step_end(self, run: RunState) -> None:
         self.steps.append(Step(run.epoch, run.step, run.step_in_epoch, run.loss))
 
-    def on_sink_end(self, run: Run) -> None:
+    def on_sink_end(self, run: RunState) -> None:
         assert run.losses.tolist()[-1] == run.loss
         self.sinks.append((run.step, len(run.losses)))
 

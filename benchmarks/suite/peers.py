@@ -145,11 +145,11 @@ def _plain(store: Store, settings: Settings) -> Iterator[Callable[[], float]]:
 @contextlib.contextmanager
 def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[[], float]]:
     try:
-        from hotset.cluster.asking import Peers
+        from hotset.cluster.client import PeerClients
         from hotset.cluster.keys import Keys
-        from hotset.cluster.serving import Serving
-        from hotset.cluster.shelf import StoreShelf
-        from hotset.cluster.ticket import Ticket
+        from hotset.cluster.pending_request import PendingRequest
+        from hotset.cluster.server import Serving
+        from hotset.cluster.store_service import StoreService
     except ImportError as error:
         why = f"not installed ({error.name})"
 
@@ -158,7 +158,7 @@ def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[
 
         yield unfit
         return
-    shelf = StoreShelf(store, _FINGERPRINT)
+    shelf = StoreService(store, _FINGERPRINT)
     mine, theirs = (Keys.new(), Keys.new()) if keyed else (None, None)
 
     def serve(end: int) -> None:
@@ -167,10 +167,10 @@ def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[
             os.write(end, serving.endpoint.encode())
             os.read(end, 1)
 
-    with _forked(serve) as end, Peers(mine) as others:
+    with _forked(serve) as end, PeerClients(mine) as others:
         peer = others.add("other", os.read(end, 100).decode(), theirs.public if theirs else None)
         draw = np.random.default_rng(0)
-        asked: deque[Ticket] = deque()
+        asked: deque[PendingRequest] = deque()
 
         def batch() -> int:
             while len(asked) < _IN_FLIGHT:

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import placement as simulated
 from benchmarks.harness import Outcome, Spread, Target
 from benchmarks.settings import Settings
-from hotset.policy.placement import Placement
+from hotset.policy.rendezvous import Placement
 
 __all__ = ["placement"]
 

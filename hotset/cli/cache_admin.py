@@ -29,7 +29,7 @@ from hotset.cli.client import client
 from hotset.cli.server import start, stop
 from hotset.errors import ArgumentError, HotsetError
 from hotset.server.options import LEVELS, Options
-from hotset.server.place import DEFAULT_PORT, find
+from hotset.server.pidfile import DEFAULT_PORT, find
 
 __all__ = ["main"]
 

@@ -6,7 +6,7 @@ import http.client
 import json
 from typing import Any
 
-from hotset.server.place import Place, ServerError, find, is_claimed, read_token
+from hotset.server.pidfile import Place, ServerError, find, is_claimed, read_token
 
 __all__ = ["Client", "client", "no_server"]
 

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotset._warnings import printable
 from hotset.errors import ClusterError
-from hotset.told import printable
 from hotset.units import format_bytes
 
 __all__ = ["described", "status", "stop"]
@@ -91,7 +91,7 @@ def _traffic(machines: list[dict[str, Any]]) -> Table:
 
 def _joining() -> Any:
     try:
-        from hotset.cluster import joining
+        from hotset.cluster import ray_join as joining
     except ImportError as error:
         raise ClusterError(
             f"this needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'`."

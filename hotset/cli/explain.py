@@ -114,8 +114,8 @@ def _is_chain(found: Any) -> bool:
 
 
 def _explained_chain(chain: Any, strict: bool) -> str:
-    from hotset.data.choice import Row
-    from hotset.data.plan import table
+    from hotset.dataset.cut_search import Row
+    from hotset.dataset.plan import table
     from hotset.determinism.chain import leaves
     from hotset.determinism.verdict import verdict_of
 

@@ -9,8 +9,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from hotset._warnings import printable
 from hotset.errors import HotsetError, HotsetWarning
-from hotset.told import printable
 
 __all__ = ["app", "main"]
 
@@ -122,7 +122,7 @@ def check() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hotset.session.care import reports
+    from hotset.session.cache_reports import reports
     from hotset.units import format_bytes
 
     table = Table("cache", "state", "of", "samples", "cached", "memory", "limit", "disk")
@@ -156,8 +156,8 @@ def check() -> None:
 @app.command()
 def gc() -> None:
     """Free what dead processes left, and sessions whose time is over; what anybody uses is left alone."""
-    from hotset.server import remains
-    from hotset.session import care
+    from hotset.server import stale_files as remains
+    from hotset.session import cache_reports as care
 
     freed = [*care.gc(), *remains.collect()]
     for sentence in freed:

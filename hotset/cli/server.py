@@ -16,7 +16,7 @@ from typing import Any
 
 from hotset.cli.client import Client, client, no_server
 from hotset.server.options import Options
-from hotset.server.place import (
+from hotset.server.pidfile import (
     DEFAULT_PORT,
     Place,
     ServerError,
@@ -28,7 +28,7 @@ from hotset.server.place import (
     read_token,
     running,
 )
-from hotset.session.folder import KNOB, runtime_folder
+from hotset.session.runtime_dir import KNOB, runtime_folder
 
 __all__ = ["start", "status", "stop", "the_port", "token"]
 

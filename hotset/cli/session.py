@@ -14,14 +14,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotset._warnings import printable
 from hotset.cli.client import client
 from hotset.cli.server import the_port
 from hotset.errors import HotsetError
-from hotset.server.amounts import parse_memory, parse_seconds
-from hotset.server.place import running
+from hotset.server.parsing import parse_memory, parse_seconds
+from hotset.server.pidfile import running
 from hotset.server.views import resized_view, session_view
 from hotset.session import reclaim, reports, sessions
-from hotset.told import printable
 from hotset.units import format_bytes
 
 __all__ = [

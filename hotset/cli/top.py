@@ -19,10 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hotset._warnings import printable
 from hotset.cli.client import client
 from hotset.cli.session import console
-from hotset.server.place import ServerError
-from hotset.told import printable
+from hotset.server.pidfile import ServerError
 from hotset.units import format_bytes
 
 __all__ = ["frame", "top"]
@@ -184,7 +184,7 @@ def _cache_row(cache: Answer) -> _Row:
         "memory": format_bytes(cache["memory"]),
         "disk": format_bytes(cache["disk"]),
         "processes": f"{cache['processes']:,}",
-        "state": "stale" if cache["state"] == "condemned" else printable(cache["state"]),
+        "state": "stale" if cache["state"] == "invalidated" else printable(cache["state"]),
     }
     return _Row(f"  {printable(cache['name'])}", "" if well else "red", cells)
 

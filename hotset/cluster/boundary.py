@@ -17,7 +17,7 @@ nobody trains, as nobody prepares samples there: nobody has begun this epoch, or
 Where a state is loaded, all are told to go back. Who did not hear of it stands further than the others, but
 has loaded fewer states, and so follows them as soon as it is there again.
 
-The words of a request, and of its answer (:class:`hotset.store.standing.Standing` is five of them)::
+The words of a request, and of its answer (:class:`hotset.store.window_state.WindowState` is five of them)::
 
     look       0 | first, count of what is due | first, count of the residents   ──> standing | ready | fresh
     move       1 | standing                                                      ──> standing
@@ -32,14 +32,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hotset.cluster.neighbours import Neighbours
-from hotset.cluster.owners import Owners
-from hotset.cluster.records import Longs, lots
-from hotset.cluster.shelf import StoreShelf
+from hotset.cluster.ownership import Ownership
+from hotset.cluster.remote_cache import RemoteCache
+from hotset.cluster.store_service import StoreService
+from hotset.cluster.wire_records import Longs, partitions
 from hotset.errors import SegmentError
 from hotset.store.format import Slot
 from hotset.store.ring import Ring
-from hotset.store.standing import Standing
+from hotset.store.window_state import WindowState
 
 __all__ = ["Boundary", "RingShelf", "Seen"]
 
@@ -55,7 +55,7 @@ class Seen(NamedTuple):
         fresh: whether it has none of the residents.
     """
 
-    standing: Standing
+    standing: WindowState
     ready: int
     fresh: bool
 
@@ -65,7 +65,7 @@ def _ready(ring: Ring, due: Longs, mine: npt.NDArray[np.bool_]) -> int:
 
     Where nothing more can come in, as the cache was destroyed, nothing is waited for.
     """
-    if ring.condemned:
+    if ring.invalidated:
         return len(due)
     own = np.flatnonzero(mine)
     missing = own[~ring.settled(due[own])]
@@ -76,23 +76,23 @@ class _Mine:
     """Which entries of a ring this machine owns; worked out once for each list of machines."""
 
     def __init__(self) -> None:
-        self._of: Owners | None = None
+        self._of: Ownership | None = None
         self._slots: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
 
-    def among(self, ring: Ring, owners: Owners | None, entries: Longs) -> npt.NDArray[np.bool_]:
+    def among(self, ring: Ring, owners: Ownership | None, entries: Longs) -> npt.NDArray[np.bool_]:
         """Which of these entries are this machine's; all of them while it knows of no others."""
         if owners is None:
             return np.ones(len(entries), np.bool_)
         if self._of is not owners:
             slots = np.arange(len(ring))
             self._slots = np.ones(len(ring), np.bool_)
-            for _, theirs in owners.others(slots, lots(slots, ring.schema.stride, len(ring))):
+            for _, theirs in owners.others(slots, partitions(slots, ring.schema.stride, len(ring))):
                 self._slots[theirs] = False
             self._of = owners
         return self._slots[ring.index.places(entries)]
 
 
-class RingShelf(StoreShelf):
+class RingShelf(StoreService):
     """A ring as a shelf, with its window.
 
     Args:
@@ -101,7 +101,7 @@ class RingShelf(StoreShelf):
         owners: gives the machines, as this one knows them now.
     """
 
-    def __init__(self, ring: Ring, fingerprint: bytes, owners: Callable[[], Owners | None]) -> None:
+    def __init__(self, ring: Ring, fingerprint: bytes, owners: Callable[[], Ownership | None]) -> None:
         super().__init__(ring, fingerprint)
         self._ring, self._owners, self._mine = ring, owners, _Mine()
 
@@ -113,10 +113,10 @@ class RingShelf(StoreShelf):
                 raise SegmentError("more than there is room for is asked of a window.")
             found = self._seen(np.arange(first, first + count), np.arange(begin, begin + residents))
             return np.array([*found.standing, found.ready, found.fresh], np.int64)
-        if kind not in (_MOVE, _PUT_BACK) or len(said) != len(Standing._fields) or min(said) < 0:
+        if kind not in (_MOVE, _PUT_BACK) or len(said) != len(WindowState._fields) or min(said) < 0:
             raise SegmentError("nothing that is asked of a window.")
-        standing = Standing(*said)
-        if kind == _PUT_BACK or standing.loads > Standing.of(self._ring).loads:
+        standing = WindowState(*said)
+        if kind == _PUT_BACK or standing.loads > WindowState.of(self._ring).loads:
             self.end_all_leases()  # the ring may be cleared, which waits for who is reading
         if kind == _PUT_BACK:
             standing.put_back(self._ring)
@@ -124,7 +124,7 @@ class RingShelf(StoreShelf):
 
     def _seen(self, due: Longs, residents: Longs) -> Seen:
         ring, owners = self._ring, self._owners()
-        now = Standing.of(ring)
+        now = WindowState.of(ring)
         ready = len(due)
         if self._is_trained_on(now.epoch):
             ready = _ready(ring, due, self._mine.among(ring, owners, due))
@@ -145,7 +145,7 @@ class Boundary:
         neighbours: the way to the other machines.
     """
 
-    def __init__(self, neighbours: Neighbours) -> None:
+    def __init__(self, neighbours: RemoteCache) -> None:
         self._neighbours = neighbours
         self._mine = _Mine()
 
@@ -164,19 +164,19 @@ class Boundary:
         runs = (int(due[0]) if len(due) else 0, len(due), int(residents[0]), len(residents))
         answers = self._neighbours.say(ring, np.array([_LOOK, *runs], np.int64))
         here = Seen(
-            Standing.of(ring),
+            WindowState.of(ring),
             _ready(ring, due, self._mine.among(ring, self._neighbours.owners(ring), due)),
             not ring.settled(self.mine(ring, residents)).any(),
         )
         return [here, *(_seen_there(words) for words in answers.values() if len(words) == _SEEN)]
 
-    def furthest(self, ring: Ring) -> Standing:
+    def furthest(self, ring: Ring) -> WindowState:
         """Where the window stands on the machine where it stands furthest."""
         answers = self._neighbours.say(ring, np.array([_LOOK, 0, 0, 0, 0], np.int64))
         there = [_seen_there(words).standing for words in answers.values() if len(words) == _SEEN]
-        return max([Standing.of(ring), *there])
+        return max([WindowState.of(ring), *there])
 
-    def move(self, ring: Ring, to: Standing) -> Standing:
+    def move(self, ring: Ring, to: WindowState) -> WindowState:
         """Move the window on all machines; where it stands then: elsewhere, if another one was first."""
         if self._neighbours.owners(ring) is None:  # this machine was told of nobody so far
             return to.begin(ring)
@@ -188,25 +188,25 @@ class Boundary:
                 break
             answer = self._neighbours.say(ring, _words(_MOVE, to), [name]).get(name)
             if answer is not None and len(answer) == len(to):
-                to = Standing(*answer.tolist())
+                to = WindowState(*answer.tolist())
                 others.remove(name)
                 break
         self._neighbours.say(ring, _words(_MOVE, to), others)
         return to.begin(ring)
 
-    def put_back(self, ring: Ring, to: Standing) -> None:
+    def put_back(self, ring: Ring, to: WindowState) -> None:
         """Have the window stand there on all machines, also where it stands further."""
         self._neighbours.say(ring, _words(_PUT_BACK, to))
         to.put_back(ring)
 
 
-_SEEN = len(Standing._fields) + 2
+_SEEN = len(WindowState._fields) + 2
 
 
 def _seen_there(words: Longs) -> Seen:
     *standing, ready, fresh = words.tolist()
-    return Seen(Standing(*standing), ready, bool(fresh))
+    return Seen(WindowState(*standing), ready, bool(fresh))
 
 
-def _words(kind: int, standing: Standing) -> Longs:
+def _words(kind: int, standing: WindowState) -> Longs:
     return np.array([kind, *standing], np.int64)

@@ -17,7 +17,7 @@ seconds: by then what is used at all has moved.
 Two machines that make plans for one data set could cut its chain in two places, as measured seconds decide.
 So the first who asks for a plan makes it, for all: the others wait for what it finds out.
 
-It knows nothing of Ray: :mod:`hotset.cluster.actors` puts it into one.
+It knows nothing of Ray: :mod:`hotset.cluster.ray_actors` puts it into one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hotset.cluster.roster import Member
+from hotset.cluster.membership import Member
 
-__all__ = ["FORMER", "PREPARING", "SILENT", "Beat", "Described", "Directory", "Heard"]
+__all__ = ["FORMER", "PREPARING", "SILENT", "Described", "Directory", "Heartbeat", "HeartbeatReply"]
 
 SILENT = 6.0
 PREPARING = 10.0
@@ -42,7 +42,7 @@ class Described(NamedTuple):
     """A cache, as a machine that has none of it can make its part.
 
     Attributes:
-        meeting: what it is found by: see :class:`hotset.data.identity.Identity`.
+        meeting: what it is found by: see :class:`hotset.dataset.identity.Identity`.
         samples: length of the data set.
         schema: of its samples; JSON's types.
         about: its metadata; JSON's types.
@@ -71,7 +71,7 @@ class Described(NamedTuple):
         return str(self.about["fingerprint"])
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """What a machine says of itself.
 
     Attributes:
@@ -91,7 +91,7 @@ class Beat(NamedTuple):
     status: dict[str, Any]
 
 
-class Heard(NamedTuple):
+class HeartbeatReply(NamedTuple):
     """What the directory answers.
 
     Attributes:
@@ -123,7 +123,7 @@ class Directory:
         self._expected, self._clock = expected, clock
         self._begun = clock()
         self._has_gathered, self._patience = False, _GATHERING
-        self._beats: dict[str, tuple[float, Beat]] = {}
+        self._beats: dict[str, tuple[float, Heartbeat]] = {}
         self._joined: dict[str, float | None] = {}  # when each has come; None once it has joined
         self._last: tuple[Member, ...] = ()
         self._former: tuple[Member, ...] = ()
@@ -132,7 +132,7 @@ class Directory:
         self._clears: dict[str, int] = {}
         self._plans: dict[str, tuple[float, str]] = {}
 
-    def beat(self, beat: Beat) -> Heard:
+    def beat(self, beat: Heartbeat) -> HeartbeatReply:
         """Hear from a machine, and tell it what it does not know."""
         now, name, there = self._clock(), beat.member.name, set(beat.caches)
         self._beats[name] = now, beat
@@ -148,9 +148,9 @@ class Directory:
         members = self._changed(self.members(), now)
         former = self._former if now - self._changed_at < FORMER else ()
         unknown = tuple(there - set(self._caches))
-        return Heard(keys, members, former, caches, unknown, self._not_cleared(beat))
+        return HeartbeatReply(keys, members, former, caches, unknown, self._not_cleared(beat))
 
-    def _not_cleared(self, beat: Beat) -> dict[str, int]:
+    def _not_cleared(self, beat: Heartbeat) -> dict[str, int]:
         """How often the caches were cleared that this machine has not cleared as often."""
         known = beat.clears
         return {meeting: count for meeting, count in self._clears.items() if count > known.get(meeting, 0)}

@@ -2,8 +2,8 @@
 
 It owns the session on its machine: it makes it if it is not there, and anew if it is gone; makes this
 machine's part of each cache that any machine has, and serves what is in them. Who is there it hears from the
-directory, once a second, and writes it down for the machine's processes (:mod:`hotset.cluster.roster`). For a
-machine whose port is closed to this one it stands in (:mod:`hotset.cluster.relay`).
+directory, once a second, and writes it down for the machine's processes (:mod:`hotset.cluster.membership`).
+For a machine whose port is closed to this one it stands in (:mod:`hotset.cluster.relay`).
 
 It runs in an actor of Ray's on that machine, which begins again when it dies: the session, what is in it, the
 machine's name and its keys are where they were, and only the port is another.
@@ -28,24 +28,24 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.cluster.boundary import RingShelf
-from hotset.cluster.directory import Beat, Described, Heard
+from hotset.cluster.directory import Described, Heartbeat, HeartbeatReply
 from hotset.cluster.keys import Keys
-from hotset.cluster.messages import LARGEST
-from hotset.cluster.owners import Owners
-from hotset.cluster.records import Cache, Longs, Records, only, sound
+from hotset.cluster.membership import Member, Membership, read_membership, write_membership
+from hotset.cluster.ownership import Ownership
+from hotset.cluster.peer_stats_file import make_tally, read_tally
+from hotset.cluster.protocol import LARGEST
 from hotset.cluster.relay import Relays, Remote, reachable
-from hotset.cluster.roster import Member, Roster, read_roster, write_roster
-from hotset.cluster.serving import Serving, Shelf
-from hotset.cluster.shelf import Shelves, StoreShelf
-from hotset.cluster.tally import make_tally, read_tally
+from hotset.cluster.server import Serving, Shelf
+from hotset.cluster.store_service import StoreService, StoreServices
+from hotset.cluster.wire_records import CacheIdentity, Longs, WireRecords, only, sound
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
-from hotset.session.definition import Session, open_ledger, session_of
-from hotset.session.files import CACHE, runtime
-from hotset.session.folder import runtime_folder
-from hotset.session.retire import DESTROYED
-from hotset.session.within import Place, Use, share_in
-from hotset.store import memory as machine
+from hotset.session.file_names import CACHE, runtime
+from hotset.session.free_cache import DESTROYED
+from hotset.session.runtime_dir import runtime_folder
+from hotset.session.session_cache import CacheLocation, SessionCacheHandle, share_in
+from hotset.session.session_definition import Session, open_ledger, session_of
+from hotset.store import memory_limits as machine
 from hotset.store.format import Live
 from hotset.store.ring import Ring, attach_store
 from hotset.store.schema import Schema
@@ -78,8 +78,8 @@ def fingerprint_of(about: dict[str, Any]) -> bytes:
 class _Part(NamedTuple):
     """This machine's part of a cache, as its node has it."""
 
-    use: Use
-    shelf: StoreShelf
+    use: SessionCacheHandle
+    shelf: StoreService
     store: Store
 
 
@@ -108,20 +108,20 @@ class Node:
         name: str,
         memory: int | None,
         host: str,
-        beat: Callable[[Beat], Heard],
+        beat: Callable[[Heartbeat], HeartbeatReply],
         remote: Remote | None = None,
         actor: str = "",
     ) -> None:
         self._name = name
         self.session = find_or_make(name, memory)
-        known = read_roster(self.session.number)
+        known = read_membership(self.session.number)
         new = f"{socket.gethostname()[:_LONGEST]}-{secrets.token_hex(4)}"
         self._me = known.me if known is not None else new
         self._keys = known.keys if known is not None else Keys.new()
         self._roster = known
         self._beat = beat
-        self._owners = Owners(known.me, known.members) if known is not None else None
-        self._shelves = Shelves()
+        self._owners = Ownership(known.me, known.members) if known is not None else None
+        self._shelves = StoreServices()
         self._caches: dict[str, Described] = {}
         self._wanted: tuple[str, ...] = ()
         self._parts: dict[str, _Part] = {}  # by meeting
@@ -217,7 +217,7 @@ class Node:
         """
         now = time.monotonic()
         for meeting, part in list(self._parts.items()):
-            if part.store.segment.live[Live.CONDEMNED] == DESTROYED:
+            if part.store.segment.live[Live.INVALIDATED] == DESTROYED:
                 self._shelves.drop(part.shelf.cache.fingerprint)
                 part.use.close()
                 del self._parts[meeting], self._caches[meeting]
@@ -236,7 +236,7 @@ class Node:
         session = find_or_make(self._name, self.session.memory, like=self.session)
         make_tally(session.number)
         if self._roster is not None:
-            write_roster(session.number, self._roster)
+            write_membership(session.number, self._roster)
         self.session = session
         caches, self._caches = self._caches, {}
         self._shelves.retire()
@@ -251,17 +251,19 @@ class Node:
     def _exchange(self) -> None:
         self._hear(self._beat(self._said()))
 
-    def _said(self) -> Beat:
+    def _said(self) -> Heartbeat:
         news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
         clears = {meeting: self._shelves[mark].clears for meeting, mark in self._marks().items()}
-        return Beat(self.member, frozenset(self._knows), tuple(self._caches), news, clears, self.status())
+        return Heartbeat(
+            self.member, frozenset(self._knows), tuple(self._caches), news, clears, self.status()
+        )
 
     def _marks(self) -> dict[str, bytes]:
         """The fingerprints of the caches that are served here, by their meetings."""
         marks = {meeting: fingerprint_of(described.about) for meeting, described in self._caches.items()}
         return {meeting: mark for meeting, mark in marks.items() if mark in self._shelves}
 
-    def _hear(self, heard: Heard) -> None:
+    def _hear(self, heard: HeartbeatReply) -> None:
         # First: who is let in says so with the next beat, and is asked from then on.
         self._knows = {name: key.encode() for name, key in heard.keys.items()}
         self._allowed |= set(self._knows.values())
@@ -277,10 +279,10 @@ class Node:
                     shelf.clear(clears)
         if heard.members is None:
             return
-        roster = Roster(self._me, self._keys, self._within_reach(heard.members), heard.former)
+        roster = Membership(self._me, self._keys, self._within_reach(heard.members), heard.former)
         if roster != self._roster and self._is_there():
-            write_roster(self.session.number, roster)
-            self._roster, self._owners = roster, Owners(roster.me, roster.members)
+            write_membership(self.session.number, roster)
+            self._roster, self._owners = roster, Ownership(roster.me, roster.members)
 
     def _within_reach(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """The machines as this machine's processes reach them."""
@@ -298,7 +300,7 @@ class Node:
 
     # ---- for other machines' relays --------------------------------------------------------------------
 
-    def take(self, cache: Cache, ids: Longs, claim: bool) -> Records:
+    def take(self, cache: CacheIdentity, ids: Longs, claim: bool) -> WireRecords:
         """Records of a cache, in memory of their own: see :meth:`Shelf.take`.
 
         Raises:
@@ -307,7 +309,7 @@ class Node:
         size = min(LARGEST, max(1, len(ids)) * (cache.stride + _TAIL_BYTES))
         return self._shelf(cache).take(ids, np.empty(size, np.uint8), claim=claim)
 
-    def put(self, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
+    def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
         """Store another machine's records: see :meth:`Shelf.put`.
 
         Raises:
@@ -316,7 +318,7 @@ class Node:
         shelf = self._shelf(cache)
         return shelf.put(ids, only(records, sound(cache, ids, records)))
 
-    def clear(self, cache: Cache, clears: int) -> bool:
+    def clear(self, cache: CacheIdentity, clears: int) -> bool:
         """Forget a cache's records: see :meth:`Shelf.clear`.
 
         Raises:
@@ -324,7 +326,7 @@ class Node:
         """
         return self._shelf(cache).clear(clears)
 
-    def window(self, cache: Cache, words: Longs) -> Longs:
+    def window(self, cache: CacheIdentity, words: Longs) -> Longs:
         """Say where a window stands, or move it: see :meth:`Shelf.window`.
 
         Raises:
@@ -332,7 +334,7 @@ class Node:
         """
         return self._shelf(cache).window(words)
 
-    def _shelf(self, cache: Cache) -> Shelf:
+    def _shelf(self, cache: CacheIdentity) -> Shelf:
         shelf = self._shelves.get(cache.fingerprint)
         if shelf is None or shelf.cache != cache:
             raise SegmentError("this machine has no such cache.")
@@ -362,7 +364,7 @@ class Node:
         """Make this machine's part of a cache, or find it, and serve it."""
         schema = Schema.from_json(described.schema)
 
-        def create(place: Place) -> Store:
+        def create(place: CacheLocation) -> Store:
             about = {**described.about, "meeting": described.meeting}
             store: Store
             if described.has_window:
@@ -389,12 +391,12 @@ class Node:
         )
         store, use = shared.value, shared.registration
         assert store is not None
-        assert isinstance(use, Use)
+        assert isinstance(use, SessionCacheHandle)
         store.filler.ahead = True
         store.room.allowance, store.room.knob = use, "the session's `--memory`"
         self._caches[described.meeting] = described
         fingerprint = fingerprint_of(described.about)
-        shelf = StoreShelf(store, fingerprint)
+        shelf = StoreService(store, fingerprint)
         if isinstance(store, Ring):
             shelf = RingShelf(store, fingerprint, lambda: self._owners)
         self._shelves.add(shelf, store)

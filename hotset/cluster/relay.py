@@ -1,6 +1,6 @@
 """The relay: records of a machine whose port is closed to this one, carried by Ray's objects instead.
 
-A process asks in one way only, over ZeroMQ (:mod:`hotset.cluster.asking`). Where another machine's node
+A process asks in one way only, over ZeroMQ (:mod:`hotset.cluster.client`). Where another machine's node
 cannot be connected to, although its beats are heard, this machine's node stands in for it at a port of its
 own, on the loopback address alone, and the roster names that one::
 
@@ -22,12 +22,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hotset.cluster.door import Hall
+from hotset.cluster.auth import Hall
 from hotset.cluster.keys import Keys
-from hotset.cluster.records import Bytes, Cache, Longs, Records
-from hotset.cluster.roster import Member
-from hotset.cluster.serving import Serving, Shelf
+from hotset.cluster.membership import Member
+from hotset.cluster.server import Serving, Shelf
 from hotset.cluster.sockets import require_descriptors
+from hotset.cluster.wire_records import Bytes, CacheIdentity, Longs, WireRecords
 
 __all__ = ["Relays", "Remote", "reachable"]
 
@@ -41,19 +41,21 @@ _PATIENCE = 5.0
 class Remote(Protocol):
     """Another machine's node, by another way than its port."""
 
-    def take(self, member: Member, cache: Cache, ids: Longs, claim: bool) -> Records:
+    def take(self, member: Member, cache: CacheIdentity, ids: Longs, claim: bool) -> WireRecords:
         """See :meth:`Shelf.take`; raises whatever goes wrong."""
         ...
 
-    def clear(self, member: Member, cache: Cache, clears: int) -> bool:
+    def clear(self, member: Member, cache: CacheIdentity, clears: int) -> bool:
         """See :meth:`Shelf.clear`; raises whatever goes wrong."""
         ...
 
-    def window(self, member: Member, cache: Cache, words: Longs) -> Longs:
+    def window(self, member: Member, cache: CacheIdentity, words: Longs) -> Longs:
         """See :meth:`Shelf.window`; raises whatever goes wrong."""
         ...
 
-    def put(self, member: Member, cache: Cache, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
+    def put(
+        self, member: Member, cache: CacheIdentity, ids: Longs, records: WireRecords
+    ) -> npt.NDArray[np.bool_]:
         """See :meth:`Shelf.put`; raises whatever goes wrong."""
         ...
 
@@ -138,11 +140,11 @@ class _RemoteShelves(Mapping[bytes, Shelf]):
 class _RemoteShelf:
     """A cache of another machine, as its relay serves it."""
 
-    def __init__(self, cache: Cache, member: Member, remote: Remote) -> None:
+    def __init__(self, cache: CacheIdentity, member: Member, remote: Remote) -> None:
         self.cache = cache
         self._member, self._remote = member, remote
 
-    def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> Records:
+    def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> WireRecords:
         return self._remote.take(self._member, self.cache, ids, claim)
 
     def clear(self, clears: int) -> bool:
@@ -151,5 +153,5 @@ class _RemoteShelf:
     def window(self, words: Longs) -> Longs:
         return self._remote.window(self._member, self.cache, words)
 
-    def put(self, ids: Longs, records: Records) -> npt.NDArray[np.bool_]:
+    def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
         return self._remote.put(self._member, self.cache, ids, records)

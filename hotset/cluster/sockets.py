@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from hotset.cluster.keys import Keys
-from hotset.cluster.messages import LARGEST
+from hotset.cluster.protocol import LARGEST
 
 __all__ = ["SILENCE", "SPARE", "close", "open_socket", "require_descriptors"]
 

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotset.bars import progress_bar
+from hotset._progress import progress_bar
 from hotset.errors import ArgumentError, HotsetError
 
 if TYPE_CHECKING:

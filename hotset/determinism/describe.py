@@ -1,7 +1,7 @@
 """The walk that describes an object for its fingerprint: containers, attributes, columns, cycles.
 
 What is to be said of functions, classes, arrays and other special things is in
-:mod:`hotset.determinism.kinds`; why it is all done is in :mod:`hotset.determinism.fingerprint`.
+:mod:`hotset.determinism.type_handlers`; why it is all done is in :mod:`hotset.determinism.fingerprint`.
 
 A *description* is a string of bytes that no other value has: an atom's is its tag, length and bytes; that of
 anything else the hash of a stream, into which its handler puts the descriptions of its parts. Handlers are
@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from hotset.determinism.data_files import Files
 from hotset.determinism.declare import DeclaredCallable
-from hotset.determinism.files import Files
-from hotset.determinism.objects import attributes, solid_base
+from hotset.determinism.introspection import attributes, solid_base
 
 __all__ = ["Describer", "Handler"]
 

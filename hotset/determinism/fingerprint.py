@@ -16,7 +16,7 @@ object                  its class and attributes; from C, what it says of itself
 class of the user       bases and everything in its body, methods by their code
 class, installed        its name, and the distribution's version
 function                code, constants, defaults, closure; the user's, the globals it reads too
-text that is a path     also the file's size and date: :mod:`hotset.determinism.files`
+text that is a path     also the file's size and date: :mod:`hotset.determinism.data_files`
 open file, mapping, ..  the file, or content: :mod:`hotset.determinism.handles`
 what code reads beside  variables of the environment, torch's defaults: :mod:`.surroundings`
 ======================  ===========================================================================
@@ -44,8 +44,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotset.determinism.describe import Describer
-from hotset.determinism.kinds import HANDLERS
-from hotset.determinism.surroundings import describe_surroundings
+from hotset.determinism.environment import describe_surroundings
+from hotset.determinism.type_handlers import HANDLERS
 
 __all__ = ["Fingerprint", "fingerprint"]
 

@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from hotset.determinism import code as codes
-from hotset.determinism.content import digest_of_bytes
+from hotset.determinism import code_dependencies as codes
+from hotset.determinism.content_hash import digest_of_bytes
 from hotset.determinism.describe import Describer, Handler
-from hotset.determinism.objects import attributes
+from hotset.determinism.introspection import attributes
 
 __all__ = ["OF_HANDLES", "by_type"]
 
@@ -135,7 +135,7 @@ def _entry(to: Describer, entry: os.DirEntry[Any]) -> None:
 
 
 def _environment(to: Describer, environment: Any) -> None:
-    """Of the whole environment only what is named counts: :mod:`hotset.determinism.surroundings`."""
+    """Of the whole environment only what is named counts: :mod:`hotset.determinism.environment`."""
     by_type(to, environment)
     to.asks_environment = True
 

@@ -3,7 +3,7 @@
 A probe can only *demote*. That two readings agree proves nothing (a crop of exactly the image's size agrees),
 that they differ proves everything. So it looks for every sign at once:
 
-1. *A generator's state moved*, global or held by the source: see :mod:`hotset.determinism.generators`.
+1. *A generator's state moved*, global or held by the source: see :mod:`hotset.determinism.rng`.
 2. *Two readings of one sample differ.* The indices are read in order, then backwards, and so on. Each way
    back begins with its first index twice, so that it is read three times in a row, which catches what
    changes with every call; the others are read at ever larger distances, all even ones, and after another
@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hotset.determinism.draw_watch import DrawWatch
 from hotset.determinism.equality import changeable, same
-from hotset.determinism.generators import Generators
-from hotset.determinism.watch import Watch
+from hotset.determinism.rng import Generators
 
 __all__ = ["Probe", "probe", "same"]
 
@@ -130,7 +130,7 @@ def _drawing(
         with contextlib.suppress(*forgive):
             read(index)
 
-    watch, found = Watch(reach), []
+    watch, found = DrawWatch(reach), []
     watch.begin()
     for index in indices:
         read_one(index)

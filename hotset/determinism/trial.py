@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied
 from hotset.determinism.equality import changeable
-from hotset.determinism.generators import Generators
-from hotset.determinism.objects import attributes
-from hotset.determinism.owned import copied
+from hotset.determinism.introspection import attributes
 from hotset.determinism.probe import probe
+from hotset.determinism.rng import Generators
 from hotset.determinism.timing import Timed
 
 __all__ = ["Trial", "alters", "attempt", "once"]

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.declare import declared
-from hotset.determinism.objects import attributes
+from hotset.determinism.introspection import attributes
 
 __all__ = [
     "Kind",

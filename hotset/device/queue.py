@@ -5,8 +5,9 @@
 
 Batches are drawn from a DataLoader in the consumer's thread, where torch would draw them (it works ahead in
 workers and threads of its own), and so from whatever has a state to go on from; from any other iterable in a
-thread of ours (:mod:`hotset.device.ahead`). To a GPU they are sent up to ``depth`` batches ahead
-(:mod:`hotset.device.lanes`). On the CPU nothing is sent, and a DataLoader's batch is drawn when it is asked
+thread of ours (:mod:`hotset.device.prefetch_thread`). To a GPU they are sent up to ``depth`` batches ahead
+(:mod:`hotset.device.transfer`). On the CPU nothing is sent, and a DataLoader's batch is drawn when it is
+asked
 for: the draws of model and data come in the order in which a plain loop makes them.
 
 A pass does not reach into the next one: what a sampler draws at its beginning comes after the last step of
@@ -25,13 +26,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from hotset.device.ahead import Ahead
-from hotset.device.lanes import Lane, lane_to, resolve_device
-from hotset.device.resident import Residents, Serving, parse_resident
+from hotset._warnings import warn
+from hotset.device.gpu_cache import GpuCache, Serving, parse_resident
+from hotset.device.prefetch_thread import PrefetchThread
+from hotset.device.stall_monitor import StallMonitor
+from hotset.device.transfer import Transfer, resolve_device, transfer_to
 from hotset.device.trees import others, tensors_of
-from hotset.device.watch import Watch
 from hotset.errors import ArgumentError, StateError
-from hotset.told import tell
 
 __all__ = ["DeviceQueue", "QueueStats"]
 
@@ -109,10 +110,10 @@ class DeviceQueue(Generic[T]):
         self.device = _device(device)
         self.timeout = float(timeout)
         self.resident = parse_resident(resident, self.device)
-        self._residents: Residents | None = None
+        self._residents: GpuCache | None = None
         if self.resident is not None and self.device.type != "cpu":
-            self._residents = Residents(self.resident, self.device)
-        self._lane: Lane | None = None
+            self._residents = GpuCache(self.resident, self.device)
+        self._lane: Transfer | None = None
         self._pass: _Pass | None = None
         self._state: dict[str, Any] | None = None
         self._tally = _Tally(self.device)
@@ -120,7 +121,7 @@ class DeviceQueue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         self.end_pass()
         if self._lane is None:
-            self._lane = lane_to(self.device)
+            self._lane = transfer_to(self.device)
         self._pass = _Pass(self, self._lane)
         return self._pass
 
@@ -213,7 +214,7 @@ class _Tally:
         left = others(batch)
         if left:
             place, value = left[0]
-            tell(
+            warn(
                 f"batches hold a {type(value).__name__} at {place or 'their top'}, which stays on the host"
                 + (f", as do {len(left) - 1} more values" if len(left) > 1 else "")
                 + "; only tensors are copied to the device."
@@ -237,7 +238,7 @@ class _Pass:
             own.
     """
 
-    def __init__(self, queue: DeviceQueue[Any], lane: Lane) -> None:
+    def __init__(self, queue: DeviceQueue[Any], lane: Transfer) -> None:
         self._queue = weakref.ref(queue)
         self._tally = queue._tally
         self._lane = lane
@@ -252,7 +253,7 @@ class _Pass:
         self._stateful = hasattr(self._loader, "state_dict")
         self._source: Iterator[Any] | None = None
         self._residents: Serving | None = None
-        self._watch: Watch | None = None
+        self._watch: StallMonitor | None = None
 
     def _begin(self) -> Iterator[Any]:
         """What gives the batches, begun now if it has not been."""
@@ -261,10 +262,10 @@ class _Pass:
             self._claim(loader)
             # What says where it stands would speak of what a thread has read, not of what was handed over.
             own = isinstance(loader, DataLoader) or self._stateful or self._depth == 0
-            self._source = iter(loader) if own else Ahead(loader, self._depth)
+            self._source = iter(loader) if own else PrefetchThread(loader, self._depth)
             self._residents = self._kept.serve(self._source) if self._kept is not None else None
             # After the loader's workers were forked: threads are better begun then.
-            self._watch = Watch(self._starving.timeout, self._starving)
+            self._watch = StallMonitor(self._starving.timeout, self._starving)
         return self._residents if self._residents is not None else self._source
 
     def _claim(self, loader: Any) -> None:
@@ -336,7 +337,7 @@ class _Pass:
         self._closed = True
         self._stop_watch()
         self._drawn.clear()
-        if isinstance(self._source, Ahead):
+        if isinstance(self._source, PrefetchThread):
             self._source.stop()  # a traceback may hold it for long
         # Workers end with their iterator, and the consumer may hold this pass for long.
         self._source, self._residents = None, None

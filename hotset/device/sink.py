@@ -4,7 +4,8 @@
     loss = sink()                    # 100 steps; the host hears of the last one
 
 A call draws batches from the queue, going round the loader without end, and runs the step on each. On a GPU
-the step is captured as one graph and replayed (:mod:`hotset.device.graph`), and nothing in a call waits for
+the step is captured as one graph and replayed (:mod:`hotset.device.cuda_graph`), and nothing in a call waits
+for
 the device: the host is as far ahead as the device's queue of work lets it be. On the CPU the same call runs
 the same steps, in the same order, with the same draws.
 """
@@ -18,14 +19,14 @@ from typing import Any, Literal
 
 import torch
 
-from hotset.device.graph import Step, graphs_on
+from hotset._warnings import warn
+from hotset.device.batch_cycle import BatchCycle, Drawn
+from hotset.device.cuda_graph import Step, graphs_on
+from hotset.device.gpu_cache import Serving
 from hotset.device.queue import DeviceQueue
-from hotset.device.resident import Serving
-from hotset.device.rounds import Drawn, Rounds
 from hotset.device.trees import call, difference, map_tensors, signature_of
 from hotset.errors import ArgumentError, StateError
-from hotset.policy.sinking import SizeSearch
-from hotset.told import tell
+from hotset.policy.sink_size import SizeSearch
 
 __all__ = ["Sink", "data_sink"]
 
@@ -127,7 +128,7 @@ class Sink:
         self._expected = signature_of(input_signature) if input_signature is not None else None
         if self._expected == ():
             raise ArgumentError("input_signature holds no tensor; give one for each tensor of a batch.")
-        self._rounds = Rounds(self.queue, own=self.queue is not loader)
+        self._rounds = BatchCycle(self.queue, own=self.queue is not loader)
         self._graphs = graphs_on(self.queue.device) if graph is not False else None
         self._step = self._current = Step(lambda batch: call(fn, batch), fn, self._graphs)
         # By a weak reference: samples that were let go of must not take the device's memory for longer.
@@ -230,7 +231,7 @@ class Sink:
             raise ArgumentError(f"graph=True, and the step cannot be one graph: {why}.")
         if not self._told:
             self._told = True
-            tell(f"steps are run one kernel at a time, as the step cannot be one graph: {why}.")
+            warn(f"steps are run one kernel at a time, as the step cannot be one graph: {why}.")
 
     # ---- life ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
-from hotset.data.loader import DataLoader
+from hotset.loader.loader import DataLoader
 
 __all__ = ["from_cache"]
 

@@ -36,11 +36,11 @@ import torch
 from torch.utils.data import get_worker_info
 
 import hotset
-from hotset.data.cache import cache
-from hotset.data.loader import DataLoader
+from hotset.dataset.build import cache
 from hotset.determinism.declare import deterministic
 from hotset.errors import ArgumentError
 from hotset.integrations.clara_config import Entry, Pipeline, read_config
+from hotset.loader.loader import DataLoader
 
 __all__ = ["from_config"]
 

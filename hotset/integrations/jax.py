@@ -40,8 +40,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotset.device.batch_cycle import BatchCycle
 from hotset.device.queue import DeviceQueue
-from hotset.device.rounds import Rounds
 from hotset.errors import ArgumentError
 
 __all__ = ["JaxSink"]
@@ -115,7 +115,7 @@ class JaxSink(Generic[C]):
         self._run = self._jax.jit(self._scan_of(step), donate_argnums=0)
         self._lengths: dict[Any, set[int]] = {}
         queue = loader if isinstance(loader, DeviceQueue) else DeviceQueue(loader, depth=0, device="cpu")
-        self._rounds = Rounds(queue)
+        self._rounds = BatchCycle(queue)
         self._ready: deque[_Part] = deque()
         self._failure: Exception | None = None
 

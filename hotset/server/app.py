@@ -22,12 +22,12 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 import hotset
+from hotset._warnings import printable
 from hotset.errors import HotsetError
 from hotset.server import models
 from hotset.server.history import History
-from hotset.server.keeper import Keeper, Refusal
 from hotset.server.metrics import CONTENT_TYPE, Metrics
-from hotset.told import printable
+from hotset.server.session_service import Refusal, SessionService
 
 __all__ = ["make_app"]
 
@@ -45,7 +45,7 @@ _WHY = {
 }
 
 
-def make_app(keeper: Keeper, history: History, page: str, stop: Callable[[], None]) -> FastAPI:
+def make_app(keeper: SessionService, history: History, page: str, stop: Callable[[], None]) -> FastAPI:
     """Return the API, unguarded.
 
     Args:

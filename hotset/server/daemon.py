@@ -24,13 +24,13 @@ import uvicorn
 from hotset.errors import HotsetError
 from hotset.server import log
 from hotset.server.app import make_app
-from hotset.server.chores import Chores
 from hotset.server.connections import BACKLOG, Connection
-from hotset.server.guard import Guard, content_policy
 from hotset.server.history import History
-from hotset.server.keeper import Keeper
+from hotset.server.housekeeping import Housekeeper
 from hotset.server.options import Options
-from hotset.server.place import ServerError, claim, log_path
+from hotset.server.pidfile import ServerError, claim, log_path
+from hotset.server.request_auth import Guard, content_policy
+from hotset.server.session_service import SessionService
 
 __all__ = ["serve"]
 
@@ -47,7 +47,7 @@ def serve(options: Options) -> int:
     log.set_up(options.level, file=options.logs_to_file)
     try:
         with claim(options.port) as claimed, _bind(options) as listener:
-            keeper = Keeper(options, str(log_path(options.port)) if options.logs_to_file else None)
+            keeper = SessionService(options, str(log_path(options.port)) if options.logs_to_file else None)
             server = _make_server(options, keeper, claimed.token)
             claimed.tell(keeper.place)
             keeper.begin()
@@ -64,9 +64,9 @@ def serve(options: Options) -> int:
 class _Server(uvicorn.Server):
     """A server with its chores: they begin when it answers, and end before it does."""
 
-    def __init__(self, config: uvicorn.Config, keeper: Keeper, history: History) -> None:
+    def __init__(self, config: uvicorn.Config, keeper: SessionService, history: History) -> None:
         super().__init__(config)
-        self._chores = Chores(keeper, history)
+        self._chores = Housekeeper(keeper, history)
         # uvicorn raises the signal that ended it once more, when it has put the old handlers back; the old
         # ones are these, so that this process goes on to its own end. They also hold before it listens.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,7 +80,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _make_server(options: Options, keeper: Keeper, token: str) -> uvicorn.Server:
+def _make_server(options: Options, keeper: SessionService, token: str) -> uvicorn.Server:
     history = History()
     page = (Path(__file__).parent / "page.html").read_text("utf-8")
 

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 
-from hotset.told import printable
+from hotset._warnings import printable
 
 __all__ = ["LARGEST", "set_up"]
 

@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hotset.cluster.traffic import Traffic
+from hotset._warnings import printable
+from hotset.cluster.peer_stats import PeerStats
 from hotset.server.options import Options
 from hotset.server.views import machines_of
 from hotset.session.reports import CacheReport, SessionReport
-from hotset.told import printable
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -49,7 +49,7 @@ _COUNTED: list[tuple[str, str, Callable[[CacheReport], float]]] = [
     ("cache_fill_seconds", "Time spent in the source.", lambda cache: cache.fill_seconds),
     ("cache_waited_seconds", "Time that consumers waited.", lambda cache: cache.waited_seconds),
 ]
-_OF_MACHINE: list[tuple[str, str, Callable[[Traffic], float]]] = [
+_OF_MACHINE: list[tuple[str, str, Callable[[PeerStats], float]]] = [
     ("records", "Samples that the machine sent.", lambda traffic: traffic.received),
     ("bytes", "Bytes of them.", lambda traffic: traffic.bytes),
     ("failures", "Times that it did not answer as it should.", lambda traffic: traffic.failures),

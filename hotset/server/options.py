@@ -6,12 +6,12 @@ import ipaddress
 import os
 from dataclasses import dataclass
 
+from hotset._warnings import printable
 from hotset.errors import ArgumentError
-from hotset.server.amounts import parse_share
-from hotset.server.place import DEFAULT_PORT
-from hotset.session.spills import open_spill
-from hotset.store.memory import headroom
-from hotset.told import printable
+from hotset.server.parsing import parse_share
+from hotset.server.pidfile import DEFAULT_PORT
+from hotset.session.spill_dirs import open_spill
+from hotset.store.memory_limits import headroom
 
 __all__ = ["LEVELS", "Options"]
 

@@ -10,9 +10,9 @@ import contextlib
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from hotset.cluster.roster import Member, read_roster
-from hotset.cluster.tally import read_tally
-from hotset.cluster.traffic import Traffic
+from hotset.cluster.membership import Member, read_membership
+from hotset.cluster.peer_stats import PeerStats
+from hotset.cluster.peer_stats_file import read_tally
 from hotset.session.reports import CacheReport, SessionReport, report
 from hotset.session.sessions import Resized
 
@@ -30,19 +30,19 @@ class Machine(NamedTuple):
     """
 
     member: Member
-    traffic: Traffic | None
+    traffic: PeerStats | None
 
 
 def machines_of(number: int) -> list[Machine]:
     """Return the machines that share a session, by name; none of a session that is this machine's alone."""
-    roster = read_roster(number)
+    roster = read_membership(number)
     if roster is None:
         return []
-    tally: dict[str, Traffic] = {}
+    tally: dict[str, PeerStats] = {}
     with contextlib.suppress(OSError, ValueError):  # not made yet, or not whole yet
         tally = read_tally(number)
     return [
-        Machine(member, None if member.name == roster.me else tally.get(member.name, Traffic()))
+        Machine(member, None if member.name == roster.me else tally.get(member.name, PeerStats()))
         for member in roster.members
     ]
 

@@ -12,11 +12,11 @@ before a process says that its session is full, it looks for caches that nobody 
        │              │
        └── row given back <── emptied, file removed, what it spilled too
 
-A cache is used by each process that holds its byte of the ledger, shared (:mod:`hotset.session.ledger`), from
+A cache is used by each process that holds its byte of the ledger, shared (:mod:`hotset.session.quota`), from
 before it attaches until it closes or ends; a process that is stopped uses what it used. While the byte is
 held alone, whoever comes for the cache finds it gone, and makes it anew, under another name. Its memory is
-given back as a destroyed session's is (:mod:`hotset.session.retire`), so that a reader who holds no byte (a
-machine's node, somebody who looks) never sees pages that are gone.
+given back as a destroyed session's is (:mod:`hotset.session.free_cache`), so that a reader who holds no byte
+(a machine's node, somebody who looks) never sees pages that are gone.
 
 A process that dies in the midst of it leaves a file that is condemned, or a row without a file; both are the
 first to go the next time. Of a session that persists memory alone is given back: the records on its disk are
@@ -30,12 +30,12 @@ import os
 import time
 from dataclasses import dataclass
 
+from hotset._warnings import printable
 from hotset.errors import SegmentError, SessionError
-from hotset.session.definition import Session, ledger_in
-from hotset.session.files import CACHE, id_of, is_there, member_of, remove_cache, remove_spilled, runtime
-from hotset.session.ledger import Ledger
+from hotset.session.file_names import CACHE, id_of, is_there, member_of, remove_cache, remove_spilled, runtime
+from hotset.session.quota import Quota
+from hotset.session.session_definition import Session, ledger_in
 from hotset.store.segment import Segment
-from hotset.told import printable
 from hotset.units import format_bytes
 
 __all__ = ["Dropped", "Room", "pin", "reclaim", "room_of", "said_of"]
@@ -153,7 +153,7 @@ def said_of(session: str, dropped: list[Dropped]) -> str:
 
 
 def _drop(
-    session: Session, ledger: Ledger, folder: int, row: int, member: int, file: str | None
+    session: Session, ledger: Quota, folder: int, row: int, member: int, file: str | None
 ) -> list[Dropped]:
     """Drop the cache of this row, unless somebody was quicker."""
     with ledger.alone(row) as mine:

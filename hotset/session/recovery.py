@@ -30,12 +30,21 @@ import re
 import time
 
 from hotset.errors import SessionError
-from hotset.session import servers
-from hotset.session.definition import Session, ledger_in
-from hotset.session.files import CACHE, DEFINITION, LEDGER, SHARED, is_there, remove_cache, runtime, unlink
-from hotset.session.folder import open_at
+from hotset.session import server_quota as servers
+from hotset.session.file_names import (
+    CACHE,
+    DEFINITION,
+    LEDGER,
+    SHARED,
+    is_there,
+    remove_cache,
+    runtime,
+    unlink,
+)
+from hotset.session.runtime_dir import open_at
+from hotset.session.session_definition import Session, ledger_in
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
-from hotset.session.spills import known_folders, open_spill
+from hotset.session.spill_dirs import known_folders, open_spill
 from hotset.store.locks import is_locked
 
 __all__ = ["recover"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hotset.errors import SegmentError
-from hotset.session.definition import Session, open_ledger
-from hotset.session.files import CACHE, id_of, member_of
-from hotset.session.folder import open_folder
-from hotset.session.ledger import Ledger
+from hotset.session.file_names import CACHE, id_of, member_of
+from hotset.session.quota import Quota
+from hotset.session.runtime_dir import open_folder
+from hotset.session.session_definition import Session, open_ledger
 from hotset.store import locks
 from hotset.store.format import ON_DISK, PRESENT, SLOTS, Live, Slot
 from hotset.store.segment import Segment
@@ -45,7 +45,7 @@ class CacheReport:
         processes: how many living processes have it open and have read or written samples.
         in_use: whether any process uses it; if not, and it is not pinned, it makes room for those that run.
         pinned: whether it stays, though nobody uses it.
-        state: ``ok``, ``condemned`` (an audit found it stale), or a sentence if it cannot be opened.
+        state: ``ok``, ``invalidated`` (an audit found it stale), or a sentence if it cannot be opened.
     """
 
     id: int
@@ -123,7 +123,7 @@ def report(session: Session) -> SessionReport:
     return SessionReport(session, in_use, memory, disk, caches)
 
 
-def _standing(cache: CacheReport, ledger: Ledger, file: str) -> CacheReport:
+def _standing(cache: CacheReport, ledger: Quota, file: str) -> CacheReport:
     """With what the ledger says of it; that it is used is noted there, as it may end without a word."""
     row = ledger.members().get(member_of(file))
     if row is None:
@@ -165,7 +165,7 @@ def _look(folder: int, file: str) -> CacheReport:
             fill_seconds=sums[Slot.FILL_NS] / 1e9,
             waited_seconds=sums[Slot.WAIT_NS] / 1e9,
             processes=_processes(segment),
-            state="condemned" if live[Live.CONDEMNED] else "ok",
+            state="invalidated" if live[Live.INVALIDATED] else "ok",
         )
     finally:
         segment.close()

@@ -1,8 +1,8 @@
 """Sessions: caches that have a name, a budget and a life of their own, beyond the job that filled them.
 
-A session is a ledger in the runtime folder, whose head says what it is (:mod:`hotset.session.definition`),
-and one file for each of its caches beside it; what memory has no room for lies in its spill folder
-(:mod:`hotset.session.files`). This is its life:
+A session is a ledger in the runtime folder, whose head says what it is
+(:mod:`hotset.session.session_definition`), and one file for each of its caches beside it; what memory has no
+room for lies in its spill folder (:mod:`hotset.session.file_names`). This is its life:
 
 ========== ============================================================================================
 created    by a person or a server; nothing is taken but the ledger
@@ -29,9 +29,14 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
+from hotset._warnings import warn
 from hotset.errors import HotsetError, SessionError
-from hotset.session import servers
-from hotset.session.definition import (
+from hotset.session import server_quota as servers
+from hotset.session.file_names import LEDGER, remove_caches, roster_file, runtime, traffic_file, unlink
+from hotset.session.named_lock import Turns
+from hotset.session.reclaim import Dropped, reclaim
+from hotset.session.runtime_dir import KNOB, runtime_folder
+from hotset.session.session_definition import (
     Session,
     forget,
     ledger_in,
@@ -41,13 +46,8 @@ from hotset.session.definition import (
     set_memory,
     write_down,
 )
-from hotset.session.files import LEDGER, remove_caches, roster_file, runtime, traffic_file, unlink
-from hotset.session.folder import KNOB, runtime_folder
-from hotset.session.reclaim import Dropped, reclaim
-from hotset.session.spills import open_spill, remember
-from hotset.session.turn import Turns
-from hotset.store import memory as machine
-from hotset.told import tell
+from hotset.session.spill_dirs import open_spill, remember
+from hotset.store import memory_limits as machine
 from hotset.units import format_bytes
 
 __all__ = ["Resized", "create", "destroy", "expire", "find", "one_at_a_time", "resize", "sessions"]
@@ -308,7 +308,7 @@ def _memory(asked: int | None, server: int | None) -> int:
 def _tell_if_too_much(asked: int, held: int = 0) -> None:
     """Tell whoever asked for more than the file system has, besides what is held already."""
     if asked - held > (room := _room_here()):
-        tell(
+        warn(
             f"memory={format_bytes(asked)} is more than the {format_bytes(room + held)} that the file system "
             f"of {runtime_folder()} has; give it more (docker's --shm-size), or {_ELSEWHERE}."
         )

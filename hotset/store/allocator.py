@@ -1,26 +1,376 @@
-"""The allocator of a process that makes samples: what it frees it needs again at once."""
+"""Room: memory is reserved in extents before it is touched, against the real limit.
+
+Two regions are handed out, rows and lines, each from its beginning to its end, in extents that belong to
+one slot. Inside its extent a process takes rows and lines without asking anyone. An extent is
+
+1. checked against the cache's own limit (the live word ``LIMIT``), to the byte, and where it is one of
+   several that share a budget (a session's), against what those have left;
+2. checked against what the machine and every enclosing control group still have: a control group's limit
+   gives no error when a page is touched, the kernel kills;
+3. reserved with ``posix_fallocate``, so that a full tmpfs or disk is an error here and not SIGBUS later;
+4. only then entered in the shared words, so that a process killed in between has taken nothing.
+
+Extents grow with what was handed out so far (a quarter of it), so that a small cache takes little more than
+its data, and shrink as the end comes near (a sixteenth of what is left), so that little is stranded with
+processes that have no more to write. What a dead process left passes to its slot's next holder.
+
+First come, first kept: of a cache no sample is ever evicted to make room. With shuffled epochs every sample
+is as likely as any other to be next, and keeping what one has is optimal. What *other* caches of the budget
+hold that no process uses is another thing: where room is refused for want of that, they are asked to give it
+back (:meth:`Allowance.make_room`), and it is tried again. That may take seconds, so no lock of the segment's
+is held meanwhile.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from hotset.store import memory
+from hotset.store import memory_limits as memory
+from hotset.store.claims import Participant
+from hotset.store.format import (
+    LINE,
+    ON_DISK,
+    PRESENT,
+    RECORD_HEADER,
+    ROW_MASK,
+    TAIL_COUNT_BITS,
+    Live,
+    Slot,
+)
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["Allocator", "Allowance", "distrust_allocator"]
 
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+_LARGEST_EXTENT = 4 << 20
+_RETRY_SECONDS = 0.5
+_PART = 64
+_TRIES = 4  # others may be quicker to take what was given back
 
 
-def keep_freed_memory() -> None:
-    """Have this process's allocator keep what is freed, up to 256 MiB, instead of returning it at once.
+class Allowance(Protocol):
+    """A budget that this segment shares with others."""
 
-    Less where memory is short, in a small control group: a thirty-second of what is left.
+    def left(self) -> int:
+        """Bytes that this segment may hold in all, with what :meth:`make_room` would give it."""
 
-    A worker allocates and frees the same few pictures over and over. glibc gives each back to the kernel and
-    faults it in again, which cost a third of a worker's time with a random flip and crop. Other allocators
-    have no ``mallopt``, or ignore it.
+    def take(self, total: int) -> bool:
+        """Have this segment hold so many bytes in all; False if they are not there to be had."""
+
+    def make_room(self, total: int, more: int = 0) -> str | None:
+        """Have others that nobody uses give back what they hold; it may take as long as that does.
+
+        Args:
+            total: bytes that this segment is to hold in all.
+            more: bytes that are to be given back in any case.
+
+        Returns:
+            A sentence for the user, which may be empty; None if there is nobody to give anything.
+        """
+
+
+class _Lack(NamedTuple):
+    """Why there is no extent.
+
+    Attributes:
+        why: a sentence; None: it could not be found out now.
+        total: bytes that the segment would hold with it, if others might make room for that; else 0.
+        more: bytes that are lacking whatever the budget has.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, min(256 << 20, memory.headroom().bytes // 32))
+
+    why: str | None = None
+    total: int = 0
+    more: int = 0
+
+
+class Allocator:
+    """Hands out rows and lines of a segment to this process.
+
+    Args:
+        member: this process's place in the segment.
+        free: what a disk has left; None in memory, which the machine and its control groups bound.
+
+    Attributes:
+        knob: the argument that the user gave the limit by.
+        allowance: the budget that it shares with others; None if it is alone.
+        why_full: a sentence that says what stands in the way, once something did; else None.
+        notes: sentences for the user; whoever tells them takes them out.
+    """
+
+    def __init__(self, member: Participant, free: Callable[[], memory.Headroom] | None = None) -> None:
+        self._member = member
+        self._free = free or (lambda: memory.headroom())
+        self._segment = member.segment
+        self._geometry = member.segment.geometry
+        self._refused_until = 0.0
+        self._left: dict[tuple[int, int], tuple[int, int]] = {}
+        self._affordable = 0
+        self.knob = "`memory=`"
+        self.allowance: Allowance | None = None
+        self.why_full: str | None = None
+        self.notes: list[str] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last extent was refused, less than half a second ago."""
+        return time.monotonic() < self._refused_until
+
+    def lend(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
+        """Give a row to each of these records, and a run of lines to each tail.
+
+        The caller keeps other threads of this process out until the records are published, or will not be,
+        and has called :meth:`settle`.
+
+        Args:
+            places: where their words are in the index (of no meaning here: rows go to who comes first).
+            tails: lines of each record's tail; 0 for none.
+
+        Returns:
+            Row and first line of each record, in order; fewer than asked for where what can be given at once
+            ends, and none where room does.
+        """
+        given: list[tuple[int, int]] = []
+        rows = self._take_rows(len(tails))
+        for row, lines in zip(rows, tails, strict=False):
+            line = self._take_lines(lines) if lines else 0
+            if line < 0:
+                self._give_back(rows[len(given) :])
+                break
+            given.append((row, line))
+        return given
+
+    def settle(self) -> None:
+        """End what :meth:`lend` began. Here room is taken for good when it is given."""
+
+    def take_lines(self, count: int) -> int:
+        """Take a run of lines, for a record whose row has its own place; its first, or -1 without room."""
+        with self._member.one_thread:
+            return self._take_lines(count)
+
+    def place(self, row: int) -> bool:
+        """Whether this row, which no extent hands out, may be touched; False where room ends.
+
+        For segments in which each sample has its row; the caller has claimed the sample.
+        """
+        if not self._affords(self._geometry.stride):
+            return False
+        live = self._segment.live
+        if row < int(live[Live.ROWS_NEXT]):
+            return True
+        with self._member.short_lock() as held:
+            if held:
+                # A little beyond the row, so that rows written one after the other seldom come here.
+                after = int(live[Live.ROWS_NEXT])
+                live[Live.ROWS_NEXT] = min(max(row + 1, after, after * 17 // 16), self._geometry.rows)
+            return held
+
+    def _affords(self, size: int) -> bool:
+        """Whether so much more may be touched, as far as the machine goes."""
+        if self.is_full:
+            return False
+        with self._member.one_thread:
+            if self._affordable < size:
+                free = self._free()
+                room = free.bytes - self._geometry.rows_at
+                if size > room:
+                    return self.refuse(self._no_memory(free))
+                self._affordable = max(size, min(room // 16, _LARGEST_EXTENT))
+            self._affordable -= size
+        return True
+
+    def has_room(self) -> bool:
+        """Whether one more record can be stored now: room for one of the smallest size is asked for.
+
+        Where room was refused to anybody, there is none until a part of all is free again: a record that was
+        refused and stored elsewhere is to be looked for there, though a smaller one would still fit.
+        """
+        geometry, live = self._geometry, self._segment.live
+        if self.is_full or (live[Live.FULL] and self._left_of_limit() < self._limit() // _PART):
+            return False
+        live[Live.FULL] = 0
+        with self._member.one_thread:
+            row = self._own_extent(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows)
+            if row is None or not live[Live.LINES_NEXT]:  # no record has needed lines so far
+                return row is not None
+            return self._own_extent(Slot.LINE_NEXT, Live.LINES_NEXT, 1, LINE, geometry.lines) is not None
+
+    def _take_rows(self, count: int) -> list[int]:
+        geometry = self._geometry
+        rows: list[int] = []
+        while len(rows) < count:
+            first, taken = self._take(
+                Slot.ROW_NEXT, Live.ROWS_NEXT, 1, count - len(rows), geometry.stride, geometry.rows
+            )
+            if not taken:
+                break
+            rows.extend(range(first, first + taken))
+        return rows
+
+    def _take_lines(self, count: int) -> int:
+        first, taken = self._take(Slot.LINE_NEXT, Live.LINES_NEXT, count, count, LINE, self._geometry.lines)
+        return first if taken else -1
+
+    def _give_back(self, rows: list[int]) -> None:
+        """Put back the rows that were taken last; those of an extent before this one are lost."""
+        row, known = self._member.row, (os.getpid(), Slot.ROW_NEXT)
+        begin, end = int(row[Slot.ROW_NEXT]), int(row[Slot.ROW_END])
+        while rows and rows[-1] == begin - 1:
+            begin = rows.pop()
+        left = begin, end
+        row[Slot.ROW_NEXT] = begin
+        self._left[known] = left
+
+    def _take(
+        self, next_word: int, live_word: int, least: int, most: int, size: int, capacity: int
+    ) -> tuple[int, int]:
+        """Take up to ``most`` units; returns the first and how many, 0 if ``least`` cannot be had."""
+        extent = self._own_extent(next_word, live_word, least, size, capacity)
+        if extent is None:
+            return 0, 0
+        begin, end = extent
+        taken = min(most, end - begin)
+        # What is taken is entered before it is written: a process killed in between loses that; the other
+        # order could hand out a published row. No call lies between the two stores, so no interrupt either.
+        row, known, left = self._member.row, (os.getpid(), next_word), (begin + taken, end)
+        row[next_word] = begin + taken
+        self._left[known] = left
+        return begin, taken
+
+    def _own_extent(
+        self, next_word: int, live_word: int, least: int, size: int, capacity: int
+    ) -> tuple[int, int] | None:
+        """This process's extent, from its next unit on, if need be a new one; None if it cannot be had."""
+        # The extent's end is the word after its next one.
+        row = self._member.row
+        begin, end = int(row[next_word]), int(row[next_word + 1])
+        # An extent that this process has not left there itself is believed if it lies in the region
+        # (a predecessor's); one that was changed behind its back (damage, a clear) is not.
+        known = self._left.get((os.getpid(), next_word), (begin, end))
+        sound = 0 <= begin <= end <= capacity and (begin, end) == known
+        if end - begin < least or not sound:
+            if not self._extend(next_word, live_word, least, size, capacity):
+                return None
+            begin, end = int(row[next_word]), int(row[next_word + 1])
+            self._left[os.getpid(), next_word] = begin, end
+        return begin, end
+
+    def _extend(self, next_word: int, live_word: int, count: int, size: int, capacity: int) -> bool:
+        """Reserve an extent of at least ``count`` units for this process's slot."""
+        if self.is_full or self._member.slot < 0:
+            return False
+        tries = 0
+        while (lack := self._try_to_extend(next_word, live_word, count, size, capacity)) is not None:
+            tries += 1
+            if tries > _TRIES or not self._makes_room(lack):
+                return False if lack.why is None else self.refuse(lack.why)
+        return True
+
+    def _try_to_extend(
+        self, next_word: int, live_word: int, count: int, size: int, capacity: int
+    ) -> _Lack | None:
+        """Reserve an extent; return what stands in the way, if something does."""
+        live, row = self._segment.live, self._member.row
+        start = self._geometry.rows_at if live_word == Live.ROWS_NEXT else self._geometry.lines_at
+        with self._member.short_lock() as held:
+            if not held:
+                return _Lack()
+            first = max(int(live[live_word]), 0)
+            taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+            left = min(capacity - first, self._left_of_limit() // size)
+            units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
+            free = self._free()
+            # The index is touched word by word, as samples come in: what it may still take is spoken for.
+            room = free.bytes - self._geometry.rows_at
+            if units * size > room:
+                units = count
+            if units > left:
+                return _Lack(self._limit_reached())
+            total = taken + units * size
+            if units * size > room:
+                return _Lack(self._no_memory(free), total, units * size)
+            # Entered before it is reserved: killed in between, this process leaves the budget too small.
+            if self.allowance is not None and not self.allowance.take(total):
+                return _Lack(self._limit_reached(), total)
+            if not self._segment.reserve(start + first * size, units * size):
+                if self.allowance is not None:
+                    self.allowance.take(taken)
+                return _Lack(self._file_system_full(), total, units * size)
+            # No call lies between these stores, so no interrupt either, by which an extent would be lost.
+            # What was left of the old one (too short a run of lines) is given up.
+            live[live_word] = first + units
+            row[next_word] = first
+            row[next_word + 1] = first + units
+        return None
+
+    def _makes_room(self, lack: _Lack) -> bool:
+        """Whether others gave back something of what was lacking, so that it is worth another try."""
+        live = self._segment.live
+        if self.allowance is None or not lack.total or (lack.more and live[Live.VAIN]):
+            return False
+        before = self._free().bytes
+        note = self.allowance.make_room(lack.total, lack.more)
+        if note:
+            self.notes.append(note)
+        # What others hold may count in another control group than the one that is at its end.
+        if lack.more and note is not None and self._free().bytes < before + lack.more // 2:
+            live[Live.VAIN] = 1
+        return note is not None
+
+    def _left_of_limit(self) -> int:
+        """Bytes that the limit, and the budget, leave."""
+        live = self._segment.live
+        return self._limit() - self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+
+    def _limit(self) -> int:
+        """Bytes that this segment may hold in all, by its own limit and by the budget."""
+        own = int(self._segment.live[Live.LIMIT])
+        return own if self.allowance is None else min(own, self.allowance.left())
+
+    def _limit_reached(self) -> str:
+        return f"its memory limit is reached; raise {self.knob}"
+
+    def _file_system_full(self) -> str:
+        return f"its file system is full; give it more (docker's --shm-size), free some, or lower {self.knob}"
+
+    def _no_memory(self, free: memory.Headroom) -> str:
+        return f"{free.what} has no more to give; lower {self.knob} or free some"
+
+    def reopen(self) -> None:
+        """Forget that there was no room: it was emptied."""
+        self.why_full = None
+        self._refused_until = 0.0
+
+    def refuse(self, why: str) -> bool:
+        """Say that there is no room, and why; it is asked for again after half a second. Returns False."""
+        self.why_full = why
+        self._segment.live[Live.FULL] = 1
+        self._refused_until = time.monotonic() + _RETRY_SECONDS
+        return False
+
+
+def distrust_allocator(member: Participant) -> None:
+    """In a file that may be damaged, never hand out room below what is in use, whatever its words say.
+
+    After a crash of the machine the words that count what was handed out may be older than the index.
+    """
+    segment, geometry, live = member.segment, member.segment.geometry, member.segment.live
+    words = segment.index[segment.index >= PRESENT]
+    rows = words[words & ON_DISK == 0] & ROW_MASK
+    rows = rows[rows < geometry.rows].tolist()
+    if not rows:
+        return
+    lines = max(_end_of_tail(member, row) for row in rows)
+    with member.short_lock() as held:
+        if held:
+            live[Live.ROWS_NEXT] = max(int(live[Live.ROWS_NEXT]), max(rows) + 1)
+            live[Live.LINES_NEXT] = max(int(live[Live.LINES_NEXT]), lines)
+
+
+def _end_of_tail(member: Participant, row: int) -> int:
+    """The line after a record's tail; 0 if it says nothing sensible. Read past the mapping: maybe a disk."""
+    segment, geometry = member.segment, member.segment.geometry
+    word = os.pread(segment.fd, 8, geometry.rows_at + row * geometry.stride + RECORD_HEADER)
+    place = int.from_bytes(word, "little")
+    end = (place >> TAIL_COUNT_BITS) + (place & ((1 << TAIL_COUNT_BITS) - 1))
+    return end if end <= geometry.lines else 0

@@ -54,7 +54,7 @@ from hotset.store.format import (
 )
 from hotset.store.segment import Segment, Words
 
-__all__ = ["Claims", "Index", "Membership"]
+__all__ = ["Claims", "Index", "Participant"]
 
 _SHORT_LOCK = 0
 _READING = 1 << 11
@@ -64,7 +64,7 @@ _AFTER_TIMEOUT_SECONDS = 1.0
 Ids = npt.NDArray[np.int64]
 
 
-class Membership:
+class Participant:
     """This process's place in a segment: its lock descriptor and its slot.
 
     Attributes:
@@ -186,7 +186,7 @@ class Membership:
 class _ShortLock(locks.Held):
     """The segment's short lock, waited for as long as its member has patience."""
 
-    def __init__(self, member: Membership, description: locks.Description) -> None:
+    def __init__(self, member: Participant, description: locks.Description) -> None:
         super().__init__(description, _SHORT_LOCK)
         self._member = member
 
@@ -199,7 +199,7 @@ class _ShortLock(locks.Held):
         return held
 
 
-_members: weakref.WeakSet[Membership] = weakref.WeakSet()
+_members: weakref.WeakSet[Participant] = weakref.WeakSet()
 
 
 def _leave_inherited() -> None:
@@ -266,7 +266,7 @@ def _says_draws(words: Words) -> npt.NDArray[np.bool_]:
 class Claims:
     """Claims on the samples of one segment, by one process."""
 
-    def __init__(self, member: Membership, index: Index | None = None) -> None:
+    def __init__(self, member: Participant, index: Index | None = None) -> None:
         self._member = member
         self._index = index or Index(member.segment)
 

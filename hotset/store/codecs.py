@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hotset.errors import ArgumentError
-from hotset.store.leaves import Misfit
+from hotset.store.leaves import SchemaMismatch
 
 __all__ = ["Codec", "codec_named", "codec_of", "register_codec"]
 
@@ -91,9 +91,9 @@ def _flatten_image(image: Any) -> Any:
     info = repr(image.info)
     try:
         if ast.literal_eval(info) != image.info:
-            raise Misfit("a PIL image whose info does not survive being written down")
+            raise SchemaMismatch("a PIL image whose info does not survive being written down")
     except (ValueError, SyntaxError) as error:
-        raise Misfit("a PIL image with objects in its info") from error
+        raise SchemaMismatch("a PIL image with objects in its info") from error
     palette = image.getpalette(image.palette.mode) if image.palette is not None else None
     colours = (image.palette.mode, bytes(palette)) if palette is not None else ("", b"")
     return (image.mode, image.width, image.height, info, *colours, image.tobytes())

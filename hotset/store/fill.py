@@ -27,12 +27,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from hotset.store import format as fmt
-from hotset.store import forms
-from hotset.store.claims import Claims, Ids, Index, Membership
+from hotset.store import irregular_records as forms
+from hotset.store.allocator import Allocator
+from hotset.store.claims import Claims, Ids, Index, Participant
 from hotset.store.format import PRESENT, Live, Slot
-from hotset.store.leaves import Misfit
+from hotset.store.leaves import SchemaMismatch
 from hotset.store.records import Record, Records
-from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.spill import Spill
 
@@ -47,7 +47,7 @@ _PATIENCE_SECONDS = 2.0
 _MOST_MISFITS = 1 << 14
 
 
-class Watch(Protocol):
+class DrawWatch(Protocol):
     """Looks whether reading samples draws random numbers, of which one draw would be cached for all uses."""
 
     def begin(self) -> None:
@@ -62,7 +62,7 @@ class Watch(Protocol):
         ...
 
 
-class _NoWatch:
+class _NoDrawWatch:
     """For sources that are known not to draw, or whose draws are to be cached."""
 
     def begin(self) -> None:
@@ -80,15 +80,15 @@ class Filler:
         spill: the second tier, for what memory has no room for; None if there is none.
         reads: how many samples this process has read from the source for it.
         drawing: how many others of them it has found to draw random numbers.
-        misfits: which of them cannot be kept, and why: the first thousands.
+        mismatches: which of them cannot be kept, and why: the first thousands.
         ahead: whether it reads ahead of use: what it reads is no miss then.
     """
 
-    def __init__(self, member: Membership, index: Index, room: Room, schema: Schema) -> None:
-        self.watch: Watch = _NoWatch()
+    def __init__(self, member: Participant, index: Index, room: Allocator, schema: Schema) -> None:
+        self.watch: DrawWatch = _NoDrawWatch()
         self.spill: Spill | None = None
         self.ahead = False
-        self.misfits: dict[int, str] = {}
+        self.mismatches: dict[int, str] = {}
         self.reads = self.drawing = 0
         self.claims = Claims(member, index)
         self._member = member
@@ -242,9 +242,9 @@ class Filler:
         for sample, value in values.items():
             try:
                 fitting.append((sample, forms.prepare(self._schema, value)))
-            except Misfit as misfit:
-                if len(self.misfits) < _MOST_MISFITS:
-                    self.misfits.setdefault(sample, str(misfit))
+            except SchemaMismatch as misfit:
+                if len(self.mismatches) < _MOST_MISFITS:
+                    self.mismatches.setdefault(sample, str(misfit))
         if fitting:
             longest = max(prepared.tail_lines for _, prepared in fitting)
             self._bytes = self._schema.stride + longest * fmt.LINE

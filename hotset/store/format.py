@@ -37,7 +37,8 @@ and ``word & ROW_MASK`` is its row number.
     ...  the dimensions of variable leaves (u32 each), then the fixed leaves; zeros up to the stride
 
 Of a record with a form of its own, what follows the tail's place is its body, which says itself what lies
-where (:mod:`hotset.store.forms`). Which of the two it is stands in the header too, and so in the checksum.
+where (:mod:`hotset.store.irregular_records`). Which of the two it is stands in the header too, and so in the
+checksum.
 
 The checksum is a CRC-32 of sums: of each part, the whole pages are added up as 512 columns of u64 (modulo
 2**64), and the CRC runs over the 4,096 bytes of the sums and over what is left of the part. It finds what
@@ -145,7 +146,7 @@ class Live:
     LIMIT = 2  # bytes that extents may take
     ERA = 3  # counted up when a clear begins and when it ends: odd in between; the generation of records
     TOLD = 4  # 1 once the user was told that samples stay uncached
-    CONDEMNED = 5  # nothing is served any more: 1 as the source gave another record, 2 as it was destroyed
+    INVALIDATED = 5  # nothing is served any more: 1 as the source gave another record, 2 as it was destroyed
     EPOCH = 6  # of a window: how many epochs were begun, up to the one that the cursor belongs to
     CURSOR = 7  # of a window: how many samples have left it
     LATE = 8  # of a window: samples that were not ready at the boundary where they were due

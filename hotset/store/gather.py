@@ -1,8 +1,8 @@
 """The gather: from index words to a whole batch, one copy for each leaf, no Python for each sample.
 
-A fixed leaf is a column of strided rows (:mod:`hotset.store.columns`), and ``torch.index_select`` copies the
-rows of a batch straight to where the batch will be (strided rows as fast as contiguous ones). Variable leaves
-come as runs of lines, one more selection with an index that numpy builds.
+A fixed leaf is a column of strided rows (:mod:`hotset.store.batch_layout`), and ``torch.index_select`` copies
+the rows of a batch straight to where the batch will be (strided rows as fast as contiguous ones). Variable
+leaves come as runs of lines, one more selection with an index that numpy builds.
 
 ::
 
@@ -11,11 +11,12 @@ come as runs of lines, one more selection with an index that numpy builds.
     finish     look whether the records still are what they were, and       the consumer's thread
                put the columns together
 
-A batch with a sample that has a form of its own (:mod:`hotset.store.forms`) is not gathered: its samples are
-read one by one, and collated.
+A batch with a sample that has a form of its own (:mod:`hotset.store.irregular_records`) is not gathered: its
+samples are read one by one, and collated.
 
-Some of a batch's records may lie elsewhere, as other machines have sent them (:mod:`hotset.store.loose`).
-These are copied to their places from there, and the others around them.
+Some of a batch's records may lie elsewhere, as other machines have sent them
+(:mod:`hotset.store.received_records`). These are copied to their places from there, and the others around
+them.
 
 What comes out must be exactly what the collate function makes of the same samples. To be sure, a
 sample is collated both ways once, and compared.
@@ -30,17 +31,17 @@ import numpy as np
 import torch
 
 from hotset.store import format as fmt
+from hotset.store.batch_layout import BatchTree, NotGathered, torch_dtype
 from hotset.store.claims import Ids
-from hotset.store.columns import BatchTree, NotGathered, torch_dtype
 from hotset.store.format import PRESENT, ROW_MASK
 from hotset.store.leaves import ArrayLeaf, Leaf, TextLeaf
-from hotset.store.loose import Loose, Mix, Piece
 from hotset.store.ragged import Ragged
+from hotset.store.received_records import MixedBatch, Piece, ReceivedRecords
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
-from hotset.store.spill import Staged
+from hotset.store.spill import StagedBatch
 from hotset.store.store import Store
-from hotset.store.tails import Tails
+from hotset.store.varlen import VariableTails
 
 __all__ = ["Copy", "Gather", "Memory"]
 
@@ -70,9 +71,9 @@ class Copy:
         self.pieces: list[Piece] = []
         self.columns: list[tuple[torch.Tensor, int]] = []
         self.lying: dict[int, torch.Tensor] = {}
-        self.tails: Tails | None = None
+        self.tails: VariableTails | None = None
         self.lines: torch.Tensor | None = None
-        self.staged: Staged | None = None
+        self.staged: StagedBatch | None = None
         self.sound = True
         self.lines_at = 0
         self.line_numbers: Words | None = None
@@ -137,7 +138,7 @@ class Gather:
         self._views = self._tree.views(store.rows)
 
     def prepare(
-        self, ids: Ids, memory: Callable[[int], Memory | None], loose: Sequence[Loose] = ()
+        self, ids: Ids, memory: Callable[[int], Memory | None], loose: Sequence[ReceivedRecords] = ()
     ) -> Copy | None:
         """Look up a batch and say what has to be copied where.
 
@@ -181,7 +182,7 @@ class Gather:
                 copy.line_places, copy.line_pieces = mix.lines(tails)
         return copy
 
-    def _look_up(self, ids: Ids, loose: Sequence[Loose]) -> _Found | None:
+    def _look_up(self, ids: Ids, loose: Sequence[ReceivedRecords]) -> _Found | None:
         """Where the records of a batch lie; None if one is missing, of its own form, or just going."""
         store = self._store
         era = store.era()
@@ -190,7 +191,7 @@ class Gather:
             return None
         mix = None
         if int(np.minimum.reduce(words)) < PRESENT:
-            mix = Mix.of(ids, words, loose)
+            mix = MixedBatch.of(ids, words, loose)
             if mix is None:
                 return None
             ids, words = ids[mix.here], words[mix.here]
@@ -221,7 +222,7 @@ class Gather:
         lines = None
         if tails is not None:
             lines = tails.lines() if staged is None else np.arange(tails.total)
-            tails = tails if mix is None else Tails(mix.heads(tails.heads))
+            tails = tails if mix is None else VariableTails(mix.heads(tails.heads))
         return _Found(era, words, rows, views, staged, lines, tails, mix)
 
     def finish(
@@ -262,7 +263,7 @@ class Gather:
         """Whether the records that a copy is to be made of are still there."""
         return self._store.unchanged(copy.words, copy.era)
 
-    def load(self, staged: Staged) -> bool:
+    def load(self, staged: StagedBatch) -> bool:
         """Copy staged records, if that was not done yet; False if one is damaged."""
         return staged.is_loaded or self._store.load(staged)
 
@@ -353,10 +354,10 @@ class _Found(NamedTuple):
     words: Words
     rows: Words
     views: list[torch.Tensor]
-    staged: Staged | None
+    staged: StagedBatch | None
     line_numbers: Words | None
-    tails: Tails | None
-    mix: Mix | None
+    tails: VariableTails | None
+    mix: MixedBatch | None
 
 
 # What becomes of a variable array's ragged batch: itself, or a padded tensor.

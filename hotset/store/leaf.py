@@ -5,19 +5,19 @@ in the tail, dimensions in the row). Which of the two, the first samples decide:
 :mod:`hotset.store.schema`.
 
 Whatever a leaf takes in comes out equal in type, dtype, shape, strides of dense arrays, and bytes; what it
-could not give back so, it refuses with :class:`Misfit`, and that sample stays uncached.
+could not give back so, it refuses with :class:`SchemaMismatch`, and that sample stays uncached.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["Leaf", "Misfit", "Shape"]
+__all__ = ["Leaf", "SchemaMismatch", "Shape"]
 
 Shape = tuple[int, ...]
 
 
-class Misfit(Exception):
+class SchemaMismatch(Exception):
     """A sample that does not fit the schema; its message says where and why."""
 
 

@@ -1,4 +1,4 @@
-"""The kinds of leaves: numbers, text, None and enums here, arrays in :mod:`hotset.store.arrays`."""
+"""The kinds of leaves: numbers, text, None and enums here, arrays in :mod:`hotset.store.array_leaf`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotset.store.arrays import ArrayLeaf, array_from_json, array_leaf
-from hotset.store.leaf import Leaf, Misfit, Shape
+from hotset.store.array_leaf import ArrayLeaf, array_from_json, array_leaf
+from hotset.store.leaf import Leaf, SchemaMismatch, Shape
 
 __all__ = [
     "ArrayLeaf",
     "EnumLeaf",
     "Leaf",
-    "Misfit",
     "NoneLeaf",
     "NumberLeaf",
+    "SchemaMismatch",
     "Shape",
     "TextLeaf",
     "leaf_from_json",
@@ -51,9 +51,9 @@ class NumberLeaf:
     def check(self, value: object) -> Any:
         kind = _number_kind(value)
         if kind != self.kind:
-            raise Misfit(f"{type(value).__name__} instead of {self.kind}")
+            raise SchemaMismatch(f"{type(value).__name__} instead of {self.kind}")
         if kind == "int" and value not in _INT_RANGE:
-            raise Misfit("an int of more than 64 bits")
+            raise SchemaMismatch("an int of more than 64 bits")
         return value
 
     def measure(self, checked: Any) -> tuple[Shape, int]:
@@ -105,7 +105,7 @@ class TextLeaf:
 
     def check(self, value: object) -> bytes:
         if type(value).__name__ != self.kind or type(value) not in (str, bytes):
-            raise Misfit(f"{type(value).__name__} instead of {self.kind}")
+            raise SchemaMismatch(f"{type(value).__name__} instead of {self.kind}")
         if isinstance(value, bytes):
             return value
         # Paths that are no valid UTF-8 come as lone surrogates, and have to go back as such.
@@ -140,7 +140,7 @@ class NoneLeaf:
 
     def check(self, value: object) -> None:
         if value is not None:
-            raise Misfit(f"{type(value).__name__} instead of None")
+            raise SchemaMismatch(f"{type(value).__name__} instead of None")
 
     def measure(self, checked: None) -> tuple[Shape, int]:
         return (), 0
@@ -172,11 +172,11 @@ class EnumLeaf:
 
     def check(self, value: object) -> int:
         if type(value) is not self.enum:
-            raise Misfit(f"{type(value).__name__} instead of {self.enum.__name__}")
+            raise SchemaMismatch(f"{type(value).__name__} instead of {self.enum.__name__}")
         for place, member in enumerate(self.enum):  # type: ignore[var-annotated, arg-type]
             if member is value:
                 return place
-        raise Misfit(f"{value!r}, which is no single member of {self.enum.__name__}")
+        raise SchemaMismatch(f"{value!r}, which is no single member of {self.enum.__name__}")
 
     def measure(self, checked: int) -> tuple[Shape, int]:
         return (), 8

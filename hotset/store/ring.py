@@ -31,7 +31,7 @@ not carry the lap: that of another lap keeps the slot busy, and the entry absent
 entry may claim it; but it was tried, and the window need not wait for it: :meth:`Ring.settled`. Nor does it
 for one whose word says that it draws random numbers, which nobody may claim.
 
-**Room** is :mod:`hotset.store.ring_room`'s.
+**Room** is :mod:`hotset.store.ring_allocator`'s.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ import numpy.typing as npt
 from hotset.errors import SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DRAWS, LINE, PRESENT, ROW_MASK
+from hotset.store.ring_allocator import RingAllocator
 from hotset.store.ring_index import RingIndex
-from hotset.store.ring_room import RingRoom
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Words
 from hotset.store.store import Store
@@ -82,7 +82,7 @@ class Ring(Store):
     """
 
     _index_type = RingIndex
-    _room_type = RingRoom
+    _room_type = RingAllocator
     _is_ring = True
 
     @staticmethod

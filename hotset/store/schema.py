@@ -3,7 +3,7 @@
 A few samples give it: the form that most of them have is the common one. A leaf whose shape is the same in
 all of these is fixed, one whose shape varies is variable; text always is. A sample that does not fit (another
 tree, dtype, number of dimensions, or another shape where all were alike) is kept in a form of its own
-(:mod:`hotset.store.forms`).
+(:mod:`hotset.store.irregular_records`).
 
 A record's row holds, after its header, the *head* (the tail's place, then the dimensions of each variable
 leaf as u32: together, so that one look at a row finds all that is needed to copy its tail), then the fixed
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from hotset.errors import SegmentError
 from hotset.store.format import LINE, RECORD_HEADER, TAIL_COUNT_BITS
-from hotset.store.leaves import ArrayLeaf, Leaf, Misfit, Shape
+from hotset.store.leaves import ArrayLeaf, Leaf, SchemaMismatch, Shape
 from hotset.store.tree import Group, Node, build, flatten, from_json, infer, leaves_of, to_json, widen
 
 __all__ = ["LARGEST_RECORD", "TAIL", "Group", "Node", "Prepared", "Schema", "variable_bytes"]
@@ -127,7 +127,7 @@ class Schema:
                 continue  # it would give the same form
             try:
                 tree = infer(sample, as_lies, "")
-            except Misfit as misfit:
+            except SchemaMismatch as misfit:
                 refused = refused or misfit
                 continue
             for other in samples:
@@ -144,7 +144,7 @@ class Schema:
     def _fits(self, sample: object) -> bool:
         try:
             self.prepare(sample)
-        except Misfit:
+        except SchemaMismatch:
             return False
         return True
 
@@ -163,7 +163,7 @@ class Schema:
             dims.append(shape)
             tail += -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
         if tail + self.stride > LARGEST_RECORD:
-            raise Misfit("more than 2 GiB in one sample")
+            raise SchemaMismatch("more than 2 GiB in one sample")
         return Prepared(found, dims, tail)
 
     def write(self, buffer: Any, row_at: int, prepared: Prepared, line: int = 0, tail_at: int = 0) -> None:

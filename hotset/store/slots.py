@@ -37,14 +37,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.store import format as fmt
-from hotset.store.check import RECORD
 from hotset.store.claims import Claims
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, Geometry, Live, Slot
+from hotset.store.fsck import RECORD
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment
-from hotset.store.soundness import FULL_CHECK
 from hotset.store.store import Store
 from hotset.store.tiers import require_index_room
+from hotset.store.verification import FULL_CHECK
 
 __all__ = ["Slots"]
 

@@ -30,19 +30,19 @@ import numpy.typing as npt
 
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
-from hotset.store.check import RECORD, content_problem
-from hotset.store.claims import Ids, Membership
+from hotset.store.allocator import Allocator
+from hotset.store.claims import Ids, Participant
 from hotset.store.format import ON_DISK, PAGE, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
-from hotset.store.forms import Taken
-from hotset.store.memory import Headroom
+from hotset.store.fsck import RECORD, content_problem
+from hotset.store.irregular_records import Taken
+from hotset.store.memory_limits import Headroom
 from hotset.store.records import Record, Records
-from hotset.store.room import Room
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words, attach_second
-from hotset.store.tails import Tails
+from hotset.store.varlen import VariableTails
 from hotset.units import format_bytes
 
-__all__ = ["Spill", "SpillTo", "Staged", "attach_spill"]
+__all__ = ["Spill", "SpillTo", "StagedBatch", "attach_spill"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -55,10 +55,10 @@ _NEAR = 16 << 10
 _AT_ONCE = 4 << 20
 
 
-class _DiskRoom(Room):
+class _DiskRoom(Allocator):
     """Room on a disk: what ends it is the disk, and other knobs turn it."""
 
-    def __init__(self, member: Membership, free: Callable[[], Headroom]) -> None:
+    def __init__(self, member: Participant, free: Callable[[], Headroom]) -> None:
         super().__init__(member, free)
         self.knob = "`spill=`"
 
@@ -93,7 +93,7 @@ class Spill:
     def __init__(self, segment: Segment, schema: Schema, *, keeps_all: bool) -> None:
         self.segment = segment
         self.keeps_all = keeps_all
-        self.member = Membership(segment)
+        self.member = Participant(segment)
         self.room = _DiskRoom(self.member, self._free)
         self._schema = schema
         self._records = Records(segment, schema)
@@ -207,7 +207,7 @@ class Spill:
         self.room.reopen()
         segment.index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
-        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.CONDEMNED]] = 0
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED]] = 0
         with contextlib.suppress(OSError):  # a file system without holes: the room is written again
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
 
@@ -217,7 +217,7 @@ class Spill:
         self.segment.close()
 
 
-class Staged:
+class StagedBatch:
     """A batch's records side by side in private memory, from whichever tier.
 
     Args:
@@ -248,7 +248,7 @@ class Staged:
         self.lines_at = -(-len(ids) * self.stride // _ALIGN) * _ALIGN
         self.block = block(self.lines_at)
         self.rows: Bytes = np.ndarray((len(ids), self.stride), np.uint8, self.block)
-        self.tails: Tails | None = None
+        self.tails: VariableTails | None = None
         self.lines: Bytes = np.empty((0, fmt.LINE), np.uint8)
         self.damaged: list[tuple[int, int, str]] = []
         self.is_loaded = False
@@ -272,7 +272,7 @@ class Staged:
     def _load_tails(self, head: np.dtype[np.void]) -> None:
         width = head.itemsize
         heads = np.ascontiguousarray(self.rows[:, RECORD_HEADER : RECORD_HEADER + width]).view(head)[:, 0]
-        tails = self.tails = Tails(heads)
+        tails = self.tails = VariableTails(heads)
         limit = self._spill.segment.geometry.lines
         ends = tails.first + tails.counts
         for place in self._memory[

@@ -8,7 +8,7 @@
 
 A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and looks at
 the era: only a clear ever gives rows to other samples, it counts the era up before and after, and a reader
-that sees it odd, or changed, forgets its copy (:mod:`hotset.store.clearing`). In :mod:`hotset.store.ring`
+that sees it odd, or changed, forgets its copy (:mod:`hotset.store.clear`). In :mod:`hotset.store.ring`
 rows are used again all the time, and the words are looked at a second time too. What a reader returns is
 always a copy: a user may write to it, and the cache never knows.
 
@@ -24,23 +24,23 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hotset._warnings import warn
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
-from hotset.store import forms
+from hotset.store import irregular_records as forms
+from hotset.store.allocator import Allocator, distrust_allocator
 from hotset.store.blocks import BlockPool
-from hotset.store.check import check_segment, check_tiers
-from hotset.store.claims import Ids, Index, Membership
-from hotset.store.clearing import Clearing, era_of
+from hotset.store.claims import Ids, Index, Participant
+from hotset.store.clear import Clearing, era_of
 from hotset.store.fill import Filler
 from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
-from hotset.store.room import Room, distrust_room
+from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words
-from hotset.store.soundness import Soundness
-from hotset.store.spill import Spill, SpillTo, Staged
-from hotset.store.tails import Tails
+from hotset.store.spill import Spill, SpillTo, StagedBatch
 from hotset.store.tiers import found_tiers, new_tiers
-from hotset.told import tell
+from hotset.store.varlen import VariableTails
+from hotset.store.verification import Verification
 
 __all__ = ["Store"]
 
@@ -65,7 +65,7 @@ class Store:
     """
 
     _index_type: type[Index] = Index
-    _room_type: type[Room] = Room
+    _room_type: type[Allocator] = Allocator
     _is_ring = False  # entered in the metadata, for who attaches and who checks
 
     def __init__(self, segment: Segment, schema: Schema, spill: Spill | None = None) -> None:
@@ -74,7 +74,7 @@ class Store:
         self.spill = spill
         self.path: str | None = None
         geometry = segment.geometry
-        self.member = Membership(segment)
+        self.member = Participant(segment)
         self.index = self._index_type(segment)
         self.room = self._room_type(self.member)
         self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
@@ -86,16 +86,16 @@ class Store:
         )
         self.filler = Filler(self.member, self.index, self.room, schema)
         self.filler.spill = spill
-        self.soundness = Soundness(self.member, spill)
+        self.soundness = Verification(self.member, spill)
         self._clearing = Clearing(self.member, self.filler.claims, self.room, spill)
         self._scratch: BlockPool | None = None
         self._told_of_forms = False
         # Without a second tier a word that names it names no row.
         self._place = fmt.ROW_MASK if spill is not None else fmt.ROW_MASK | fmt.ON_DISK
         if not segment.trusted:
-            distrust_room(self.member)
+            distrust_allocator(self.member)
             if spill is not None:
-                distrust_room(spill.member)
+                distrust_allocator(spill.member)
 
     @classmethod
     def create(
@@ -184,7 +184,7 @@ class Store:
         Raises:
             Whatever ``read`` raises, untouched.
         """
-        if self.era() is None and not self.condemned:
+        if self.era() is None and not self.invalidated:
             self._clearing.finish()
         return self.filler.fill(ids, read, keep)
 
@@ -193,7 +193,7 @@ class Store:
 
         Args:
             samples: by number; as the source and its prefix give them, or packed: see
-                :func:`hotset.store.forms.prepare`.
+                :func:`hotset.store.irregular_records.prepare`.
         """
         if self.era() is not None:
             self.filler.adopt(samples)
@@ -269,7 +269,7 @@ class Store:
             outside &= words & fmt.ON_DISK == 0  # the second tier has rows of its own, and looks itself
         return self._keep(ids, words, outside, "its index word names a row that there is not")
 
-    def inside(self, ids: Ids, words: Words, tails: Tails) -> bool:
+    def inside(self, ids: Ids, words: Words, tails: VariableTails) -> bool:
         """Whether these tails, of records in the first tier, lie in it; those that do not are forgotten.
 
         Where that may be damaged, they must hold as much as their records' dimensions say, too.
@@ -307,12 +307,12 @@ class Store:
         """Whether the records that these words, of present samples, name all have the common form."""
         return not int(np.bitwise_or.reduce(words)) & fmt.OWN_FORM
 
-    def stage(self, ids: Ids, words: Words) -> Staged:
-        """Make ready to copy these samples' records from both tiers side by side; see :class:`Staged`."""
+    def stage(self, ids: Ids, words: Words) -> StagedBatch:
+        """Make ready to copy these samples' records from both tiers side by side: :class:`StagedBatch`."""
         assert self.spill is not None
-        return Staged(self.spill, self.rows, self.lines, ids, words, self._block)
+        return StagedBatch(self.spill, self.rows, self.lines, ids, words, self._block)
 
-    def load(self, staged: Staged) -> bool:
+    def load(self, staged: StagedBatch) -> bool:
         """Copy staged records; False if one is damaged, which is forgotten then."""
         with self.member.reading:
             if self.era() is None:
@@ -340,7 +340,7 @@ class Store:
             return forms.read(self.schema, block, 0, tails_at)
         except SegmentError as error:
             if not self._told_of_forms:
-                tell(f"{error} Such samples are read from the source.")
+                warn(f"{error} Such samples are read from the source.")
             self._told_of_forms = True
             return None
 
@@ -373,22 +373,22 @@ class Store:
         return era_of(self.segment)
 
     @property
-    def condemned(self) -> bool:
+    def invalidated(self) -> bool:
         """Whether it was found that what is in it is not right, so that nobody reads it any more."""
-        return bool(self.segment.live[Live.CONDEMNED])
+        return bool(self.segment.live[Live.INVALIDATED])
 
-    def condemn(self) -> bool:
+    def invalidate(self) -> bool:
         """Have nobody read it any more; True for who says so first."""
         with self.member.short_lock():
-            before = bool(self.segment.live[Live.CONDEMNED])
-            self.segment.live[Live.CONDEMNED] = 1
+            before = bool(self.segment.live[Live.INVALIDATED])
+            self.segment.live[Live.INVALIDATED] = 1
             if self.spill is not None:
-                self.spill.segment.live[Live.CONDEMNED] = 1  # it may outlive the machine's memory
+                self.spill.segment.live[Live.INVALIDATED] = 1  # it may outlive the machine's memory
         return not before
 
-    def tails(self, rows: Words) -> Tails:
+    def tails(self, rows: Words) -> VariableTails:
         """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
-        return Tails(self._heads[rows].view(self.schema.head))
+        return VariableTails(self._heads[rows].view(self.schema.head))
 
     @property
     def stored_bytes(self) -> int:

@@ -23,13 +23,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from hotset._warnings import warn
 from hotset.errors import SegmentError
-from hotset.store import memory
+from hotset.store import memory_limits as memory
 from hotset.store.format import Geometry
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment
 from hotset.store.spill import Spill, SpillTo, attach_spill
-from hotset.told import tell
 
 __all__ = ["found_tiers", "new_tiers", "require_index_room"]
 
@@ -82,7 +82,7 @@ def _create_spill(spill: SpillTo, schema: Schema, samples: int, about: dict[str,
     try:
         return spill.create(schema, samples, about)
     except OSError as error:
-        tell(
+        warn(
             f"nothing is spilled to {spill.folder}, and what memory has no room for comes from the source: "
             f"{error.strerror or error}. Name another folder by `spill=`, or free some."
         )

@@ -19,7 +19,15 @@ from typing import Any
 
 from hotset.errors import SegmentError
 from hotset.store.codecs import codec_named, codec_of
-from hotset.store.leaves import ArrayLeaf, EnumLeaf, Leaf, Misfit, leaf_from_json, leaf_of, name_of_type
+from hotset.store.leaves import (
+    ArrayLeaf,
+    EnumLeaf,
+    Leaf,
+    SchemaMismatch,
+    leaf_from_json,
+    leaf_of,
+    name_of_type,
+)
 
 __all__ = [
     "Group",
@@ -140,8 +148,8 @@ def infer(value: object, as_lies: bool, where: str) -> Node:
         codec = codec_of(value)
         if codec is not None:
             return Group("object", (), (infer(codec.flatten(value), as_lies, where),), None, codec.name)
-    except Misfit as misfit:
-        raise Misfit(f"{where or 'the sample'}: {misfit}") from None
+    except SchemaMismatch as misfit:
+        raise SchemaMismatch(f"{where or 'the sample'}: {misfit}") from None
     parts = _kind_of(value)
     if parts is None:
         if isinstance(value, enum.Enum):
@@ -149,14 +157,14 @@ def infer(value: object, as_lies: bool, where: str) -> Node:
             leaf.check(value)
             return leaf
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise Misfit(
+        raise SchemaMismatch(
             f"{where or 'the sample'}: an object of {name}; hotset.register_codec makes it cacheable"
         )
     kind, keys, values = parts
     if any(type(key) not in _KEY_TYPES and not isinstance(key, enum.Enum) for key in keys):
-        raise Misfit(f"{where or 'the sample'}: a dict with keys that are neither text nor numbers")
+        raise SchemaMismatch(f"{where or 'the sample'}: a dict with keys that are neither text nor numbers")
     if where.count("[") > _DEEPEST:
-        raise Misfit("a sample that is nested too deeply, or contains itself")
+        raise SchemaMismatch("a sample that is nested too deeply, or contains itself")
     children = tuple(
         infer(part, as_lies, f"{where}[{key!r}]")
         for key, part in zip(keys or range(len(values)), values, strict=True)
@@ -173,18 +181,20 @@ def _parts(group: Group, value: object, where: str) -> list[Any]:
     if group.kind == "object":
         codec = codec_of(value)
         if codec is None or codec.name != group.codec:
-            raise Misfit(f"{where or 'the sample'}: {type(value).__name__} instead of {group.codec}")
+            raise SchemaMismatch(f"{where or 'the sample'}: {type(value).__name__} instead of {group.codec}")
         try:
             return [codec.flatten(value)]
-        except Misfit as misfit:
-            raise Misfit(f"{where or 'the sample'}: {misfit}") from None
+        except SchemaMismatch as misfit:
+            raise SchemaMismatch(f"{where or 'the sample'}: {misfit}") from None
     parts = _kind_of(value)
     if parts is None or parts[0] != group.kind or (group.type is not None and type(value) is not group.type):
-        raise Misfit(f"{where or 'the sample'}: {type(value).__name__} instead of {group.kind}")
+        raise SchemaMismatch(f"{where or 'the sample'}: {type(value).__name__} instead of {group.kind}")
     # Keys may be equal and yet not the same: True, 1 and 1.0 are.
     same_keys = parts[1] == group.keys and list(map(type, parts[1])) == list(map(type, group.keys))
     if not same_keys or len(parts[2]) != len(group.children):
-        raise Misfit(f"{where or 'the sample'}: other keys or another length than in the first samples")
+        raise SchemaMismatch(
+            f"{where or 'the sample'}: other keys or another length than in the first samples"
+        )
     return parts[2]
 
 
@@ -196,8 +206,8 @@ def flatten(node: Node, value: object, where: str, found: list[Any]) -> None:
         return
     try:
         found.append(node.check(value))
-    except Misfit as misfit:
-        raise Misfit(f"{where or 'the sample'}: {misfit}") from None
+    except SchemaMismatch as misfit:
+        raise SchemaMismatch(f"{where or 'the sample'}: {misfit}") from None
 
 
 def widen(node: Node, value: object) -> Node:
@@ -206,7 +216,7 @@ def widen(node: Node, value: object) -> Node:
         return node.widen(value)
     try:
         parts = _parts(node, value, "")
-    except Misfit:
+    except SchemaMismatch:
         return node
     children = tuple(widen(child, part) for child, part in zip(node.children, parts, strict=True))
     return dataclasses.replace(node, children=children)

@@ -26,12 +26,12 @@ import time
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from hotset._warnings import warn
 from hotset.errors import ArgumentError, LossNotFinite
-from hotset.told import tell
-from hotset.train.arguments import positive
-from hotset.train.run import Run
+from hotset.train.run_state import RunState
+from hotset.train.validation import positive
 
-__all__ = ["Callback", "EarlyStopping", "LossMonitor", "Telling", "TimeMonitor"]
+__all__ = ["Callback", "CallbackList", "EarlyStopping", "LossMonitor", "TimeMonitor"]
 
 
 class Callback:
@@ -55,32 +55,32 @@ class Callback:
 
     last = False
 
-    def on_train_begin(self, run: Run) -> None:
+    def on_train_begin(self, run: RunState) -> None:
         """Training is about to begin, or to go on."""
 
-    def on_train_end(self, run: Run) -> None:
+    def on_train_end(self, run: RunState) -> None:
         """All epochs are over, or a stop was requested."""
 
-    def on_epoch_begin(self, run: Run) -> None:
+    def on_epoch_begin(self, run: RunState) -> None:
         """Epoch ``run.epoch`` is about to begin, or to go on."""
 
-    def on_epoch_end(self, run: Run) -> None:
+    def on_epoch_end(self, run: RunState) -> None:
         """Epoch ``run.epoch`` is over, and evaluated if it is to be."""
 
-    def on_step_end(self, run: Run) -> None:
+    def on_step_end(self, run: RunState) -> None:
         """The host has heard of step ``run.step``, whose loss is ``run.loss``."""
 
-    def on_sink_end(self, run: Run) -> None:
+    def on_sink_end(self, run: RunState) -> None:
         """``len(run.losses)`` steps have ended, the last of which is ``run.step``."""
 
-    def on_eval_begin(self, run: Run) -> None:
+    def on_eval_begin(self, run: RunState) -> None:
         """An evaluation is about to begin."""
 
-    def on_eval_end(self, run: Run) -> None:
+    def on_eval_end(self, run: RunState) -> None:
         """An evaluation has ended with ``run.metrics``."""
 
 
-class Telling:
+class CallbackList:
     """Tells callbacks of events: in their order, the last ones last.
 
     Args:
@@ -108,12 +108,12 @@ class Telling:
         self.callbacks: list[Callback] = sorted(everything, key=lambda one: one.last)
         self._of_steps = [one for one in self.callbacks if type(one).on_step_end is not Callback.on_step_end]
 
-    def __call__(self, event: str, run: Run) -> None:
+    def __call__(self, event: str, run: RunState) -> None:
         """Tell all of an event."""
         for one in self.callbacks:
             getattr(one, event)(run)
 
-    def steps(self, run: Run) -> None:
+    def steps(self, run: RunState) -> None:
         """Tell of each step of the sink that has ended; leaves the run at its last one."""
         if not self._of_steps:
             return
@@ -132,7 +132,7 @@ class Telling:
         for name, state in states:
             found = next((one for one in waiting if type(one).__qualname__ == name), None)
             if found is None:
-                tell(
+                warn(
                     f"the checkpoint holds the state of a {name}, which is not among the callbacks; give it "
                     "too, if the run is to go on as it was."
                 )
@@ -175,10 +175,10 @@ class LossMonitor(Callback):
         self.per_print_times = positive(per_print_times, "per_print_times")
         self._printed = 0
 
-    def on_train_begin(self, run: Run) -> None:
+    def on_train_begin(self, run: RunState) -> None:
         self._printed = run.step
 
-    def on_sink_end(self, run: Run) -> None:
+    def on_sink_end(self, run: RunState) -> None:
         if run.step - self._printed < self.per_print_times:
             return
         self._printed = run.step
@@ -190,7 +190,7 @@ class LossMonitor(Callback):
             )
         print(f"epoch: {run.epoch} step: {run.step_in_epoch}, loss is {loss}", flush=True)
 
-    def on_epoch_end(self, run: Run) -> None:
+    def on_epoch_end(self, run: RunState) -> None:
         if run.metrics:
             print(f"Eval result: epoch {run.epoch}, metrics: {run.metrics}", flush=True)
 
@@ -212,20 +212,20 @@ class TimeMonitor(Callback):
         self._began: tuple[float, int] | None = None
         self._took: tuple[float, int] | None = None
 
-    def on_epoch_begin(self, run: Run) -> None:
+    def on_epoch_begin(self, run: RunState) -> None:
         self._began, self._took = (time.perf_counter(), run.step), None
 
-    def on_eval_begin(self, run: Run) -> None:
+    def on_eval_begin(self, run: RunState) -> None:
         self._stop(run)
 
-    def on_epoch_end(self, run: Run) -> None:
+    def on_epoch_end(self, run: RunState) -> None:
         self._stop(run)
         if self._took is not None:
             seconds, steps = self._took
             each = seconds / max(steps, 1)
             print(f"Train epoch time: {seconds * 1e3:.3f} ms, per step time: {each * 1e3:.3f} ms", flush=True)
 
-    def _stop(self, run: Run) -> None:
+    def _stop(self, run: RunState) -> None:
         if self._began is not None:
             began, first = self._began
             _ = run.loss
@@ -264,10 +264,10 @@ class EarlyStopping(Callback):
         self._best: float | None = None
         self._waited = 0
 
-    def on_train_begin(self, run: Run) -> None:
+    def on_train_begin(self, run: RunState) -> None:
         self._best, self._waited = None, 0
 
-    def on_epoch_end(self, run: Run) -> None:
+    def on_epoch_end(self, run: RunState) -> None:
         value = run.metrics.get(self.monitor)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             there = ", ".join(map(repr, run.metrics)) or "none, as fit() has no valid_dataset"

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from hotset.data.randomness import DAMAGE, damaged, pack, put
-from hotset.determinism.generators import Generators
+from hotset.determinism.rng import Generators
 from hotset.errors import StateError
+from hotset.loader.rng_state import DAMAGE, damaged, pack, put
 
 __all__ = ["FORMAT", "UNFINISHED", "put_random_states", "random_states", "read", "write"]
 

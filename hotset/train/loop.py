@@ -13,20 +13,25 @@ import torch
 
 from hotset.device.sink import Sink
 from hotset.errors import ArgumentError
-from hotset.train.callbacks import Telling
-from hotset.train.run import Run
-from hotset.train.source import PassOver
+from hotset.train.callbacks import CallbackList
+from hotset.train.epochs import PassOver
+from hotset.train.run_state import RunState
 
 __all__ = ["train"]
 
 
 def train(
-    run: Run, sink: Sink, tell: Telling, *, sinking: bool, evaluate: Callable[[], dict[str, Any]] | None
+    run: RunState,
+    sink: Sink,
+    tell: CallbackList,
+    *,
+    sinking: bool,
+    evaluate: Callable[[], dict[str, Any]] | None,
 ) -> None:
     """Train from where the run stands to the end of its last epoch, or until a stop is requested.
 
     Args:
-        run: see :class:`Run`.
+        run: see :class:`RunState`.
         sink: does the steps; its outputs are those of all steps.
         tell: tells the callbacks.
         sinking: whether an epoch is one sink.
@@ -45,7 +50,7 @@ def train(
         run.epoch_began = run.step
 
 
-def _advance(run: Run, sink: Sink, steps: int) -> torch.Tensor:
+def _advance(run: RunState, sink: Sink, steps: int) -> torch.Tensor:
     """Run steps, from where a run stopped if this one goes on from it; returns their losses, ``(steps,)``.
 
     Only now, as a loader that is told where to go on does so in its next pass, and there may be no step left.
@@ -58,7 +63,7 @@ def _advance(run: Run, sink: Sink, steps: int) -> torch.Tensor:
     return losses
 
 
-def _train_epoch(run: Run, sink: Sink, tell: Telling, sinking: bool) -> bool:
+def _train_epoch(run: RunState, sink: Sink, tell: CallbackList, sinking: bool) -> bool:
     """Train the rest of an epoch; False if a stop has cut it short."""
     whole = run.steps_in_epoch
     while whole is None or run.step_in_epoch < whole:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hotset.errors import ArgumentError
-from hotset.train.ranks import sum_over_ranks
+from hotset.train.distributed import sum_over_ranks
 from hotset.train.step import loss_of, parts_of
 
 __all__ = ["Accuracy", "Loss", "checked_metrics", "evaluate"]

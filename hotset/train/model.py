@@ -23,14 +23,14 @@ from hotset.device.sink import Sink, data_sink
 from hotset.device.trees import map_tensors
 from hotset.errors import ArgumentError, StateError
 from hotset.train import checkpoint
-from hotset.train.arguments import positive
-from hotset.train.callbacks import Telling
+from hotset.train.callbacks import CallbackList
+from hotset.train.epochs import batches_of, length_of, queue_of, source_of, steps_of_sink
 from hotset.train.loop import train
 from hotset.train.metrics import checked_metrics, evaluate
 from hotset.train.progress import bars
-from hotset.train.run import Run
-from hotset.train.source import batches_of, length_of, queue_of, source_of, steps_of_sink
+from hotset.train.run_state import RunState
 from hotset.train.step import in_mode, training_step
+from hotset.train.validation import positive
 
 __all__ = ["Model"]
 
@@ -198,12 +198,12 @@ class Model:
         resume: str | os.PathLike[str] | None,
         progress: bool,
     ) -> None:
-        run = Run(self, loader, positive(epoch, "epoch"), step=self.steps)
+        run = RunState(self, loader, positive(epoch, "epoch"), step=self.steps)
         if self.optimizer is None:
             raise ArgumentError("this Model has no optimizer to train with; give it one.")
         size = steps_of_sink(sinking, sink_size, loader)
         with ExitStack() as held:
-            tell = Telling(callbacks, first=bars(progress, held))
+            tell = CallbackList(callbacks, first=bars(progress, held))
             queue = queue_of(loader, self.device)
             held.callback(queue.close if queue is not loader else queue.end_pass)
             run.steps_in_epoch = size if size is not None else length_of(queue)
@@ -222,7 +222,7 @@ class Model:
         step = training_step(self.network, self.loss_fn, self.optimizer)
         return data_sink(step, source, graph="auto" if sinking else False, outputs="all")
 
-    def _begin(self, run: Run, sink: Sink, tell: Telling, left: _Left | None) -> None:
+    def _begin(self, run: RunState, sink: Sink, tell: CallbackList, left: _Left | None) -> None:
         """Tell that training begins, where the last run stopped if it left something for this loader."""
         fits = left is not None and (left.loader is None or left.loader is run.loader)
         content = left.content if left is not None and fits else None
@@ -238,7 +238,7 @@ class Model:
                 checkpoint.put_random_states(content["random"], self.device)
 
     @contextmanager
-    def _leaving(self, run: Run, sink: Sink, tell: Telling) -> Iterator[_Left | None]:
+    def _leaving(self, run: RunState, sink: Sink, tell: CallbackList) -> Iterator[_Left | None]:
         """Gives what the last run left; keeps steps counted, and what an exception has this one leave."""
         left, self._left = self._left, None
         try:
@@ -255,7 +255,7 @@ class Model:
 
     # ---- checkpoints ---------------------------------------------------------------------------------
 
-    def _checkpoint(self, run: Run, sink: Sink, tell: Telling) -> dict[str, Any]:
+    def _checkpoint(self, run: RunState, sink: Sink, tell: CallbackList) -> dict[str, Any]:
         return {
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -284,7 +284,7 @@ class Model:
                 self._match_device()
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
             raise StateError(f"{path} does not fit this network or optimizer: {error}") from error
-        run = Run(self, None)
+        run = RunState(self, None)
         run.go_to(content["run"])
         self.steps = run.done
         self._left = _Left(None, content)
@@ -316,8 +316,8 @@ class Model:
             {'loss': 1.0}
         """
         self._check_metrics()
-        run = Run(self, dataset, step=self.steps)
-        return self._evaluate(dataset, run, Telling(callbacks))
+        run = RunState(self, dataset, step=self.steps)
+        return self._evaluate(dataset, run, CallbackList(callbacks))
 
     def predict(self, *inputs: Any) -> Any:
         """The network's output for these inputs, in evaluation mode and without gradients.
@@ -333,7 +333,7 @@ class Model:
         with in_mode(self.network, training=False), torch.no_grad():
             return self.network(*moved)
 
-    def _evaluate(self, dataset: Any, run: Run, tell: Telling) -> dict[str, Any]:
+    def _evaluate(self, dataset: Any, run: RunState, tell: CallbackList) -> dict[str, Any]:
         queue = queue_of(dataset, self.device)
         length_of(queue)
         tell("on_eval_begin", run)
@@ -349,7 +349,7 @@ class Model:
             )
 
 
-def _position(run: Run, sink: Sink, tell: Telling) -> dict[str, Any]:
+def _position(run: RunState, sink: Sink, tell: CallbackList) -> dict[str, Any]:
     """What the next run needs to take this one up, in the same process."""
     position = run.position()
     try:

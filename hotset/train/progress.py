@@ -11,10 +11,10 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from hotset.bars import progress_bar
+from hotset._progress import progress_bar
 from hotset.train.callbacks import Callback
-from hotset.train.ranks import rank_of_job
-from hotset.train.run import Run
+from hotset.train.distributed import rank_of_job
+from hotset.train.run_state import RunState
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -52,7 +52,7 @@ class Bar(Callback):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def on_epoch_begin(self, run: Run) -> None:
+    def on_epoch_begin(self, run: RunState) -> None:
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(
@@ -62,7 +62,7 @@ class Bar(Callback):
             loss=self._loss,
         )
 
-    def on_sink_end(self, run: Run) -> None:
+    def on_sink_end(self, run: RunState) -> None:
         now = time.monotonic()
         if now - self._read > _BETWEEN_LOSSES:
             self._loss = f"loss {run.loss:.4g}"
@@ -70,7 +70,7 @@ class Bar(Callback):
         assert self._task is not None
         self._progress.update(self._task, completed=run.step_in_epoch, loss=self._loss)
 
-    def on_epoch_end(self, run: Run) -> None:
+    def on_epoch_end(self, run: RunState) -> None:
         assert self._task is not None
         self._loss = f"loss {run.loss:.4g}"
         self._progress.update(self._task, total=run.step_in_epoch, loss=self._loss)

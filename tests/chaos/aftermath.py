@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 
-from hotset.session import care, recovery, registry, sessions
-from hotset.session.spills import spill_path
+from hotset.session import cache_reports as care
+from hotset.session import catalog as registry
+from hotset.session import recovery, sessions
+from hotset.session.spill_dirs import spill_path
 
 from .director import Director
 from .jobs import MAKERS, reader

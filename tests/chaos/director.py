@@ -17,8 +17,8 @@ import numpy as np
 from hotset.cli import server, session
 from hotset.errors import HotsetError, SessionError
 from hotset.server.options import Options
-from hotset.server.place import ServerError
-from hotset.session import care
+from hotset.server.pidfile import ServerError
+from hotset.session import cache_reports as care
 
 from . import HAPPENS, KILLS
 from .jobs import ENDS_WELL, WRONG, dying, job

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hotset
-from hotset.device.lanes import StreamLane
+from hotset.device.transfer import StreamTransfer
 
 from .networks import grey, lenet, sgd, training_step
 
@@ -138,7 +138,7 @@ def blocks_are_held_until_their_copies_have_ended(device: str) -> None:
 def _sends_while_copies_are_to_come(device: str, cycles: int) -> bool:
     """Send batches behind so many cycles of nothing; whether the last one was sent before they were over."""
     recycled = _Recycled(8, 32 << 20)
-    lane = StreamLane(torch.device(device))
+    lane = StreamTransfer(torch.device(device))
     over = torch.cuda.Event()
     with torch.cuda.stream(lane._stream):
         torch.cuda._sleep(cycles)

@@ -1,0 +1,58 @@
+"""What is said to people: warnings, each at their own line however deep it is found, and names made safe."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+from hotset.errors import HotsetWarning
+
+__all__ = ["Warner", "printable", "warn"]
+
+_OURS = os.path.dirname(__file__) + os.sep
+# Through whose functions hotset is called: no line of theirs is the user's.
+_BETWEEN = ("torch", "typer", "click", "contextlib", "multiprocessing", "concurrent.futures", "threading")
+
+
+def warn(sentence: str) -> None:
+    """Warn of something, as from the user's line: the innermost that is none of hotset's, torch's or such.
+
+    (``skip_file_prefixes`` of :func:`warnings.warn` does this from Python 3.12 on.)
+    """
+    theirs = (_OURS, *filter(None, map(_code_of, _BETWEEN)))
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(theirs):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(sentence, HotsetWarning, stacklevel=level)
+
+
+def _code_of(module: str) -> str:
+    """Where the code of a module lies, if it is loaded: its folder, or its file."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return os.path.dirname(file) + os.sep if os.path.basename(file) == "__init__.py" else file
+
+
+class Warner:
+    """Warns of something, and of what bears a name only once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, sentence: str, about: str = "") -> None:
+        if about not in self._told:
+            self._told |= {about} - {""}
+            warn(sentence)
+
+
+def printable(text: str, longest: int = 200) -> str:
+    """Return ``text`` in one line that cannot move a cursor, colour a terminal or forge a line of a log.
+
+    What is longer than ``longest`` characters is cut.
+
+    Example:
+        >>> print(printable("two\\nlines"))
+        two\\nlines
+    """
+    cut = text if len(text) <= longest else text[: longest - 3] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)

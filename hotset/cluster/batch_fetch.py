@@ -1,0 +1,322 @@
+"""An errand: one batch's way around the neighbours, for the samples that this machine has not got.
+
+::
+
+    owned here          left to the store: claimed, read, kept                      (Store.fill)
+    owned elsewhere     asked for, of all owners at once, one request each:
+      present           verified; given out as they came
+      absent            this process has promised to bring it: read here, and put to its owner
+      promised          by another one, who reads it: waited for, after all else is done
+      roomless          absent, and no room for it there: the next in order is asked
+      no answer         read here, and kept nowhere
+
+What this machine owns and has no room for goes the same way, from the next in order on. Where the roster has
+changed, a sample's former owner is asked before the source is read: so a machine that joins gets its share
+from its neighbours.
+
+Nothing here raises but what reading the source does. Every wait is bounded: an answer's by the machine's
+patience (:class:`hotset.cluster.membership.Member`), and that for what others promised by `PATIENCE`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotset.cluster.encode_records import pack
+from hotset.cluster.membership import PATIENCE
+from hotset.cluster.ownership import Owned
+from hotset.cluster.peers import Peers
+from hotset.cluster.pending_request import Answer, PendingRequest
+from hotset.cluster.protocol import LARGEST, MOST
+from hotset.cluster.wire_records import CacheIdentity, Longs
+from hotset.store.format import PRESENT, Slot
+from hotset.store.received_records import ReceivedRecords
+from hotset.store.schema import Schema
+from hotset.store.store import Store
+
+__all__ = ["BatchFetch", "Brought", "Read", "parts"]
+
+Read = Callable[[int], Any]
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
+# What is brought to others at once: they are written down while the next samples are read.
+_PUT_BYTES = 4 << 20
+_PUTS = 8
+
+
+class Brought:
+    """What an errand has brought.
+
+    Attributes:
+        records: as other machines have sent them, sound.
+        read: samples that were read from the source, by number.
+        unkept: whether some sample has no place on any machine that was asked.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[ReceivedRecords] = []
+        self.read: dict[int, Any] = {}
+        self.unkept = False
+
+    def ids(self) -> Longs:
+        """Which samples there are."""
+        read = np.fromiter(self.read, np.int64)
+        return np.concatenate([read, *(records.ids for records in self.records)])
+
+
+def parts(cache: CacheIdentity, ids: Longs) -> Iterator[Longs]:
+    """Requests for these samples that one answer each has room for."""
+    most = max(1, min(MOST, LARGEST // cache.stride))
+    for start in range(0, len(ids), most):
+        yield ids[start : start + most]
+
+
+class _Waiting(NamedTuple):
+    """Samples that another process reads: whom to ask for them, and how far after their owner it comes."""
+
+    name: str
+    ids: Longs
+    turn: int
+
+
+class _Put(NamedTuple):
+    """Samples on their way to a machine; see :class:`_Waiting`."""
+
+    name: str
+    samples: dict[int, Any]
+    turn: int
+    ticket: PendingRequest
+
+
+class BatchFetch:
+    """One batch's way around the neighbours.
+
+    Args:
+        company: the other machines; nobody else asks them meanwhile.
+        cache: as machines agree on it.
+        store: this machine's part of it.
+        read: the source and its prefix.
+        keeps: whether so many records that others sent are kept here.
+    """
+
+    def __init__(
+        self, company: Peers, cache: CacheIdentity, store: Store, read: Read, keeps: Callable[[int], bool]
+    ) -> None:
+        self._company, self._cache, self._store, self._read = company, cache, store, read
+        self._keeps = keeps
+        self._schema: Schema = store.schema
+        self._got = Brought()
+        self._puts: list[_Put] = []
+
+    def run(self, missing: Longs, asked: list[PendingRequest]) -> Brought:
+        """Get what of these samples other machines own; and of this one's what it has no room for.
+
+        Args:
+            missing: ascending.
+            asked: what was asked for before.
+        """
+        begun = time.monotonic()
+        for ticket in asked:
+            self._take_in(ticket.ids, ticket.wait(begun + self._company.patience(ticket.name)))
+        missing = missing[np.isin(missing, self._got.ids(), invert=True)]
+        owned = self._company.others(self._cache, missing)
+        waiting = self._ask(owned)
+        home = np.setdiff1d(missing, np.concatenate([missing[:0], *(ids for _, ids in owned)]))
+        home = self._fetch_home(home)
+        if len(home) and not self._store.has_room():
+            waiting += self._ask_further(home, 1)
+        until = time.monotonic() + PATIENCE
+        pause = _SHORTEST_PAUSE
+        while waiting:
+            if time.monotonic() > until:
+                for each in waiting:  # brought as well: whoever is first is kept
+                    self._read_here(each.name, each.ids, each.turn)
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            waiting = [
+                later
+                for turn in sorted({each.turn for each in waiting})
+                for later in self._ask([(each.name, each.ids) for each in waiting if each.turn == turn], turn)
+            ]
+        self._settle()
+        return self._got
+
+    def pass_on(self, samples: dict[int, Any]) -> bool:
+        """Bring samples to the machines that come after this one; whether all of them have a place now."""
+        self._put_further(samples, 1)
+        self._settle()
+        return not self._got.unkept
+
+    # ---- asking --------------------------------------------------------------------------------------
+
+    def _ask(self, owned: list[Owned], turn: int = 0) -> list[_Waiting]:
+        """Ask these machines at once; read what is nobody's yet. Returns what others have promised.
+
+        Args:
+            owned: machines, and what each is asked for.
+            turn: how far after the samples' owners these come.
+        """
+        asked = [
+            (name, self._company.peers[name].ask(self._cache, part, claim=True))
+            for name, ids in owned
+            for part in parts(self._cache, ids)
+        ]
+        begun = time.monotonic()
+        waiting: list[_Waiting] = []
+        absent: list[tuple[str | None, Longs]] = []
+        roomless = [np.empty(0, np.int64)]
+        while asked:
+            again = []
+            for name, ticket in asked:
+                answer = ticket.wait(begun + self._company.patience(name))
+                self._take_in(ticket.ids, answer)
+                if answer.left.any():
+                    left = self._company.peers[name].ask(self._cache, ticket.ids[answer.left], claim=True)
+                    again.append((name, left))
+                if answer.promised.any():
+                    waiting.append(_Waiting(name, ticket.ids[answer.promised], turn))
+                roomless.append(ticket.ids[answer.roomless])
+                rest = ticket.ids[~(answer.present | answer.left | answer.promised | answer.roomless)]
+                if len(rest):
+                    absent.append((name if answer.answered else None, rest))
+            asked = again
+        for owner, ids in absent:
+            self._read_here(owner, self._not_moved(owner, ids), turn)
+        return waiting + self._ask_further(np.concatenate(roomless), turn + 1)
+
+    def _ask_further(self, ids: Longs, turn: int) -> list[_Waiting]:
+        """Go on with samples for which there was no room so far."""
+        ids = np.sort(ids)
+        owned = self._company.after(self._cache, ids, turn)
+        others = [(name, some) for name, some in owned if name != self._company.me]
+        waiting = self._ask(others, turn) if others else []
+        for name, some in owned:
+            # With room for them here they are left to the store, as this machine's own are.
+            if name == self._company.me and not self._store.has_room():
+                waiting += self._ask_further(some, turn + 1)
+        if not owned and len(ids):
+            self._got.unkept = True
+            self._read_here(None, self._not_moved(None, ids))
+        return waiting
+
+    def _take_in(self, ids: Longs, answer: Answer) -> None:
+        """Take the samples of an answer."""
+        if not answer.present.any():
+            return
+        there = answer.present
+        records = ReceivedRecords(ids[there], answer.lines[there], answer.rows, answer.tails)
+        self._got.records.append(records)
+        self._store.member.row[Slot.PEER_HITS] += len(records.ids)
+        if self._keeps(len(records.ids)):
+            self._store.adopt(records.samples(self._schema, decode=False))
+
+    # ---- what moves, as machines come and go ---------------------------------------------------------
+
+    def _fetch_home(self, ids: Longs) -> Longs:
+        """Get what this machine owns from who owned it before, and keep it; returns what nobody had."""
+        left = self._not_moved(None, ids)
+        came = np.setdiff1d(ids, left)
+        if len(came):
+            self._store.adopt(self._some(came))
+        return left
+
+    def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
+        """Those of these samples that their former owners have not got either; the others are brought on."""
+        asked = [
+            (name, self._company.peers[name].ask(self._cache, some))
+            for name, some in self._company.former(self._cache, ids)
+        ]
+        begun = time.monotonic()
+        came = [np.empty(0, np.int64)]
+        for name, ticket in asked:
+            answer = ticket.wait(begun + self._company.patience(name))
+            self._take_in(ticket.ids, answer)
+            came.append(ticket.ids[answer.present])
+        found = np.concatenate(came)
+        if owner is not None and len(found):
+            self._put(owner, self._some(found))
+        return ids[np.isin(ids, found, invert=True)]
+
+    def _some(self, ids: Longs) -> dict[int, Any]:
+        """Some of the samples that have come, as they are stored and brought on: maybe packed."""
+        found: dict[int, Any] = {}
+        for records in self._got.records:
+            if np.isin(records.ids, ids).any():
+                found.update(records.samples(self._schema, decode=False))
+        return {sample: found[sample] for sample in ids.tolist()}
+
+    # ---- reading, and bringing -----------------------------------------------------------------------
+
+    def _read_here(self, owner: str | None, ids: Longs, turn: int = 0) -> None:
+        """Read samples from the source, and bring them to who has promised them room."""
+        samples: dict[int, Any] = {}
+        drawing: list[int] = []
+        size = 0
+        left = ids.tolist()[::-1]
+        watch = self._store.filler.watch
+        watch.begin()
+        counters = self._store.member.row
+        try:
+            while left:
+                sample = left[-1]
+                start = time.perf_counter_ns()
+                value = self._read(sample)
+                counters[Slot.FILL_NS] += time.perf_counter_ns() - start
+                left.pop()
+                if watch.drew(functools.partial(self._read, sample)):
+                    # No machine keeps it: each process that uses it reads it in its turn.
+                    drawing.append(sample)
+                    continue
+                counters[Slot.MISSES] += 1
+                self._got.read[sample] = samples[sample] = value
+                size += self._cache.stride
+                if owner is not None and size >= _PUT_BYTES:
+                    self._put(owner, samples, turn)
+                    samples, size = {}, 0
+        finally:
+            watch.drew()  # in a reading that raised
+            self._store.filler.claims.leave_out(np.array(drawing, np.int64))
+            if owner is not None and (samples or left or drawing):
+                self._put(owner, samples, turn, unread=[*left, *drawing])
+
+    def _put(
+        self, owner: str, samples: dict[int, Any], turn: int = 0, unread: list[int] | None = None
+    ) -> None:
+        """Bring samples to a machine, without waiting for it; and say which ones do not come after all."""
+        ids, records = pack(self._cache, self._schema, samples, unread or [])
+        if len(ids):
+            self._settle(_PUTS - 1)
+            ticket = self._company.peers[owner].put(self._cache, ids, records)
+            self._puts.append(_Put(owner, samples, turn, ticket))
+
+    def _settle(self, left: int = 0) -> None:
+        """Wait until what was brought is there, but for the last so many; what was refused goes further."""
+        begun = time.monotonic()
+        while len(self._puts) > left:
+            put = self._puts.pop(0)
+            answer = put.ticket.wait(begun + self._company.patience(put.name))
+            refused = put.ticket.ids[answer.roomless].tolist()
+            if refused:
+                self._put_further({sample: put.samples[sample] for sample in refused}, put.turn + 1)
+
+    def _put_further(self, samples: dict[int, Any], turn: int) -> None:
+        """Bring samples to those machines that come so many places after their owners."""
+        if not samples:
+            return
+        further = self._company.after(self._cache, np.fromiter(samples, np.int64), turn)
+        self._got.unkept |= not further
+        for name, ids in further:
+            some = {sample: samples[sample] for sample in ids.tolist()}
+            if name != self._company.me:
+                self._put(name, some, turn)
+                continue
+            self._store.adopt(some)
+            left = ids[self._store.words(ids) < PRESENT].tolist()
+            if left:
+                self._put_further({sample: some[sample] for sample in left}, turn + 1)

@@ -1,0 +1,300 @@
+"""Asking: this process's way to the records of other machines.
+
+::
+
+    ask(cache, ids) ──> Ticket ──> wait(deadline)      several tickets of one peer in flight
+                                      │ verified: where the frames lie, to be copied by the caller
+                                      └ or absent: the caller reads the source
+
+Asking never raises for what a peer does or does not do. A peer *fails* when it is not there, refuses our
+key, speaks another version, or lets a deadline pass. It is then left alone for half a second, twice as long
+after each further failure in a row, half a minute at most, and its samples are absent meanwhile; where it has
+no such cache, for that cache alone. All that is counted, and told once for each peer.
+
+An answer is known by its request's number, which begins at random for each connection: what comes for a
+ticket that nobody has any more (it is weakly held) is dropped, and so is what was said before a restart.
+
+There is no thread here: sockets are looked at while a ticket is waited for. A peer belongs to the thread that
+uses it. A forked child has sockets of its own, made when it first asks; what it inherits it leaves untouched,
+as closing it would end the parent's connections, and tickets from before the fork are absent in the child.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from hotset._warnings import Warner
+from hotset.cluster import protocol as messages
+from hotset.cluster.keys import Keys
+from hotset.cluster.peer_stats import Backoff, PeerStats
+from hotset.cluster.pending_request import PendingRequest
+from hotset.cluster.protocol import Malformed, Operation, Status
+from hotset.cluster.sockets import close, open_socket, require_descriptors
+from hotset.cluster.wire_records import CacheIdentity, Longs, WireRecords
+
+__all__ = ["Peer", "PeerClients"]
+
+_IN_FLIGHT = 16  # what the other end queues for one asker
+
+_ENDS: dict[int, str] = {
+    zmq.EVENT_DISCONNECTED: "has closed the connection, or died",
+    zmq.EVENT_CONNECT_RETRIED: "does not listen at its address",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "has broken off the handshake, as who has other keys does",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "does not speak ZeroMQ with our keys",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "does not let this machine's key in",
+}
+
+# What forked children inherited: kept from being collected, which would close the parent's sockets.
+_inherited: list[Any] = []
+
+
+class Peer:
+    """One other machine. Made by :meth:`PeerClients.add`.
+
+    Attributes:
+        name: of the machine, as people are told of it.
+        endpoint: where it serves.
+        traffic: counters.
+        peers: that it is one of.
+    """
+
+    def __init__(self, peers: PeerClients, name: str, endpoint: str, key: bytes | None) -> None:
+        self.name, self.endpoint, self.traffic = name, endpoint, PeerStats()
+        self.peers, self._key = peers, key
+        self._pid = os.getpid()
+        self._socket: Any = None
+        self._events: Any = None
+        self._number = 0
+        self._open: weakref.WeakValueDictionary[int, PendingRequest] = weakref.WeakValueDictionary()
+        self._rest = Backoff()
+        self._rest_of: defaultdict[bytes, Backoff] = defaultdict(Backoff)
+        self._is_told = False
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is left alone at the moment."""
+        return self._rest.lasts
+
+    def ask(self, cache: CacheIdentity, ids: Longs, *, claim: bool = False) -> PendingRequest:
+        """Ask for records of these samples; sends at once, and never waits.
+
+        Args:
+            cache: as this process knows it.
+            claim: whether this process will read, and bring, what is absent.
+            ids: int64, at most ``messages.MOST``; should make no more bytes than ``messages.LARGEST``, or
+                the rest is ``left`` and asked for again.
+        """
+        self.traffic.asked += len(ids)
+        return self._ask(cache, ids, Operation.CLAIM if claim else Operation.GET)
+
+    def clear(self, cache: CacheIdentity, clears: int) -> PendingRequest:
+        """Ask it to forget every record of a cache: see :meth:`Shelf.clear`. It has, if there are words."""
+        return self._say(cache, np.array([clears]), Operation.CLEAR)
+
+    def window(self, cache: CacheIdentity, words: Longs) -> PendingRequest:
+        """Ask about a window, or move it: see :mod:`hotset.cluster.boundary`."""
+        return self._say(cache, words, Operation.WINDOW)
+
+    def _say(self, cache: CacheIdentity, words: Longs, operation: Operation) -> PendingRequest:
+        ticket = PendingRequest(self, cache, words, operation)
+        self._send(ticket, lambda number: messages.words(number, cache, words, operation))
+        return ticket
+
+    def _ask(self, cache: CacheIdentity, ids: Longs, operation: Operation) -> PendingRequest:
+        ticket = PendingRequest(self, cache, ids, operation)
+        self._send(ticket, lambda number: messages.get(number, cache, ids, operation))
+        return ticket
+
+    def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> PendingRequest:
+        """Bring records of these samples, ``messages.LARGEST`` bytes at most; sends at once."""
+        ticket = PendingRequest(self, cache, ids, Operation.PUT)
+        self._send(ticket, lambda number: messages.put(number, cache, ids, records))
+        return ticket
+
+    def _send(self, ticket: PendingRequest, frames: Callable[[int], list[Any]]) -> None:
+        if self._pid != os.getpid():
+            self._leave_to_parent()
+        if self.rests or self._rest_of[ticket.cache.fingerprint].lasts or len(self._open) >= _IN_FLIGHT:
+            ticket.is_lost = True
+            return
+        try:
+            if self._socket is None:
+                self._connect()
+        except (OSError, zmq.ZMQError) as error:
+            ticket.is_lost = True
+            self.fail(f"cannot be connected to: {error}")
+            return
+        self._number = (self._number + 1) % (1 << 64)
+        try:
+            self._socket.send_multipart(frames(self._number), zmq.NOBLOCK)
+        except zmq.Again:
+            ticket.is_lost = True
+            self.fail("takes no more requests")
+            return
+        self._open[self._number] = ticket
+
+    def _connect(self) -> None:
+        require_descriptors()
+        context = self.peers.context()
+        self._socket = open_socket(context, zmq.DEALER, self.peers.keys, self._key)
+        self._socket.ipv6 = "[" in self.endpoint
+        self._events = self._socket.get_monitor_socket(sum(_ENDS))
+        self._socket.connect(self.endpoint)
+        self._number = int.from_bytes(os.urandom(8), "little")
+
+    def look(self, timeout: float) -> None:
+        """Take in what has come; wait up to ``timeout`` seconds if nothing has."""
+        if self._socket is None:
+            return
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._events, zmq.POLLIN)
+        ready = dict(poller.poll(math.ceil(timeout * 1000)))
+        while self._socket is not None and self._socket in ready:
+            try:
+                self._take_in(
+                    [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+                )
+            except zmq.Again:
+                break
+        if self._socket is not None and self._events in ready:
+            event = parse_monitor_message(self._events.recv_multipart())
+            self.fail(_ENDS[event["event"]])
+
+    def _take_in(self, frames: Sequence[memoryview]) -> None:
+        try:
+            head = messages.parse_head(frames, answers=True)
+        except Malformed as error:
+            self.fail(str(error))
+            return
+        ticket = self._open.pop(head.number, None)
+        if ticket is None or ticket.is_lost:
+            self.traffic.late += 1
+            return
+        ticket.head, ticket.frames = head, frames
+
+    def fail(self, why: str) -> None:
+        """Note that the peer fails, tell of it once, and leave it alone for a while.
+
+        Its connection is closed, and with it goes whatever else is on its way.
+        """
+        self._disconnect()
+        self.traffic.failures += 1
+        self.traffic.why = why
+        self._rest.begin()
+        self._tell(f"{self.name} ({self.endpoint}) {why}")
+
+    def wrong(self, count: int) -> None:
+        """Note records that were damaged, or another sample's."""
+        self.traffic.unsound += count
+        self._tell(f"{self.name} ({self.endpoint}) has sent {count} records whose checksums do not fit")
+
+    def refuses(self, status: Status, cache: CacheIdentity) -> None:
+        """Note that it has answered, though not with records of this cache."""
+        self.traffic.refused += 1
+        if status is not Status.BUSY:
+            self._rest_of[cache.fingerprint].begin()
+            self._tell(f"{self.name} ({self.endpoint}) {status.sentence}")
+
+    def well(self, seconds: float, cache: CacheIdentity) -> None:
+        """Note that it has answered."""
+        self._rest = Backoff()
+        self._rest_of.pop(cache.fingerprint, None)
+        self.traffic.answers += 1
+        self.traffic.seconds += seconds
+
+    def _tell(self, sentence: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self.peers.tell(
+                f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.",
+                self.name,
+            )
+
+    def _disconnect(self) -> None:
+        for ticket in list(self._open.values()):
+            ticket.is_lost = True
+        self._open.clear()
+        if self._socket is not None:
+            if self._events is not None:
+                self._socket.disable_monitor()
+                self._events.close(0)
+            self._socket.close(0)
+            self._socket = self._events = None
+
+    def _leave_to_parent(self) -> None:
+        _inherited.extend((self._socket, self._events))
+        self._socket = self._events = None
+        self._open.clear()
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Close the connection; tickets that are open are absent."""
+        if self._pid == os.getpid():
+            self._disconnect()
+
+
+class PeerClients:
+    """All other machines, as this process reaches them; a context manager.
+
+    Args:
+        keys: this machine's; None: no keys (:mod:`hotset.cluster.sockets`).
+        tell: gets a sentence of what is wrong with a machine, and its name.
+    """
+
+    def __init__(self, keys: Keys | None, tell: Callable[[str, str], object] | None = None) -> None:
+        self.keys, self.tell = keys, tell or Warner()
+        self._pid = os.getpid()
+        self._context: zmq.Context[Any] | None = None
+        self._peers: dict[str, Peer] = {}
+
+    def __enter__(self) -> PeerClients:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add(self, name: str, endpoint: str, key: bytes | None) -> Peer:
+        """Return the peer of this name, which serves there with that public key.
+
+        One that was known under this name, and has moved or restarted, is closed.
+        """
+        known = self._peers.get(name)
+        if known is not None:
+            known.close()
+        peer = self._peers[name] = Peer(self, name, endpoint, key)
+        return peer
+
+    def remove(self, name: str) -> None:
+        """Forget a machine; nothing happens if there is none of this name."""
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            peer.close()
+
+    def context(self) -> zmq.Context[Any]:
+        """ZeroMQ's context of this process, whose only threads are its own for input and output."""
+        if self._context is None or self._pid != os.getpid():
+            _inherited.append(self._context)
+            self._context, self._pid = zmq.Context(), os.getpid()
+        return self._context
+
+    def close(self) -> None:
+        """Close all connections, at once; nothing happens in a forked child that has asked nobody."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        if self._context is not None and self._pid == os.getpid():
+            close(self._context)
+            self._context = None

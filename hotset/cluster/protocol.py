@@ -1,0 +1,301 @@
+"""The messages between machines, byte by byte, and nothing that sends them.
+
+A message is a list of frames. All integers are little-endian, and every frame's length follows from what
+was read before it: what has another length is refused with a reason. ::
+
+    get        header | ids                                     sample numbers, i64 each
+    claim      the same; what is absent the asker will bring
+    clear      header | a word, i64: how often, by now          forget all
+    window     header | words, i64 each                         see hotset.cluster.boundary
+    put        header | ids | entries | rows | tails
+    answer     header | entries | rows | tails                  of a put: header | entries; words of words
+    refusal    header                                           with a status other than OK
+
+    header     +0   magic        8 B
+               +8   version      u16
+               +10  operation    u8    1 get, 2 put, 3 claim, 4 clear, 5 window; 0x80 is set in answers
+               +11  status       u8    of an answer; 0 in a request
+               +12  count        u32   of samples, or words
+               +16  number       u64   of the request, which its answer repeats
+               +24  fingerprint  16 B  of the cache
+               +40  layout       16 B  digest of schema, stride, samples and the segment's format
+               +56  zeros        8 B
+
+    entry      +0   state:2 | generation:20, u32     0 absent, 1 present, 2 left: answer full, 3 promised
+                    absent, with 1 for a generation: and there is no room for it
+               +4   lines, u32                       of its tail
+
+A *row* is a record's row as it lies in the sender's segment (:mod:`hotset.store.format`), header and checksum
+included; a *tail* its run of 256-byte lines. Rows of present records lie side by side in the order of the
+ids, and so do the tails. A row's head says at which line its tail begins **in the sender's segment**: whoever
+stores the record elsewhere writes its own line there, and a new checksum.
+
+The checksum travels with each record and covers the sample's number, so that a record sent for another sample
+is found like a damaged one. Against who forges, it is no help: that is what keys are for.
+
+The first 24 bytes stay what they are in every version, so that another version can be told of in a sentence.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotset.cluster.wire_records import ABSENT, LEFT, PROMISED, ROOMLESS, CacheIdentity, Longs, WireRecords
+from hotset.errors import ArgumentError
+from hotset.store.format import GENERATION_MASK, LINE, TAIL_COUNT_BITS
+
+__all__ = [
+    "LARGEST",
+    "MOST",
+    "Head",
+    "Malformed",
+    "Operation",
+    "Status",
+    "answer",
+    "get",
+    "parse_head",
+    "parse_ids",
+    "parse_records",
+    "parse_words",
+    "put",
+    "refusal",
+    "refusal_of",
+    "words",
+    "words_answer",
+]
+
+Frame = memoryview | bytes
+
+MAGIC = b"hotpeer\x1a"
+VERSION = 1
+# Samples of one message, and bytes of one frame.
+MOST = 1 << 16
+LARGEST = 64 << 20
+
+_HEADER = struct.Struct("<8sHBBIQ16s16s8x")
+_ANSWERS = 0x80
+_STATE_SHIFT = 30
+_ENTRY = 8
+_TAIL_MASK = (1 << TAIL_COUNT_BITS) - 1
+
+
+class Malformed(ValueError):
+    """A message that is none; says why, as the end of a sentence that begins with who sent it."""
+
+
+class Operation(IntEnum):
+    """What a request asks for: records; to keep some; some, and to promise others; to forget; a window."""
+
+    GET, PUT, CLAIM, CLEAR, WINDOW = 1, 2, 3, 4, 5
+
+
+class Status(IntEnum):
+    """How a request was met."""
+
+    OK, UNKNOWN, LAYOUT, BUSY, MALFORMED, FAILED = range(6)
+
+    @property
+    def sentence(self) -> str:
+        """The end of a sentence that begins with the machine that gave this status."""
+        return _SENTENCES[self]
+
+
+_SENTENCES = {
+    Status.OK: "has answered",
+    Status.UNKNOWN: "has no cache of this fingerprint: its data, transforms or library versions differ",
+    Status.LAYOUT: "lays the samples of this cache out in another way",
+    Status.BUSY: "has too many requests waiting",
+    Status.MALFORMED: "does not understand what this process asks",
+    Status.FAILED: "could not get at its own records",
+}
+
+
+class Head(NamedTuple):
+    """What a message's header says."""
+
+    operation: Operation
+    status: Status
+    samples: int
+    number: int
+    fingerprint: bytes
+    layout: bytes
+
+
+# ---- writing -------------------------------------------------------------------------------------------
+
+
+def get(number: int, cache: CacheIdentity, ids: Longs, operation: Operation = Operation.GET) -> list[Any]:
+    """Frames that ask for these samples' records; see :class:`Operation`.
+
+    Raises:
+        ArgumentError: for more than ``MOST`` of them.
+    """
+    _fit(ids)
+    return [_header(operation, 0, len(ids), number, cache), _little(ids)]
+
+
+def put(number: int, cache: CacheIdentity, ids: Longs, records: WireRecords) -> list[Any]:
+    """Frames that bring these samples' records.
+
+    Raises:
+        ArgumentError: more than ``MOST`` of them, or of ``LARGEST`` bytes.
+    """
+    _fit(ids, max(records.rows.nbytes, records.tails.nbytes))
+    return [_header(Operation.PUT, 0, len(ids), number, cache), _little(ids), *_frames(records)]
+
+
+def words(number: int, cache: CacheIdentity, said: Longs, operation: Operation) -> list[Any]:
+    """Frames that ask about a window, or move it; or that have a cache cleared."""
+    return [_header(operation, 0, len(said), number, cache), _little(said)]
+
+
+def words_answer(head: Head, cache: CacheIdentity, said: Longs) -> list[Any]:
+    """Frames that answer that."""
+    return [_header(head.operation | _ANSWERS, 0, len(said), head.number, cache), _little(said)]
+
+
+def answer(head: Head, cache: CacheIdentity, records: WireRecords) -> list[Any]:
+    """Frames that answer a request; of a put, ``records`` says what was taken, and has no rows."""
+    header = _header(head.operation | _ANSWERS, 0, head.samples, head.number, cache)
+    frames = _frames(records)
+    return [header, *(frames[:1] if head.operation is Operation.PUT else frames)]
+
+
+def refusal(head: Head, status: Status) -> list[Any]:
+    """The one frame that refuses a request."""
+    said = (MAGIC, VERSION, head.operation | _ANSWERS, status, 0, head.number, head.fingerprint, head.layout)
+    return [_HEADER.pack(*said)]
+
+
+def _fit(ids: Longs, size: int = 0) -> None:
+    if len(ids) > MOST or size > LARGEST:
+        raise ArgumentError(
+            f"one message takes {MOST:,} samples and frames of {LARGEST:,} bytes: ask for, or bring, fewer."
+        )
+
+
+def _header(operation: int, status: int, count: int, number: int, cache: CacheIdentity) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, operation, status, count, number, cache.fingerprint, cache.layout)
+
+
+def _little(values: Longs) -> memoryview:
+    return np.ascontiguousarray(values, "<i8").view(np.uint8).data
+
+
+def _frames(records: WireRecords) -> list[Any]:
+    entries = np.zeros((len(records.generations), 2), "<u4")
+    present = records.generations >= 0
+    entries[present, 0] = records.generations[present] | 1 << _STATE_SHIFT
+    for word, generation in ((2 << _STATE_SHIFT, LEFT), (3 << _STATE_SHIFT, PROMISED), (1, ROOMLESS)):
+        entries[records.generations == generation, 0] = word
+    entries[:, 1] = records.lines
+    return [memoryview(entries.tobytes()), records.rows.reshape(-1).data, records.tails.reshape(-1).data]
+
+
+# ---- reading: nothing is believed ----------------------------------------------------------------------
+
+
+def parse_head(frames: Sequence[Frame], *, answers: bool) -> Head:
+    """Read the header of a request, or of what answers one.
+
+    Raises:
+        Malformed: it is none.
+    """
+    if not frames or len(frames[0]) != _HEADER.size:
+        raise Malformed("sends something that is no message of hotset's")
+    magic, version, operation, status, count, number, fingerprint, layout = _HEADER.unpack(frames[0])
+    if magic != MAGIC:
+        raise Malformed("sends something that is no message of hotset's")
+    if version != VERSION:
+        raise Malformed(
+            f"speaks version {version} of hotset's messages, and this process version {VERSION}: "
+            "install the same hotset on all machines"
+        )
+    if bool(operation & _ANSWERS) != answers or operation & ~_ANSWERS not in set(Operation):
+        raise Malformed(f"names an operation, {operation:#x}, that is not one here")
+    if status not in set(Status) or (status and not answers):
+        raise Malformed(f"names a status, {status}, that there is not")
+    if count > MOST:
+        raise Malformed(f"speaks of {count:,} samples, and {MOST:,} is the most in one message")
+    if frames[0][-8:] != bytes(8):
+        raise Malformed("has something where its header must be zero")
+    operation = Operation(operation & ~_ANSWERS)
+    return Head(operation, Status(status), count, number, fingerprint, layout)
+
+
+def parse_ids(head: Head, frame: Frame, cache: CacheIdentity) -> Longs:
+    """Read sample numbers.
+
+    Raises:
+        Malformed: they are not ``head.samples``, or not samples of this cache.
+    """
+    if len(frame) != head.samples * 8:
+        raise Malformed(f"speaks of {head.samples} samples, and names {len(frame) / 8:g}")
+    ids = np.frombuffer(frame, "<i8")
+    if head.samples and (int(ids.min()) < 0 or int(ids.max()) >= cache.numbers):
+        raise Malformed(f"names a sample that is none of the {cache.samples:,} of this cache")
+    return ids
+
+
+def parse_words(head: Head, frames: Sequence[Frame]) -> Longs:
+    """Read a message that is nothing but words; ``frames`` come after the header.
+
+    Raises:
+        Malformed: they are not ``head.samples``.
+    """
+    if len(frames) != 1 or len(frames[0]) != head.samples * 8:
+        raise Malformed(f"speaks of {head.samples} words, and sends others")
+    return np.frombuffer(frames[0], "<i8")
+
+
+def parse_records(
+    head: Head, frames: Sequence[Frame], cache: CacheIdentity, *, bare: bool = False
+) -> WireRecords:
+    """Read entries, rows and tails; views of the frames, which nobody has verified yet (:func:`sound`).
+
+    Args:
+        head: of the message.
+        frames: its last three; of a put's answer, its last one.
+        cache: whose records they are.
+        bare: whether they are a put's answer, which has neither rows nor tails.
+
+    Raises:
+        Malformed: a frame is missing, or has another length than the entries say.
+    """
+    if len(frames) != (1 if bare else 3):
+        raise Malformed(f"sends {len(frames)} frames of records, where {1 if bare else 3} belong")
+    if len(frames[0]) != head.samples * _ENTRY:
+        raise Malformed(f"speaks of {head.samples} samples, and has entries for {len(frames[0]) / _ENTRY:g}")
+    entries = np.frombuffer(frames[0], "<u4").reshape(head.samples, 2).astype(np.int64)
+    states, lines = entries[:, 0] >> _STATE_SHIFT, entries[:, 1]
+    generations = entries[:, 0] & ((1 << _STATE_SHIFT) - 1)
+    present = states == 1
+    if (generations > np.array([1, GENERATION_MASK, 0, 0])[states]).any():
+        raise Malformed("has an entry that means nothing")
+    roomless = generations * (states == 0) * (ROOMLESS - ABSENT)
+    if (lines > _TAIL_MASK * present).any():
+        raise Malformed("speaks of a tail where there can be none")
+    generations = np.where(present, generations, np.array([ABSENT, 0, LEFT, PROMISED])[states] + roomless)
+    count, total = int(np.count_nonzero(present)), int(lines.sum())
+    if bare:
+        count, total = 0, 0
+        frames = (frames[0], b"", b"")
+    for frame, size, what in ((frames[1], count * cache.stride, "rows"), (frames[2], total * LINE, "tails")):
+        if len(frame) != size:
+            raise Malformed(f"sends {len(frame):,} bytes of {what}, where its entries make {size:,}")
+    rows = np.frombuffer(frames[1], np.uint8).reshape(count, cache.stride)
+    tails = np.frombuffer(frames[2], np.uint8).reshape(total, LINE)
+    return WireRecords(generations, lines, rows, tails)
+
+
+def refusal_of(frames: Sequence[Frame]) -> list[Any] | None:
+    """The frame that refuses a message which was malformed; None where it has not even a header's size."""
+    if not frames or len(frames[0]) != _HEADER.size:
+        return None
+    _, _, _, _, _, number, fingerprint, layout = _HEADER.unpack(frames[0])
+    return refusal(Head(Operation.GET, Status.OK, 0, number, fingerprint, layout), Status.MALFORMED)

@@ -1,0 +1,315 @@
+"""Joining: how a program gets to a session that the machines of a Ray cluster share, and looks after it.
+
+A process that trains needs Ray once, in :func:`join`; after that it has the roster, and lets go of Ray if it
+was connected for this alone. Ray Client (``ray://``) is refused: its process is on no machine of the cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hotset.cluster.directory import Described
+from hotset.cluster.membership import read_membership
+from hotset.cluster.ray_actors import ANSWER_SECONDS, NAMESPACE, DirectoryActor, directory_name, node_name
+from hotset.errors import ClusterError, SessionError
+from hotset.session.session_definition import Session
+from hotset.session.sessions import find
+
+__all__ = ["Joined", "join", "sessions", "status", "stop"]
+
+_JOIN_SECONDS = 60.0
+_PLAN_SECONDS = 120.0
+_READY_SECONDS = 20.0
+_ANEW_SECONDS = 10.0
+# A machine's own processes are waited for that are in the midst of reading: see hotset.session.free_cache.
+_DESTROY_SECONDS = 30.0
+
+
+class Joined:
+    """A session that several machines share, as a process has joined it.
+
+    Attributes:
+        session: its name.
+        number: its number on this machine.
+    """
+
+    def __init__(self, session: str, number: int, directory: Any, *, alone: bool = False) -> None:
+        self.session, self.number = session, number
+        self._directory, self._alone = directory, alone
+        self._who = f"{os.uname().nodename}-{os.getpid()}"
+
+    def here(self) -> Session:
+        """The session as it is on this machine.
+
+        Raises:
+            SessionError: it is not there.
+        """
+        try:
+            return find(self.number)
+        except SessionError:
+            raise SessionError(
+                f"session {self.session!r} of the cluster is not there on this machine. If it was just "
+                "destroyed, or has expired, its node makes it anew: try again. If that does not help, "
+                "HOTSET_RUNTIME_DIR or the user is another one here than for `ray start`."
+            ) from None
+
+    def is_gone(self) -> bool:
+        """Whether the session is not there; what else may be wrong :meth:`here` says."""
+        try:
+            self.here()
+        except SessionError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    @contextlib.contextmanager
+    def planning(self, meeting: str) -> Iterator[Described | None]:
+        """Find out how a data set is cached, or be the one who finds out, for all: then it is None.
+
+        Who is that one calls :meth:`publish` in the block, or leaves it to the next. Where the directory does
+        not answer, everybody finds out.
+        """
+        import ray
+
+        found: Described | bool = False
+        deadline = time.monotonic() + _PLAN_SECONDS
+        with contextlib.suppress(Exception):
+            while found is False and time.monotonic() < deadline:
+                found = ray.get(self._directory.plan.remote(meeting, self._who), timeout=ANSWER_SECONDS)
+                if found is False:
+                    time.sleep(0.1)
+        try:
+            yield found if isinstance(found, Described) else None
+        finally:
+            if found is True:
+                with contextlib.suppress(Exception):
+                    ray.get(self._directory.give_up.remote(meeting, self._who), timeout=ANSWER_SECONDS)
+
+    def leave(self) -> None:
+        """Let go of Ray, if this process is connected to it for this alone.
+
+        Or Ray would end the process a minute after the Ray cluster has ended.
+        """
+        if self._alone:
+            import ray
+
+            ray.shutdown()
+
+    @property
+    def machine(self) -> str:
+        """This machine's name, which outlives its session; empty before it has one."""
+        roster = read_membership(self.number)
+        return roster.me if roster is not None else ""
+
+    def capacity(self) -> int:
+        """Bytes that all machines can hold together, as far as this one knows."""
+        deadline = time.monotonic() + _READY_SECONDS
+        while (roster := read_membership(self.number)) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return roster.capacity if roster is not None else 0
+
+    def publish(self, described: Described) -> None:
+        """Say how a data set is cached."""
+        import ray
+
+        with contextlib.suppress(Exception):
+            ray.get(self._directory.publish.remote(described), timeout=ANSWER_SECONDS)
+
+    def has_alike(self, name: str, samples: int) -> bool:
+        """Whether another machine caches a data set of that class and length."""
+        import ray
+
+        with contextlib.suppress(Exception):
+            asked = self._directory.has_alike.remote(name, samples, self.machine)
+            return bool(ray.get(asked, timeout=ANSWER_SECONDS))
+        return False
+
+    def wait_for_all(self, meeting: str) -> None:
+        """Wait, not for long, until all machines have their part of a cache, and this one knows of them."""
+        import ray
+
+        deadline = time.monotonic() + _READY_SECONDS
+        lacking = True
+        while time.monotonic() < deadline and (lacking or read_membership(self.number) is None):
+            with contextlib.suppress(Exception):
+                lacking = bool(ray.get(self._directory.lack.remote(meeting), timeout=ANSWER_SECONDS))
+            time.sleep(0.1)
+
+
+def join(address: str, session: str, memory: int | None) -> Joined:
+    """Join a session that the machines of a Ray cluster share; it is made where it is not there.
+
+    Args:
+        address: of the Ray cluster; ``"auto"``: the one that this process or this machine belongs to.
+        session: name.
+        memory: bytes that it may hold on each machine where it has to be made; None: half of what is free.
+
+    Raises:
+        ClusterError: Ray is not installed, no cluster runs there, or this machine has no part in it.
+    """
+    alone = not _is_connected()
+    ray = _connect(address)
+    directory = ray.remote(DirectoryActor).options(
+        name=directory_name(session),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        num_cpus=0,
+    )
+    handle = directory.remote(session, memory)
+    here = ray.get_runtime_context().get_node_id()
+    begun = time.monotonic()
+    why = "it has not started in time; look at `ray status`, and whether hotset is installed on all machines"
+    while time.monotonic() < begun + _JOIN_SECONDS:
+        with contextlib.suppress(Exception):
+            node = ray.get_actor(node_name(session, here), namespace=NAMESPACE)
+            number = ray.get(node.session_number.remote(), timeout=ANSWER_SECONDS)
+            joined = Joined(session, number, handle, alone=alone)
+            # It may be gone for the moment, and under another number with one of the node's next beats.
+            if not joined.is_gone() or time.monotonic() > begun + _ANEW_SECONDS:
+                return joined
+        with contextlib.suppress(Exception):
+            why = ray.get(handle.why.remote(here), timeout=ANSWER_SECONDS) or why
+        time.sleep(0.1)
+    if alone:
+        ray.shutdown()
+    raise ClusterError(f"session {session!r} has no node on this machine: {why}.")
+
+
+def status(address: str, session: str) -> list[dict[str, Any]]:
+    """What each machine of a session says of itself.
+
+    Raises:
+        ClusterError: there is no such session in that cluster, or it does not answer.
+    """
+    ray = _connect(address)
+    directory = _find(ray, session)
+    try:
+        found: list[dict[str, Any]] = ray.get(directory.status.remote(), timeout=ANSWER_SECONDS)
+    except ray.exceptions.RayError as error:
+        raise ClusterError(
+            f"the directory of session {session!r} does not answer; Ray may be starting it again, so ask "
+            f"once more: {str(error).splitlines()[0]}"
+        ) from error
+    return found
+
+
+def stop(address: str, session: str) -> int:
+    """End a session on all machines, and free what it holds; returns the bytes.
+
+    Raises:
+        ClusterError: there is no such session in that cluster, or a machine has not said that it is freed.
+    """
+    ray = _connect(address)
+    directory = _find(ray, session)
+    ray.kill(directory)  # first, or it would start the nodes anew
+    asked = {}
+    for name in _names(ray):
+        if name.rpartition("-")[0] == directory_name(session):
+            with contextlib.suppress(ValueError):  # it has just ended
+                node = ray.get_actor(name, namespace=NAMESPACE)
+                asked[name] = node, node.destroy.remote()
+    freed, late = 0, []
+    deadline = time.monotonic() + _DESTROY_SECONDS
+    for name, (node, answer) in asked.items():
+        try:
+            freed += ray.get(answer, timeout=max(deadline - time.monotonic(), 0.1))
+        except ray.exceptions.GetTimeoutError:
+            late.append(name.rpartition("-")[2])
+        except Exception:  # its machine is gone, and the memory with it
+            pass
+        with contextlib.suppress(Exception):
+            ray.kill(node)
+    if late:
+        raise ClusterError(
+            f"session {session!r} has ended, but {len(late)} of its machines (Ray's nodes {', '.join(late)}) "
+            f"did not say within {_DESTROY_SECONDS:.0f} s that its memory is free; run `hotset session "
+            f"destroy {session}` there."
+        )
+    return freed
+
+
+def sessions(address: str) -> list[str]:
+    """Names of the sessions that the machines of a cluster share.
+
+    Raises:
+        ClusterError: it cannot be reached.
+    """
+    names = _names(_connect(address))
+    nodes = {name for name in names if name.rpartition("-")[0] in names}
+    return [name.removeprefix(directory_name("")) for name in names if name not in nodes]
+
+
+def _names(ray: Any) -> list[str]:
+    """All actors of hotset's, sorted."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in found if actor["namespace"] == NAMESPACE)
+
+
+def _connect(address: str) -> Any:
+    """Be connected to a Ray cluster; returns the module.
+
+    Raises:
+        ClusterError: it is not installed, or there is no cluster.
+    """
+    if address.startswith("ray://"):
+        raise ClusterError(
+            f"cluster={address!r} is Ray Client, whose process is on no machine of the cluster; run the "
+            "program in the cluster (`ray job submit`), with cluster='auto'."
+        )
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError(
+            "cluster= needs Ray, which is not installed here; run `pip install 'hotset[ray]'` on all "
+            "machines."
+        ) from error
+    if not ray.is_initialized():
+        try:
+            _require_open(address)
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ClusterError(
+                f"no Ray cluster can be reached by cluster={address!r}: {error}. Start one "
+                "(`ray start --head`, and `ray start --address=...` on the others), give this process the "
+                "token of one that asks for it (`RAY_AUTH_MODE=token`), or leave out cluster=."
+            ) from error
+    return ray
+
+
+def _is_connected() -> bool:
+    with contextlib.suppress(ImportError):
+        import ray
+
+        return bool(ray.is_initialized())
+    return False
+
+
+def _require_open(address: str) -> None:
+    """Look whether anybody listens there: Ray itself would wait for minutes.
+
+    Raises:
+        OSError: nobody does.
+        ValueError: it is no address.
+    """
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+
+
+def _find(ray: Any, session: str) -> Any:
+    try:
+        return ray.get_actor(directory_name(session), namespace=NAMESPACE)
+    except ValueError as error:
+        raise ClusterError(
+            f"no machine of this Ray cluster shares a session {session!r}; a job makes it by "
+            f"hotset.cache(..., cluster='auto', session={session!r})."
+        ) from error

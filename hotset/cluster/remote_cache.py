@@ -1,0 +1,299 @@
+"""Neighbours: this process's way to those samples of a cache that other machines own.
+
+Each sample has an owner among the machines (:mod:`hotset.cluster.ownership`), whose memory keeps it. What a
+batch lacks is got from the owners (:mod:`hotset.cluster.batch_fetch`). What the next batch will lack can be
+asked for before (:meth:`RemoteCache.announce`): it comes while this one is trained on. That promises nothing:
+what is absent is asked for again, with a promise to bring it, when it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotset.cluster.batch_fetch import BatchFetch, Brought, Read, parts
+from hotset.cluster.client import Peer
+from hotset.cluster.membership import PATIENCE, Membership
+from hotset.cluster.ownership import Ownership
+from hotset.cluster.peer_stats import PeerStats
+from hotset.cluster.peers import Peers
+from hotset.cluster.pending_request import PendingRequest
+from hotset.cluster.store_service import cache_of
+from hotset.cluster.wire_records import CacheIdentity, Longs
+from hotset.errors import SegmentError
+from hotset.store.format import PRESENT, Live
+from hotset.store.store import Store
+
+__all__ = ["RemoteCache"]
+
+_CLEAR_SECONDS, _AGAIN_SECONDS = 10.0, 0.1
+# Batches that are asked for before they are wanted.
+_AHEAD = 4
+_ESTIMATE, _ESTIMATE_SECONDS = 4000, 1.0
+
+
+class _Ahead(NamedTuple):
+    """What was asked for ahead of use, and the store's era at that time."""
+
+    era: int | None
+    tickets: list[PendingRequest]
+
+
+class RemoteCache:
+    """The other machines of a session, as this process uses them for one cache; it pickles.
+
+    Args:
+        number: of the session on this machine.
+        fingerprint: of the cache, 16 bytes.
+        replicate: keep here, as far as there is room, what others have sent.
+    """
+
+    def __init__(self, number: int, fingerprint: bytes, *, replicate: bool = False) -> None:
+        self._number, self._fingerprint, self._replicate = number, fingerprint, replicate
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one process."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._company = Peers(self._number)
+        self._cache: CacheIdentity | None = None
+        self._ahead: dict[bytes, _Ahead] = {}  # by the ids of a batch
+        self._estimated = (float("-inf"), 0.0)
+        # A worker ends without collecting anything: what it has counted last would be lost.
+        Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
+
+    def __reduce__(self) -> Any:
+        return _restored, (self._number, self._fingerprint, self._replicate)
+
+    @property
+    def roster(self) -> Membership | None:
+        """Which machines there are, as far as this one knows; None before it was told."""
+        return self._company.roster
+
+    def bring(self, store: Store, ids: Longs, read: Read) -> Brought:
+        """Get what this machine has not got of these samples, but for what it is to read and keep itself.
+
+        Args:
+            store: this machine's part of the cache.
+            ids: sample numbers.
+            read: the source and its prefix.
+
+        Raises:
+            Whatever ``read`` raises, untouched.
+        """
+        missing = self._missing(store, ids)
+        if not len(missing) or store.era() is None:
+            return Brought()
+        with self._looked(store):
+            if self._company.owners is None:
+                return Brought()
+            try:
+                ahead = self._ahead.pop(ids.tobytes(), None)
+                # What was asked for before a clear is what was to be forgotten.
+                asked = ahead.tickets if ahead is not None and ahead.era == store.era() else []
+                return self._errand(store, read).run(missing, asked)
+            finally:
+                self._company.count()
+
+    def pass_on(self, store: Store, samples: dict[int, Any]) -> bool:
+        """Bring to other machines what this one was to keep and had no room for; whether all is kept now.
+
+        Args:
+            store: this machine's part of the cache.
+            samples: that were read for it, by number.
+        """
+        if store.why_full is None:
+            return False
+        with self._looked(store):
+            if self._company.owners is None:
+                return False
+            ids = np.fromiter(samples, np.int64)
+            ids = ids[store.words(ids) < PRESENT]
+            errand = self._errand(store, samples.__getitem__)
+            return errand.pass_on({sample: samples[sample] for sample in ids.tolist()})
+
+    def _errand(self, store: Store, read: Read) -> BatchFetch:
+        return BatchFetch(self._company, self.cache(store), store, read, partial(self._keeps, store))
+
+    def announce(self, store: Store, ids: Longs) -> None:
+        """Ask for what this machine has not got of samples that will be wanted soon; returns at once.
+
+        Args:
+            store: this machine's part of the cache.
+            ids: of one batch, as :meth:`bring` will be given them.
+        """
+        missing = self._missing(store, ids)
+        if not len(missing) or store.era() is None or self._pid != os.getpid():
+            return
+        with self._looked(store):
+            if self._company.owners is None or ids.tobytes() in self._ahead:
+                return
+            cache, era = self.cache(store), store.era()
+            tickets = [
+                self._company.peers[name].ask(cache, part)
+                for name, some in self._company.others(cache, missing)
+                for part in parts(cache, some)
+            ]
+            self._ahead[ids.tobytes()] = _Ahead(era, tickets)
+            while len(self._ahead) > _AHEAD:  # a pass that was left in its midst
+                del self._ahead[next(iter(self._ahead))]
+
+    @staticmethod
+    def _missing(store: Store, ids: Longs) -> Longs:
+        words = store.words(ids)
+        if len(words) and int(np.minimum.reduce(words)) >= PRESENT:
+            return ids[:0]  # which is asked for every batch
+        missing: Longs = np.unique(ids[store.index.missing(ids)])
+        return missing
+
+    def troubles(self) -> list[tuple[str, str]]:
+        """What was found wrong with machines since this was asked last, and the names of these."""
+        found: list[tuple[str, str]] = []
+        while self._company.troubles:
+            found.append(self._company.troubles.pop(0))
+        return found
+
+    def traffic(self) -> dict[str, PeerStats]:
+        """What passed between this machine and each other one, for all caches of the session; by name."""
+        if self._pid == os.getpid():
+            self._company.count(now=True)
+        return self._company.traffic()
+
+    # ---- of a window, see hotset.cluster.boundary ------------------------------------------------------
+
+    def owners(self, store: Store) -> Ownership | None:
+        """Who owns what, as far as this process knows; another object whenever that has changed."""
+        with self._looked(store):
+            return self._company.owners
+
+    def me(self, store: Store) -> str:
+        """This machine's name."""
+        with self._looked(store):
+            return self._company.me
+
+    def names(self, store: Store) -> list[str]:
+        """The other machines."""
+        with self._looked(store):
+            return list(self._company.peers)
+
+    def say(self, store: Store, words: Longs, names: Sequence[str] | None = None) -> dict[str, Longs]:
+        """Ask these machines, or all others, about a window; the words of those that answer, by name."""
+        with self._looked(store):
+            cache = self.cache(store)
+            peers = self._company.peers
+            wanted = peers if names is None else [name for name in names if name in peers]
+            asked = {name: peers[name].window(cache, words) for name in wanted}
+            begun = time.monotonic()
+            found = {
+                name: ticket.words(begun + self._company.patience(name)) for name, ticket in asked.items()
+            }
+        return {name: said for name, said in found.items() if said is not None}
+
+    @contextlib.contextmanager
+    def _looked(self, store: Store) -> Iterator[None]:
+        """Be the one who uses the sockets, and know who is there."""
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            self._company.look()
+            yield
+
+    # ---- all of it -----------------------------------------------------------------------------------
+
+    def clear(self, store: Store, name: str) -> None:
+        """Have all other machines forget their parts of the cache.
+
+        Args:
+            store: this machine's part.
+            name: of the data set, for people.
+
+        Raises:
+            SegmentError: some have not said that they have.
+        """
+        deadline = time.monotonic() + _CLEAR_SECONDS
+        store.segment.live[Live.CLEARS] += 1  # of which the node tells those that cannot be asked now
+        with self._looked(store):
+            gone = self._company.gone()
+            kept = self._cleared(self._company.peers, store, deadline)
+            last = deadline - PATIENCE  # an answer is to come in time
+            while (busy := [peer for peer, again in kept.items() if again]) and time.monotonic() < last:
+                time.sleep(_AGAIN_SECONDS)  # in which they serve others
+                peers = {peer: self._company.peers[peer] for peer in busy}
+                for peer in busy:
+                    del kept[peer]
+                kept |= self._cleared(peers, store, deadline)
+        away = [*kept, *gone]
+        if away:
+            raise SegmentError(
+                f"{name} is cleared here, but {', '.join(away)} may still have a part of it, until that "
+                "hears of the clear; call clear() again to be certain."
+            )
+
+    def _cleared(self, peers: dict[str, Peer], store: Store, deadline: float) -> dict[str, bool]:
+        """Ask these machines; those that have not cleared it, and whether one is to be asked again."""
+        clears = int(store.segment.live[Live.CLEARS])
+        asked = {name: peer.clear(self.cache(store), clears) for name, peer in peers.items()}
+        return {
+            name: ticket.is_refused_for_now
+            for name, ticket in asked.items()
+            if ticket.words(deadline) is None
+        }
+
+    # ---- of this cache -------------------------------------------------------------------------------
+
+    def cache(self, store: Store) -> CacheIdentity:
+        """The cache, as machines must agree on it."""
+        if self._cache is None:
+            self._cache = cache_of(store, self._fingerprint)
+        return self._cache
+
+    def _keeps(self, store: Store, count: int) -> bool:
+        """Whether so many records that others sent are kept here: in memory that is left over.
+
+        What this machine owns, and lacks, comes first.
+        """
+        if not self._replicate or store.room.why_full is not None:
+            return False
+        mean = store.stored_bytes / max(1, int((store.segment.index >= PRESENT).sum()))
+        # A sixteenth is left to extents that are not full, and to samples larger than the mean.
+        room = self._company.capacity * 15 / 16 - store.stored_bytes
+        return mean * (count + self._owned_and_missing(store)) <= room
+
+    def _owned_and_missing(self, store: Store) -> float:
+        """About how many samples this machine owns and has not got: an estimate, made now and then."""
+        now = time.monotonic()
+        if now - self._estimated[0] > _ESTIMATE_SECONDS:
+            total = len(store)
+            ids = np.arange(total)
+            if total > _ESTIMATE:
+                ids = np.random.default_rng().integers(total, size=_ESTIMATE)
+            missing = ids[store.index.missing(ids)]
+            others = sum(len(some) for _, some in self._company.others(self.cache(store), missing))
+            self._estimated = now, (len(missing) - others) / len(ids) * total
+        return self._estimated[1]
+
+    def close(self) -> None:
+        """Close all connections of this process."""
+        if self._pid == os.getpid():
+            self._company.close()
+        self._ahead = {}
+
+
+def _restored(number: int, fingerprint: bytes, replicate: bool) -> RemoteCache:
+    return RemoteCache(number, fingerprint, replicate=replicate)
+
+
+def _count_up(of: weakref.ref[RemoteCache]) -> None:
+    neighbours = of()
+    if neighbours is not None:
+        neighbours.traffic()

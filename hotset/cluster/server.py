@@ -1,0 +1,383 @@
+"""Serving: a thread that answers other machines' multi-gets from this machine's caches, and takes puts.
+
+::
+
+    ROUTER ──> frames parsed ──> waiting ──> a buffer is free ──> records copied into it ──> sent from it
+                    │               │                                        tracker done: free again
+                    └─ refused      └─ more than 16 of one asker: refused, as busy
+
+A record is copied once, side by side with the others, as the store's memory may be used again; what ZeroMQ
+sends lies in that copy until it has left, which a tracker tells. (To send each record from where it lies
+would take a frame each, and hold rows back that a window wants to use again.)
+
+Everything has a bound: samples and bytes of a message, requests that wait, and buffers, of which one asker
+may have two at a time, so that one that stopped reading leaves the others theirs. It is cut off when its
+heartbeat fails, and its buffers are free again.
+
+It is bound to the one address that it is given. Who is let in is decided in this thread too, by the list of
+allowed keys (:mod:`hotset.cluster.auth`); strangers get no byte of an answer.
+
+Whatever goes wrong with one request, the thread lives, and answers the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from hotset.cluster import protocol as messages
+from hotset.cluster.auth import Hall, ZapAuthenticator
+from hotset.cluster.keys import Keys
+from hotset.cluster.protocol import LARGEST, Head, Malformed, Operation, Status
+from hotset.cluster.sockets import close, open_socket, require_descriptors
+from hotset.cluster.wire_records import (
+    ABSENT,
+    ROOMLESS,
+    Bytes,
+    CacheIdentity,
+    Longs,
+    WireRecords,
+    only,
+    sound,
+)
+
+__all__ = ["Served", "Serving", "Shelf"]
+
+_BUFFERS = 4
+_BUFFERS_EACH = 2
+_WAITING_EACH = 16
+_AT_ONCE = 64  # requests read in one go, between looks at who wants to be let in
+_ANY_PORT = "*"
+
+
+class Shelf(Protocol):
+    """A store, as other machines see it. Called by the serving thread alone."""
+
+    @property
+    def cache(self) -> CacheIdentity:
+        """Which cache it is."""
+        ...
+
+    def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> WireRecords:
+        """Copy the records that are there now; those that have no room in ``memory`` any more are ``LEFT``.
+
+        Args:
+            ids: sample numbers, each in ``range(cache.samples)``.
+            memory: one-dimensional; the records returned may lie in it.
+            claim: the asker brings what is ``ABSENT`` in the answer; what another one has claimed, and has
+                not brought yet, is ``PROMISED``.
+        """
+        ...
+
+    def clear(self, clears: int) -> bool:
+        """Forget every record; False if somebody goes on writing, so that it is to be asked for again.
+
+        Args:
+            clears: how often the cluster has cleared this cache, this time counted.
+        """
+        ...
+
+    def window(self, words: Longs) -> Longs:
+        """Say where a window stands, or move it: see :mod:`hotset.cluster.boundary`; raises without one."""
+        ...
+
+    def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
+        """Store what another machine brings, which is sound; returns which samples are there now.
+
+        Args:
+            ids: sample numbers.
+            records: their records, in memory that is lent for the length of the call.
+        """
+        ...
+
+
+@dataclass
+class Served:
+    """What was served so far.
+
+    Attributes:
+        requests: that were answered.
+        records: that were sent.
+        bytes: of those records.
+        stored: records that others brought.
+        unsound: records that others brought, damaged or for another sample.
+        refused: requests that were refused: malformed, for another cache, or at a time when it is busy.
+        dropped: answers that the asker did not wait for.
+        strangers: connections that were not let in.
+        problem: what a shelf raised last, in words; empty if none did.
+    """
+
+    requests: int = 0
+    records: int = 0
+    bytes: int = 0
+    stored: int = 0
+    unsound: int = 0
+    refused: int = 0
+    dropped: int = 0
+    strangers: int = 0
+    problem: str = ""
+
+
+class _Busy(Exception):
+    """Not now: who asks may ask again."""
+
+
+class _Request(NamedTuple):
+    asker: bytes
+    head: Head
+    frames: Sequence[memoryview]
+
+
+class _Buffer:
+    """Memory that answers are sent from, one at a time. Its pages are taken as they are first used."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(LARGEST, np.uint8)
+        self.asker = b""
+        self.sent: zmq.MessageTracker | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.sent is None or self.sent.done
+
+
+class Serving:
+    """Serves caches to other machines, until closed.
+
+    Args:
+        address: of this machine in the cluster, to which alone it is bound (``"10.0.0.7"``, ``"::1"``).
+        shelves: the caches by fingerprint; looked at anew with each request.
+        keys: this machine's; None: no keys at all (:mod:`hotset.cluster.sockets`).
+        allowed: public keys of who is let in; looked at anew with each connection.
+        hall: whose context and door it has, in place of its own and of ``allowed``; it is closed first.
+
+    Attributes:
+        endpoint: where others reach it, ``"tcp://10.0.0.7:41173"``; the port is the system's choice.
+        served: counters.
+
+    Raises:
+        OSError: it cannot be bound to that address, or there are few descriptors left.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        shelves: Mapping[bytes, Shelf],
+        keys: Keys | None,
+        allowed: Collection[bytes] = (),
+        hall: Hall | None = None,
+    ) -> None:
+        require_descriptors()
+        self.served = Served()
+        self._shelves = shelves
+        self._pid = os.getpid()
+        self._context: zmq.Context[Any] = (
+            zmq.Context(io_threads=min(4, os.cpu_count() or 1)) if hall is None else hall.context
+        )
+        # Before the address is bound: who comes first is asked for a key too.
+        self._door = ZapAuthenticator(self._context, allowed) if hall is None else None
+        self._socket = open_socket(self._context, zmq.ROUTER, keys, None)
+        self._socket.router_mandatory = True
+        try:
+            self._socket.ipv6 = ":" in address
+            self._socket.bind(f"tcp://{f'[{address}]' if ':' in address else address}:{_ANY_PORT}")
+        except zmq.ZMQError as error:
+            self._close()
+            raise OSError(error.errno, f"{address} cannot be served from ({error})") from error
+        self.endpoint: str = self._socket.last_endpoint.decode()
+        self._stop = os.eventfd(0)
+        self._buffers: list[_Buffer] = []
+        self._waiting: deque[_Request] = deque()
+        self._thread = threading.Thread(target=self._run, name="hotset serving", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop; askers find out at once. Nothing happens in a forked child, or a second time."""
+        if self._pid != os.getpid() or self._stop < 0:
+            return
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        os.close(self._stop)
+        self._stop = -1
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._stop, self._socket, *([self._door.socket] if self._door is not None else [])):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while True:
+                # What waits for a buffer is looked at each millisecond: trackers cannot be polled.
+                ready = dict(poller.poll(1 if self._waiting else None))
+                if self._stop in ready:
+                    return
+                try:
+                    self._go_on(ready)
+                except Exception as error:  # without memory, say: that request is lost, and no other
+                    self.served.problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._close()
+
+    def _go_on(self, ready: Mapping[Any, int]) -> None:
+        if self._door is not None and self._door.socket in ready:
+            self._door.admit()
+            self.served.strangers = self._door.strangers
+        if self._socket in ready:
+            self._read()
+        self._answer()
+
+    def _close(self) -> None:
+        """Close what is this one's own."""
+        self._socket.close(0)
+        if self._door is not None:
+            close(self._context, self._door.socket)
+
+    def _read(self) -> None:
+        """Read what came, and queue it or refuse it."""
+        waiting = Counter(request.asker for request in self._waiting)
+        for _ in range(_AT_ONCE):
+            try:
+                asker, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            frames = [frame.buffer for frame in rest]
+            try:
+                request = _Request(asker.bytes, messages.parse_head(frames, answers=False), frames[1:])
+            except Malformed:
+                self._refuse(asker.bytes, messages.refusal_of(frames))
+                continue
+            waiting[request.asker] += 1
+            if waiting[request.asker] > _WAITING_EACH:
+                self._refuse(request.asker, messages.refusal(request.head, Status.BUSY))
+            else:
+                self._waiting.append(request)
+
+    def _answer(self) -> None:
+        """Answer what can be answered now, in order; who has no buffer free waits, and holds up nobody."""
+        for _ in range(len(self._waiting)):
+            request = self._waiting.popleft()
+            try:
+                buffer = self._buffer(request.asker)
+            except MemoryError:
+                self._refuse(request.asker, messages.refusal(request.head, Status.BUSY))
+                continue
+            if buffer is None:
+                self._waiting.append(request)
+                continue
+            frames = self._frames(request, buffer)
+            buffer.asker, buffer.sent = request.asker, self._send(request.asker, frames)
+
+    def _buffer(self, asker: bytes) -> _Buffer | None:
+        """A buffer for this asker; None if it has enough, or none is free.
+
+        Raises:
+            MemoryError: there is no memory for another one.
+        """
+        taken = [buffer for buffer in self._buffers if not buffer.is_free]
+        if sum(buffer.asker == asker for buffer in taken) >= _BUFFERS_EACH:
+            return None
+        for buffer in self._buffers:
+            if buffer.is_free:
+                return buffer
+        if len(self._buffers) == _BUFFERS:
+            return None
+        self._buffers.append(_Buffer())
+        return self._buffers[-1]
+
+    def _frames(self, request: _Request, buffer: _Buffer) -> list[Any]:
+        """The answer to one request."""
+        head = request.head
+        shelf = self._shelves.get(head.fingerprint)
+        if shelf is None or shelf.cache.layout != head.layout:
+            self.served.refused += 1
+            return messages.refusal(head, Status.UNKNOWN if shelf is None else Status.LAYOUT)
+        try:
+            frames = self._frames_of(shelf, request, buffer)
+        except Malformed:
+            self.served.refused += 1
+            return messages.refusal(head, Status.MALFORMED)
+        except _Busy:
+            self.served.refused += 1
+            return messages.refusal(head, Status.BUSY)
+        except Exception as error:  # a cache that is closed or destroyed under it: the others go on
+            self.served.problem = f"{type(error).__name__}: {error}"
+            self.served.refused += 1
+            return messages.refusal(head, Status.FAILED)
+        self.served.requests += 1
+        return frames
+
+    def _frames_of(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> list[Any]:
+        head = request.head
+        if head.operation in (Operation.WINDOW, Operation.CLEAR):
+            words = messages.parse_words(head, request.frames)
+            said = shelf.window(words) if head.operation is Operation.WINDOW else _cleared(shelf, words)
+            return messages.words_answer(head, shelf.cache, said)
+        return messages.answer(head, shelf.cache, self._records(shelf, request, buffer))
+
+    def _records(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> WireRecords:
+        head, frames, cache = request.head, request.frames, shelf.cache
+        if len(frames) != (4 if head.operation is Operation.PUT else 1):
+            raise Malformed(f"sends {len(frames)} frames after its header")
+        ids = messages.parse_ids(head, frames[0], cache)
+        nothing = np.empty((0, 1), np.uint8)
+        if head.operation is not Operation.PUT:
+            records = shelf.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
+            self.served.records += len(records.rows)
+            self.served.bytes += records.rows.nbytes + records.tails.nbytes
+            return records
+        brought = messages.parse_records(head, frames[1:], cache)
+        good = sound(cache, ids, brought)
+        self.served.unsound += int(np.count_nonzero((brought.generations >= 0) & ~good))
+        there = shelf.put(ids, only(brought, good))
+        self.served.stored += int(np.count_nonzero(there))
+        # What is sound and not there had no room.
+        missing = np.where(good, ROOMLESS, ABSENT)
+        return WireRecords(np.where(there, 0, missing), np.zeros(len(ids), np.int64), nothing, nothing)
+
+    def _refuse(self, asker: bytes, frames: list[Any] | None) -> None:
+        self.served.refused += 1
+        if frames is not None:
+            self._send(asker, frames)
+
+    def _send(self, asker: bytes, frames: list[Any]) -> zmq.MessageTracker | None:
+        """Send, or drop what the asker is gone for, or does not read; returns what tells when it has left."""
+        frames = [asker, *frames]
+        with contextlib.suppress(zmq.ZMQError):
+            # One by one: of many parts sent at once, pyzmq tracks the last one alone.
+            more = [zmq.SNDMORE] * (len(frames) - 1) + [0]
+            return zmq.MessageTracker(
+                *(
+                    self._socket.send(frame, zmq.NOBLOCK | flag, copy=False, track=True)
+                    for frame, flag in zip(frames, more, strict=True)
+                )
+            )
+        self.served.dropped += 1
+        return None
+
+
+def _cleared(shelf: Shelf, words: Longs) -> Longs:
+    """Clear a shelf, and give the words back."""
+    if len(words) != 1 or words[0] < 0:
+        raise Malformed("does not say how often the cache was cleared")
+    if not shelf.clear(int(words[0])):
+        raise _Busy
+    return words

@@ -1,0 +1,281 @@
+"""A store as a shelf: records copied out of it as they lie, and others' records brought into it.
+
+A record goes out with its row and its lines as they are. It comes in by way of the sample: taken apart anew,
+as it gets another row, other lines, and so another checksum.
+
+Who asks with a claim is to read what is absent, alone in the whole cluster. So the shelf claims it in the
+store on the asker's behalf: other machines are told that it is promised, and processes of this machine wait
+for it as they would for each other. An asker may die, so a claim is on lease: after `LEASE` seconds the next
+one who asks gets it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.cluster.wire_records import (
+    ABSENT,
+    LEFT,
+    PROMISED,
+    ROOMLESS,
+    Bytes,
+    CacheIdentity,
+    Longs,
+    WireRecords,
+)
+from hotset.errors import SegmentError
+from hotset.session.free_cache import DESTROYED
+from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK, Live
+from hotset.store.received_records import ReceivedRecords
+from hotset.store.varlen import runs
+
+if TYPE_CHECKING:  # these bring torch along
+    from hotset.store.segment import Words
+    from hotset.store.store import Store
+
+__all__ = ["LEASE", "StoreService", "StoreServices", "cache_of"]
+
+# Less than anybody waits for another one's sample: see hotset.store.fill.
+LEASE = 1.5
+# Of a record that alone is more than an answer has room for: it is there, and to be had by nobody.
+_TOO_LARGE = -9
+# Nothing else is served meanwhile: who goes on clearing asks again.
+_CLEAR_SECONDS = 0.5
+
+
+def cache_of(store: Store, fingerprint: bytes) -> CacheIdentity:
+    """A store's cache, as machines must agree on it."""
+    schema, about = store.schema, store.segment.metadata
+    return CacheIdentity.of(
+        fingerprint,
+        samples=len(store),
+        stride=schema.stride,
+        schema=[schema.to_json(), about.get("window")],  # which sample an entry is, too
+        ring=bool(about.get("ring")),
+    )
+
+
+class StoreService:
+    """One store, to be served (:class:`hotset.cluster.server.Shelf`), by any thread.
+
+    Args:
+        store: of samples, or of a ring's entries.
+        fingerprint: of its cache, 16 bytes.
+
+    Attributes:
+        cache: what other machines must agree on.
+        asked: when another machine's process asked for records or brought some, by the monotonic clock.
+    """
+
+    def __init__(self, store: Store, fingerprint: bytes) -> None:
+        self._store = store
+        self._leases: dict[int, float] = {}  # when each ends
+        self._lock = threading.RLock()
+        self.cache = cache_of(store, fingerprint)
+        self.asked = time.monotonic()
+
+    def take(self, ids: Longs, memory: Bytes, *, claim: bool = False) -> WireRecords:
+        """Copy the records that are there now; those that ``memory`` has no room for are ``LEFT``.
+
+        Args:
+            ids: sample numbers.
+            memory: one-dimensional; the records returned lie in it, or in memory of their own.
+            claim: claim for the asker what is absent; what is claimed already is ``PROMISED``. Where there is
+                no room for more, nothing is claimed, and what is absent is ``ROOMLESS``.
+        """
+        self.asked = time.monotonic()
+        with self._lock:
+            found = self._take(ids, memory)
+            self.end_leases()
+            large = found.generations == _TOO_LARGE
+            absent = found.generations == ABSENT
+            if claim and absent.any():
+                if self._store.era() is None or self._store.has_room():
+                    found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PROMISED)
+                else:
+                    found.generations[absent] = ROOMLESS
+            found.generations[large] = ABSENT
+        return found
+
+    def _lease(self, ids: Longs) -> npt.NDArray[np.bool_]:
+        """Claim these samples; which of them somebody else reads is False. Without a claim all may read."""
+        granted = self._store.filler.claims.take(ids, len(ids))
+        until = time.monotonic() + LEASE
+        self._leases.update((sample, until) for sample in granted.tolist())
+        # What was published this moment is promised as well: who asks again has it.
+        return np.isin(ids, granted) | (self._store.words(ids) < CLAIMED)
+
+    def end_leases(self, ids: Longs | None = None) -> None:
+        """Give back the claims on these samples, or those whose time is over."""
+        with self._lock:
+            if ids is None:
+                now = time.monotonic()
+                over = [sample for sample, until in self._leases.items() if until < now]
+            else:
+                over = [sample for sample in ids.tolist() if sample in self._leases]
+            # First: where that fails, for want of descriptors, it is tried again.
+            self._store.filler.claims.release(np.array(over, np.int64))
+            for sample in over:
+                del self._leases[sample]
+
+    def _take(self, ids: Longs, memory: Bytes) -> WireRecords:
+        store = self._store
+        era = store.era()
+        words = store.words(ids)
+        here = np.flatnonzero(store.present(ids)) if era is not None else np.empty(0, np.int64)
+        most = len(memory) // self.cache.stride
+        some, later = here[:most], here[most:]
+        # Their places are looked at after the words: a clear in between shows in the era.
+        if era is None or not len(some):
+            return self._records(len(ids))
+        if store.on_disk(words[some]):
+            staged = store.stage(ids[some], words[some])
+            if not store.load(staged):
+                return self._records(len(ids))
+            lines = staged.tails.counts if staged.tails is not None else np.zeros(len(some), np.int64)
+            fits = self._fitting(lines, memory)
+            rows, tails = staged.rows[:fits], staged.lines[: int(lines[:fits].sum())]
+        else:
+            copied = self._copy(words[some], era, memory)
+            if copied is None:
+                return self._records(len(ids))
+            lines, rows, tails = copied
+            fits = len(rows)
+        if not store.unchanged(words[some], era):
+            return self._records(len(ids))
+        generations = words >> GENERATION_SHIFT & GENERATION_MASK
+        found = self._records(len(ids))._replace(rows=rows, tails=tails)
+        found.generations[some[:fits]] = generations[some[:fits]]
+        found.generations[some[fits:]] = LEFT
+        found.generations[later] = LEFT
+        if not fits:  # it alone is too large, and would be asked for again for ever
+            found.generations[some[0]] = _TOO_LARGE
+        found.lines[some[:fits]] = lines[:fits]
+        return found
+
+    def _copy(self, words: Words, era: int, memory: Bytes) -> tuple[Longs, Bytes, Bytes] | None:
+        """Copy rows and tails, as many as there is room for; None if they are not what they were any more."""
+        store, stride = self._store, self.cache.stride
+        rows = words & ROW_MASK
+        with store.member.reading:
+            if not store.unchanged(words, era):
+                return None
+            tails = store.tails(rows) if store.have_tails(words) else None
+            if not store.unchanged(words, era):
+                return None  # where the tails are may be half of one record and half of another
+            lines = tails.counts if tails is not None else np.zeros(len(rows), np.int64)
+            fits = self._fitting(lines, memory)
+            rows, at = rows[:fits], fits * stride
+            out = memory[:at].reshape(fits, stride)
+            np.take(store.rows, rows, axis=0, out=out, mode="clip")
+            total = int(lines[:fits].sum())
+            out_tails = memory[at : at + total * LINE].reshape(total, LINE)
+            if tails is not None and total:
+                numbers = runs(tails.first[:fits], lines[:fits])
+                np.take(store.lines, numbers, axis=0, out=out_tails, mode="clip")
+        return lines, out, out_tails
+
+    def _fitting(self, lines: Longs, memory: Bytes) -> int:
+        """How many of the first of these records fit into the memory."""
+        ends = np.cumsum(self.cache.stride + lines * LINE)
+        return int(np.searchsorted(ends, len(memory), side="right"))
+
+    def _records(self, count: int) -> WireRecords:
+        rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
+        return WireRecords(np.full(count, ABSENT, np.int64), np.zeros(count, np.int64), rows, tails)
+
+    def end_all_leases(self) -> None:
+        """Give back all claims: a clear waits for who is reading."""
+        with self._lock:
+            self.end_leases(np.fromiter(self._leases, np.int64))
+
+    def window(self, words: Longs) -> Longs:
+        """Here is none.
+
+        Raises:
+            SegmentError: always.
+        """
+        raise SegmentError("this cache has no window.")
+
+    @property
+    def clears(self) -> int:
+        """How often the cluster has cleared this cache, as far as what is here has been."""
+        return int(self._store.segment.live[Live.CLEARS])
+
+    def clear(self, clears: int) -> bool:
+        """Forget every record; False if some process goes on writing, for longer than others can wait.
+
+        Args:
+            clears: see :attr:`clears`; what it is from then on, if that is more.
+        """
+        with self._lock:
+            self.end_all_leases()
+            if self._store.segment.live[Live.INVALIDATED] == DESTROYED:
+                return True  # nothing is there, and nobody is to bring anything
+            cleared = self._store.clear(_CLEAR_SECONDS)
+            if cleared:  # not before: who dies in between is told to do it once more
+                self._store.segment.live[Live.CLEARS] = max(self.clears, clears)
+            return cleared
+
+    def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
+        """Store what another machine brings; returns which samples are there now, or are just being read."""
+        self.asked = time.monotonic()
+        store = self._store
+        there = records.generations >= 0
+        if not there.any():
+            self.end_leases(ids)  # who had promised them has nothing to bring
+            return there
+        came = ReceivedRecords(ids[there], records.lines[there], records.rows, records.tails)
+        with self._lock:
+            store.adopt(
+                came.samples(store.schema, decode=False)
+            )  # under the claims that were made for who brings them
+            self.end_leases(ids)
+        # A claim is somebody's here, who has the sample in a moment.
+        return (store.present(ids) | (store.words(ids) >= CLAIMED)) & there & (store.era() is not None)
+
+
+class StoreServices(Mapping[bytes, StoreService]):
+    """Caches that are served, by fingerprint. The serving thread looks at it, and another one adds to it."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[bytes, tuple[StoreService, Store]] = {}
+        self._retired: list[tuple[StoreService, Store]] = []
+
+    def add(self, shelf: StoreService, store: Store) -> None:
+        self._shelves[shelf.cache.fingerprint] = shelf, store
+
+    def end_leases(self) -> None:
+        for shelf, _ in list(self._shelves.values()):
+            shelf.end_leases()
+
+    def drop(self, fingerprint: bytes) -> None:
+        """Serve this one no more."""
+        if fingerprint in self._shelves:
+            self._retired.append(self._shelves.pop(fingerprint))
+
+    def retire(self) -> None:
+        """Serve none of them any more. Another thread may be in the midst of one, so none is closed yet."""
+        self._retired += self._shelves.values()
+        self._shelves = {}
+
+    def close(self) -> None:
+        self.retire()
+        for _, store in self._retired:
+            store.close()
+        self._retired.clear()
+
+    def __getitem__(self, fingerprint: bytes) -> StoreService:
+        return self._shelves[fingerprint][0]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._shelves)
+
+    def __len__(self) -> int:
+        return len(self._shelves)

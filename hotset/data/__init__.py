@@ -1,1 +1,0 @@
-"""Samples to batches: the cached data set, and the loader over it."""

@@ -1,0 +1,207 @@
+"""The audit: now and then a hit is computed anew, and compared with what the cache has.
+
+Verdicts and probes look at a few samples for a second; the audit looks for as long as the cache is used. A
+process may spend a hundredth of the time that passes on it, whatever the time passes with: a slow training
+step earns more looks than a loop that does nothing else. Generators are put back, so that nobody notices.
+
+What is earned is kept for a while (a sample that takes a second is due after a hundred), and not for ever,
+or a notebook that is left alone for a night would begin the day with minutes of looking. Workers that live
+for one epoch may end before they have earned a look at a slow sample: so one that begins has what its job
+has earned up to then, for as many workers as there are, less what all processes have spent.
+
+A record that the source no longer gives means that something was frozen that is random, or that a file, a
+parameter or the code has changed. Which of the two is found out by reading it once more.
+
+Who joins a cache that another job has made looks at a few samples at once (:func:`first_difference`): a
+fingerprint knows what code and objects are, not what a service or a clock tells them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from hotset.dataset.pipeline import Pipeline, Source, recorded
+from hotset.determinism.aliasing import copied
+from hotset.determinism.chain import applied, leaves
+from hotset.determinism.equality import same
+from hotset.determinism.rng import Generators
+from hotset.determinism.verdict import name_of
+from hotset.store.format import PRESENT
+from hotset.store.store import Store
+
+__all__ = ["Audit", "first_difference", "why_it_differs"]
+
+_SHARE = 0.01
+_KEPT_SECONDS = 0.5
+_REPEATS = 16
+_FIRST_SECONDS = 1.0
+# Knuth's multiplicative hash: which sample of a batch is looked at, without drawing from any generator.
+_GOLDEN = 2654435761
+
+
+class Audit:
+    """Decides in one process when to look, and looks. It pickles, for the workers of a job.
+
+    Args:
+        source: the data set and its chains, cut.
+        seconds: about what reading a sample takes.
+        spent: the seconds that all processes have spent on looking at this cache before.
+
+    Attributes:
+        looked: seconds that the last look took.
+    """
+
+    def __init__(self, source: Source, seconds: float, spent: float = 0.0) -> None:
+        self._source = source
+        self._cost = seconds
+        self._share = _SHARE
+        self._begun = time.monotonic()
+        self._spent_before = spent
+        self._process = 0
+        self._seen = 0.0  # when time was last added to what is left
+        self._left = 0.0
+        self._looks = 0
+        self._generators: Generators | None = None
+        self.looked = 0.0
+
+    def due(self, hits: int, spent: Callable[[], float] = float) -> int | None:
+        """Which of a batch's hits is to be looked at now, None for none.
+
+        Args:
+            hits: how many there are.
+            spent: the seconds that all processes have spent on looking at this cache up to now.
+        """
+        now = time.monotonic()
+        if self._process != os.getpid():
+            self._process, self._seen = os.getpid(), now
+            self._left = self._inherited(now, spent())
+        most = max(_KEPT_SECONDS, self._cost)
+        self._left = min(self._left + self._share * (now - self._seen), most)
+        self._seen = now
+        if not hits or self._left < self._cost:
+            return None
+        self._looks += 1
+        return (self._looks * _GOLDEN + self._process) % (1 << 32) % hits
+
+    def _inherited(self, now: float, spent: float) -> float:
+        """What the job has earned before this process began, as far as nobody has spent it."""
+        worker = get_worker_info()
+        earned = self._share * (now - self._begun) * (1 if worker is None else worker.num_workers)
+        return max(0.0, earned - (spent - self._spent_before))
+
+    def differs(self, cached: Any, index: int) -> str | None:
+        """What to tell if a cached sample is another than the source gives now; None if it is not.
+
+        Nothing is raised, and no generator moves: training goes on, whatever is found.
+
+        Args:
+            cached: the caller's copy of it.
+            index: its number in the data set.
+        """
+        begun = time.monotonic()
+        if self._generators is None:
+            self._generators = Generators([self._source.dataset, self._source.prefix])
+        states = self._generators.states()
+        try:
+            found = same(cached, self._source.read(index), across=True)
+            if not found:
+                return None
+            return (
+                f"sample {index} is not what was cached of it any more ({found}), as {self._why(index)}. "
+                "All samples come from the source from now on. Declare what is random with "
+                "hotset.nondeterministic, so that it stays live, or call clear() to cache them anew."
+            )
+        except Exception:  # what cannot be read now may have been right all the same
+            return None
+        finally:
+            self._generators.put(states)
+            self.looked = time.monotonic() - begun
+            self._left -= self.looked
+            self._cost = max(self.looked, self._cost / 2)
+
+    def _why(self, index: int) -> str:
+        try:
+            return why_it_differs(self._source, index)
+        except Exception as error:
+            return f"the source gives another now (and {type(error).__name__} when it was asked why)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process": 0, "_generators": None}
+
+
+def first_difference(source: Source, store: Store) -> str | None:
+    """Compare a few samples of a cache that others have filled with what the source gives here.
+
+    The first and the last that are there, and two between them that are others each time; after a second no
+    more is begun. Generators are put back.
+
+    Returns:
+        A phrase that names a sample and how it differs; None if all are alike, or cannot be read now.
+    """
+    there = np.flatnonzero(store.words(np.arange(len(store))) >= PRESENT)
+    if not len(there):
+        return None
+    begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
+    places = (0, len(there) - 1, varied % len(there), (varied >> 32) % len(there))
+    generators = Generators([source.dataset, source.prefix])
+    states = generators.states()
+    try:
+        for number in dict.fromkeys(int(there[place]) for place in places):
+            ids = np.array([number])
+            copies = store.read(ids) if store.present(ids).all() else None
+            if copies is None:
+                continue
+            try:
+                found = same(copies[0], source.read(number), across=True)
+            except Exception:  # what cannot be read now may be right all the same
+                continue
+            if found:
+                return f"sample {number} ({found})"
+            if time.monotonic() - begun > _FIRST_SECONDS:
+                break
+    finally:
+        generators.put(states)
+    return None
+
+
+def why_it_differs(source: Source, index: int) -> str:
+    """A phrase that names the transform, or the data set, whose fault it is that a sample is another now.
+
+    Example:
+        >>> import random
+        >>> from hotset.dataset.pipeline import Cuts
+        >>> frozen = Pipeline([1.0, 2.0], (), (lambda x: x + random.random(),)).cut(Cuts((), (), 1, ()))
+        >>> why_it_differs(frozen, 0)
+        '<lambda> gives another output each time'
+    """
+    uncut = Pipeline.of(source.dataset, None)
+    _, recorders = recorded(uncut, index, [()] * len(uncut.sites))
+    for site, recorder in zip(uncut.sites, recorders, strict=True):
+        steps = leaves(list(site.chain.parts) if hasattr(site.chain, "parts") else site.chain)
+        found = _random_one(steps, recorder.came[0]) if len(recorder.came) == 1 else None
+        if found is not None:
+            return f"{found} gives another output each time"
+    sample = source.dataset[index]
+    if any(same(sample, source.dataset[index]) for _ in range(_REPEATS)):
+        return f"{type(source.dataset).__name__} gives another sample each time"
+    found = _random_one(leaves(source.prefix), sample)
+    if found is not None:
+        return f"{found} gives another output each time"
+    names = [type(source.dataset).__name__, *map(name_of, leaves((*source.inner, *source.prefix)))]
+    return f"a file, a parameter or the code of {' -> '.join(names)} has changed since it was cached"
+
+
+def _random_one(steps: Sequence[Any], value: Any) -> str | None:
+    """The first of these transforms that does not give the same twice."""
+    for step in steps:
+        made = applied(step, copied(value))
+        if any(same(made, applied(step, copied(value))) for _ in range(_REPEATS)):
+            return name_of(step)
+        value = made
+    return None

@@ -1,0 +1,434 @@
+"""The cached dataset: what :func:`hotset.cache` returns, and every process of the job holds.
+
+It can stand wherever the dataset itself could: its own attributes are few, and all others are the dataset's,
+to read and to set. What loaders need of it, samples by the store's numbers, is another object
+(:mod:`hotset.dataset.sample_access`). With a window its positions are those of the epoch's residents
+(:mod:`hotset.dataset.active_window`).
+
+**What is set is never ignored.** Libraries set a dataset's transform after it was made; timm's
+``create_loader`` does. An attribute that is set on the cached dataset is set on the dataset, as it would be
+if there were no cache. What is cached belongs to what the dataset was, so it is let go, and a new plan and
+cache are made, with all that was asked for:
+
+=========================================  ===================================================================
+set on the cached dataset, any attribute   a new plan at once
+a transform set on the dataset itself, or  noticed at the next use (``len()``, indices, a loader's pass), by
+in what it wraps, or put into a container  the identity of what it holds (:class:`Snapshot`); workers that
+                                           had begun before that read their dataset themselves
+set by a loader's worker                   that worker reads its dataset, as it is there, and caches nothing
+no new plan can be made, or there is a     samples come from the source, and that is said
+``key=``, which names what was cached
+=========================================  ===================================================================
+
+What belongs to one plan is in one object, :class:`Current`, which is exchanged as a whole.
+
+**An index that is an integer** goes through the cache. Anything else (a slice, a list, a mask, a column's
+name) is the dataset's own affair, and is handed to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from hotset._warnings import printable, warn
+from hotset.dataset.active_window import ActiveWindow
+from hotset.dataset.attachment import Attachment
+from hotset.dataset.pipeline import Source, chain_of
+from hotset.dataset.plan import Plan
+from hotset.dataset.sample_access import SampleAccess
+from hotset.dataset.stats import Stats, stats_of
+from hotset.dataset.transform_attributes import SITES, Snapshot
+from hotset.errors import SegmentError
+from hotset.session.free_cache import DESTROYED
+from hotset.store.claims import Ids
+from hotset.store.format import Live
+from hotset.store.store import Store
+
+if TYPE_CHECKING:  # what it needs is an extra
+    from hotset.cluster.remote_cache import RemoteCache
+
+__all__ = ["CachedDataset", "Current"]
+
+T = TypeVar("T")
+
+
+class Current(NamedTuple):
+    """What belongs to one plan; another plan has another one.
+
+    Attributes:
+        source: the dataset and its chains, cut in two.
+        plan: what is cached, what stays live, and why.
+        supply: where samples come from.
+        residents: the running window; None if there is none.
+        neighbours: other machines, which have a part of the cache; None if this one is alone.
+        meeting: what ranks find this cache by: see :class:`~hotset.dataset.identity.Identity`.
+    """
+
+    source: Source
+    plan: Plan
+    supply: SampleAccess
+    residents: ActiveWindow | None
+    neighbours: RemoteCache | None
+    meeting: str
+
+    def close(self) -> None:
+        """Detach from the cache."""
+        if self.residents is not None:
+            self.residents.close()
+        if self.neighbours is not None:
+            self.neighbours.close()
+        self.supply.close()
+
+
+class Maker(NamedTuple):
+    """Makes what belongs to a plan: what the user asked :func:`cache` for, and how that is done. It pickles.
+
+    Attributes:
+        make: makes it, from the dataset and what was asked for.
+        meeting: what ranks will find it by, from the same.
+        asked: the arguments of :func:`cache`.
+    """
+
+    make: Callable[[Any, dict[str, Any]], Current]
+    meeting: Callable[[Any, dict[str, Any]], str]
+    asked: dict[str, Any]
+
+
+class CachedDataset(Dataset[T], Generic[T]):
+    """A dataset whose samples are cached; made by :func:`cache`.
+
+    It can be used wherever the dataset itself could: with any DataLoader, in ``Subset`` and
+    ``ConcatDataset``, in forked and spawned workers. Attributes that it does not have itself are those of the
+    dataset (``cached.classes``). They can be set, too: ``cached.transform = t`` is ``dataset.transform = t``,
+    and the samples are cached anew.
+
+    ``cached[index]`` is what ``dataset[index]`` is for every index. Integers go through the cache; slices,
+    lists and whatever else the dataset takes are handed to it.
+
+    Attributes:
+        dataset: the dataset that was given to :func:`cache`.
+        plan: what is cached, what stays live, and why; print it.
+        epoch: what :meth:`set_epoch` was told last; 0 before.
+
+    Example:
+        >>> import hotset, torch
+        >>> from torch.utils.data import TensorDataset
+        >>> with hotset.cache(TensorDataset(torch.arange(4)), memory="1MiB") as cached:
+        ...     samples = [cached[i] for i in (0, 3, 0)]
+        ...     print(samples[1], cached.stats().hits, cached.check())
+        ...     print(cached[1:3])
+        (tensor(3),) 1 []
+        (tensor([1, 2]),)
+    """
+
+    _dataset: Any
+    _maker: Maker
+    _current: Current
+    _snapshot: Snapshot
+    _closed: bool
+    _epoch: int
+
+    def __init__(self, dataset: Dataset[T], maker: Maker) -> None:
+        self._dataset = dataset
+        self._maker = maker
+        self._closed = False
+        self._epoch = 0
+        self._snapshot = Snapshot(dataset, maker.asked["transform"])  # before a transform is run
+        self._current = maker.make(dataset, maker.asked)
+
+    @property
+    def dataset(self) -> Dataset[T]:
+        return self._dataset  # type: ignore[no-any-return]
+
+    @property
+    def plan(self) -> Plan:
+        return self._up_to_date().plan
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    # ---- for loaders ---------------------------------------------------------------------------------
+
+    @property
+    def _source(self) -> Source:
+        return self._current.source
+
+    @property
+    def _supply(self) -> SampleAccess:
+        return self._current.supply
+
+    @property
+    def _residents(self) -> ActiveWindow | None:
+        return self._current.residents
+
+    @property
+    def _neighbours(self) -> RemoteCache | None:
+        return self._current.neighbours
+
+    @property
+    def _store(self) -> Store | None:
+        """Where samples are kept; None if none are: see :attr:`SampleAccess.store`."""
+        return self._current.supply.store
+
+    # ---- samples -------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._up_to_date().plan.used
+
+    def __getitem__(self, index: Any) -> Any:
+        number = _number(index)
+        if number is None:
+            return self._answer(index)
+        current = self._up_to_date()
+        if not -current.plan.used <= number < current.plan.used:
+            if current.residents is not None:
+                raise IndexError(
+                    f"the window has {current.plan.used:,} resident samples, and no number {number}"
+                )
+            # Out of range: whatever the dataset itself says to that.
+            return current.source.finish(current.source.read(number))
+        return self._samples(current, np.array([number], np.int64))[0]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[T]:
+        """The samples of a batch, as DataLoader asks for them."""
+        current = self._up_to_date()
+        numbers = [_number(index) for index in indices]
+        if None in numbers:
+            many = getattr(self._dataset, "__getitems__", None)
+            if many is not None:
+                self._require_a_whole_answer("a batch of these indices")
+                return many(indices)  # type: ignore[no-any-return]
+            return [self[index] for index in indices]
+        ids = np.array(numbers, np.int64)
+        length = current.plan.used
+        if len(ids) and not (-length <= ids.min() and ids.max() < length):
+            return [self[index] for index in ids.tolist()]
+        return self._samples(current, ids)
+
+    @staticmethod
+    def _samples(current: Current, ids: Ids) -> list[Any]:
+        """The samples of these numbers, which are in range."""
+        ids[ids < 0] += current.plan.used
+        supply = current.supply
+        if current.residents is not None:
+            current.residents.count(len(ids), supply.ring, supply.tell)
+        return [current.source.finish(sample) for sample in supply.records(supply.numbers(ids))]
+
+    def _answer(self, index: Any) -> Any:
+        """What the dataset says to an index that is no integer."""
+        self._up_to_date()
+        self._require_a_whole_answer(f"dataset[{index!r}]")
+        return self._dataset[index]
+
+    def _require_a_whole_answer(self, what: str) -> None:
+        """Refuse what the dataset alone cannot answer.
+
+        Raises:
+            TypeError: there are transforms of samples, or a window, of which the dataset knows nothing.
+        """
+        if self._current.residents is not None:
+            raise TypeError(
+                "a window's samples are numbered from 0 to its length, and the dataset's own are others, so "
+                f"{printable(what)} cannot be asked of it; index it by integers."
+            )
+        if self._maker.asked["transform"] is not None:
+            raise TypeError(
+                f"transform= takes one sample, and {printable(what)} may be any number of them; index the "
+                "cached dataset by integers, or give the transform to the dataset itself."
+            )
+
+    # ---- the store -----------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """What the cache holds and has served, over all processes."""
+        return self._stats_of(self._up_to_date())
+
+    @staticmethod
+    def _stats_of(current: Current) -> Stats:
+        residents, ring = current.residents, current.supply.ring
+        replaced = residents.cursor(ring) if residents is not None else 0
+        store, used = current.supply.store, current.plan.used
+        if store is None:
+            return Stats(0, used, 0, 0, 0, current.supply.uncached, 0.0, replaced=replaced)
+        entries = residents.entries(None, ring) if residents is not None else None
+        peers = current.neighbours.traffic() if current.neighbours is not None else {}
+        return stats_of(store, used, entries, peers, replaced)
+
+    def check(self) -> list[str]:
+        """Verify every record; a sentence for each problem, an empty list if there is none."""
+        store = self._up_to_date().supply.store
+        return store.check() if store is not None else []
+
+    def clear(self) -> None:
+        """Forget every cached sample, in all processes; also those that an audit has found not to be right.
+
+        Raises:
+            SegmentError: another process went on writing samples for five seconds, or another machine of the
+                cluster has not said that it has forgotten its part.
+        """
+        store = self._up_to_date().supply.any_store
+        if store is not None and store.segment.live[Live.INVALIDATED] == DESTROYED:
+            raise SegmentError(f"{self.plan.name} cannot be cleared: its session was destroyed.")
+        if store is not None and not store.clear():
+            raise SegmentError(
+                f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
+            )
+        if store is not None and self._neighbours is not None:
+            self._neighbours.clear(store, self.plan.name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins; the data set is told as well, if it has a ``set_epoch``.
+
+        The order of samples is the sampler's: call ``loader.sampler.set_epoch(epoch)`` as ever. A cached
+        sample does not change with the epoch. A window moves on, if this is another epoch than the last;
+        with :class:`hotset.DataLoader` it does so by itself, and not a second time.
+
+        Raises:
+            Exception: what the data set has raised in a process that prepares a window's next samples.
+        """
+        current = self._up_to_date()
+        self._epoch = epoch
+        if current.residents is not None:
+            current.residents.announce(epoch, current.supply.ring, current.supply.tell)
+            current.supply.tell_of_machines()
+        # Two, where the chain was cut: what is read is a copy then.
+        for dataset in {id(known): known for known in (self._dataset, current.source.dataset)}.values():
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+
+    def close(self) -> None:
+        """Detach from the cache; samples come from the source from then on. Batches in hand stay valid."""
+        self._closed = True
+        self._current.close()
+
+    def __enter__(self) -> CachedDataset[T]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        # At the interpreter's end anything may be gone already, what this module has imported too.
+        with suppress(Exception):
+            self.close()
+
+    # ---- attributes ----------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_dataset" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CachedDataset.__annotations__ or name.startswith("__"):
+            object.__setattr__(self, name, value)
+            return
+        if hasattr(CachedDataset, name):
+            raise AttributeError(
+                f"{name!r} is the cached dataset's own and cannot be set; set the dataset's on `.dataset`"
+                + (", or call set_epoch()." if name == "epoch" else ".")
+            )
+        setattr(self._dataset, name, value)
+        self._begin_anew(name)
+
+    def _up_to_date(self) -> Current:
+        """What belongs to the plan, after another one was made if transforms have changed."""
+        if not self._snapshot.is_current():
+            self._begin_anew("transform", noticed=True)
+        return self._current
+
+    def _begin_anew(self, name: str, *, noticed: bool = False) -> None:
+        """Make another plan and cache, as this attribute was changed."""
+        what = f"{type(self._dataset).__name__}.{name}"
+        self._snapshot = Snapshot(self._dataset, self._maker.asked["transform"])
+        old, asked = self._current, self._maker.asked
+        if get_worker_info() is not None:
+            # Noticed: it was set before the worker began, and the main process sees it by its next pass.
+            here = f"{what} was set in a loader's worker, which reads its samples itself now."
+            self._read_uncached(None if noticed else here)
+            return
+        if self._closed:
+            self._read_uncached(None)
+            return
+        if asked["key"] is not None:
+            self._read_uncached(
+                f'{what} was set, and key="{asked["key"]}" names what was cached before, so samples come '
+                "from the source; set it before hotset.cache is called, with another key."
+            )
+            return
+        dropped = self._stats_of(old).cached
+        try:
+            alike = self._maker.meeting(self._dataset, asked) == old.meeting
+            if not alike:  # its memory is the new one's
+                old.close()
+            current = self._maker.make(self._dataset, asked)
+        except Exception as error:
+            self._read_uncached(f"{what} was set, and samples come from the source: {error}")
+            return
+        old.close()
+        note = f"made anew, as {what} was set"
+        self._current = current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note)))
+        self._take_up(old)
+        if dropped and name not in SITES and not alike:
+            warn(
+                f"{what} was set, and samples may depend on it, so what was cached ({dropped:,} samples) "
+                "is let go and they are cached anew; set what they do not depend on on `.dataset`."
+            )
+
+    def _take_up(self, old: Current) -> None:
+        """Go on with the window where it stood."""
+        before, now = old.residents, self._current.residents
+        if before is None or now is None or before.position.epoch < 0:
+            return
+        if before.sizes == now.sizes:
+            self._current.supply.go_to(before.position)
+
+    def _read_uncached(self, why: str | None) -> None:
+        """Have samples come from the dataset as it is now; nothing is cached any more."""
+        old = self._current
+        source = Source(self._dataset, (), (), chain_of(self._maker.asked["transform"]))
+        residents = old.residents.reading(source.read) if old.residents is not None else None
+        rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])
+        plan = replace(old.plan, rows=rows, sample_bytes=0, warnings=(why,) if why is not None else ())
+        supply = SampleAccess(source, plan, Attachment(None, None, plan.name), residents, None)
+        self._current = Current(source, plan, supply, residents, None, old.meeting)
+        old.close()
+        if why is not None:
+            warn(why)
+
+    # ---- the rest ------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"CachedDataset({self._dataset!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._up_to_date()
+        return {name: value for name, value in self.__dict__.items() if name != "_snapshot"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # By identity, so it is taken anew of what was unpickled; it was current when this was pickled.
+        self._snapshot = Snapshot(self._dataset, self._maker.asked["transform"])
+
+
+def _number(index: Any) -> int | None:
+    """An index as an integer; None if it is something else, or an array of one dimension or more."""
+    if type(index) is int:
+        return index
+    if isinstance(index, bool) or getattr(index, "dtype", None) in (torch.bool, np.bool_):
+        return None  # a mask, to a tensor
+    if getattr(index, "shape", ()) != ():
+        return None
+    try:
+        return operator.index(index)
+    except TypeError:
+        return None

@@ -1,0 +1,111 @@
+"""Identity: which data set, through which cached transforms; how ranks of a job find each other's cache.
+
+The fingerprint of what is cached is known only once the chains are cut, and cutting reads samples. Ranks
+that join a cache are to read none. So they meet by what is known before: the data set without its chains, the
+leading transforms that are deterministic by declaration or structure, and the names of the others. (Names
+only: a rank may seed its random transforms its own way.) Who finds a cache by that takes over where it is
+cut, computes the fingerprint with its own transforms, and joins if that is the cache's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotset.dataset.pipeline import Cuts, Pipeline, Source
+from hotset.dataset.transform_attributes import with_transforms
+from hotset.determinism.chain import leaves
+from hotset.determinism.fingerprint import Fingerprint, fingerprint
+from hotset.determinism.verdict import name_of, verdict_of
+
+__all__ = ["Identity", "NotShared", "unshareable"]
+
+
+class NotShared(Exception):
+    """What is cached is not to be shared with other jobs; the message says why."""
+
+
+def unshareable(unknowns: Sequence[str]) -> str:
+    """Why a cache of what these phrases are about is its process's alone."""
+    return (
+        f"{unknowns[0]}, so no other process can tell that it has the same; give it a key= to share the cache"
+    )
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is known of a data set before it is read.
+
+    Attributes:
+        base: digest of the data set without its chains; the user's ``key=`` if there is one.
+        by_key: whether the user has named it.
+        meeting: what ranks of one job find each other's cache by.
+        notes: sentences about what was sampled only, or does not count.
+        unknowns: phrases about what could not be looked into: then no other process has this identity.
+    """
+
+    base: str
+    by_key: bool
+    meeting: str
+    notes: tuple[str, ...] = ()
+    unknowns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, uncut: Pipeline, key: str | None, *settings: Any) -> Identity:
+        """Look at a data set, without reading a sample.
+
+        Args:
+            uncut: the data set and its chains.
+            key: the user's name for what is cached.
+            settings: what else must be the same for two ranks to share; JSON's types.
+
+        Raises:
+            OSError: see :func:`hotset.determinism.fingerprint.fingerprint`.
+        """
+        chains = [*((site.name, site.chain) for site in uncut.sites), ("given", uncut.given)]
+        length = len(uncut.dataset)
+        if key is not None:
+            live = any(_leading(leaves(chain)) < len(leaves(chain)) for _, chain in chains)
+            return cls(key, True, json.dumps(["hotset.cache", key, length, live, *settings]))
+        bare = with_transforms(uncut.dataset, {site.name: None for site in uncut.sites})
+        found = fingerprint(bare)
+        leading = [(leaves(chain)[: _leading(leaves(chain))], leaves(chain)) for _, chain in chains]
+        known = [fingerprint((), list(first)) for first, _ in leading]
+        others = [list(map(name_of, steps[len(first) :])) for first, steps in leading]
+        said = [
+            [name, each.digest, rest] for (name, _), each, rest in zip(chains, known, others, strict=True)
+        ]
+        meeting = json.dumps(["hotset.cache", found.digest, length, said, *settings])
+        every = (found, *known)
+        return cls(found.digest, False, meeting, _all_of(every, "notes"), _all_of(every, "unknowns"))
+
+    def fingerprint(self, uncut: Pipeline, cuts: Cuts, source: Source) -> Fingerprint:
+        """Of what is cached: the data set, and its transforms up to the cut; or the user's key."""
+        own = Fingerprint(self.base, self.notes, self.unknowns)
+        if self.by_key or (not uncut.sites and not source.prefix):
+            return own
+        digest = hashlib.blake2b(digest_size=16)
+        names = [site.name for site in uncut.sites]
+        steps = fingerprint((source.inner, source.prefix))
+        parts = [self.base, json.dumps([names, cuts.where]), steps.digest]
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part.encode())
+        both = (own, steps)
+        return Fingerprint(digest.hexdigest(), _all_of(both, "notes"), _all_of(both, "unknowns"))
+
+
+def _all_of(fingerprints: Sequence[Fingerprint], name: str) -> tuple[str, ...]:
+    """What is said in any of them, each once."""
+    return tuple(dict.fromkeys(text for each in fingerprints for text in getattr(each, name)))
+
+
+def _leading(steps: Sequence[Any]) -> int:
+    """How many transforms at the beginning are known to be deterministic, and draw nothing."""
+    for count, step in enumerate(steps):
+        verdict = verdict_of(step)
+        if verdict.kind != "deterministic" or verdict.draws:
+            return count
+    return len(steps)

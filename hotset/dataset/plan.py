@@ -1,0 +1,235 @@
+"""The plan: what is cached of a data set, what stays live, and why, for people to read.
+
+How it is made is :mod:`hotset.dataset.planner`'s.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotset.dataset.cut_search import Row
+from hotset.dataset.pipeline import Cuts
+from hotset.dataset.window import Sizes
+from hotset.session.job import this_job
+from hotset.units import format_bytes, format_seconds
+
+__all__ = ["Plan", "table"]
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What :func:`hotset.cache` decided; ``print(plan)`` shows it, and so do a prompt and a notebook.
+
+    Attributes:
+        name: the data set's class, for people.
+        fingerprint: 32 hexadecimal digits that tell source and cached transforms from any other, or the key.
+        rows: the data set and its transforms, in the order in which they are applied: see
+            :class:`~hotset.dataset.cut_search.Row`.
+        samples: length of the data set.
+        sample_bytes: mean bytes of a record, measured on the samples that were read; 0 if none can be cached.
+        sample_seconds: that reading one takes typically, cached transforms included, in one thread.
+        refused: share of the samples that cannot be cached, 0 to 1, as far as those tell that were read.
+        limit: bytes that the cache may take.
+        window: sizes of the running window; None if all samples are used in each epoch.
+        spill: the folder for samples that memory has no room for; None if there is none.
+        audited: whether hits are compared with the source now and then: not where a declaration is believed
+            against the evidence.
+        notes: sentences about how this was decided.
+        warnings: sentences about what the user should know at once.
+        held: bytes of ``limit`` that other caches of the session hold, or the machine does not have now.
+    """
+
+    name: str
+    fingerprint: str
+    rows: tuple[Row, ...]
+    samples: int
+    sample_bytes: int
+    sample_seconds: float
+    refused: float
+    limit: int
+    window: Sizes | None
+    spill: str | None
+    audited: bool
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    held: int = 0
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """Names of what runs once per sample, in order."""
+        return tuple(row.name for row in self.rows if row.cached)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Names of what runs for each use, in order."""
+        return tuple(row.name for row in self.rows if not row.cached)
+
+    @property
+    def live_seconds(self) -> float:
+        """Seconds that the live transforms take for a sample typically, as far as they were run."""
+        return sum(row.seconds or 0.0 for row in self.rows if not row.cached)
+
+    @property
+    def used(self) -> int:
+        """How many samples an epoch uses: all, or a window's residents."""
+        return self.window.resident if self.window is not None else self.samples
+
+    @property
+    def total_bytes(self) -> int:
+        """What all samples that can be cached would take; of a window's, those that are prepared too."""
+        count = self.window.slots if self.window is not None else self.samples
+        return round(count * (1.0 - self.refused)) * self.sample_bytes
+
+    @property
+    def fits(self) -> float:
+        """Share of all samples, or of a window's, that can be cached and have room, 0 to 1."""
+        if not self.total_bytes:
+            return 0.0
+        return min(1.0, self.room / self.total_bytes) * (1.0 - self.refused)
+
+    @property
+    def room(self) -> int:
+        """Bytes that the cache may take as things stand."""
+        return max(self.limit - self.held, 0)
+
+    def epoch_seconds(self, *, cached: bool = True) -> float:
+        """What the source and the transforms take in one epoch, in one process with one thread.
+
+        Args:
+            cached: from the second epoch on, with as much cached as fits; else without any cache. What is
+                on the disk counts as cached: how fast that is, nobody has tried.
+        """
+        misses = 1.0 if not cached else self.refused if self.spill is not None else 1.0 - self.fits
+        return self.used * (misses * self.sample_seconds + self.live_seconds)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """How many batches an epoch has, the last one counted if it is smaller."""
+        return math.ceil(self.used / batch_size)
+
+    def epochs_for(self, steps: int, batch_size: int) -> float:
+        """How many epochs that many steps take."""
+        return steps / self.steps_per_epoch(batch_size)
+
+    def about(self, memory: int | str, cuts: Cuts) -> dict[str, Any]:
+        """What the cache's metadata say of it, as JSON's types, for the ranks that join.
+
+        Args:
+            memory: what the user asked for.
+            cuts: where the chains are cut."""
+        found = (
+            "name",
+            "fingerprint",
+            "rows",
+            "sample_bytes",
+            "sample_seconds",
+            "refused",
+            "limit",
+            "window",
+            "audited",
+        )
+        said: dict[str, Any] = {
+            "job": this_job().offers,
+            "pid": os.getpid(),
+            "memory": memory,
+            "cuts": cuts.to_json(),
+        }
+        said["spills_to"] = self.spill
+        return {**said, **{field: getattr(self, field) for field in found}}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON's types; the keys stay what they are.
+
+        Returns:
+            ``name, fingerprint, samples, used, sample_bytes, sample_seconds, limit, held, room, total_bytes,
+            fits, spill, audited, notes, warnings`` are the attributes and properties. ``window`` is a
+            dictionary of :class:`~hotset.dataset.window.Sizes`, or None, and ``transforms`` a list of
+            dictionaries of :class:`~hotset.dataset.cut_search.Row`, the dataset first. Times are in seconds,
+            sizes in bytes.
+
+        Example:
+            >>> import hotset, json, torch
+            >>> from torch.utils.data import TensorDataset
+            >>> plan = hotset.cache(TensorDataset(torch.arange(4)), memory="1MiB").plan
+            >>> json.loads(json.dumps(plan.to_dict()))["transforms"][0]["name"]
+            'TensorDataset'
+        """
+        plain = "name fingerprint samples used sample_bytes sample_seconds limit held room total_bytes fits"
+        return {
+            **{name: getattr(self, name) for name in (*plain.split(), "spill", "audited")},
+            "window": self.window._asdict() if self.window is not None else None,
+            "transforms": [row._asdict() for row in self.rows],
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+        }
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """What there is to tell besides the transforms, each with its label."""
+        share = "all of them fit" if self.fits >= 1 else f"{self.fits:.0%} of them fit"
+        room = format_bytes(self.room)
+        if self.held:
+            room += f" ({format_bytes(self.limit)} less what others hold)"
+        if self.spill is not None and self.room < self.total_bytes:
+            share += f", the others go to {self.spill}"
+        reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
+        after, without = (format_seconds(self.epoch_seconds(cached=cached)) for cached in (True, False))
+        epochs = f"{after} of reading and transforming, {without} without the cache (one process, one thread)"
+        return [
+            ("data set", f"{self.name}, {self.samples:,} samples"),
+            ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
+            *([("window", self._window_text(self.window))] if self.window is not None else []),
+            ("memory", f"{room} for {format_bytes(self.total_bytes)}: {share}"),
+            ("an epoch", epochs),
+            ("fingerprint", self.fingerprint),
+            *(("note", note) for note in (*self.notes, *self.warnings)),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([table(self.rows), *(f"{label:<12} {text}" for label, text in self._facts())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        steps = [_html_row(cells, "td" if number else "th") for number, cells in enumerate(_cells(self.rows))]
+        facts = [_html_row(fact, "td") for fact in self._facts()]
+        return f"<table>{''.join(steps)}</table><table>{''.join(facts)}</table>"
+
+    @staticmethod
+    def _window_text(window: Sizes) -> str:
+        seen = window.epochs_until_all_seen
+        rate = f"{window.replaced:,} are replaced after each epoch"
+        if window.auto:
+            rate = f"those that are ready, up to {window.replaced:,}, are replaced after each epoch"
+        when = "the others are never used" if seen is None else f"all are seen after {seen:,} epochs"
+        return f"{window.resident:,} of {window.samples:,} samples are resident, {rate}, and {when}"
+
+
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    shown = "".join(f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in cells)
+    return f"<tr>{shown}</tr>"
+
+
+def _cells(rows: tuple[Row, ...]) -> list[tuple[str, str, str, str, str]]:
+    """The transforms, a line each, under a heading."""
+    lines = [("", "", "ms", "bytes", "")]
+    for row in rows:
+        seconds = "" if row.seconds is None else f"{row.seconds * 1e3:.3g}"
+        size = "" if row.bytes is None else format_bytes(row.bytes)
+        where = "cached" if row.cached else "live"
+        lines.append((where, row.name, seconds, size, f"{row.kind}: {row.evidence}"))
+    return lines
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """The transforms, a line each, with the cut between two of them."""
+    lines = _cells(rows)
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return "\n".join(
+        f"{where:<{widths[0]}}  {name:<{widths[1]}}  {ms:>{widths[2]}}  {size:>{widths[3]}}  {why}".rstrip()
+        for where, name, ms, size, why in lines
+    )

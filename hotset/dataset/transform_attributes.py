@@ -1,0 +1,193 @@
+"""Where data sets keep their transforms, and how to give a data set others without changing it.
+
+===================  ====================================================================================
+``transform``        of the picture, or of the whole item: torchvision's data sets, MONAI's ``Dataset``
+``target_transform``  of the label
+``transforms``       of both at once, called with two values (torchvision's detection data sets); where it
+                     only holds the two others, as torchvision makes it from them, those are meant
+===================  ====================================================================================
+
+A list of transforms, which the data set applies itself, is exchanged for a list of one.
+
+``Subset`` is looked through, and so is ``ConcatDataset`` where all parts have equal chains. What has a chain
+of its own is not looked through: what it wraps stays whole.
+
+All this can be set at any time, by anybody who has the dataset. A :class:`Snapshot` tells whether it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import ConcatDataset, Subset
+
+from hotset.determinism.fingerprint import fingerprint
+
+__all__ = ["SITES", "Snapshot", "TransformAttribute", "transform_attributes_of", "with_transforms"]
+
+SITES = ("transform", "target_transform", "transforms")
+# Where containers of transforms hold their children: torchvision's, MONAI's, albumentations', torch.nn's.
+_CONTAINED = ("transform", "target_transform", "transforms", "_modules")
+_DEEPEST = 8
+_ABSENT = object()
+
+
+class TransformAttribute(NamedTuple):
+    """An attribute of a data set that holds a chain."""
+
+    name: str
+    chain: Any
+
+
+def transform_attributes_of(dataset: Any) -> tuple[TransformAttribute, ...]:
+    """Where a data set, or what a Subset or ConcatDataset wraps, keeps its transforms; empty for nowhere.
+
+    Example:
+        >>> import types
+        >>> transform_attributes_of(types.SimpleNamespace(transform=len, other=min))
+        (TransformAttribute(name='transform', chain=<built-in function len>),)
+    """
+    own = _own(dataset)
+    if own:
+        return own
+    if isinstance(dataset, Subset):
+        return transform_attributes_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        parts = [transform_attributes_of(part) for part in dataset.datasets]
+        return parts[0] if all(_equal(parts[0], part) for part in parts[1:]) else ()
+    return ()
+
+
+def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
+    """A shallow copy of a data set, and of what it wraps, with other transforms.
+
+    Args:
+        dataset: has the sites that are named.
+        chains: for each site's name what it is to hold; others keep what they hold.
+    """
+    if not chains:
+        return dataset
+    twin = copy.copy(dataset)
+    if not _own(dataset):
+        if isinstance(dataset, Subset):
+            twin.dataset = with_transforms(dataset.dataset, chains)
+        else:
+            twin.datasets = [with_transforms(part, chains) for part in dataset.datasets]
+        return twin
+    pair = _pair(dataset)
+    if pair is not None:
+        twin.transforms = copy.copy(pair)
+        for name in chains:
+            setattr(twin.transforms, name, chains[name])
+    for name, chain in chains.items():
+        held = getattr(dataset, name)
+        setattr(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
+    return twin
+
+
+class Snapshot:
+    """What a dataset, and what it wraps, hold as transforms in this process.
+
+    Objects are compared by identity, as that is cheap enough for each batch: attributes, and the children of
+    containers. A parameter that changes inside a transform is not seen.
+
+    Args:
+        dataset: the user's.
+        given: further transforms, whose containers are looked into.
+
+    Example:
+        >>> import types
+        >>> dataset = types.SimpleNamespace(transform=len)
+        >>> held = Snapshot(dataset)
+        >>> held.is_current()
+        True
+        >>> dataset.transform = min
+        >>> held.is_current()
+        False
+    """
+
+    def __init__(self, dataset: Any, given: Any = ()) -> None:
+        self._held: list[tuple[Any, str, Any]] = []
+        self._children: list[tuple[Any, tuple[Any, ...]]] = []
+        chains = [given]
+        for owner in _owners(dataset):
+            for name in SITES:
+                self._held.append((owner, name, vars(owner).get(name, _ABSENT)))
+                chains.append(vars(owner).get(name))
+        for chain in chains:
+            self._look_into(chain, 0)
+
+    def _look_into(self, chain: Any, depth: int) -> None:
+        if isinstance(chain, (list, tuple, dict)):
+            children = tuple(chain.values() if isinstance(chain, dict) else chain)
+            if not isinstance(chain, tuple):
+                self._children.append((chain, children))
+            for child in children:
+                self._look_into(child, depth + 1)
+        elif depth < _DEEPEST and callable(chain) and hasattr(chain, "__dict__"):
+            for name in _CONTAINED:
+                if name in vars(chain):
+                    self._held.append((chain, name, vars(chain)[name]))
+                    self._look_into(vars(chain)[name], depth + 1)
+
+    def is_current(self) -> bool:
+        """Whether all of it is what it was."""
+        for owner, name, value in self._held:
+            if owner.__dict__.get(name, _ABSENT) is not value:
+                return False
+        for container, children in self._children:
+            now = container.values() if isinstance(container, dict) else container
+            if len(now) != len(children) or not all(map(operator.is_, now, children)):
+                return False
+        return True
+
+
+def _owners(dataset: Any) -> list[Any]:
+    """The objects whose attributes may hold transforms."""
+    found = [dataset] if hasattr(dataset, "__dict__") else []
+    if isinstance(dataset, Subset):
+        found += _owners(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        found += [owner for part in dataset.datasets for owner in _owners(part)]
+    return found
+
+
+def _own(dataset: Any) -> tuple[TransformAttribute, ...]:
+    names = ["transform", "target_transform"]
+    if _held(dataset, "transforms") is not None and _pair(dataset) is None:
+        names.append("transforms")
+    return tuple(
+        TransformAttribute(name, chain) for name in names if (chain := _held(dataset, name)) is not None
+    )
+
+
+def _held(dataset: Any, name: str) -> Any | None:
+    """A chain in this attribute of the object itself; not what a wrapper's ``__getattr__`` reaches."""
+    value = inspect.getattr_static(dataset, name, None)
+    of_class = isinstance(value, (staticmethod, classmethod, property)) or inspect.isfunction(value)
+    if of_class and name not in getattr(dataset, "__dict__", {}):
+        return None  # a method called `transform` is no attribute to be exchanged
+    return value if callable(value) or (isinstance(value, (list, tuple)) and value) else None
+
+
+def _pair(dataset: Any) -> Any | None:
+    """torchvision's ``transforms``, where it holds just the data set's two others."""
+    pair = inspect.getattr_static(dataset, "transforms", None)
+    if pair is None or not hasattr(pair, "transform") or not hasattr(pair, "target_transform"):
+        return None
+    same = all(
+        getattr(pair, name) is inspect.getattr_static(dataset, name, None)
+        for name in ("transform", "target_transform")
+    )
+    return pair if same else None
+
+
+def _equal(one: tuple[TransformAttribute, ...], other: tuple[TransformAttribute, ...]) -> bool:
+    if [site.name for site in one] != [site.name for site in other]:
+        return False
+    chains = [(a.chain, b.chain) for a, b in zip(one, other, strict=True)]
+    return all(a is b or fingerprint((), [a]).digest == fingerprint((), [b]).digest for a, b in chains)

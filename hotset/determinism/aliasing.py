@@ -1,0 +1,283 @@
+"""Whose is a value? What a source hands out by reference is copied before anything may change it.
+
+A list of dicts gives its own dicts, a ``TensorDataset`` views of the user's tensors, an in-memory cache what
+it will give again. A transform that works in place would change the user's data, and would do so once more
+with each reading. A decoded picture, on the other hand, is the reader's alone, and copying it is waste. So
+:func:`owned` asks each value whether anybody else can reach it, and copies it unless the answer is a proof:
+
+=======================  ==============================================================================
+value                    nobody else can reach it, if
+=======================  ==============================================================================
+number, text, ...        always: it cannot change
+dict, list, tuple        only its holder refers to it, and so with each of its parts
+tensor                   and its storage has no other tensor, and is torch's own memory
+array                    and it owns its memory, or its base does, which only this array refers to
+PIL image                only its holder refers to it: an image shares its memory with nothing
+an object from Python    only its holder refers to it, and so with each of its attributes
+anything else            never
+=======================  ==============================================================================
+
+"Only its holder" is the interpreter's count of references, compared with what is counted for a new object on
+the same way. Where the count is higher for another reason (a tracer, a traceback) the value is copied: that
+costs time only. It is decided for each sample, as a source may hand out references for some only.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.determinism.introspection import attributes, solid_base
+
+__all__ = ["copied", "owned", "owns_all"]
+
+_ATOMS: tuple[Any, ...] = (
+    *(int, float, complex, str, bytes, type(None), type(...), enum.Enum, PurePath, range, type),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, np.dtype, np.number, np.bool_),
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
+)
+_ATOM_TYPES = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+# What torch counts of a storage is not in its public interface: without it each tensor is copied.
+_uses_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def owned(value: Any, refused: Callable[[object, Exception], None] | None = None) -> Any:
+    """Return the value itself if nobody else can reach it, else a copy.
+
+    Must be called with the value as it comes (``owned(dataset[3])``): a variable of the caller's is somebody
+    else who can reach it.
+
+    Args:
+        value: a sample, or part of one.
+        refused: see :func:`copied`.
+
+    Example:
+        >>> items = [{"x": 1}]
+        >>> owned(items[0]) is items[0], owned(items[0]) == items[0]
+        (False, True)
+    """
+    count = sys.getrefcount(value)
+    kind = type(value)
+    if kind in _ATOM_TYPES:
+        return value
+    if kind is _Gauge:
+        return count
+    return value if count <= _PASSED and _is_alone(value, kind) else copied(value, refused)
+
+
+def owns_all(values: list[Any]) -> bool:
+    """Whether nobody but this list can reach any of the values; the caller must not hold one either."""
+    return _alone_in(values)
+
+
+class _Gauge:
+    """A new object, to see what is counted for one."""
+
+
+def _alone_in(values: Iterable[Any]) -> bool:
+    """Whether each value is reached by the container only that is gone through here."""
+    for value in values:
+        count = sys.getrefcount(value)
+        kind = type(value)
+        if kind in _ATOM_TYPES:
+            continue
+        if count > _CONTAINED or not _is_alone(value, kind):
+            return False
+    return True
+
+
+def _is_alone(value: Any, kind: type) -> bool:
+    """Whether a value that only its holder refers to shares nothing that can change with anybody."""
+    if kind is torch.Tensor:
+        return _tensor_is_alone(value)
+    if kind is tuple or kind is list:
+        return _alone_in(value)
+    if kind is dict:
+        return _alone_in(value.values())
+    if issubclass(kind, _ATOMS):
+        return True
+    if weakref.getweakrefcount(value):
+        return False
+    if issubclass(kind, np.ndarray):
+        return kind is np.ndarray and _array_is_alone(value)
+    if _is_image(kind):
+        return True
+    if issubclass(kind, torch.Tensor):
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return _tensor_is_alone(value) and _alone_in(vars(value).values())
+    if kind is bytearray or kind is set or kind is frozenset:
+        return True  # what is in a set cannot change, or its hash would
+    if kind.__dictoffset__ and _is_from_python(kind):
+        return _alone_in(vars(value).values())
+    return False
+
+
+def _tensor_is_alone(tensor: torch.Tensor) -> bool:
+    if _uses_of is None or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    if weakref.getweakrefcount(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    # The tensor and the object that was just asked for. A view has a base as well, which others may hold: it
+    # is copied. Memory that torch has not allocated itself (numpy's, a file's) cannot be resized.
+    return _uses_of(storage._cdata) <= 2 and storage.resizable()
+
+
+def _array_is_alone(array: np.ndarray[Any, Any]) -> bool:
+    if array.dtype.hasobject:
+        return False
+    base = array.base
+    if base is None:
+        return bool(array.flags.owndata)
+    # The view and the variable; numpy has no chains of views. One more for the argument.
+    return type(base) is np.ndarray and base.flags.owndata and sys.getrefcount(base) <= _CONTAINED
+
+
+def _is_from_python(kind: type) -> bool:
+    """Whether an object of this class is its ``__dict__``, and nothing else."""
+    slots = any(vars(cls).get("__slots__") for cls in kind.__mro__)
+    return solid_base(kind) is object and not slots
+
+
+def _is_image(kind: type) -> bool:
+    module = sys.modules.get("PIL.Image")
+    return module is not None and issubclass(kind, module.Image)
+
+
+# ---- copying -------------------------------------------------------------------------------------------
+
+
+def copied(value: Any, refused: Callable[[object, Exception], None] | None = None) -> Any:
+    """Return a deep copy, in which what was one object before is one again.
+
+    Of a view its own elements are copied, not all the memory that it looks into. A part that cannot be
+    copied, an open file say, stays itself.
+
+    Args:
+        value: a sample, or part of one.
+        refused: is told of each part that stays itself, and why.
+
+    Example:
+        >>> table = torch.zeros(1_000_000, 2)
+        >>> copied([table[0]])[0].untyped_storage().nbytes()
+        8
+    """
+    return _copy(value, {}, refused)
+
+
+def _copy(value: Any, memo: dict[int, Any], refused: Callable[[object, Exception], None] | None) -> Any:
+    kind = type(value)
+    if kind in _ATOM_TYPES:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    made: Any
+    if kind is dict:
+        memo[id(value)] = made = {}
+        made.update((key, _copy(part, memo, refused)) for key, part in value.items())
+    elif kind is list:
+        memo[id(value)] = made = []
+        made.extend(_copy(part, memo, refused) for part in value)
+    elif kind is tuple:
+        memo[id(value)] = made = tuple([_copy(part, memo, refused) for part in value])
+    elif kind is torch.Tensor:
+        memo[id(value)] = made = _copy_of_tensor(value)
+    else:
+        made = _copy_of_object(value, memo, refused)
+    return made
+
+
+def _is_left_out(made: Any, name: str, value: Any) -> bool:
+    return type(value) in _ATOM_TYPES and name not in vars(made)
+
+
+def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without what a subclass adds to a tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = tensor.clone() if tensor.requires_grad and not tensor.is_leaf else tensor.detach().clone()
+        if type(tensor) is not torch.Tensor:
+            made = made.as_subclass(type(tensor))
+        return made.requires_grad_() if tensor.requires_grad and tensor.is_leaf else made
+
+
+def _copy_of_object(
+    value: Any, memo: dict[int, Any], refused: Callable[[object, Exception], None] | None
+) -> Any:
+    """The copy that :mod:`copy` makes of it, but for the tensors in it."""
+    try:
+        # torch's own copy of a tensor is one of its whole storage.
+        for tensor in _tensors_in(value, set()):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = made = _copy_of_tensor(tensor)
+                if type(tensor) is not torch.Tensor:
+                    vars(made).update(copy.deepcopy(vars(tensor), memo))
+        made = copy.deepcopy(value, memo)
+        if _is_image(type(value)):  # its own copy has the pixels, and no longer says which file they are of
+            vars(made).update({n: v for n, v in vars(value).items() if _is_left_out(made, n, v)})
+        return made
+    except Exception as error:
+        memo[id(value)] = value
+        if refused is not None:
+            refused(value, error)
+        return value
+
+
+def _tensors_in(value: Any, entered: set[int]) -> Iterable[torch.Tensor]:
+    kind = type(value)
+    if kind in _ATOM_TYPES or issubclass(kind, _ATOMS) or id(value) in entered:
+        return
+    if issubclass(kind, torch.Tensor):
+        if kind is torch.Tensor or _is_of_more(value):
+            yield value
+        return
+    entered.add(id(value))
+    if issubclass(kind, _CONTAINERS):
+        for part in dict.values(value) if issubclass(kind, dict) else value:
+            yield from _tensors_in(part, entered)
+    for part in attributes(value).values():
+        yield from _tensors_in(part, entered)
+
+
+def _is_of_more(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass looks into more memory than it has elements."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.layout is torch.strided and not tensor.is_meta
+        return plain and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+# ---- what is counted for a new object ------------------------------------------------------------------
+
+
+def _passed() -> int:
+    """The count in :func:`owned` of a new object that was handed to it."""
+    counts: list[int] = [owned(_Gauge()) for _ in range(3)]
+    return min(counts)
+
+
+def _contained() -> int:
+    """The count of a new object in a list, as that is gone through."""
+    counts = []
+    for value in [_Gauge(), _Gauge()]:
+        counts.append(sys.getrefcount(value))  # in a comprehension it may be another
+    return min(counts)
+
+
+# Never more than is known of any interpreter: a tracer that holds on to variables must not raise them.
+_PASSED = 0
+_PASSED = min(_passed(), 2 if sys.version_info >= (3, 11) else 3)
+_CONTAINED = min(_contained(), 3)

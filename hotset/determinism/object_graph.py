@@ -1,0 +1,147 @@
+"""What is within reach of an object: on its attributes, in closures, defaults, base classes, globals.
+
+A transform's generator, or a training step's optimizer, hangs somewhere: on an attribute, in a list of
+augmenters, in a closure, as a default argument, on a base class, or in the module that a method looks into.
+The search goes breadth first, so that what is near is found before the bounds are reached, looks at
+attributes without running any code of the object, and never copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.determinism.code_dependencies import loaded_globals
+from hotset.determinism.introspection import attributes
+
+__all__ = ["within_reach"]
+
+Kinds = tuple[type, ...]
+
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
+_NAMED = (type, types.FunctionType)
+_OBJECTS = 50_000
+_DEPTH = 16
+_OF_ONE_CONTAINER = 256
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray})
+# Their classes hold nothing that is looked for, and have thousands of attributes.
+_LIBRARIES = sys.stdlib_module_names | {"builtins", "numpy", "torch"}
+
+
+def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str, object]]:
+    """Every object of these kinds within reach of the holders and the path to it, near ones first.
+
+    Args:
+        holders: where to begin; a list or tuple stands for its elements.
+        kinds: classes. What such an object holds itself is not looked at.
+
+    Example:
+        >>> import random
+        >>> rng = random.Random(1)
+        >>> def flip(image): return image[::-1] if rng.random() < 0.5 else image
+        >>> [path for path, _ in within_reach([flip], (random.Random,))]
+        ['flip -> rng']
+    """
+    seen: dict[int, object] = {}  # and kept, as an id is only a name while its object lives
+    # A chain given as one holder is named after its parts: "Flip.rng", not "tuple[1].rng".
+    chains: Iterator[Any] = (holder if type(holder) in (list, tuple) else (holder,) for holder in holders)
+    for holder in itertools.chain.from_iterable(chains):
+        queue: deque[tuple[str, Any, int]] = deque([(_name(holder), holder, 0)])
+        bound = len(seen) + _OBJECTS
+        while queue and len(seen) < bound:
+            path, node, depth = queue.popleft()
+            if type(node) in _ATOMS or id(node) in seen:
+                continue
+            seen[id(node)] = node
+            if issubclass(type(node), kinds):
+                yield path, node
+            elif depth < _DEPTH:
+                for label, child in _reachable(node, kinds):
+                    # What hangs on a class is named after it: an instance may have one of that name as well.
+                    here = child.__qualname__ if issubclass(type(child), type) else path + label
+                    queue.append((here, child, depth + 1))
+
+
+def _name(holder: Any) -> str:
+    if issubclass(type(holder), types.MethodType):
+        return _name(holder.__self__)
+    return str(holder.__qualname__ if issubclass(type(holder), _NAMED) else type(holder).__qualname__)
+
+
+def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
+    """What hangs on one object, each with what leads to it in the path.
+
+    Asks ``type(node)`` throughout: ``isinstance`` would read the object's own ``__class__`` too.
+    """
+    kind = type(node)
+    if issubclass(kind, types.ModuleType):
+        return
+    if issubclass(kind, type):
+        yield from _of_class(node)
+        return
+    if issubclass(kind, types.FunctionType):
+        yield from _of_function(node, kinds)
+    elif issubclass(kind, types.MethodType):
+        yield from (("", node.__self__), ("", node.__func__))
+    elif issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
+        yield ".__self__", node.__self__
+    elif issubclass(kind, functools.partial):
+        yield from ((".func", node.func), (".args", node.args), (".keywords", node.keywords))
+    elif issubclass(kind, (staticmethod, classmethod)):
+        yield "", node.__func__
+    elif issubclass(kind, property):
+        yield from (("", accessor) for accessor in (node.fget, node.fset) if accessor)
+    elif issubclass(kind, _CONTAINERS):
+        yield from _of_container(node)
+    for name, value in attributes(node).items():
+        yield f".{name}", value
+    for cls in kind.__mro__:
+        yield "", cls
+
+
+def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
+    if cls.__module__.split(".")[0] not in _LIBRARIES:
+        for name, value in list(vars(cls).items()):
+            yield f".{name}", value
+
+
+def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:  # a cell that nothing was put into yet
+            continue
+    positional = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    yield from ((f"({name}=)", value) for name, value in zip(positional[::-1], defaults[::-1], strict=False))
+    yield from ((f"({name}=)", value) for name, value in (function.__kwdefaults__ or {}).items())
+    for name, *_ in loaded_globals(code):
+        value = function.__globals__.get(name)
+        module = value.__module__ if issubclass(type(value), _NAMED) else type(value).__module__
+        # Of a module's globals, what is looked for or may hold it, and what is of the same module: the rest
+        # of the world is libraries.
+        if issubclass(type(value), (*kinds, *_CONTAINERS)) or module == function.__module__:
+            yield f" -> {name}", value
+
+
+def _of_container(node: Any) -> Iterator[tuple[str, Any]]:
+    """Its elements; of a large one, evenly spread ones. A list of a million paths is passed by at once.
+
+    Read by the container's own methods, as those of a subclass may compute what they return.
+    """
+    base = next(base for base in _CONTAINERS if issubclass(type(node), base))
+    if set(map(type, base.values(node) if base is dict else base.__iter__(node))) <= _ATOMS:
+        return
+    labelled = base.items(node) if base is dict else enumerate(base.__iter__(node))
+    step = max(1, base.__len__(node) // _OF_ONE_CONTAINER)
+    for label, value in itertools.islice(labelled, 0, None, step):
+        yield f"[{label!r}]", value

@@ -1,0 +1,214 @@
+"""Going round a loader without end, as far as each call wants, and saying how far that was.
+
+A pass begins when its first batch is wanted, not when the last batch of the pass before was taken: the
+model's draws of that step come before the sampler's. What deals or shuffles by epoch (``set_epoch``) is told
+of each new pass, as nobody else could.
+
+Where all samples are resident on the device, what is drawn is not batches but rows, all that a call wants at
+once: one upload for many steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hotset.device.gpu_cache import Serving
+from hotset.device.queue import DeviceQueue
+from hotset.errors import ArgumentError, StateError
+
+__all__ = ["BatchCycle", "Drawn"]
+
+
+class Drawn(NamedTuple):
+    """What a step runs on.
+
+    Attributes:
+        batch: on the device; rows (int64) if ``serving`` is given.
+        serving: the resident samples that these are rows of.
+    """
+
+    batch: Any
+    serving: Serving | None = None
+
+
+class BatchCycle:
+    """Batches without end.
+
+    Args:
+        queue: where they come from.
+        own: whether it is nobody else's, and closed with this.
+    """
+
+    def __init__(self, queue: DeviceQueue[Any], own: bool = True) -> None:
+        self.queue = queue
+        self._own = own
+        self._pass: Iterator[Any] | None = None
+        self._passes = 0
+        self._taken = 0
+        self._empty = True  # whether the pass has given nothing so far, not even an exception
+        self._dealt: Any = None  # the epoch of what deals or shuffles, as the pass began
+        self._ready: deque[tuple[Drawn, Any]] = deque()  # each with the loader's state before it
+        self._ended: Exception | None = None  # what ended these early
+
+    @property
+    def length(self) -> int | None:
+        """Batches of a pass; None if the loader cannot tell."""
+        try:
+            return len(self.queue)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def epoch(self) -> int:
+        """Passes that were completed."""
+        return self._passes + (self._taken > 0 and self._taken == self.length)
+
+    @property
+    def step(self) -> int:
+        """Batches of the current pass that were taken; 0 at its end."""
+        return 0 if self._taken == self.length else self._taken
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the batch that was drawn last may be the last of its pass."""
+        return self.length in (None, self._taken)
+
+    def draw(self, wanted: int) -> Drawn:
+        """The next batch.
+
+        Args:
+            wanted: how many the caller is going to draw, this one counted.
+
+        Raises:
+            ArgumentError: the loader gives nothing at all.
+            Exception: what the loader raises.
+        """
+        while not self._ready:
+            if not self._draw_more(wanted):
+                self._end_pass()
+        drawn, _ = self._ready.popleft()
+        self._taken += 1
+        if drawn.serving is not None:
+            self.queue.count(drawn.batch)
+        return drawn
+
+    def _draw_more(self, wanted: int) -> bool:
+        """Have something ready; False if the pass is over."""
+        try:
+            if self._ended is not None:
+                error, self._ended = self._ended, None
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback holds this frame: together they would hold the workers
+            if self._pass is None:
+                self._begin_pass()
+            assert self._pass is not None
+            serving = self._pass.serving  # type: ignore[attr-defined]
+            if serving is not None and serving.complete:
+                self._draw_rows(serving, wanted)
+            else:
+                self._ready.append((Drawn(next(self._pass)), None))
+        except StopIteration:
+            return False
+        except Exception:
+            self._empty = False
+            raise
+        self._empty = self._empty and not self._ready
+        return True
+
+    def _draw_rows(self, serving: Serving, wanted: int) -> None:
+        """Rows for all that a call wants of this pass, in one upload."""
+        found: list[tuple[Any, Any]] = []
+        rest: list[tuple[Drawn, Any]] = []
+        loader = self.queue.loader
+        while len(found) < wanted and not rest:
+            state = loader.state_dict() if hasattr(loader, "state_dict") else None
+            try:
+                rows = serving.rows()
+                if rows is None:
+                    rest.append((Drawn(serving.build()), state))
+                else:
+                    found.append((rows, state))
+            except Exception as error:
+                self._ended = error
+                break
+        if found:
+            together = serving.upload(np.concatenate([rows for rows, _ in found]))
+            parts = torch.split(together, [len(rows) for rows, _ in found])
+            for part, (_, state) in zip(parts, found, strict=True):
+                self._ready.append((Drawn(part, serving), state))
+        self._ready += rest
+
+    def _begin_pass(self) -> None:
+        dealer = _dealer(self.queue.loader)
+        # A pass that is taken up from a state was told of its epoch when it began.
+        if self._passes and not self._taken and dealer is not None:
+            epoch = getattr(dealer, "epoch", None)
+            if epoch is None:
+                dealer.set_epoch(self._passes)
+            elif epoch == self._dealt or self._dealt is None:  # else the user has told it
+                dealer.set_epoch(epoch + 1)
+        self._pass = iter(self.queue)
+        self._dealt = getattr(dealer, "epoch", None)
+
+    def _end_pass(self) -> None:
+        self._pass = None
+        if self._empty:
+            raise ArgumentError(
+                f"the {type(self.queue.loader).__name__} gave no batch in a whole pass: it is empty, or an "
+                "iterator that is used up; give a loader that can be iterated over again."
+            )
+        self._passes += 1
+        self._taken, self._empty = 0, True
+
+    # ---- state ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, in plain values.
+
+        Raises:
+            StateError: the loader cannot say where it stands.
+        """
+        ahead = self._ready[0][1] if self._ready else None
+        loader = ahead if ahead is not None else self.queue.state_dict()
+        return {"passes": self._passes, "taken": self._taken, "loader": loader}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where that state was taken.
+
+        Raises:
+            StateError: it is no such state, or the loader cannot go on from it.
+        """
+        try:
+            passes, taken, loader = int(state["passes"]), int(state["taken"]), state["loader"]
+        except (TypeError, KeyError, ValueError) as error:
+            raise StateError(f"this is no state of a sink, or it is damaged: {error!r}.") from error
+        self.close()
+        self.queue.load_state_dict(loader)
+        self._passes, self._taken = passes, taken
+        self._empty = taken == 0
+        self._dealt = None
+
+    def close(self) -> None:
+        """End the pass under way."""
+        self._passes = self.epoch
+        self._pass, self._ended = None, None
+        self._taken, self._empty = 0, True
+        self._ready.clear()
+        if self._own:
+            self.queue.close()
+        else:
+            self.queue.end_pass()
+
+
+def _dealer(loader: Any) -> Any:
+    """What is told of epochs; None if nothing is."""
+    batches = getattr(loader, "batch_sampler", None)
+    places = (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    return next((one for one in places if hasattr(one, "set_epoch")), None)

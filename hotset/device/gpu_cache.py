@@ -1,0 +1,281 @@
+"""The device tier: samples that stay in the device's memory, and batches that are gathered there.
+
+A resident sample is a row in one tensor for each leaf of a batch. The rows are filled from the cache, once,
+in the first pass that finds everything cached: as many samples as fit, the first ones that the loader can
+name. (Which ones does not matter: each is wanted once an epoch.) From then on the host gives row numbers:
+
+    ids of the batch ─> rows ─┬─ all resident ─> index_select on the device
+                              └─ some not     ─> these from the cache, put between the others
+
+That needs batches that are columns of equal samples, as ``default_collate`` makes them of a cache without
+live transforms; others come as they always do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotset._warnings import warn
+from hotset.device.trees import map_tensors, others, tensors_of
+from hotset.errors import ArgumentError
+from hotset.store.memory_limits import headroom
+from hotset.units import format_bytes, parse_bytes
+
+__all__ = ["GpuCache", "Selecting", "Serving", "parse_resident"]
+
+Ids = npt.NDArray[np.int64]
+
+_FILLED_AT_ONCE = 64 << 20
+# Rows are moved as integers: not every dtype can be selected and put by index everywhere.
+_MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Selecting(Protocol):
+    """What an iterator over batches offers if they can be gathered elsewhere."""
+
+    def names(self) -> Ids | None:
+        """The samples that it can name, ascending; None if its batches cannot be made of samples' names."""
+
+    def edition(self) -> Any:
+        """Another value if the samples may be others than before: the cache was cleared, and filled anew."""
+
+    def select(self) -> Ids | None:
+        """The samples of the next batch, which counts as handed over; None if they cannot be named.
+
+        Raises:
+            StopIteration: there is none.
+        """
+
+    def gather(self, ids: Ids) -> Any:
+        """A batch of these samples; None if one is not cached any more."""
+
+    def build(self) -> Any:
+        """The batch that :meth:`select` gave last, as the iterator itself would have made it."""
+
+
+def parse_resident(resident: int | str | None, device: torch.device) -> int | None:
+    """Bytes of a device's memory; a percentage is of what is free there now.
+
+    Raises:
+        ArgumentError, QuantityError: it is no amount of memory, or none at all.
+    """
+    if resident is None:
+        return None
+    size = parse_bytes(resident, name="resident", whole=lambda: _free(device))
+    if size == 0:
+        raise ArgumentError("resident=0 keeps nothing on the device; give an amount, or leave it out.")
+    return size
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that a device has left; on the CPU, where nothing is kept, those of the machine."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else headroom().bytes
+
+
+class GpuCache:
+    """The samples that are kept on a device.
+
+    Args:
+        limit: bytes that they may take.
+        device: where.
+
+    Attributes:
+        count: how many are kept.
+    """
+
+    def __init__(self, limit: int, device: torch.device) -> None:
+        self._limit = limit
+        self._device = device
+        self._refused = False
+        self._passed_by = 0
+        self._edition: Any = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self.count = 0
+        self.example: Any = None
+        self.columns: list[torch.Tensor] = []
+        self._names: Ids | None = None
+        self._rows: Ids = np.empty(0, np.int64)
+
+    def serve(self, source: Any) -> Serving | None:
+        """A pass's batches, gathered on the device as far as they are resident; None if they cannot be."""
+        if self._refused:
+            return None
+        names = source.names() if hasattr(source, "select") else None
+        edition = source.edition() if names is not None else None
+        if names is None or not len(names) or edition is None:
+            self._pass_by()
+            return None
+        if self._names is None or not self.are_of(edition) or not np.array_equal(names, self._names):
+            self.clear()
+            if not self._fill(source, names):
+                return None
+            self._edition = edition
+        return Serving(self, source)
+
+    def _pass_by(self) -> None:
+        """Nothing is resident in this pass. In the first one the cache is filled; a second one is told of."""
+        self._passed_by += 1
+        if self._passed_by == 2:
+            warn(
+                f"no samples are kept on {self._device}, as in two passes batches were not made of rows of a "
+                "cache that holds all of them: it has no room for all, or a live transform, samples of "
+                "different shape or a running window come in between, or the loader is not hotset's. Leave "
+                "out resident=, or see print(cached.plan)."
+            )
+
+    def are_of(self, edition: Any) -> bool:
+        """Whether the samples are those of this edition of the cache."""
+        return edition is not None and edition == self._edition
+
+    @property
+    def complete(self) -> bool:
+        """Whether all samples that the loader can name are resident."""
+        return self._names is not None and self.count == len(self._names)
+
+    def rows(self, ids: Ids) -> Ids:
+        """The samples' rows; -1 for those that are not resident."""
+        return self._rows[ids]
+
+    # ---- filling -------------------------------------------------------------------------------------
+
+    def _fill(self, source: Selecting, names: Ids) -> bool:
+        example = source.gather(names[:1])
+        if example is None:
+            return False
+        columns = tensors_of(example)
+        if others(example) or not columns or any(t.shape[:1] != (1,) for t in columns):
+            return self._refuse("they are not made of tensors with a sample in each row")
+        size = sum(tensor.nbytes for tensor in columns)
+        count = min(len(names), self._limit // max(size, 1))
+        if count == 0:
+            return self._refuse(
+                f"one takes {format_bytes(size)}, and resident={format_bytes(self._limit)}; raise it"
+            )
+        try:
+            held = [torch.empty((count, *t.shape[1:]), dtype=t.dtype, device=self._device) for t in columns]
+        except torch.OutOfMemoryError:
+            return self._refuse(f"the device has no {format_bytes(count * size)} to give; lower resident=")
+        step = max(1, _FILLED_AT_ONCE // max(size, 1))
+        for start in range(0, count, step):
+            part = source.gather(names[start : min(start + step, count)])
+            if part is None:
+                return False
+            found = tensors_of(part)
+            if any(
+                f.shape[1:] != h.shape[1:] or f.dtype != h.dtype for f, h in zip(found, held, strict=True)
+            ):
+                return self._refuse("they differ in shape")
+            for column, filled in zip(held, found, strict=True):
+                column[start : start + len(filled)].copy_(filled)
+        self._rows = np.full(int(names[-1]) + 1, -1, np.int64)
+        self._rows[names[:count]] = np.arange(count)
+        self._names, self.columns, self.count, self.example = names, held, count, example
+        return True
+
+    def _refuse(self, why: str) -> bool:
+        self._refused = True
+        warn(f"no samples are kept on {self._device}: {why}.")
+        return False
+
+    # ---- gathering -----------------------------------------------------------------------------------
+
+    def select(self, rows: torch.Tensor) -> Any:
+        """The batch of these rows (int64, on the device); can be captured in a graph."""
+        picked = iter([_moved(c).index_select(0, rows).view(c.dtype) for c in self.columns])
+        return map_tensors(lambda _: next(picked), self.example)
+
+    def mixed(self, rows: Ids, absent: Any) -> Any:
+        """A batch of which some samples (row -1) come from the host, in order, as ``absent``."""
+        there, missing = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
+        picked = self._to_device(rows[there])
+        at_there, at_missing = self._to_device(there), self._to_device(missing)
+        columns = []
+        for column, brought in zip(self.columns, tensors_of(absent), strict=True):
+            made = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, device=self._device)
+            arrived = brought.to(self._device, non_blocking=True)
+            _moved(made).index_copy_(0, at_there, _moved(column).index_select(0, picked))
+            _moved(made).index_copy_(0, at_missing, _moved(arrived))
+            columns.append(made)
+        made_of = iter(columns)
+        return map_tensors(lambda _: next(made_of), self.example)
+
+    def upload(self, rows: Ids) -> torch.Tensor:
+        """Row numbers on the device."""
+        return self._to_device(rows)
+
+    def _to_device(self, numbers: Ids) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+
+class Serving:
+    """Iterator over a pass's batches, made on the device as far as their samples are resident."""
+
+    def __init__(self, residents: GpuCache, source: Selecting) -> None:
+        self.residents = residents
+        self._source = source
+
+    @property
+    def columns(self) -> list[torch.Tensor]:
+        """The tensors whose rows the samples are; others if the samples were brought anew."""
+        return self.residents.columns
+
+    @property
+    def complete(self) -> bool:
+        """Whether all samples are resident, so that rows are all that a step needs."""
+        return self.residents.complete
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        ids = self._next()
+        if ids is None:
+            return self._source.build()
+        rows = self.residents.rows(ids)
+        missing = ids[rows < 0]
+        if not len(missing):
+            return self.residents.select(self.residents.upload(rows))
+        absent = self._source.gather(missing) if len(missing) < len(ids) else None
+        if absent is None:
+            return self._source.build()
+        return self.residents.mixed(rows, absent)
+
+    def _next(self) -> Ids | None:
+        """The next batch's samples; None if they cannot be named, or are other ones since the pass began."""
+        ids = self._source.select()
+        return ids if self.residents.are_of(self._source.edition()) else None
+
+    def upload(self, rows: Ids) -> torch.Tensor:
+        """Row numbers on the device."""
+        return self.residents.upload(rows)
+
+    def rows(self) -> Ids | None:
+        """The rows of the next batch, which counts as handed over; None if it is not made of resident ones.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        ids = self._next()
+        if ids is None:
+            return None
+        rows = self.residents.rows(ids)
+        return rows if int(rows.min(initial=0)) >= 0 else None
+
+    def build(self) -> Any:
+        """The batch for which :meth:`rows` gave None."""
+        return self._source.build()
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_MOVED_AS.get(tensor.element_size(), tensor.dtype))

@@ -1,0 +1,164 @@
+"""Draws: which batch comes next, drawn when torch's DataLoader would draw it.
+
+A sampler draws random numbers, from the global generator if nobody gave it another, and a training step
+draws too (dropout). Their order decides both. torch's loader asks its sampler
+
+- without workers: for one batch in each ``next()``;
+- with workers: ``iter()`` is called twice, ``workers x prefetch_factor`` batches are drawn in
+  ``iter(loader)``, and one more before each batch is handed over;
+
+and draws a base seed in between, except when persistent workers are used again. The same calls are made
+here, in the consumer's thread, at the same moments. What is known of later batches without drawing anything
+is lent to the thread that gathers ahead: with workers the batches drawn already, and with torch's own
+``RandomSampler``, ``SequentialSampler`` and ``DistributedSampler`` the whole epoch, as one array, without
+Python for each index.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["BatchOrder", "draw_base_seed", "whole_epoch"]
+
+
+class BatchOrder:
+    """The batches of one epoch, as sequences of indices.
+
+    Args:
+        batches: the loader's batch sampler.
+        ahead: how many batches torch would draw before the first is asked for: 0 without workers.
+        generator: the loader's generator.
+        fresh: workers, if any, are started for this epoch (so a base seed is drawn).
+        arrays: whether a batch may come as an array instead of the sampler's list.
+    """
+
+    def __init__(
+        self, batches: Any, *, ahead: int, generator: torch.Generator | None, fresh: bool, arrays: bool = True
+    ) -> None:
+        self._ahead = ahead
+        self._arrays = arrays
+        self._drawn: deque[Any] = deque()
+        self._batches = self._begin(batches)
+        if fresh:
+            draw_base_seed(generator)
+            if ahead:
+                self._batches = self._begin(batches)
+        for _ in range(ahead):
+            self._draw()
+
+    def _begin(self, batches: Any) -> Iterator[Any]:
+        whole = whole_epoch(batches) if self._arrays else None
+        return whole if whole is not None else iter(batches)
+
+    def _draw(self) -> None:
+        try:
+            self._drawn.append(next(self._batches))
+        except StopIteration:
+            return
+
+    def begin(self) -> None:
+        """Make now the draws with which a sampler that goes on begins, instead of with the first batch."""
+        begin = getattr(self._batches, "begin", None)
+        if begin is not None:
+            begin()
+
+    def take(self) -> Any:
+        """Return the next batch's indices.
+
+        Raises:
+            StopIteration: the epoch is over.
+        """
+        if not self._ahead:
+            return next(self._batches)
+        if not self._drawn:
+            raise StopIteration
+        return self._drawn.popleft()
+
+    def top_up(self) -> None:
+        """Draw one batch more, where torch does: when a batch is handed over."""
+        if self._ahead:
+            self._draw()
+
+    def peek(self, distance: int) -> Any | None:
+        """The indices of a later batch, 0 for the next one; None if that is not known without a draw."""
+        if distance < len(self._drawn):
+            return self._drawn[distance]
+        if isinstance(self._batches, _WholeEpoch):
+            return self._batches.peek(distance - len(self._drawn))
+        return None
+
+
+def draw_base_seed(generator: torch.Generator | None) -> None:
+    """Draw what torch's loader draws to seed its workers, and also without any."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator).item()
+
+
+class _WholeEpoch:
+    """Batches of torch's own samplers, cut from one array; the array is drawn with the first batch."""
+
+    def __init__(self, draw: Callable[[], Any], batch_size: int, drop_last: bool, start: int) -> None:
+        self._draw_order = draw
+        self._order: Any = None
+        self._at = start
+        self._size = batch_size
+        self._drop_last = drop_last
+
+    def __iter__(self) -> _WholeEpoch:
+        return self
+
+    def begin(self) -> None:
+        if self._order is None:
+            self._order = self._draw_order()
+
+    def __next__(self) -> Any:
+        self.begin()
+        batch = self.peek(0)
+        if batch is None:
+            raise StopIteration
+        self._at += len(batch)
+        return batch
+
+    def peek(self, distance: int) -> Any | None:
+        if self._order is None:
+            return None
+        start = self._at + distance * self._size
+        batch = self._order[start : start + self._size]
+        if len(batch) == 0 or (self._drop_last and len(batch) < self._size):
+            return None
+        return batch
+
+
+def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
+    """The epoch's batches from sample ``start`` on, as one array that is drawn with the first of them.
+
+    None where the sampler may draw later on, in everybody's sight.
+    """
+    if type(batches) is not BatchSampler:
+        return None
+    sampler: Any = batches.sampler
+    if type(sampler) is SequentialSampler:
+        count = len(sampler.data_source)
+        return _WholeEpoch(lambda: np.arange(count), batches.batch_size, batches.drop_last, start)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
+        count = len(sampler.data_source)
+        if sampler.num_samples == count:
+            return _WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last, start)
+    if type(sampler) is DistributedSampler:  # it draws from a generator of its own, all at once
+        return _WholeEpoch(
+            lambda: np.fromiter(sampler, np.int64, len(sampler)), batches.batch_size, batches.drop_last, start
+        )
+    return None
+
+
+def _permutation(count: int) -> Any:
+    """The order that ``RandomSampler`` draws: a seed from the global generator, the rest from its own."""
+    generator = torch.Generator()
+    generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return torch.randperm(count, generator=generator).numpy()

@@ -1,0 +1,478 @@
+"""``hotset.DataLoader``: torch's DataLoader, same arguments and same batches, fed from the cache.
+
+Which way an epoch's batches take is decided once, in ``iter()``:
+
+=============================================  ===========================================================
+everything cached, nothing live, and a         gathered in this process, ahead of use; no workers
+collate function that is known here
+workers                                        built by workers in shared blocks (an inner loader)
+no workers                                     built in this process, samples one by one
+no cache behind the data set (an iterable      torch's own loader, its workers tied to this process
+data set never has one)
+=============================================  ===========================================================
+
+A collate function of the user's, or ``batch_size=None``, runs where torch would run it, on samples that were
+copied out of the cache together.
+
+Batches, their order, and every random state after each of them are those of torch's loader with the same
+arguments over the same data set without the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from hotset._warnings import warn
+from hotset.dataset.cached_dataset import CachedDataset, Current
+from hotset.determinism.rng import Generators
+from hotset.errors import ArgumentError
+from hotset.loader.batch_order import BatchOrder, draw_base_seed
+from hotset.loader.collate import bound, is_known
+from hotset.loader.epoch_summary import EpochSummary
+from hotset.loader.index_route import Route, fetched, route_to
+from hotset.loader.local_batches import LocalBatches
+from hotset.loader.local_gather import LocalGather
+from hotset.loader.remaining_batches import RemainingBatches, cut_of
+from hotset.loader.rng_state import Beginning, InProcess
+from hotset.loader.state import (
+    Counted,
+    EpochProgress,
+    Noted,
+    SavedState,
+    between_passes,
+    header,
+    identity_of,
+    read_state,
+)
+from hotset.loader.worker_batches import WorkerBatches
+from hotset.loader.worker_messages import BatchMessage
+from hotset.loader.worker_process import (
+    BatchBuffers,
+    BatchMaker,
+    TaskSampler,
+    WorkerInit,
+    make_gather,
+    random_parts,
+)
+from hotset.store.claims import Ids
+
+__all__ = ["DataLoader"]
+
+T = TypeVar("T")
+
+# Attributes of a loader that are made at first use, and do not travel with it.
+_MADE = {
+    "_pass",
+    "_saved",
+    "_watched",
+    "_here",
+    "_known",
+    "_currents",
+    "_workers_begun",
+    "_inner",
+    "_desks",
+    "_gathers",
+    "_noted",
+    "last_epoch",
+}
+# Live parts often turn uint8 into float32; a shared block takes no memory before it is written to.
+_GROWTH = 4
+# Samples that are looked at for one that is here.
+_LOOKED_AT = 4096
+_SMALLEST_BLOCK = 1 << 20
+
+
+class DataLoader(TorchDataLoader[T]):
+    """Batches from a cached data set, at the speed of memory where they are wholly cached.
+
+    It takes every argument of :class:`torch.utils.data.DataLoader` and yields what that yields: the same
+    batches in the same order and types, leaving the same random states behind. Over a data set without a
+    cache it *is* torch's loader.
+
+    Batches are yours to keep and to write to. Their memory is used again when nothing refers to it any more.
+
+    Attributes:
+        last_epoch: an :class:`~hotset.loader.epoch_summary.EpochSummary` of the pass that ended or was begun
+            last; None before the first. ``str()`` gives one line.
+
+    Example:
+        >>> import hotset, torch
+        >>> from torch.utils.data import TensorDataset
+        >>> cached = hotset.cache(TensorDataset(torch.arange(8.0), torch.arange(8)), memory="1MiB")
+        >>> [y.tolist() for x, y in hotset.DataLoader(cached, batch_size=4)]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+    """
+
+    last_epoch: EpochSummary | None = None
+    # What is made at first use and kept for later epochs. Not attributes of __init__: a loader is often made
+    # again from its arguments, or pickled, and none of this may come along.
+    _pass: EpochProgress | None = None
+    _saved: SavedState | None = None
+    _watched: tuple[Generators | None] | None = None
+    _here: InProcess | None = None
+    _known: dict[str, Any] | None = None
+    _currents: list[Current] | None = None
+    _workers_begun = False
+    _inner: TorchDataLoader[Any] | None = None
+    _desks: BatchBuffers | None = None
+    _gathers: tuple[Any, LocalGather | None] | None = None
+    _noted: Noted | None = None
+
+    def __iter__(self) -> Any:
+        if (
+            self.timeout and not self.num_workers
+        ):  # as torch says it, and as late; whatever has made the batches
+            raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")
+        self._follow_caches()
+        saved, self._saved = self._saved, None
+        windows = self._windows()
+        residents = [cached._residents for cached in windows if cached._residents is not None]
+        moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
+        if saved is None or moved_on or not saved.under_way:
+            for cached in windows:
+                cached._supply.begin_next(self._helpers, self.multiprocessing_context)
+        else:
+            for cached in windows:
+                cached._supply.prepare(self._helpers, self.multiprocessing_context)
+        if saved is not None and not moved_on:
+            return self._go_on(saved)
+        last, fresh = self._pass, self._fresh
+        streams = self.num_workers == 0 and isinstance(self.dataset, IterableDataset)
+        beginning = Beginning(self, self._live_here() if streams else None)
+        run = EpochProgress(last.number + 1 if last is not None else 0, beginning.take(), fresh)
+        if last is not None and not fresh:  # the same workers go on
+            run.workers.update(last.workers)
+            run.asks = not last.over or len(last.workers) < self.num_workers
+        return self._begin(run, self._order)
+
+    @property
+    def _order(self) -> Any:
+        """What gives the indices: of batches, or one by one (whatever the data set takes) without batches."""
+        return self.batch_sampler if self.batch_sampler is not None else self.sampler
+
+    @property
+    def _fresh(self) -> bool:
+        """Whether the next pass starts workers, if there are any."""
+        return not (self.persistent_workers and self._workers_begun)
+
+    def _begin(self, run: EpochProgress, batches: Any) -> Any:
+        """Begin a pass, or the rest of one, over these batches."""
+        self._pass = run
+        run.begin(self._header())
+        run.watch = tuple(cached._residents.raise_errors for cached in self._windows() if cached._residents)
+        self._workers_begun = True
+        route = self._route()
+        summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
+        self.last_epoch = summary
+        if route is None:
+            return Counted(super().__iter__(), run, self._noted, self.batch_size or 1, summary)
+        is_here = route.all_present()
+        gather = self._local_gather(route) if is_here or route.has_neighbours else None
+        run.gathered = gather is not None and is_here
+        if self.num_workers == 0 or run.gathered:
+            self._warn_of_pinning()
+            if self._desks is not None:
+                self._desks.rest()
+            draws = self._draws(run, batches)
+            return LocalBatches(draws, route, gather, self._builder(route), run, summary)
+        return self._from_workers(route, run, batches, summary)
+
+    # ---- going on ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to go on from here, in another process too.
+
+        It can be asked for at any time, after every batch if you like: it costs microseconds, and its size
+        does not depend on the data. It counts the batches that were handed over; those that were made ahead
+        are made again. It is made of plain values: ``json`` keeps it, and ``torch.save``, which loads it with
+        ``weights_only=True``. Save it on each rank, together with the random states of the training.
+
+        Example:
+            >>> import hotset, torch
+            >>> from torch.utils.data import TensorDataset
+            >>> def loader():
+            ...     cached = hotset.cache(TensorDataset(torch.arange(8)), memory="1MiB")
+            ...     return hotset.DataLoader(cached, batch_size=2, shuffle=True)
+            >>> first = loader()
+            >>> batches = iter(first)
+            >>> consumed = [next(batches), next(batches)]
+            >>> second = loader()
+            >>> second.load_state_dict(first.state_dict())
+            >>> [x.tolist() for x, in second] == [x.tolist() for x, in batches]
+            True
+        """
+        if self._saved is not None:
+            return self._saved.state
+        if not self.in_order and self.num_workers:
+            warn(
+                "with in_order=False batches come as they are done, and who goes on from this state may get "
+                "some of the last ones twice, and miss others; leave in_order=True."
+            )
+        run = self._pass
+        live = self._live_here() if self.num_workers == 0 else None
+        if self._here is None:
+            self._here = InProcess(self, live)
+        in_process = self._here.states(only_samplers=run is not None and run.gathered)
+        if run is not None and not run.over:
+            return run.state(in_process)
+        return between_passes(self._header(), run, self._fresh, Beginning(self, live).take(), in_process)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, with the next ``iter()``, where the loader that gave this state had stopped.
+
+        With as many workers and ranks as before, the rest of the pass is bit for bit what it would have
+        been: samples, their order, the draws of live transforms. With another number of workers or ranks,
+        or another batch size, the same samples come, none twice and none dropped. Workers that persist are
+        started anew.
+
+        The global generators of this process that the loader's samplers and, without workers, its live
+        transforms draw from are put back at once to where they were when the state was asked for: the orders
+        of the passes to come are drawn from them, as dropout is. A trainer that keeps their states itself
+        puts its own back after this; what is drawn between this and ``iter()`` counts as drawn. Only in the
+        midst of a pass, and where this process makes the batches and not workers, the ``iter()`` puts them
+        back once more. A state of another rank leaves them alone.
+
+        Raises:
+            StateError: the state is damaged, of another format, or of another data set or sampler.
+        """
+        cut = cut_of(self.batch_sampler, self.sampler)
+        saved = read_state(state, self._identity(), cut, self.num_workers, self._header()["windows"])
+        if self._route() is None:
+            saved.require_replay(self, cut)
+        saved.put_samplers(Beginning(self))
+        for cached, position in zip(self._windows(), saved.windows, strict=True):
+            cached._supply.go_to(position)
+        if saved.same_rank:
+            saved.put_globals()
+        self._saved = saved
+
+    def _go_on(self, saved: SavedState) -> Any:
+        """The rest of a saved pass."""
+        # Workers that are at work have drawn what nobody knows of, and may still write to their blocks.
+        self._inner = self._iterator = self._desks = None
+        self._workers_begun = False
+        beginning = Beginning(self, self._live_here() if self.num_workers == 0 else None)
+        if saved.same_rank:
+            saved.put_generators(beginning, with_globals=saved.under_way)
+        run = saved.run()
+        before, generator = beginning.take(), self.generator
+
+        def rewind() -> None:
+            beginning.put_samplers(before)
+            beginning.put_generators(before, with_globals=True)
+
+        def begin(sampler: Any) -> Any:
+            """Begin a sampler as the interrupted pass began it, whatever was begun here before."""
+            rewind()
+            begun = iter(sampler)
+            if run.fresh:
+                draw_base_seed(generator)
+                begun = iter(sampler) if saved.state["workers"] else begun
+            return begun
+
+        redraws = saved.redraws(self.num_workers)
+        try:
+            if not run.fresh and self._route() is None:
+                super().__iter__()  # starts the workers that the pass found at work
+                rewind()
+            batches = self._begin(run, self._rest_of(saved, begin if redraws else None))
+        finally:
+            if saved.under_way and saved.same_rank:  # to what load_state_dict or the trainer made them
+                beginning.globals.restore()
+        live = self._live_here() if self.num_workers == 0 else None
+        if saved.under_way and saved.alike and live is not None:
+            saved.put_live(live)
+        return batches
+
+    def _rest_of(self, saved: SavedState, begin: Callable[[Any], Iterator[Any]] | None) -> RemainingBatches:
+        by_samples = cut_of(self.batch_sampler, self.sampler).batch_size is not None
+        return RemainingBatches(self._order, saved.position, begin, by_samples=by_samples)
+
+    def _header(self) -> dict[str, Any]:
+        windows = [cached._residents.state() for cached in self._windows() if cached._residents]
+        return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers, windows)
+
+    @property
+    def _helpers(self) -> int:
+        """How many processes prepare a window's samples: as many as workers; a core is left for training."""
+        cores = len(os.sched_getaffinity(0))
+        return max(1, min(self.num_workers, cores - 1))
+
+    def _windows(self) -> list[CachedDataset[Any]]:
+        """The caches behind the data set that have a running window; whichever way batches are made."""
+        route = route_to(self.dataset)
+        caches = route.caches if route is not None else []
+        return list({id(cached): cached for cached in caches if cached._residents is not None}.values())
+
+    def _identity(self) -> dict[str, Any]:
+        if self._known is None:
+            route = self._route()
+            fingerprints = [cached.plan.fingerprint for cached in route.caches] if route is not None else []
+            self._known = identity_of(self.dataset, fingerprints)
+        return self._known
+
+    def _follow_caches(self) -> None:
+        """Forget what is known of caches that were made anew, as an attribute of their dataset was set.
+
+        Raises:
+            ArgumentError: workers that persist have the dataset as it was.
+        """
+        route = route_to(self.dataset)
+        now = [cached._current for cached in route.caches] if route is not None else []
+        before = self._currents
+        if before is not None and any(one is not other for one, other in zip(before, now, strict=False)):
+            if self._inner is not None or self._iterator is not None:
+                raise ArgumentError(
+                    f"{now[0].plan.name} was given another transform or attribute, and workers that persist "
+                    "have it as it was; make another loader, or leave out persistent_workers=True."
+                )
+            self._known = self._watched = None
+        self._currents = now
+
+    def _live_here(self) -> Generators | None:
+        """The generators that live transforms, and samples as they are read, draw from in this process.
+
+        None if there are none.
+        """
+        if self._watched is None:
+            route = self._route()
+            live: list[Any] = [self.dataset, self.collate_fn]
+            if route is not None:
+                live = random_parts(route, self.collate_fn)
+            self._watched = (Generators(live) if live else None,)
+        return self._watched[0]
+
+    # ---- which way -----------------------------------------------------------------------------------
+
+    def _route(self) -> Route | None:
+        return route_to(self.dataset)
+
+    def _get_iterator(self) -> Any:
+        """torch's own pass, whose order is noted, and whose workers die with this process as ours do."""
+        as_it_is = type(self).__new__(type(self))  # what the user has given stays as it was
+        as_it_is.__dict__.update(self.__dict__)
+        if not isinstance(self.dataset, IterableDataset):
+            self._noted = Noted(self._order)
+            as_it_is.__dict__["sampler" if self.batch_sampler is None else "batch_sampler"] = self._noted
+        if self.num_workers:
+            as_it_is.__dict__["worker_init_fn"] = WorkerInit(self.worker_init_fn)
+        return TorchDataLoader._get_iterator(as_it_is)
+
+    def _local_gather(self, route: Route) -> LocalGather | None:
+        single = route.single
+        if single is None or single._store is None or single._source.live:
+            return None
+        if self.batch_sampler is None or not is_known(self.collate_fn):
+            return None
+        if self._gathers is None or self._gathers[0] is not single._store:
+            some = route.local(np.arange(min(route.length, _LOOKED_AT)))
+            here = single._store.in_common_form(some)
+            if not len(here):  # with neighbours: nothing was read so far
+                return None
+            gather = make_gather(single, self.collate_fn, int(here[0]))
+            pinned = self.pin_memory and torch.accelerator.is_available()
+            size = single.plan.sample_bytes
+            local = LocalGather(gather, size, pinned=pinned) if gather is not None else None
+            self._gathers = (single._store, local)
+        return self._gathers[1]
+
+    # ---- in this process -----------------------------------------------------------------------------
+
+    def _draws(self, run: EpochProgress, batches: Any) -> BatchOrder:
+        ahead = self.num_workers * (self.prefetch_factor or 0)
+        fresh = run.fresh and not (isinstance(batches, RemainingBatches) and batches.redraws)
+        batched = self.batch_sampler is not None
+        draws = BatchOrder(batches, ahead=ahead, generator=self.generator, fresh=fresh, arrays=batched)
+        if run.batches:
+            draws.begin()
+        return draws
+
+    def _builder(self, route: Route) -> Callable[[Any, Ids | None, dict[int, Any] | None], Any]:
+        collate_fn = bound(self.collate_fn, route.schema)[0]
+        pinned = self.pin_memory and torch.accelerator.is_available()
+
+        def build(indices: Any, ids: Ids | None, in_hand: dict[int, Any] | None) -> Any:
+            samples: Any
+            if self.batch_sampler is None:
+                samples = self.dataset[indices]
+            elif ids is None:
+                samples = fetched(self.dataset, indices)
+            else:
+                samples = route.samples(ids, in_hand)
+            batch = collate_fn(samples)
+            if pinned:
+                batch = pin_memory(batch)  # type: ignore[no-untyped-call]
+            return batch
+
+        return build
+
+    # ---- by workers ----------------------------------------------------------------------------------
+
+    def _from_workers(
+        self, route: Route, run: EpochProgress, batches: Any, summary: EpochSummary
+    ) -> Iterator[Any]:
+        inner = self._inner if self._inner is not None else self._make_inner(route)
+        if self.persistent_workers:
+            self._inner = inner
+        assert self._desks is not None
+        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0]._supply.tell)
+
+    def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
+        if self._desks is None:
+            self._desks = self._make_desks(route)
+        desks = self._desks
+        with warnings.catch_warnings():
+            # The outer loader has warned of too many workers already.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            return TorchDataLoader(
+                BatchMaker(self.dataset, self.collate_fn, batched=self.batch_sampler is not None),
+                batch_size=None,
+                sampler=TaskSampler(self._order, desks, route.announce if route.spills else None),
+                num_workers=self.num_workers,
+                collate_fn=_unchanged,  # type: ignore[arg-type]
+                pin_memory=self.pin_memory,
+                timeout=self.timeout,
+                worker_init_fn=WorkerInit(self.worker_init_fn),
+                multiprocessing_context=self.multiprocessing_context,
+                generator=self.generator,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=self.persistent_workers,
+                pin_memory_device=self.pin_memory_device,
+                in_order=self.in_order,
+            )
+
+    def _make_desks(self, route: Route) -> BatchBuffers:
+        sample = max(cached.plan.sample_bytes for cached in route.caches)
+        count = self.batch_size or (256 if self.batch_sampler is not None else 1)
+        return BatchBuffers(max(_GROWTH * sample * count, _SMALLEST_BLOCK))
+
+    def _warn_of_pinning(self) -> None:
+        if self.pin_memory and not torch.accelerator.is_available():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, "
+                "then device pinned memory won't be used.",
+                stacklevel=3,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{k: v for k, v in self.__dict__.items() if k not in _MADE}, "_iterator": None}
+
+
+def _unchanged(letter: BatchMessage) -> BatchMessage:
+    return letter
+
+
+def _length(loader: TorchDataLoader[Any]) -> int:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a sampler without a length
+        return 0

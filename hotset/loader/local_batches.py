@@ -1,0 +1,333 @@
+"""Batches made in this process: gathered from the cache, ahead of use where that pays.
+
+Three batches' worth of blocks are in play: the one the consumer holds, the one it gets next, and the one a
+thread is gathering meanwhile. More would leave the processor's cache.
+
+A thread gathers ahead where there is something to gain: while the consumer computes. It does not for batches
+that take no longer than the hand-over (about 100 us, two megabytes), nor for a consumer that comes back at
+once, and would only wait for the thread: those batches are gathered where they are asked for.
+
+Small batches are gathered several at once, as far as their indices are known without drawing anything: for
+32 rows of 210 bytes, looking up and laying out took ten times as long as copying. Each still is a batch of
+its own, and counts when it is handed over.
+
+Who gathers elsewhere, on a device that keeps samples, asks for a batch's samples instead of the batch
+(:meth:`LocalBatches.select`); it counts as handed over either way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotset.loader.batch_order import BatchOrder
+from hotset.loader.copy_thread import Copying
+from hotset.loader.epoch_summary import EpochSummary
+from hotset.loader.index_route import Route, samples_in
+from hotset.loader.local_gather import LocalGather
+from hotset.loader.readahead_thread import Fetching
+from hotset.loader.state import EpochProgress
+from hotset.store.claims import Ids
+from hotset.store.gather import Copy
+from hotset.store.torch_threads import one_thread
+
+__all__ = ["LocalBatches"]
+
+_WORTH_A_THREAD = 2 << 20
+_AHEAD = 2
+_FETCHED_AHEAD = 64 << 20
+_LONGEST_RUN = 16
+_LONGEST_RUN_OF_A_DISK = 256
+
+
+class _One(NamedTuple):
+    """A batch (None: it must be made otherwise), the store's numbers of its samples, and if others follow."""
+
+    batch: Any
+    ids: Ids
+    more: bool
+
+
+class _Several:
+    """Batches that were copied as one, to be handed over one by one."""
+
+    def __init__(self, gather: LocalGather, copy: Copy, batches: list[Ids]) -> None:
+        self._gather = gather
+        self._copy = copy
+        self._left = deque(batches)
+        self._start = 0
+
+    @property
+    def left(self) -> int:
+        """How many batches are still to be handed over."""
+        return len(self._left)
+
+    def next(self) -> _One:
+        ids = self._left.popleft()
+        start, self._start = self._start, self._start + len(ids)
+        return _One(self._gather.finish(self._copy, start, self._start), ids, bool(self._left))
+
+
+class LocalBatches:
+    """Iterator over one epoch's batches, made in this process.
+
+    Args:
+        draws: the epoch's indices, and when to draw them.
+        route: to the caches.
+        gather: for wholly cached batches without a live part; None if there is no such thing.
+        build: makes a batch of indices the slow way: samples read one by one, but for those that it is given
+            in hand, then collated.
+        run: counts what was consumed, for who goes on from there.
+        summary: counts batches, samples and waiting.
+    """
+
+    def __init__(
+        self,
+        draws: BatchOrder,
+        route: Route,
+        gather: LocalGather | None,
+        build: Callable[[Any, Ids | None, dict[int, Any] | None], Any],
+        run: EpochProgress,
+        summary: EpochSummary,
+    ) -> None:
+        self._draws = draws
+        self._route = route
+        self._gather = gather
+        self._build = build
+        self._run = run
+        self._summary = summary
+        self._ahead: Copying | None = None
+        self._several: _Several | None = None
+        self._handed_over = math.inf  # when the last batch was: before the first, nobody has been away
+        self._cost = float("inf")  # seconds that gathering one took; unknown at first
+        self._pid = os.getpid()
+        self._selected: Any = None
+        self._announced = 0 if route.spills else None  # how many of the next batches
+        self._fetching: Fetching | None = None
+        self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
+
+    def __iter__(self) -> LocalBatches:
+        return self
+
+    def __next__(self) -> Any:
+        start = time.perf_counter()
+        indices = self._draw()
+        if self._announced is not None:
+            self._announced = self._announce(self._announced - 1, samples_in(indices))
+        if self._route.has_neighbours and not (self._several is not None and self._several.left > 1):
+            self._ask_ahead()
+        batch = self._make(indices, start - self._handed_over)
+        self._hand_over(samples_in(indices), start)
+        return batch
+
+    def _draw(self) -> Any:
+        self._route.require_unchanged()
+        try:
+            return self._draws.take()
+        except StopIteration:
+            self._stop()
+            self._run.over = True
+            self._summary._end()
+            raise
+
+    def _hand_over(self, samples: int, start: float) -> None:
+        self._draws.top_up()
+        self._handed_over = time.perf_counter()
+        self._run.count(samples)
+        self._summary._count(samples, self._handed_over - start)
+
+    # ---- for who gathers elsewhere -------------------------------------------------------------------
+
+    def names(self) -> Ids | None:
+        """The store's numbers of all samples that may come, ascending; None if no batch is made of rows."""
+        single = self._route.single
+        store = single._store if single is not None else None
+        if self._gather is None or single is None or single._residents is not None or store is None:
+            return None
+        if self._route.has_neighbours:
+            return None  # not all of them are here
+        if store.schema.has_tail:
+            return None  # how a batch looks depends on which samples are in it
+        return np.unique(self._route.local(np.arange(self._route.length)))
+
+    def edition(self) -> Any:
+        """Another value after the cache was cleared; None while its content is not to be used."""
+        single = self._route.single
+        store = single._store if single is not None else None
+        return (id(store), store.era()) if store is not None else None
+
+    def select(self) -> Ids | None:
+        """The store's numbers of the next batch's samples, which count as handed over; None if it has none.
+
+        Raises:
+            StopIteration: the pass is over.
+        """
+        start = time.perf_counter()
+        self._selected = self._draw()
+        ids = self._route.resolve(self._selected)
+        if ids is not None:
+            ids = self._route.local(ids)
+            self._counted(None, ids)
+        self._hand_over(samples_in(self._selected), start)
+        return ids
+
+    def gather(self, ids: Ids) -> Any | None:
+        """A batch of these samples; None if one is not in the cache any more."""
+        assert self._gather is not None
+        copy = self._gather.prepare(ids)
+        if copy is None:
+            return None
+        one_thread(copy.run)
+        return self._gather.finish(copy)
+
+    def build(self) -> Any:
+        """The batch that :meth:`select` gave last, made the slow way."""
+        return self._build(self._selected, self._route.resolve(self._selected), None)
+
+    # ---- making --------------------------------------------------------------------------------------
+
+    def _announce(self, known: int, count: int) -> int:
+        """Have the disk fetch what the next batches need, as far as they are known; returns how many that is.
+
+        Args:
+            known: how many it is fetching already.
+            count: samples of a batch.
+        """
+        size = self._gather.size(count) if self._gather is not None else _FETCHED_AHEAD
+        known, most = max(known, 0), max(_FETCHED_AHEAD // max(size, 1), 2)
+        if known > most // 2:
+            return known  # many at once: of tiny samples, most are neighbours of others then
+        batches = []
+        while known < most and (later := self._draws.peek(known)) is not None:
+            batches.append(later)
+            known += 1
+        if batches:
+            if self._fetching is None:
+                self._fetching = Fetching(self._route.announce)
+            self._fetching.ask(np.concatenate(batches))
+        return known
+
+    def _ask_ahead(self) -> None:
+        """Have other machines send what they have of the next batch, if that is known."""
+        later = self._draws.peek(0)
+        ids = self._route.resolve(later) if later is not None else None
+        if ids is not None and self._route.single is not None:
+            self._route.single._supply.ask_ahead(self._route.local(ids))
+
+    def _make(self, indices: Any, away: float) -> Any:
+        """The batch of these indices, for a consumer that was away for so many seconds."""
+        if self._several is not None:
+            made = self._several.next()
+            self._several = self._several if made.more else None
+            if made.batch is not None:
+                return self._counted(made.batch, made.ids)
+            self._several = None  # the store was cleared, and what was gathered with this is no good either
+        ids = self._route.resolve(indices)
+        if ids is None or self._gather is None:
+            return self._build(indices, ids, None)
+        local = self._route.local(ids)
+        pending = self._ahead.pending if self._ahead is not None else 0
+        # A disk is waited for in the thread while the next batches are announced here.
+        gains = away > self._cost / 2 or self._announced is not None
+        worth = self._gather.size(len(ids)) >= _WORTH_A_THREAD and gains
+        if (pending or worth) and self._pid == os.getpid():  # a forked child has not got the thread
+            batch = self._gather_ahead(local, _AHEAD if worth else 0)
+        else:
+            batch = self._gather_here(local)
+        if batch is not None:
+            return self._counted(batch, local)
+        if self._route.has_neighbours:
+            return self._gather_brought(indices, ids, local)
+        return self._build(indices, ids, None)
+
+    def _gather_brought(self, indices: Any, ids: Ids, local: Ids) -> Any:
+        """The batch with what other machines have sent for it, copied to its place from where it came in."""
+        single = self._route.single
+        assert single is not None
+        assert self._gather is not None
+        records, in_hand = single._supply.bring(local)
+        copy = self._gather.prepare(local, records) if not in_hand else None
+        if copy is not None:
+            one_thread(copy.run)
+            batch = self._gather.finish(copy)
+            if batch is not None:
+                single._supply.count_hits(local, less=sum(len(each.ids) for each in records))
+                return batch
+        return self._build(indices, ids, {**single._supply.taken_apart(records), **in_hand})
+
+    def _counted(self, batch: Any, local: Ids) -> Any:
+        single = self._route.single
+        if single is not None:
+            single._supply.count_hits(local)
+        return batch
+
+    def _gather_here(self, local: Ids) -> Any | None:
+        """The batch, and with it the next ones, if they are small."""
+        assert self._gather is not None
+        start = time.perf_counter()
+        run = [local, *self._known(self._gather.run_length(len(local), self._longest) - 1)]
+        copy = self._gather.prepare(local if len(run) == 1 else np.concatenate(run))
+        if copy is None:
+            return None
+        one_thread(copy.run)
+        self._cost = (time.perf_counter() - start) / len(run)
+        if len(run) == 1:
+            return self._gather.finish(copy)
+        self._several = _Several(self._gather, copy, run)
+        return self._several.next().batch
+
+    def _known(self, count: int) -> list[Ids]:
+        """What is known of the next batches without a draw, as the store's numbers."""
+        batches: list[Any] = []
+        while len(batches) < count and (later := self._draws.peek(len(batches))) is not None:
+            batches.append(later)
+        if not batches:
+            return []
+        ids = None
+        with contextlib.suppress(ValueError):  # no numbers, and no array can be made of them
+            # Looked at together: for one batch of 32 that takes longer than to copy it.
+            ids = self._route.resolve(np.concatenate(batches))
+        if ids is None:
+            return []
+        ends = list(itertools.accumulate(map(len, batches)))
+        return np.split(self._route.local(ids), ends[:-1])
+
+    def _gather_ahead(self, local: Ids, distance: int) -> Any | None:
+        """The batch from the thread, which is asked for up to ``distance`` batches, this one counted."""
+        assert self._gather is not None
+        if self._ahead is None:
+            self._ahead = Copying()
+        ahead = self._ahead
+        if ahead.pending == 0:
+            ahead.ask(self._gather.prepare(local))
+        # The next batches are asked for before this one is waited for, so that the thread never idles.
+        while ahead.pending < distance:
+            later = self._draws.peek(ahead.pending - 1)
+            resolved = self._route.resolve(later) if later is not None else None
+            if resolved is None:
+                break
+            ahead.ask(self._gather.prepare(self._route.local(resolved)))
+        copy = ahead.next()
+        return self._gather.finish(copy) if copy is not None else None
+
+    def _stop(self) -> None:
+        if self._fetching is not None:
+            self._fetching.stop()
+            self._fetching = None
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
+    def __len__(self) -> int:
+        return self._summary.batches_expected
+
+    def __del__(self) -> None:
+        self._stop()

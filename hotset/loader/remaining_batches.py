@@ -1,0 +1,195 @@
+"""The rest of a pass that was interrupted: the batches that its sampler would still have given.
+
+A sampler's order is drawn, not stored, so a saved position is a few numbers: how many batches and how many
+samples were consumed. Going on means to let the sampler draw the same order again and to pass over its
+beginning. Which beginning depends on who cuts the order into batches:
+
+===============================  ==========================================================================
+torch's BatchSampler             the sampler's samples, from number ``samples`` on, in batches of today's
+                                 size
+another, or ``batch_size=None``  the batches, from number ``batches`` on
+torch's, and the number of       the order of all ranks' samples, from number ``dealt`` on, dealt anew to the
+ranks has changed                ranks there are now (``DistributedSampler`` only); of this rank's share, from
+                                 number ``samples`` on
+===============================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from hotset.loader.batch_order import whole_epoch
+
+__all__ = ["BatchCut", "EpochPosition", "RemainingBatches", "cut_of"]
+
+
+class BatchCut(NamedTuple):
+    """How a loader cuts the order into batches.
+
+    Attributes:
+        sampler, batch_sampler: the kinds of both, by name.
+        batch_size: None with a batch sampler of the user's.
+        ranks: how many processes a DistributedSampler deals the order to; 0 with any other.
+        rank: which of them this is.
+    """
+
+    sampler: str
+    batch_sampler: str
+    batch_size: int | None
+    ranks: int
+    rank: int
+
+
+class EpochPosition(NamedTuple):
+    """How much of a pass was consumed.
+
+    Attributes:
+        batches: by this rank.
+        samples: by this rank, since the order was dealt to the ranks.
+        dealt: by all ranks before that; 0 if it is dealt as the sampler dealt it.
+    """
+
+    batches: int
+    samples: int
+    dealt: int = 0
+
+    def under(self, was: BatchCut, now: BatchCut) -> EpochPosition:
+        """The same position for another number of ranks."""
+        if was.ranks == now.ranks:
+            return self
+        return EpochPosition(self.batches, 0, self.dealt + self.samples * was.ranks)
+
+
+def cut_of(batches: Any, sampler: Any) -> BatchCut:
+    """The cut of a loader with this batch sampler and this sampler."""
+    inner = getattr(batches, "sampler", sampler)
+    shared = inner if isinstance(inner, DistributedSampler) else None
+    return BatchCut(
+        sampler=type(inner).__name__,
+        batch_sampler=type(batches).__name__,
+        batch_size=batches.batch_size if type(batches) is BatchSampler else None,
+        ranks=shared.num_replicas if shared is not None else 0,
+        rank=shared.rank if shared is not None else 0,
+    )
+
+
+class RemainingBatches:
+    """Stands in for the loader's batch sampler in the pass that goes on.
+
+    Args:
+        batches: the loader's batch sampler; its sampler with ``batch_size=None``.
+        position: how far the pass had come, under today's number of ranks.
+        begin: begins a sampler as the interrupted pass began it, where today's loader would make other draws
+            in between; None where it makes the same.
+        by_samples: whether it goes on from a number of samples, not of batches.
+    """
+
+    def __init__(
+        self,
+        batches: Any,
+        position: EpochPosition,
+        begin: Callable[[Any], Iterator[Any]] | None = None,
+        *,
+        by_samples: bool,
+    ) -> None:
+        self._by_samples = by_samples
+        self._batches = batches
+        self._position = position
+        self._begin = begin
+
+    @property
+    def redraws(self) -> bool:
+        """Whether a base seed has been drawn when ``iter()`` returns, if one is drawn at all."""
+        return self._begin is not None
+
+    def __iter__(self) -> Any:
+        if self._begin is None:
+            return self._begun_by(iter)
+        rest = self._begun_by(self._begin)
+        rest.begin()  # now, with the random states that this sampler would have found
+        return rest
+
+    def _begun_by(self, begin: Callable[[Any], Iterator[Any]]) -> Any:
+        batches, position = self._batches, self._position
+        if not self._by_samples:
+            return _Skipping(begin(batches), position.batches)
+        begin(batches)  # torch's waits for its first next() with everything
+        whole = whole_epoch(batches, position.samples) if not position.dealt else None
+        if whole is not None:
+            return whole
+        indices = _lazily(self._dealt_anew() if position.dealt else batches.sampler)
+        return _Skipping(indices, position.samples, self._cut)
+
+    def __len__(self) -> int:
+        batches, position = self._batches, self._position
+        if not self._by_samples:
+            whole: int = len(batches)
+            return max(whole - position.batches, 0)
+        order: Any = self._dealt_anew() if position.dealt else batches.sampler
+        left = len(order) - position.samples
+        cut = math.floor if batches.drop_last else math.ceil
+        whole = cut(left / batches.batch_size)
+        return max(whole, 0)
+
+    def _cut(self, indices: Iterator[Any]) -> Iterator[Any]:
+        return iter(BatchSampler(indices, self._batches.batch_size, self._batches.drop_last))
+
+    def _dealt_anew(self) -> list[int]:
+        """This rank's share of what all ranks together had left, the shares of equal length."""
+        sampler: DistributedSampler[Any] = self._batches.sampler
+        alone: DistributedSampler[Any] = DistributedSampler(
+            sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
+        )
+        alone.set_epoch(sampler.epoch)
+        left = list(alone)[self._position.dealt :]
+        if sampler.drop_last:
+            left = left[: len(left) // sampler.num_replicas * sampler.num_replicas]
+        elif left:  # as DistributedSampler evens the shares out: with samples from the beginning
+            left += (left * sampler.num_replicas)[: -len(left) % sampler.num_replicas]
+        return left[sampler.rank :: sampler.num_replicas]
+
+
+def _lazily(sampler: Any) -> Iterator[Any]:
+    """Its indices; ``iter()`` of it, which may draw, waits for the first of them, as in a BatchSampler."""
+    yield from sampler
+
+
+class _Skipping:
+    """An iterator without its first ``count`` elements, which are passed over with the first ``next()``.
+
+    Not in ``iter()``: a sampler draws with its first ``next()``, and torch's loader draws before that.
+
+    Args:
+        then: what to make of the elements that are left.
+    """
+
+    def __init__(
+        self,
+        elements: Iterator[Any],
+        count: int,
+        then: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+    ) -> None:
+        self._elements = elements
+        self._count = count
+        self._then = then
+        self._begun = False
+
+    def begin(self) -> None:
+        """Pass over them now."""
+        if not self._begun:
+            self._begun = True
+            for _ in islice(self._elements, self._count):
+                pass
+            self._elements = self._then(self._elements)
+
+    def __iter__(self) -> _Skipping:
+        return self
+
+    def __next__(self) -> Any:
+        self.begin()
+        return next(self._elements)

@@ -1,0 +1,306 @@
+"""Randomness that can be kept: states of generators as plain values, and what a pass begins from.
+
+A state that goes into a checkpoint must survive ``json`` and ``torch.load(weights_only=True)``, so it is made
+of dicts with text for keys, lists, numbers and text: each generator's state is *packed*, and unpacked when it
+is put back. A sampler's own state, which may hold anything, is packed as well. Packing happens where the
+state is taken, in a worker too, so that saving a loader's state after every batch copies next to nothing.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import binascii
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler
+
+from hotset.determinism.rng import GLOBAL, Generators, access
+from hotset.errors import StateError
+
+__all__ = ["DAMAGE", "Beginning", "InProcess", "damaged", "pack", "put", "unpack", "unpack_states"]
+
+# What comes of values that are not what they were.
+DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+
+# A dict with one of these keys stands for what is no plain value.
+_TAGS = {"torch", "numpy", "random", "bytes", "tuple", "items"}
+
+
+def pack(value: Any) -> Any:
+    """A generator's state, as its module gives it, or a sampler's, in plain values.
+
+    Nothing in them is shared with what was given. What is neither a plain value nor a tensor, an array, bytes
+    or a container of such is copied as it is.
+
+    Example:
+        >>> import json, random
+        >>> unpack(json.loads(json.dumps(pack(random.getstate())))) == random.getstate()
+        True
+        >>> unpack(pack({"at": (3, b"x"), 5: None}))
+        {'at': (3, b'x'), 5: None}
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous()
+        packed = {"torch": _text(flat.flatten().view(torch.uint8).numpy().tobytes())}
+        plain = flat.dtype is torch.uint8 and flat.ndim == 1
+        return packed if plain else {**packed, "dtype": str(flat.dtype)[6:], "shape": list(flat.shape)}
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
+        packed = {"numpy": value.dtype.str, "bytes": _text(value.tobytes())}
+        return packed if value.ndim == 1 else {**packed, "shape": list(value.shape)}
+    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], tuple) and len(value[1]) == 625:
+        version, words, gauss = value
+        return {"random": version, "words": _text(array.array("I", words).tobytes()), "gauss": gauss}
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return value.item()
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": _text(value)}
+    if type(value) is tuple:
+        return {"tuple": [pack(part) for part in value]}
+    if type(value) is list:
+        return [pack(part) for part in value]
+    if isinstance(value, Mapping):
+        if all(type(key) is str and key not in _TAGS for key in value):
+            return {key: pack(part) for key, part in value.items()}
+        return {"items": [[pack(key), pack(part)] for key, part in value.items()]}
+    return copy.deepcopy(value)
+
+
+def unpack(packed: Any) -> Any:
+    """What :func:`pack` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: that is no packed state.
+    """
+    if isinstance(packed, list):
+        return [unpack(part) for part in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if "torch" in packed:
+        data = torch.frombuffer(bytearray(_bytes(packed["torch"])) or bytearray(1), dtype=torch.uint8)
+        data = data if packed["torch"] else data[:0]
+        return data.view(_dtype(packed["dtype"])).view(packed["shape"]) if "dtype" in packed else data
+    if "numpy" in packed:
+        values = np.frombuffer(_bytes(packed["bytes"]), np.dtype(packed["numpy"])).copy()
+        return values.reshape(packed["shape"]) if "shape" in packed else values
+    if "random" in packed:
+        gauss = packed["gauss"]
+        if not (gauss is None or isinstance(gauss, float)):
+            raise TypeError(f"{gauss!r} is no normal deviate")
+        return packed["random"], tuple(array.array("I", _bytes(packed["words"]))), gauss
+    if "bytes" in packed:
+        return _bytes(packed["bytes"])
+    if "tuple" in packed:
+        return tuple(unpack(part) for part in packed["tuple"])
+    if "items" in packed:
+        return {unpack(key): unpack(part) for key, part in packed["items"]}
+    return {name: unpack(part) for name, part in packed.items()}
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return found
+
+
+def _text(data: Any) -> str:
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, str):
+        return base64.b64decode(value, validate=True)
+    if not isinstance(value, bytes):  # format 1 had bytes; bytearray(10**12) is a terabyte of zeros
+        raise TypeError(f"text or bytes expected, not {type(value).__name__}")
+    return value
+
+
+# Where in its buffer a generator of numpy's is (MT19937, Philox). numpy takes any number, and reads there.
+_PLACES = {"pos": 624, "buffer_pos": 4}
+
+
+def unpack_states(packed: Any) -> Any:
+    """As :func:`unpack`, of states of generators: numpy's would take any place in their buffer.
+
+    Raises:
+        as :func:`unpack`.
+    """
+
+    def look(value: Any) -> None:
+        for name, part in value.items() if isinstance(value, dict) else ():
+            if name in _PLACES and not 0 <= part <= _PLACES[name]:
+                raise ValueError(f"a generator of numpy's cannot be at {name} {part}")
+            look(part)
+
+    state = unpack(packed)
+    look(state)
+    return state
+
+
+def put(generators: Generators, packed: Any, *, held_only: bool = False) -> None:
+    """Put generators to their packed states.
+
+    Args:
+        held_only: leave the global ones as they are.
+
+    Raises:
+        StateError: the states are damaged.
+    """
+    try:
+        generators.put(unpack_states(_held_of(packed) if held_only else packed))
+    except DAMAGE as error:
+        raise damaged(error) from error
+
+
+def damaged(error: Exception) -> StateError:
+    """The error to raise for one that a damaged state has led to."""
+    return StateError(f"the state is damaged ({type(error).__name__}: {error}); load an earlier one.")
+
+
+class Beginning:
+    """What a loader's pass begins from: everything that decides the order of its samples.
+
+    The global generators, the loader's own, those that its samplers hold, the epoch that a sampler was told,
+    and the state of a sampler that can be asked for one (``state_dict``, ``load_state_dict``). Of what lies
+    behind a sampler, samplers and generators on its attributes are found. An iterable data set is a sampler
+    too: it decides the order.
+
+    Args:
+        loader: any of torch's loaders.
+        held: generators that the data set and its transforms hold in this process, where they matter.
+
+    Attributes:
+        globals: the three global generators.
+    """
+
+    def __init__(self, loader: Any, held: Generators | None = None) -> None:
+        self.globals = Generators([])
+        # Not the loader itself: what is made of this may live in its workers' sampler, and a cycle would keep
+        # the workers of a dropped loader until the next garbage collection.
+        self._generator: torch.Generator | None = loader.generator
+        self._samplers = _samplers_of(loader)
+        self._held = held
+
+    def take(self) -> dict[str, Any]:
+        """All of it as it is now, in plain values."""
+        return {
+            "globals": pack(self.globals.states()),
+            "generators": [pack(get()) for get, _ in self._generators()],
+            "samplers": self.sampler_states(),
+            "held": pack(_held_of(self._held.states())) if self._held is not None else None,
+        }
+
+    def sampler_states(self) -> list[dict[str, Any]]:
+        """The samplers' part of :meth:`take`."""
+        return [_sampler_state(sampler) for sampler in self._samplers]
+
+    def put_generators(self, state: Any, *, with_globals: bool) -> None:
+        """Put the generators back to what they were at :meth:`take`.
+
+        Raises:
+            KeyError, RuntimeError, TypeError, ValueError: it was not :meth:`take` of such a loader.
+        """
+        if with_globals:
+            self.globals.put(unpack_states(state["globals"]))
+        for (_, set_), packed in zip(self._generators(), state["generators"], strict=True):
+            set_(unpack_states(packed))
+        if self._held is not None and state["held"] is not None:
+            self._held.put(unpack_states(_held_of(state["held"])))
+
+    def put_samplers(self, state: Any) -> None:
+        """Put the samplers' epochs and own states back.
+
+        Raises:
+            as :meth:`put_generators`.
+        """
+        for sampler, own in zip(self._samplers, state["samplers"], strict=True):
+            if "epoch" in own:
+                sampler.set_epoch(own["epoch"])
+            if "state" in own:  # after the epoch: set_epoch() may well begin that anew
+                sampler.load_state_dict(unpack(own["state"]))
+
+    def _generators(self) -> Iterator[Any]:
+        if self._generator is not None:
+            yield access(self._generator)
+        for sampler in self._samplers:
+            for value in list(getattr(sampler, "__dict__", {}).values()):
+                found = access(value)
+                if found is not None:
+                    yield found
+
+
+class InProcess:
+    """The generators of this process that a loader's batches go on from: those that its samplers draw from,
+    and its live parts, where no worker has them.
+
+    Args:
+        loader: any of torch's loaders.
+        live: the generators that live parts draw from in this process; None if there are none here.
+    """
+
+    def __init__(self, loader: Any, live: Generators | None) -> None:
+        self._live = live
+        samplers = [sampler for sampler in _samplers_of(loader) if sampler is not loader.dataset]
+        torchs = all(type(one).__module__.startswith(_TORCHS) for one in samplers)
+        self._samplers = None if torchs else Generators([])
+        self._last = b""
+        self._text = ""
+
+    def states(self, *, only_samplers: bool) -> dict[str, Any]:
+        """Their states as they are now, in plain values, by name.
+
+        Args:
+            only_samplers: in this pass no live part draws, and no sample is read.
+        """
+        all_of_them = self._samplers if self._live is None or only_samplers else self._live
+        if all_of_them is not None:
+            packed: dict[str, Any] = pack(all_of_them.states())
+            return packed
+        # Asked for after every batch; encoding takes the longest, and often nothing has drawn since.
+        state = torch.get_rng_state().numpy().tobytes()
+        if state != self._last:
+            self._last, self._text = state, _text(state)
+        return {_TORCHS_GENERATOR: {"torch": self._text}}
+
+
+# Samplers that draw from torch's generator only, and its name among those of Generators.
+_TORCHS = ("torch.utils.data.", "torchdata.", "builtins")
+_TORCHS_GENERATOR = GLOBAL[2]
+
+
+def _held_of(states: dict[str, Any]) -> dict[str, Any]:
+    return {name: state for name, state in states.items() if name not in GLOBAL}
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    found: list[Any] = []
+    queue = [loader.batch_sampler, loader.sampler]
+    if isinstance(loader.dataset, IterableDataset):
+        queue.append(loader.dataset)
+    for sampler in queue:
+        if sampler is None or any(sampler is known for known in found):
+            continue
+        found.append(sampler)
+        own = getattr(sampler, "__dict__", {})
+        # Batch samplers of other makers keep any iterable under this name.
+        queue += [value for name, value in own.items() if isinstance(value, Sampler) or name == "sampler"]
+    return found
+
+
+def _sampler_state(sampler: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    # A DistributedSampler draws from its seed and epoch alone. What one that has a state (torchdata's) says
+    # of itself is how far it has come, before a pass: to the end of the last one.
+    stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+    if stateful and not isinstance(sampler, DistributedSampler):
+        state["state"] = pack(sampler.state_dict())
+    if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
+        state["epoch"] = sampler.epoch
+    return state

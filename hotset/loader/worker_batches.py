@@ -1,0 +1,105 @@
+"""Batches as they come in from workers: letters are opened, counted, and their blocks accounted for.
+
+A pass that goes on begins with idle turns: one for each worker, in which its generators are put back to where
+they were, and then one for each whose turn is over, so that every batch is made by the worker that would have
+made it. Where persistent workers go on after a pass that nobody saw the end of, an idle turn asks each for
+its states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from hotset.loader.epoch_summary import EpochSummary
+from hotset.loader.state import EpochProgress
+from hotset.loader.worker_messages import BatchMessage
+from hotset.loader.worker_process import BatchBuffers, TaskSampler
+from hotset.store.blocks import making_workers
+
+__all__ = ["WorkerBatches"]
+
+
+class WorkerBatches:
+    """Iterator over one epoch's batches, made by the inner loader's workers.
+
+    Args:
+        inner: the loader whose batches are letters.
+        desks: the blocks that they come in.
+        run: counts what was consumed, for who goes on from there.
+        batches: the epoch's indices.
+        summary: counts batches, samples and waiting.
+        tell: gets what workers have to say to the user, and what it is about.
+    """
+
+    def __init__(
+        self,
+        inner: TorchDataLoader[Any],
+        desks: BatchBuffers,
+        run: EpochProgress,
+        batches: Any,
+        summary: EpochSummary,
+        tell: Callable[[str, str], None],
+    ) -> None:
+        self._tell = tell
+        self._persistent = inner.persistent_workers
+        self._workers = inner.num_workers
+        self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
+        self._desks = desks
+        self._run = run
+        self._summary = summary
+        self._letters: Any = None
+        idle: int = 0
+        states: dict[int, Any] = {}
+        if run.asks and inner.in_order:
+            idle = inner.num_workers
+        elif run.goes_on and inner.in_order and run.workers:
+            idle, states = inner.num_workers + run.turn, dict(run.workers)
+        self._tasks.begin(batches, idle, states)
+        with making_workers():
+            self._letters = iter(inner)
+        for _ in range(idle):
+            letter: BatchMessage = next(self._letters)
+            self._tasks.answered(letter)
+            run.workers[letter.news.worker] = letter.news.states
+
+    def __iter__(self) -> WorkerBatches:
+        return self
+
+    def __next__(self) -> Any:
+        start = time.perf_counter()
+        try:
+            letter = next(self._letters)
+        except StopIteration:
+            self._run.over = True
+            self._summary._end()
+            if not self._persistent:
+                self._desks.rest()  # the workers have ended; a batch still held must not keep all blocks
+            raise
+        self._tasks.answered(letter)
+        news = letter.news
+        self._desks.needed = max(self._desks.needed, news.needed)
+        for sentence, about in news.told:
+            self._tell(sentence, about)
+        self._run.workers[news.worker] = news.states
+        self._run.turn = (news.worker + 1) % self._workers
+        self._run.count(news.samples)
+        self._summary._count(news.samples, time.perf_counter() - start)
+        return letter.batch
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        # Persistent workers go on with their tasks, and the next epoch begins by taking in their letters.
+        if self._persistent:
+            return
+        self._letters = None  # ends and joins the workers: only then are their blocks free
+        # At the interpreter's end anything may be gone already, what this module has imported too.
+        with suppress(Exception):
+            self._tasks.recall()
+            self._desks.rest()

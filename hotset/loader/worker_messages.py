@@ -1,0 +1,120 @@
+"""Letters: how a batch that a worker has laid out in a shared block arrives in the main process.
+
+A letter carries the batch's tree, with a place in the block where a tensor would be, and is pickled like
+anything else that a worker returns. Unpickling it takes the block over first, and then puts a tensor, a view
+of the block, into each place. So tensors are never sent, and a block is recycled in any case: also when the
+letter is dropped unread, as torch does with what persistent workers had made ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from hotset.store.blocks import BlockPool
+
+__all__ = ["BatchMessage", "TensorRef", "WorkerReport", "message_pool"]
+
+_pools: weakref.WeakValueDictionary[int, BlockPool] = weakref.WeakValueDictionary()
+# The memory of the block whose letter this thread is unpickling; letters are not nested.
+_opening = threading.local()
+
+
+def message_pool(block_bytes: int) -> BlockPool:
+    """A shared pool whose blocks letters can refer to."""
+    pool = BlockPool(block_bytes, shared=True)
+    _pools[pool.address.inode] = pool
+    return pool
+
+
+class TensorRef:
+    """Where in the block a tensor lies; unpickled, it is that tensor."""
+
+    __slots__ = ("dtype", "offset", "shape")
+
+    def __init__(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.offset = offset
+        self.dtype = dtype
+        self.shape = shape
+
+    def __reduce__(self) -> Any:
+        return _tensor_at, (self.offset, self.dtype, self.shape)
+
+
+def _tensor_at(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    count = math.prod(shape)
+    return torch.frombuffer(_opening.array, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+class _BlockRef:
+    """First thing in a letter: unpickling it takes the block over, so that it is recycled in any case."""
+
+    def __init__(self, pool: int, block: int) -> None:
+        self.pool = pool
+        self.block = block
+
+    def __reduce__(self) -> Any:
+        return _open, (self.pool, self.block)
+
+
+def _open(pool: int, block: int) -> Any:
+    owner = _pools.get(pool)
+    if owner is None:
+        raise RuntimeError("a batch arrived for a pool of blocks that is gone")
+    _opening.array = owner.adopt(block)
+    return None
+
+
+class WorkerReport(NamedTuple):
+    """What a worker says along with a batch.
+
+    Attributes:
+        worker: its number.
+        needed: bytes that the batch would have liked to have in its block.
+        samples: how many samples the batch has.
+        told: sentences for the user, to be said in the main process, and what each is about (see
+            :class:`hotset._warnings.Warner`).
+        states: of the worker's generators after the batch, if it has a live part.
+    """
+
+    worker: int
+    needed: int
+    samples: int
+    told: tuple[tuple[str, str], ...]
+    states: Any
+
+
+class BatchMessage:
+    """A batch on its way from a worker.
+
+    Attributes:
+        pool, block: where its tensors lie.
+        batch: the batch; its tensors are views of the block once the letter has arrived.
+        news: what else there is to say.
+    """
+
+    def __init__(self, pool: int, block: int, batch: Any, news: WorkerReport) -> None:
+        self.pool = pool
+        self.block = block
+        self.batch = batch
+        self.news = news
+
+    def __reduce__(self) -> Any:
+        # Arguments are unpickled in order: the block is open when its tensors are made.
+        opener = _BlockRef(self.pool, self.block)
+        return _received, (opener, self.pool, self.block, self.batch, self.news)
+
+    def pin_memory(self, device: Any = None) -> BatchMessage:
+        """Called by the inner loader's pin-memory thread; the block is free once this letter is dropped."""
+        batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
+        return BatchMessage(self.pool, self.block, batch, self.news)
+
+
+def _received(opened: None, pool: int, block: int, batch: Any, news: WorkerReport) -> BatchMessage:
+    _opening.array = None
+    return BatchMessage(pool, block, batch, news)

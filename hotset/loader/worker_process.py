@@ -1,0 +1,477 @@
+"""Batches made by workers, straight into shared blocks.
+
+The workers are torch's: an inner DataLoader runs them over a private data set (:class:`BatchMaker`) whose
+"samples" are whole batches. The inner loader's sampler hands out tasks, a batch's indices and the number of
+a free block; a worker fills, gathers, applies what is live, collates into the block, and sends a letter: the
+batch's tree, with a place in the block where a tensor would be (:mod:`hotset.loader.worker_messages`).
+
+::
+
+    main      task = (block 3, indices) ──>  worker: fill, gather or live + collate into block 3
+    main      tensors over block 3      <──  letter = (block 3, {"image": at 0, uint8, (64, 3, 224, 224)})
+
+What fits no block (text, other objects, a batch larger than its block) travels in the letter as it would
+with torch's own loader. Everything else about workers, their seeds, errors, time-outs, deaths and
+persistence, is torch's business and done through its public arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from hotset.dataset.parent_death import parent_death_signal
+from hotset.determinism.rng import Generators
+from hotset.loader.collate import bound, is_known
+from hotset.loader.index_route import Route, fetched, route_to, samples_in
+from hotset.loader.rng_state import pack, put
+from hotset.loader.worker_messages import BatchMessage, TensorRef, WorkerReport, message_pool
+from hotset.store.batch_layout import NotGathered
+from hotset.store.blocks import BlockPool, SharedBlocks
+from hotset.store.claims import Ids
+from hotset.store.gather import Gather
+from hotset.store.locks import can_reopen
+from hotset.store.malloc_tuning import keep_freed_memory
+from hotset.store.received_records import ReceivedRecords
+from hotset.store.segment import Address
+
+__all__ = [
+    "BatchBuffers",
+    "BatchMaker",
+    "BatchMessage",
+    "Task",
+    "TaskSampler",
+    "WorkerInit",
+    "make_gather",
+    "random_parts",
+]
+
+_ALIGN = 64
+
+
+class Task(NamedTuple):
+    """What a worker is asked for: a batch, and where to put it.
+
+    Attributes:
+        indices: of the batch, or whatever the data set takes with ``batch_size=None``.
+        idle: whether there is no batch, and only turns are to be kept.
+        pool, block_bytes, block: where to put it.
+        states: what to put the worker's generators to before; None to leave them.
+    """
+
+    indices: Any
+    idle: bool
+    pool: Address
+    block_bytes: int
+    block: int
+    states: Any = None
+
+
+class BatchBuffers:
+    """Blocks for batches: the pool that the next task's block comes from.
+
+    Held by the loader and by its task sampler, and holding neither, so that a loader that is dropped ends
+    its workers at once and not with the next garbage collection.
+
+    Attributes:
+        needed: bytes of the largest batch so far: a larger one than its block makes a new pool.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.needed = block_bytes
+        self._pool: BlockPool | None = None
+
+    def pool(self) -> BlockPool:
+        """The pool with blocks that are large enough."""
+        pool = self._pool
+        if pool is None or not pool.is_ours or pool.block_bytes < self.needed:
+            pool = self._pool = message_pool(self.needed)
+        return pool
+
+    def rest(self) -> None:
+        """Nothing is built for now: keep no memory for it."""
+        if self._pool is not None and self._pool.is_ours:
+            self._pool.trim()
+
+
+class TaskSampler:
+    """The inner loader's sampler: the user's batch sampler, with a free block for each batch.
+
+    ``iter()`` calls the user's sampler's ``iter()`` at once, as torch's loader would.
+
+    Args:
+        batches: the user's batch sampler.
+        desks: where blocks come from.
+        announce: is told of each batch as it is drawn, some batches before it is handed over; None if
+            nobody wants to know.
+    """
+
+    def __init__(self, batches: Any, desks: BatchBuffers, announce: Callable[[Any], None] | None) -> None:
+        self._batches = batches
+        self._desks = desks
+        self._announce = announce
+        self._out: dict[tuple[int, int], BlockPool] = {}
+        self._idle = 0
+        self._states: dict[int, Any] = {}
+
+    def begin(self, batches: Any, idle: int, states: dict[int, Any]) -> None:
+        """Say what the next pass is over.
+
+        Args:
+            batches: its batch sampler.
+            idle: turns to be passed over before its first batch, so that this goes to the worker whose turn
+                it was when the pass was interrupted.
+            states: what to put workers' generators to, by worker.
+        """
+        self._batches, self._idle, self._states = batches, idle, states
+
+    def __iter__(self) -> Iterator[Task]:
+        return self._tasks(iter(self._batches))
+
+    def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
+        # The workers take turns, so the first tasks' numbers are their own.
+        for turn, indices in enumerate(itertools.chain(itertools.repeat((), self._idle), batches)):
+            pool = self._desks.pool()
+            number = pool.take()
+            address = pool.address
+            self._out[address.inode, number] = pool
+            idle = turn < self._idle
+            if self._announce is not None and not idle:
+                self._announce(indices)
+            yield Task(indices, idle, address, pool.block_bytes, number, self._states.get(turn))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def answered(self, letter: BatchMessage) -> None:
+        """A letter has come: its block is its own business from now on."""
+        self._out.pop((letter.pool, letter.block), None)
+
+    def recall(self) -> None:
+        """Take back the blocks of tasks that no worker will answer any more."""
+        for (_, number), pool in self._out.items():
+            pool.give_back(number)
+        self._out.clear()
+
+
+class BatchMaker(Dataset[Any]):
+    """The inner loader's data set: makes the batch that a task asks for, in a worker.
+
+    Args:
+        dataset: the user's data set, with caches behind it.
+        collate_fn: the user's.
+        batched: whether an index is a batch's; else it is the data set's own, and collated alone.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool) -> None:
+        self.dataset = dataset
+        self._collate_fn = collate_fn
+        self._batched = batched
+        self._made: _InWorker | None = None
+
+    def __getitem__(self, task: Task) -> BatchMessage:
+        if self._made is None:
+            self._made = _InWorker(self.dataset, self._collate_fn, self._batched)
+        return self._made.answer(task)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}
+
+
+class _InWorker:
+    """What a worker keeps between batches."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], batched: bool) -> None:
+        route = route_to(dataset)
+        assert route is not None
+        self.dataset = dataset
+        self.route: Route = route
+        self.collate_fn = collate_fn
+        self._batched = batched
+        self._gather: Gather | None = None
+        self._not_gathered = not is_known(collate_fn)
+        self._pools: dict[Address, SharedBlocks] = {}
+        self._told: list[tuple[str, str]] = []
+        self._draws = any(cached._source.live for cached in route.caches) or not _is_still(collate_fn)
+        self._generators: Generators | None = None
+        info = get_worker_info()
+        self._worker = info.id if info is not None else 0
+        for cached in route.caches:
+            cached._supply.tell = self._hand_on
+
+    def answer(self, task: Task) -> BatchMessage:
+        if task.states is not None:
+            self._draws = True
+            put(self._drawn_from(), task.states)
+        desk = self._desk(task)
+        batch = self._batch(task.indices, desk) if not task.idle else None
+        told = tuple(self._told)
+        self._told.clear()
+        self._draws |= any(cached._supply.draws for cached in self.route.caches)
+        states = pack(self._drawn_from().states()) if self._draws else None
+        news = WorkerReport(self._worker, desk.needed, samples_in(task.indices), told, states)
+        return BatchMessage(task.pool.inode, task.block, batch, news)
+
+    def _desk(self, task: Task) -> _BatchBuffer:
+        """The task's block; one without room where the memory of the process that has it is out of reach."""
+        blocks = self._pools.get(task.pool)
+        if blocks is None:
+            try:
+                blocks = SharedBlocks(task.pool, task.block_bytes)
+            except OSError:
+                if can_reopen():
+                    raise  # that process has gone
+                return _BatchBuffer(bytearray(), 0)  # without /proc: batches go as torch sends them
+            self._pools[task.pool] = blocks
+        return _BatchBuffer(blocks.array(task.block), task.block_bytes)
+
+    def _drawn_from(self) -> Generators:
+        """The generators that live transforms, and samples as they are read, draw from."""
+        if self._generators is None:
+            self._generators = Generators(random_parts(self.route, self.collate_fn))
+        return self._generators
+
+    def _hand_on(self, sentence: str, about: str = "") -> None:
+        self._told.append((sentence, about))
+
+    def _batch(self, indices: Any, desk: _BatchBuffer) -> Any:
+        if not self._batched:
+            return desk.lay(self.collate_fn(self.dataset[indices]))
+        ids = self.route.resolve(indices)
+        if ids is None:  # not numbers, or out of range: whatever the data set says to that
+            return self._collate(fetched(self.dataset, indices), desk)
+        single = self.route.single
+        if single is None or single._source.live or not is_known(self.collate_fn):
+            return self._collate(self.route.samples(ids), desk)
+        supply, store, local = single._supply, single._store, self.route.local(ids)
+        before = store.filler.reads if store is not None else 0
+        records, in_hand = supply.bring(local)
+        # What was just read is collated as it is: its record's pages were written, and are not mapped yet.
+        batch = self._gathered(local, desk, records) if 2 * len(in_hand) < len(ids) else None
+        if batch is None:
+            return self._collate(self.route.samples(ids, {**supply.taken_apart(records), **in_hand}), desk)
+        if store is not None:
+            theirs = sum(len(each.ids) for each in records)
+            supply.count_hits(local, less=store.filler.reads - before + theirs)
+        return batch
+
+    def _gathered(self, local: Ids, desk: _BatchBuffer, records: Sequence[ReceivedRecords]) -> Any | None:
+        single = self.route.single
+        assert single is not None
+        if self._gather is None and not self._not_gathered and single._store is not None:
+            here = single._store.in_common_form(local)
+            if not len(here):
+                return None
+            self._gather = make_gather(single, self.collate_fn, int(here[0]))
+            self._not_gathered = self._gather is None
+        copy = self._gather.prepare(local, desk.whole, records) if self._gather is not None else None
+        if self._gather is None or copy is None:
+            return None
+        copy.run()
+        return self._gather.finish(copy, desk.placed)
+
+    def _collate(self, samples: list[Any], desk: _BatchBuffer) -> Any:
+        if self.collate_fn is not default_collate:
+            return desk.lay(bound(self.collate_fn, self.route.schema)[0](samples))
+        kinds = {
+            kind: _onto(desk, function) if kind in _NUMBERS else function
+            for kind, function in default_collate_fn_map.items()
+        }
+        return collate(samples, collate_fn_map={**kinds, torch.Tensor: desk.stack})
+
+
+def _is_still(collate_fn: Callable[[Any], Any]) -> bool:
+    """Whether this collate function is known to draw nothing."""
+    return is_known(collate_fn) or collate_fn is default_convert
+
+
+def random_parts(route: Route, collate_fn: Callable[[Any], Any]) -> list[Any]:
+    """What may draw random numbers where batches are made of samples."""
+    parts = [part for cached in route.caches for part in cached._source.random_parts]
+    return parts if _is_still(collate_fn) else [*parts, collate_fn]
+
+
+# Kinds whose collated tensor is made somewhere and then copied to the desk: a few bytes for each sample.
+_NUMBERS = (int, float, (np.bool_, np.number, np.object_))
+
+
+def _onto(desk: _BatchBuffer, function: Callable[..., Any]) -> Callable[..., Any]:
+    def collated(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        return desk.put(function(batch, collate_fn_map=collate_fn_map))
+
+    return collated
+
+
+def make_gather(cached: Any, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
+    """The gather for this cache and collate function, compared on one sample; None if there is none."""
+    store = cached._store
+    if store is None or cached._source.live:
+        return None
+    collate_samples, variable = bound(collate_fn, store.schema)
+    try:
+        gather = Gather(store, collate_samples, variable)
+        gather.compare(sample)
+    except NotGathered:
+        return None
+    return gather
+
+
+class _BatchBuffer:
+    """A block that a worker lays a batch out in, from its beginning on.
+
+    Attributes:
+        size: bytes of the block.
+        needed: bytes that the batch would have liked to have.
+    """
+
+    def __init__(self, array: Any, size: int) -> None:
+        self.array = array
+        self.size = size
+        self.needed = 0
+
+    def _room(self, size: int) -> int | None:
+        """Offset of ``size`` bytes in the block, or None if it is too small."""
+        at = -(-self.needed // _ALIGN) * _ALIGN
+        self.needed = at + size
+        return at if self.needed <= self.size else None
+
+    def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int], count: int) -> torch.Tensor:
+        return torch.frombuffer(self.array, dtype=dtype, count=count, offset=at).view(tuple(shape))
+
+    def whole(self, size: int) -> _BatchBuffer | None:
+        """The block, as memory for a gathered batch of ``size`` bytes."""
+        self.needed = size
+        return self if size <= self.size else None
+
+    def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """A part of a gathered batch: see :class:`hotset.store.gather.Memory`."""
+        count = size // dtype.itemsize
+        return self._view(offset, dtype, (count,), count) if count else torch.empty(0, dtype=dtype)
+
+    def placed(self, done: torch.Tensor, offset: int) -> Any:
+        """What stands in the letter for a finished column."""
+        return TensorRef(offset, done.dtype, tuple(done.shape)) if done.numel() else done
+
+    def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        """Stack tensors in the block, as ``default_collate`` stacks them in memory of its own."""
+        first = batch[0]
+        if type(first).__module__.startswith("torchvision.tv_tensors."):
+            batch = [tensor.as_subclass(torch.Tensor) for tensor in batch]
+            first = batch[0]
+        plain = all(
+            type(t) is torch.Tensor
+            and t.dtype == first.dtype
+            and t.shape == first.shape
+            and t.layout == torch.strided
+            and t.device.type == "cpu"
+            and not (t.requires_grad or t.is_quantized or t.is_nested)
+            for t in batch
+        )
+        count = len(batch) * first.numel() if plain else 0
+        at = self._room(count * first.itemsize) if count else None
+        if at is None:
+            return default_collate_fn_map[torch.Tensor](batch, collate_fn_map=collate_fn_map)
+        out = self._view(at, first.dtype, (len(batch), *first.shape), count)
+        torch.stack(batch, 0, out=out)
+        return TensorRef(at, out.dtype, tuple(out.shape))
+
+    def put(self, made: Any) -> Any:
+        """Copy a collated tensor to the block."""
+        if type(made) is not torch.Tensor or not made.numel():
+            return made
+        at = self._room(made.numel() * made.itemsize)
+        if at is None:
+            return made
+        self._view(at, made.dtype, made.shape, made.numel()).copy_(made)
+        return TensorRef(at, made.dtype, tuple(made.shape))
+
+    def lay(self, made: Any) -> Any:
+        """What a collate function of the user's has made, its plain tensors copied to the block.
+
+        Where there are only dicts, lists, tuples, tensors and plain values in it, each of them once. Anything
+        else travels as torch has it travel, so that what is one object, or one memory, there, is one here.
+        """
+        tensors: list[torch.Tensor] = []
+        if not _find_tensors(made, tensors, set()):
+            return made
+        together = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        alone = [t for t in tensors if together[t.untyped_storage().data_ptr()] == 1 and _fills_its_memory(t)]
+        return _with_places(made, {id(tensor): self.put(tensor) for tensor in alone})
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def _find_tensors(made: Any, tensors: list[torch.Tensor], known: set[int]) -> bool:
+    """Find all tensors; False if there is something else in it, or one thing in two places."""
+    kind = type(made)
+    if kind in _PLAIN:
+        return True
+    if id(made) in known:
+        return False
+    known.add(id(made))
+    if kind is torch.Tensor:
+        tensors.append(made)
+        return made.layout is torch.strided and made.device.type == "cpu" and not made.is_nested
+    if kind is dict:
+        return all(type(k) in _PLAIN and _find_tensors(v, tensors, known) for k, v in made.items())
+    return kind in (list, tuple) and all(_find_tensors(part, tensors, known) for part in made)
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a dense tensor in memory of its own: all that a place can say of one."""
+    shared = tensor.is_shared()  # type: ignore[no-untyped-call]
+    return (
+        not (shared or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    )
+
+
+def _with_places(made: Any, places: dict[int, Any]) -> Any:
+    if type(made) is dict:
+        return {key: _with_places(value, places) for key, value in made.items()}
+    if type(made) is list:
+        return [_with_places(part, places) for part in made]
+    if type(made) is tuple:
+        return tuple(_with_places(part, places) for part in made)
+    return places.get(id(made), made)
+
+
+class WorkerInit:
+    """Runs in each worker before its first batch: the user's function sees the user's data set.
+
+    From then on the worker dies with the process that made it. torch's own notes who its parent is only after
+    this, to end when that dies: if it just has, it takes whoever adopts orphans for it, and waits for work
+    for ever. And at its end it waits until what it has made was read, which nobody does then.
+
+    Args:
+        user: the user's function.
+    """
+
+    def __init__(self, user: Callable[[int], None] | None) -> None:
+        self.user = user
+        self._leash = parent_death_signal()
+
+    def __call__(self, worker: int) -> None:
+        try:
+            self._leash.tie()
+        except ProcessLookupError:
+            os._exit(1)
+        except OSError:  # no descriptor is left, say: it is torch's own again
+            pass
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, BatchMaker):
+            keep_freed_memory()
+            # WorkerInfo refuses plain assignment; what a user finds there must be the data set.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.user is not None:
+            self.user(worker)

@@ -1,0 +1,83 @@
+"""What people type for a share of the memory and for a time: ``80%``, ``120GiB``, ``24h``.
+
+Text that reaches a terminal or a log is made printable here as well, as it may come from whoever can send
+a request.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from hotset._warnings import printable
+from hotset.errors import ArgumentError
+from hotset.store.memory_limits import headroom
+from hotset.units import format_bytes, parse_bytes
+
+__all__ = ["parse_memory", "parse_seconds", "parse_share"]
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([smhd]?)\s*", re.IGNORECASE)
+_LARGEST_MEMORY = 1 << 62
+_LONGEST_AMOUNT = 100
+
+
+def parse_share(amount: str, whole: int) -> int:
+    """Return an amount of memory in bytes, given as such or as a percentage of ``whole`` bytes.
+
+    Raises:
+        QuantityError: it is neither, or a percentage beyond 100.
+        ArgumentError: it is nothing at all, or more than the whole.
+
+    Example:
+        >>> parse_share("80%", 1000), parse_share("1KiB", 4096)
+        (800, 1024)
+    """
+    count = parse_bytes(amount, whole=lambda: whole)
+    if not 0 < count <= whole:
+        raise ArgumentError(
+            f"memory={amount!r} is not between nothing and the {format_bytes(whole)} that there are; "
+            'give less, "80%" for example.'
+        )
+    return count
+
+
+def parse_memory(memory: int | str) -> int:
+    """Return what a session may hold, in bytes; nothing is a session that only spills.
+
+    A percentage is of the machine's memory, or of its control group's limit.
+
+    Raises:
+        QuantityError: it is no amount of memory.
+        ArgumentError: no machine has that much.
+
+    Example:
+        >>> parse_memory("1GiB")
+        1073741824
+    """
+    # Python refuses to read numbers of thousands of digits at all, in words of its own.
+    is_absurd = isinstance(memory, str) and len(memory) > _LONGEST_AMOUNT
+    if is_absurd or (count := parse_bytes(memory, whole=lambda: headroom().limit)) >= _LARGEST_MEMORY:
+        raise ArgumentError(f"memory={printable(str(memory))} is more than any machine has; give less.")
+    return count
+
+
+def parse_seconds(time: float | str) -> float:
+    """Return a time to live in seconds: a number of them, or ``"90s"``, ``"30m"``, ``"24h"``, ``"7d"``.
+
+    Raises:
+        ArgumentError: it is no such time, or not above zero.
+
+    Example:
+        >>> parse_seconds("24h"), parse_seconds("1.5m"), parse_seconds(7)
+        (86400.0, 90.0, 7.0)
+    """
+    match = _TIME.fullmatch(time) if isinstance(time, str) else None
+    if match:
+        seconds = float(match[1]) * _SECONDS[match[2].lower() or "s"]
+    else:
+        seconds = math.nan if isinstance(time, str) else float(time)
+    if not 0 < seconds < math.inf:
+        shown = printable(repr(time))
+        raise ArgumentError(f'ttl={shown} is no time to live; give seconds, or "90s", "30m", "24h", "7d".')
+    return seconds

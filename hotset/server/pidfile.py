@@ -1,0 +1,268 @@
+"""Where the server of a port is found, and the claim that there is only one.
+
+A server has three files in the runtime folder, which is this user's alone:
+
+=======================  ==============================================================================
+``server-<port>.json``   process, host, port, log file, log level; **its lock is the server's life**
+``server-<port>.token``  the token, made anew at each start
+``server-<port>.log``    the log, of bounded size; it stays when the server has gone
+=======================  ==============================================================================
+
+::
+
+    open or make ── lock ── still named? ── token ── tell ──> answer ──> remove both ──> gone: unlock
+
+A killed server leaves its files; without the lock they mean nothing, and the next one on that port takes
+them over. The number in the file is for people: it may be another process's by now, or of another container.
+A client that finds the lock and no sensible content looks again: the server is just starting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hotset.errors import HotsetError
+from hotset.session.runtime_dir import is_named, open_at, open_folder, runtime_folder
+from hotset.store import locks
+
+__all__ = [
+    "DEFAULT_PORT",
+    "Claim",
+    "Place",
+    "ServerError",
+    "already_running",
+    "claim",
+    "ending",
+    "find",
+    "is_claimed",
+    "log_path",
+    "open_log",
+    "read_token",
+    "running",
+]
+
+DEFAULT_PORT = 50052
+
+_LIFE = 0  # the byte of the file whose lock means that the server is alive
+_LARGEST = 1 << 16
+_CLAIM = re.compile(r"server-(\d{1,5})\.json")
+
+
+class ServerError(HotsetError, OSError):
+    """No server answers, it refused, or it cannot be started."""
+
+
+def already_running(port: int) -> ServerError:
+    """The error of whoever would start a second server."""
+    return ServerError(
+        f"A server of port {port} runs already; stop it with `hotset stop --port {port}`, or choose another."
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server answers.
+
+    Attributes:
+        pid: its process, in its own process namespace.
+        host, port: its address.
+        log: its log file; None if it writes to a terminal.
+        level: its log level: debug, info, warning, error or critical.
+    """
+
+    pid: int
+    host: str
+    port: int
+    log: str | None
+    level: str
+
+    @property
+    def url(self) -> str:
+        """Its address in a browser.
+
+        Example:
+            >>> Place(1, "::1", 50052, None, "info").url
+            'http://[::1]:50052'
+        """
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+def log_path(port: int) -> Path:
+    """Where a daemon on this port writes its log."""
+    return runtime_folder() / f"server-{port}.log"
+
+
+def find(port: int) -> Place | None:
+    """Return where the living server of this port is; None if there is none, or it is still starting.
+
+    Raises:
+        FolderError: the runtime folder, or the file, is not safely this user's own.
+    """
+    content = _read(port, "json", only_locked=True)
+    try:
+        return Place(**json.loads(content)) if content else None
+    except (TypeError, ValueError):
+        return None
+
+
+def running() -> list[int]:
+    """The ports of the servers that live, answering or not.
+
+    Raises:
+        FolderError: the runtime folder, or a file, is not safely this user's own.
+    """
+    names = [_CLAIM.fullmatch(name) for name in os.listdir(runtime_folder())]
+    return [port for port in sorted(int(name[1]) for name in names if name) if is_claimed(port)]
+
+
+def is_claimed(port: int) -> bool:
+    """Whether a server of this port lives, answering or not.
+
+    Raises:
+        FolderError: the runtime folder, or the file, is not safely this user's own.
+    """
+    return _read(port, "json", only_locked=True) is not None
+
+
+@contextlib.contextmanager
+def ending(port: int) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether the server that has this port now has gone, process and all.
+
+    Raises:
+        FolderError: the runtime folder, or the file, is not safely this user's own.
+    """
+    fd = _open(port, "json")
+    try:
+        # On the file itself: its name goes before the process does.
+        yield lambda: fd is None or not locks.is_locked(fd, _LIFE)
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def read_token(port: int) -> str:
+    """Return the token of the server of this port; empty if there is none.
+
+    Raises:
+        FolderError: the runtime folder, or the file, is not safely this user's own.
+    """
+    return (_read(port, "token") or b"").decode("ascii", "replace")
+
+
+class Claim:
+    """A port's files, held by its server; see :func:`claim`."""
+
+    def __init__(self, folder: int, port: int, fd: int, token: str) -> None:
+        self._folder, self._port, self._fd = folder, port, fd
+        self.token = token
+
+    def tell(self, place: Place) -> None:
+        """Say where the server answers."""
+        content = json.dumps(asdict(place)).encode()
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, content, 0)
+
+
+@contextlib.contextmanager
+def claim(port: int) -> Iterator[Claim]:
+    """Be the one server of this port, with a new token, for as long as the block runs.
+
+    The port can be claimed again after it. The lock stays until this process has gone, which is what whoever
+    stopped the server waits for.
+
+    Raises:
+        ServerError: another server has it.
+        FolderError: the runtime folder, or a file in it, is not safely this user's own.
+        OSError: the file system refuses.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = open_folder()
+        stack.callback(os.close, folder)
+        file = f"server-{port}.json"
+        fd = _lock(folder, file, port)
+        # The name goes while the lock is held: who opened the file before begins anew.
+        stack.callback(_remove, folder, file)
+        os.ftruncate(fd, 0)
+        _remove(folder, f"server-{port}.token")
+        import secrets  # its import takes longer than all else here, and clients do without
+
+        token = secrets.token_urlsafe(32)
+        _write(open_at(folder, f"server-{port}.token", create=True), token.encode())
+        stack.callback(_remove, folder, f"server-{port}.token")
+        yield Claim(folder, port, fd, token)
+
+
+def open_log(port: int) -> int:
+    """Return a descriptor of the log of this port that writes at its end.
+
+    Raises:
+        FolderError: the runtime folder, or the file, is not safely this user's own.
+    """
+    folder = open_folder()
+    try:
+        fd = _open_or_make(folder, f"server-{port}.log")
+    finally:
+        os.close(folder)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
+
+
+def _lock(folder: int, file: str, port: int) -> int:
+    while True:
+        fd = _open_or_make(folder, file)
+        try:
+            if not locks.try_lock(fd, _LIFE):
+                raise already_running(port)
+            if is_named(fd, folder, file):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _open_or_make(folder: int, file: str) -> int:
+    while True:
+        for create in (False, True):
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                return open_at(folder, file, create=create)
+
+
+def _open(port: int, suffix: str) -> int | None:
+    folder = open_folder()
+    try:
+        return open_at(folder, f"server-{port}.{suffix}")
+    except FileNotFoundError:
+        return None
+    finally:
+        os.close(folder)
+
+
+def _read(port: int, suffix: str, *, only_locked: bool = False) -> bytes | None:
+    fd = _open(port, suffix)
+    if fd is None:
+        return None
+    try:
+        return None if only_locked and not locks.is_locked(fd, _LIFE) else os.pread(fd, _LARGEST, 0)
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, content: bytes) -> None:
+    try:
+        os.write(fd, content)
+    finally:
+        os.close(fd)
+
+
+def _remove(folder: int, file: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(file, dir_fd=folder)

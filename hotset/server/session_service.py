@@ -1,0 +1,214 @@
+"""What the server keeps: its sessions, under one budget, from recovery to the end.
+
+Everything that a session holds is in the runtime folder, the shared memory and the spill folders, so a keeper
+has hardly a state of its own: one that is killed loses nothing, and the next one of its port goes on.
+
+Changes come one after the other (a lock in this process; other processes are the session layer's care).
+Readers take no lock: a session that is destroyed under their eyes is left out of what they report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import hotset
+from hotset._warnings import printable
+from hotset.errors import HotsetError, SessionError
+from hotset.server.options import Options
+from hotset.server.parsing import parse_memory, parse_seconds
+from hotset.server.pidfile import Place
+from hotset.server.views import resized_view, session_view
+from hotset.session import catalog as registry
+from hotset.session import recovery, reports, sessions
+from hotset.session import server_quota as servers
+from hotset.session.session_definition import Session
+
+__all__ = ["Refusal", "SessionService"]
+
+_log = logging.getLogger(__name__)
+
+
+class Refusal(HotsetError):
+    """A request that cannot be done, with the HTTP status that says so."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class SessionService:
+    """The sessions of one server; see the module's description."""
+
+    def __init__(self, options: Options, log: str | None) -> None:
+        self.options = options
+        self._started = time.time()
+        self._changing = threading.Lock()
+        self._ended = False
+        self.place = Place(os.getpid(), options.host, options.port, log, options.level)
+
+    def begin(self) -> None:
+        """Say what the sessions may hold together, and take over what an earlier server of this port left.
+
+        Raises:
+            HotsetError: the runtime folder cannot be used.
+        """
+        servers.set_limit(self.options.port, self.options.memory)
+        for sentence in recovery.recover():
+            _log.info("%s", sentence)
+
+    def end(self) -> None:
+        """Destroy the sessions of this server, and make no more of them; again is no harm.
+
+        One that cannot be destroyed stays, with a word in the log, for the next server of this port.
+        """
+        with self._changing:
+            self._ended = True
+            for session in sessions.sessions():
+                if session.server != self.options.port:
+                    continue
+                try:
+                    freed = sessions.destroy(session)
+                except OSError as error:  # SessionError is one: gone since it was listed
+                    _log.warning("session %s was not destroyed at the end: %s", session.name, error)
+                else:
+                    _log.info("destroyed session %s at the end: %d bytes freed", session.name, freed)
+            servers.drop(self.options.port)
+
+    def look(self) -> list[reports.SessionReport]:
+        """Report on every session of this user on this machine, oldest first."""
+        found = []
+        for session in sessions.sessions():
+            with contextlib.suppress(SessionError):  # destroyed since it was listed
+                found.append(reports.report(session))
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``GET /api/status`` answers."""
+        options, found = self.options, self.look()
+        own = [report for report in found if report.session.server == options.port]
+        return {
+            "version": hotset.__version__,
+            "pid": self.place.pid,
+            "host": options.host,
+            "port": options.port,
+            "started": self._started,
+            "log": self.place.log,
+            "memory": {"limit": options.memory, "used": sum(report.memory for report in own)},
+            "spill": self._spill(own),
+            "sessions": [session_view(report) for report in found],
+        }
+
+    def find(self, which: str) -> Session:
+        """Return a session by name or number.
+
+        Raises:
+            Refusal: there is none.
+        """
+        try:
+            return sessions.find(which)
+        except HotsetError as error:
+            raise Refusal(404, str(error)) from error
+
+    def show(self, which: str) -> dict[str, Any]:
+        """Return one session as the API answers it.
+
+        Raises:
+            Refusal: there is none.
+        """
+        try:
+            return session_view(reports.report(self.find(which)))
+        except SessionError as error:
+            raise Refusal(404, str(error)) from error
+
+    def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Make a session that this server owns.
+
+        Args:
+            wanted: any of name, memory, spill, ttl and persist; without spill the server's own folder.
+
+        Raises:
+            Refusal: 409 for a name that is taken or a server that is ending.
+            HotsetError: it cannot be made as asked for.
+        """
+        memory, ttl = wanted.get("memory"), wanted.get("ttl")
+        name = wanted.get("name")
+        with self._changing:
+            if self._ended:
+                raise Refusal(409, "The server is stopping and makes no more sessions; start it again.")
+            try:
+                session = sessions.create(
+                    name,
+                    memory=None if memory is None else parse_memory(memory),
+                    spill=_folder(wanted.get("spill", self.options.spill)),
+                    ttl=None if ttl is None else parse_seconds(ttl),
+                    persist=bool(wanted.get("persist", False)),
+                    server=self.options.port,
+                )
+            except SessionError as error:
+                status = 409 if name is not None and _is_there(name) else 400
+                raise Refusal(status, str(error)) from error
+        _log.info("made session %s (%d)", session.name, session.number)
+        return session_view(reports.report(session))
+
+    def resize(self, which: str, memory: int | str) -> dict[str, Any]:
+        """Change what a session may hold, also under jobs that use it.
+
+        Raises:
+            Refusal: there is none.
+            HotsetError: it cannot hold that.
+        """
+        amount = parse_memory(memory)
+        with self._changing:
+            resized = sessions.resize(self.find(which), amount)
+        session = resized.session
+        _log.info("session %s (%d) may hold %d bytes", session.name, session.number, session.memory)
+        return resized_view(resized)
+
+    def destroy(self, which: str) -> int:
+        """Destroy a session; jobs that use it go on from their source. Returns the bytes that it frees.
+
+        Raises:
+            Refusal: there is none.
+        """
+        with self._changing:
+            session = self.find(which)
+            freed = sessions.destroy(session)
+        _log.info("destroyed session %s (%d): %d bytes freed", session.name, session.number, freed)
+        return freed
+
+    def clean(self) -> None:
+        """Destroy what has expired, and free what dead processes left."""
+        with self._changing:
+            for sentence in [*sessions.expire(), *registry.gc()]:
+                _log.info("%s", sentence)
+
+    def _spill(self, own: list[reports.SessionReport]) -> dict[str, Any] | None:
+        folder = self.options.spill
+        if folder is None:
+            return None
+        used = sum(report.disk for report in own if report.session.spill == folder)
+        free = None
+        with contextlib.suppress(OSError):  # unmounted, say
+            status = os.statvfs(folder)
+            free = status.f_bavail * status.f_frsize
+        return {"folder": folder, "used": used, "free": free}
+
+
+def _is_there(name: str) -> bool:
+    with contextlib.suppress(HotsetError):
+        sessions.find(name)
+        return True
+    return False
+
+
+def _folder(spill: str | None) -> str | None:
+    if spill is not None and not (spill.startswith("/") and spill.isprintable() and len(spill) < 1000):
+        raise Refusal(
+            400, f"spill={printable(spill)!r} is no absolute path of printable characters; give one."
+        )
+    return spill

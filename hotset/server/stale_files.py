@@ -1,0 +1,54 @@
+"""What servers leave that have gone: their files, freed by ``hotset gc``.
+
+Whoever can claim a port is alone with its files, so the claim is the question whether its server lives. Its
+sessions are not remains: they hold what jobs have read, for jobs that run and for the next server of the
+port. While there are any, the ledger of their common budget stays too. Its log, which says why the server has
+gone, stays for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+
+from hotset.server.pidfile import ServerError, claim
+from hotset.session import server_quota as servers
+from hotset.session import sessions
+from hotset.session.runtime_dir import open_folder
+
+__all__ = ["collect"]
+
+_FILE = re.compile(r"server-(\d{1,5})\.(json|token|log|ledger)")
+_LOG_SECONDS = 86400.0
+
+
+def collect() -> list[str]:
+    """Remove the files of servers that run no more; return a sentence for each file.
+
+    Raises:
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    told = []
+    folder = open_folder()
+    try:
+        before = set(os.listdir(folder))
+        for port in sorted({int(found[1]) for file in before if (found := _FILE.fullmatch(file))}):
+            with (
+                contextlib.suppress(ServerError),
+                claim(port),
+            ):  # which removes the claim's own files at its end
+                log = f"server-{port}.log"
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - os.stat(log, dir_fd=folder).st_mtime > _LOG_SECONDS:
+                        os.unlink(log, dir_fd=folder)
+                if all(session.server != port for session in sessions.sessions()):
+                    servers.drop(port)
+        after = set(os.listdir(folder))
+    finally:
+        os.close(folder)
+    for file in sorted(before - after):
+        if found := _FILE.fullmatch(file):
+            told.append(f"Removed {file}: the server of port {found[1]} has gone.")
+    return told

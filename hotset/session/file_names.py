@@ -1,0 +1,152 @@
+"""The files that sessions consist of: what they are called, and how they go.
+
+::
+
+    runtime folder     <number>.session                   the ledger, whose head says what the session is
+    (memory)           <number>-<key>-<nonce>.cache       a segment: one cache, filled by who reads through it
+                       server-<port>.ledger               what the sessions of a server hold together
+                       <number>.cluster                   which machines share the session, if several do
+                       <number>.traffic                   what passed between this one and the others
+
+    spill folder       <number>-<key>-<nonce>.spill       a cache's records that memory has no room for
+    (disk)             <number>.session.json              what the session is, if it outlives a reboot
+
+All but a spill file have eight random digits and ``.new`` behind their names until they are whole. A name
+says whose the file is, so that what has no owner any more is known without opening it. A cache is emptied
+before its name goes: a file's pages live as long as anybody has it mapped (:mod:`hotset.session.free_cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import zlib
+from collections.abc import Iterator
+
+from hotset.errors import SegmentError
+from hotset.session.free_cache import retire
+from hotset.session.runtime_dir import open_folder
+from hotset.session.spill_dirs import open_spill
+
+__all__ = [
+    "CACHE",
+    "DEFINITION",
+    "LEDGER",
+    "SHARED",
+    "id_of",
+    "is_there",
+    "member_of",
+    "remove_cache",
+    "remove_caches",
+    "remove_spilled",
+    "roster_file",
+    "runtime",
+    "traffic_file",
+    "unlink",
+]
+
+LEDGER = re.compile(r"(\d{1,10})\.session")
+CACHE = re.compile(r"(\d{1,10})-([0-9a-f]{32})-([0-9a-f]{16})\.(cache|spill)")
+DEFINITION = re.compile(r"(\d{1,10})\.session\.json")
+SHARED = re.compile(r"(\d{1,10})\.(?:cluster|traffic)")
+
+
+def roster_file(number: int) -> str:
+    """Name of the file that says which machines share a session."""
+    return f"{number}.cluster"
+
+
+def traffic_file(number: int) -> str:
+    """Name of the file that counts what passes between machines."""
+    return f"{number}.traffic"
+
+
+def id_of(file: str) -> int:
+    """32 bits that tell a cache from others, for people."""
+    return zlib.crc32(file.encode()) or 1
+
+
+def member_of(file: str) -> int:
+    """What a cache is called in its session's ledger: above zero, as zero is nobody."""
+    found = CACHE.fullmatch(file)
+    assert found is not None
+    return int(found[3], 16) >> 2 | 1
+
+
+@contextlib.contextmanager
+def runtime() -> Iterator[int]:
+    """Have the runtime folder open: a descriptor, for use as ``dir_fd``.
+
+    Raises:
+        FolderError: it is not safely this user's own.
+    """
+    folder = open_folder()
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def is_there(folder: int, file: str) -> bool:
+    """Whether there is a file of that name, whatever it is."""
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(file, dir_fd=folder, follow_symlinks=False)
+        return True
+    return False
+
+
+def unlink(folder: int, file: str) -> None:
+    """Remove a file's name; that there is none is no harm."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(file, dir_fd=folder)
+
+
+def remove_caches(folder: int, number: int, spill: str | None) -> int:
+    """Remove all caches of a session, in memory and on disk; returns the bytes that they had taken.
+
+    Args:
+        folder: the runtime folder.
+        number: of the session.
+        spill: its spill folder, if it has one.
+    """
+    freed = 0
+    for file in _of(number, os.listdir(folder)):
+        freed += remove_cache(folder, file)
+    if spill is not None:
+        with contextlib.suppress(OSError):
+            place = open_spill(spill)
+            try:
+                files = os.listdir(place)
+            finally:
+                os.close(place)
+            for file in _of(number, files):
+                freed += remove_spilled(spill, file)
+    return freed
+
+
+def remove_cache(folder: int, file: str) -> int:
+    """Empty a cache under whoever uses it, and remove its file; returns the bytes that it had taken."""
+    freed = 0
+    with contextlib.suppress(SegmentError, OSError):
+        freed += retire(f"/proc/self/fd/{folder}/{file}")
+    unlink(folder, file)
+    return freed
+
+
+def remove_spilled(spill: str, file: str) -> int:
+    """Remove a file of a spill folder; returns the bytes that its records had taken."""
+    place, freed = open_spill(spill), 0
+    try:
+        # Its disk is given back now, also under a job that has it open.
+        if file.endswith(".spill"):
+            with contextlib.suppress(OSError, SegmentError):
+                freed = retire(f"/proc/self/fd/{place}/{file}")
+        unlink(place, file)
+    finally:
+        os.close(place)
+    return freed
+
+
+def _of(number: int, files: list[str]) -> list[str]:
+    return [file for file in files if (name := CACHE.fullmatch(file)) and int(name[1]) == number]

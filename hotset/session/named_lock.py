@@ -1,0 +1,104 @@
+"""Turns: of all processes that want to make one thing, one at a time.
+
+All turns are locks on one file of the runtime folder, each on a byte that follows from the thing's name. The
+kernel drops a lock with its holder, so a killed one holds up nobody. The file is there while anybody has a
+turn, or waits for one: the last one removes it, once it has locked all of the file, which nobody else can
+have a part of then. Who waited, or came meanwhile, gets the lock of a file without a name, sees that, and
+begins anew:
+
+::
+
+    make or open ── lock ── still named? ── yes ──> my turn ── unlock ── all mine? ── yes ──> remove
+         ^                       │                                           └── no: others are there
+         └────────── no ─────────┘
+
+So nothing stays behind, but for a killed holder's file, which the next one uses, and the collector removes
+when nobody has a turn. (A file for each name was the alternative. What ends a turn must be one call, which no
+interrupt comes into: see :mod:`hotset.store.locks`. That of several names would have been several files.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+
+from hotset.session.runtime_dir import is_named, open_at, open_folder
+from hotset.store import locks
+
+__all__ = ["TURNS", "Turns"]
+
+TURNS = "named_locks"
+
+_DIGITS = 15  # of a name's 32, as offsets in a file have 63 bits
+
+
+class Turns(locks.Held):
+    """A block that has the turns of all these names at once; it gets False if that could not be.
+
+    Args:
+        names: 32 hexadecimal digits each. Processes that want several of the same must name them in one
+            order, or they wait for each other until their patience ends.
+        patience: seconds for all of them together.
+
+    Entering it raises FolderError if the runtime folder, or the file, is not safely this user's own, and
+    OSError if the file system refuses.
+    """
+
+    def __init__(self, names: Sequence[str], patience: float) -> None:
+        self._file = _File()
+        super().__init__(self._file, 0, length=0)
+        self._bytes = [int(name[:_DIGITS], 16) for name in names]
+        self._seconds = patience
+
+    def take(self) -> bool:
+        """Have them."""
+        deadline = time.monotonic() + self._seconds
+        while True:
+            self._file.open()
+            # In the file's own variable before it is locked, so that no interrupt leaves a lock to nobody.
+            fd = self._file.value
+            held = all(locks.lock(fd, byte, deadline - time.monotonic()) for byte in self._bytes)
+            if held and is_named(fd, self._file.folder.value, TURNS):
+                return True
+            self._file.close()
+            if not held or time.monotonic() > deadline:
+                return False
+
+
+class _File(locks.Description):
+    """The file that all turns are locks on, open; whoever closes it last removes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = locks.Description()
+
+    def open(self) -> None:
+        """Make or open it."""
+        self.folder.close()
+        self.folder.value = folder = open_folder()
+        while self.value < 0:
+            for create in (False, True):
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    self.value = open_at(folder, TURNS, create=create)
+                    break
+
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        # The block has ended, and its locks with it. At the interpreter's end this is left to the collector.
+        try:
+            with suppress(Exception), _All(self) as all_mine:
+                if all_mine and is_named(self.value, self.folder.value, TURNS):
+                    os.unlink(TURNS, dir_fd=self.folder.value)
+        finally:
+            self.close()
+
+
+class _All(locks.Held):
+    """The whole file, if nobody else has a part of it."""
+
+    def __init__(self, file: _File) -> None:
+        super().__init__(file, 0, length=0)
+
+    def take(self) -> bool:
+        return self.description.value >= 0 and locks.try_lock(self.description.value, 0, length=0)

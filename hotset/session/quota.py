@@ -1,0 +1,397 @@
+"""Ledgers: what may be held together, and who holds how much of it.
+
+A session's caches share its memory, and a server's sessions share the server's. Each has a ledger, a small
+file in the runtime folder, and every process that takes room for samples enters it there first:
+
+::
+
+       0  ┌─────────────────────────────────────────────┐
+          │ head: one JSON object, padded               │  written once
+    4096  ├─────────────────────────────────────────────┤
+          │ limit │ ended │ how many left │ ...         │  int64 each
+          ├─────────────────────────────────────────────┤
+          │ row 0: member │ bytes │ last used │ pinned  │  of one cache, or of one session
+          ├─────────────────────────────────────────────┤
+          │ row 1 ...                        (510 rows) │
+          └─────────────────────────────────────────────┘
+
+Nothing is ever added up: a row is *set* to what its member will hold, under the ledger's lock and before the
+member takes it. A process killed in between leaves a row that says too much, until that member's next extent
+sets it right; it never says too little, and no sum can drift.
+
+A session's ledger may stand under a server's: then both must have room. The order of locks is the segment's,
+the session's, the server's, and nothing waits for long: who cannot have a lock in time has no room, for half
+a second.
+
+Byte 0 of the file is held, shared, by every process that uses the session; byte 1 is the lock. Byte 2 and the
+row's number is held, shared, by every process that uses that cache, so that who would give its memory to
+others (:mod:`hotset.session.reclaim`) knows that nobody does, and by trying to hold it alone keeps them out.
+A process that is stopped holds its locks, and so uses what it used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.errors import SessionError
+from hotset.session.runtime_dir import open_at
+from hotset.store import locks
+
+__all__ = ["Quota"]
+
+_HEAD_BYTES = 4096
+_WORDS = 2048
+_SIZE = _HEAD_BYTES + 8 * _WORDS
+_LIMIT, _ENDED, _LEFT, _FIRST_ROW = 0, 1, 2, 4
+_MEMBER, _MEMORY, _USED, _PINNED = range(4)  # _USED in nanoseconds of Unix time
+_ROW_WORDS = 4
+_ROWS = 510
+_LIFE, _SHORT, _FIRST_USE = 0, 1, 2
+_LOCK_SECONDS = 2.0
+
+
+class Quota:
+    """A ledger that is there, as this process sees it.
+
+    Args:
+        folder: descriptor of the private folder that it lies in.
+        file: its name there.
+
+    Raises:
+        SessionError: it is no ledger of this version.
+        OSError: see :func:`hotset.session.runtime_dir.open_at`.
+
+    Attributes:
+        head: what it is for.
+    """
+
+    def __init__(self, folder: int, file: str) -> None:
+        fd = open_at(folder, file)
+        self._pid = os.getpid()
+        self._locks = locks.Descriptions()
+        self._holds = False
+        self._used_row = -1
+        self._parent: tuple[Quota, int] | None = None
+        try:
+            self.head: dict[str, Any] = _read_head(fd, file)
+            words = np.frombuffer(mmap.mmap(fd, _SIZE), np.int64, _WORDS, _HEAD_BYTES)
+            # For locks, a description of its own: the mapping keeps the other open while it is there.
+            self._fd = locks.reopen(fd)
+        finally:
+            os.close(fd)
+        self._words: npt.NDArray[np.int64] = words
+        self._rows = words[_FIRST_ROW : _FIRST_ROW + _ROWS * _ROW_WORDS].reshape(_ROWS, _ROW_WORDS)
+        _ledgers.add(self)
+        self._closer = self._make_closer()
+
+    @staticmethod
+    def create(folder: int, file: str, head: dict[str, Any], limit: int) -> None:
+        """Make a ledger; it has its name once it is whole.
+
+        Raises:
+            SessionError: ``head`` is longer than 4,000 bytes.
+            OSError: the file cannot be made.
+        """
+        content = json.dumps(head).encode()
+        if len(content) > _HEAD_BYTES - 96:
+            raise SessionError(f"{len(content):,} bytes of names and paths are too many; shorten them.")
+        temporary = f"{file}.{secrets.token_hex(4)}.new"
+        fd = open_at(folder, temporary, create=True)
+        try:
+            os.posix_fallocate(fd, 0, _SIZE)  # on a full file system an error now, and not SIGBUS later
+            os.pwrite(fd, limit.to_bytes(8, "little"), _HEAD_BYTES)
+            os.pwrite(fd, content.ljust(_HEAD_BYTES), 0)
+            os.rename(temporary, file, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+        finally:
+            os.close(fd)
+
+    def stand_under(self, parent: Quota, row: int) -> None:
+        """Take no more than this ledger has to give, in which this one has that row; it is closed with it."""
+        self._parent = (parent, row)
+
+    # ---- budget --------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int:
+        """Bytes of memory that all members may hold together."""
+        return int(self._words[_LIMIT])
+
+    @limit.setter
+    def limit(self, value: int) -> None:
+        self._words[_LIMIT] = value
+
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no new members, as its session is being destroyed."""
+        return bool(self._words[_ENDED])
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that all members hold together."""
+        return int(self._rows[:, _MEMORY].sum())
+
+    def left(self, row: int) -> int:
+        """Bytes of memory that this member may hold, as things stand: what it has, and what is left."""
+        others = self.held - int(self._rows[row, _MEMORY])
+        return max(self.bound - others, 0)
+
+    @property
+    def bound(self) -> int:
+        """Bytes of memory that all members may hold together, where this ledger stands under another too."""
+        if self._parent is None:
+            return self.limit
+        parent, above = self._parent
+        return min(self.limit, parent.left(above))
+
+    def take(self, row: int, memory: int, member: int | None = None) -> bool:
+        """Have a member hold so many bytes of memory in all; False if they are not there to be had.
+
+        Args:
+            row: the member's.
+            memory: bytes.
+            member: whose the row must be; None: whoever's it is.
+        """
+        with self.lock() as held:
+            own = int(self._rows[row, _MEMORY])
+            if member is not None and int(self._rows[row, _MEMBER]) != member:
+                return False  # what it was is gone, and its row is another's
+            after = self.held - own + memory
+            if not held or self.ended or (memory > own and after > self.limit):
+                return False
+            if self._parent is not None:
+                parent, above = self._parent
+                if not parent.take(above, after):
+                    return False
+            self._rows[row, _MEMORY] = memory
+            return True
+
+    # ---- members -------------------------------------------------------------------------------------
+
+    def enter(self, member: int) -> int:
+        """Take a row for a member; the caller has the lock.
+
+        Raises:
+            SessionError: the ledger has ended, or is full.
+        """
+        if self.ended:
+            raise SessionError("the session is being destroyed.")
+        for row in np.flatnonzero(self._rows[:, _MEMBER] == member).tolist():
+            return int(row)
+        free = np.flatnonzero(self._rows[:, _MEMBER] == 0)
+        if not len(free):
+            raise SessionError(f"there are {_ROWS} already, which is the most; destroy some.")
+        self._rows[free[0]] = member, 0, time.time_ns(), 0
+        return int(free[0])
+
+    def leave(self, row: int) -> None:
+        """Give a row back, and what its member held."""
+        with self.lock():
+            self._rows[row] = 0
+            self._words[_LEFT] += 1
+            if self._parent is not None:
+                parent, above = self._parent
+                parent.take(above, self.held)
+
+    @property
+    def departures(self) -> int:
+        """How many members have left so far: another number says that there is more room."""
+        return int(self._words[_LEFT])
+
+    def members(self) -> dict[int, int]:
+        """The row of each member."""
+        return {int(self._rows[row, _MEMBER]): int(row) for row in np.flatnonzero(self._rows[:, _MEMBER])}
+
+    def end(self) -> None:
+        """Take no new members any more."""
+        with self.lock():
+            self._words[_ENDED] = 1
+
+    def bytes_of(self, row: int) -> int:
+        """Bytes of memory that this row's member holds."""
+        return int(self._rows[row, _MEMORY])
+
+    # ---- which members are used ------------------------------------------------------------------------
+
+    def unused(self) -> list[int]:
+        """The rows of members that no process uses and that are not pinned, least recently used first.
+
+        Those that another process is just removing are among them: see :meth:`going`.
+        """
+        fd = self._descriptor()
+        rows = np.flatnonzero((self._rows[:, _MEMBER] != 0) & (self._rows[:, _PINNED] == 0)).tolist()
+        free = [row for row in rows if row != self._used_row and not locks.is_shared(fd, _FIRST_USE + row)]
+        return sorted(free, key=lambda row: int(self._rows[row, _USED]))
+
+    def going(self) -> bool:
+        """Whether another process is just removing a member, so that there will be room in a moment."""
+        fd = self._descriptor()
+        return any(locks.is_locked(fd, _FIRST_USE + row) for row in self.unused())
+
+    def note_if_used(self, row: int) -> bool:
+        """Whether any process uses this row's member, which is noted: it may end without a word."""
+        used = row == self._used_row or locks.is_shared(self._descriptor(), _FIRST_USE + row)
+        if used:
+            self._rows[row, _USED] = time.time_ns()
+        return used
+
+    def used_at(self, row: int) -> float:
+        """When it was noted last that this row's member is used, in seconds of Unix time."""
+        return int(self._rows[row, _USED]) / 1e9
+
+    def is_pinned(self, row: int) -> bool:
+        """Whether this row's member stays, though nobody uses it."""
+        return bool(self._rows[row, _PINNED])
+
+    def pin(self, row: int, pinned: bool) -> None:
+        """Have this row's member stay when nobody uses it, or no longer."""
+        self._rows[row, _PINNED] = int(pinned)
+
+    def alone(self, row: int) -> locks.Held:
+        """A block that keeps everybody from using this row's member.
+
+        It gets False if somebody does use it, or if it is pinned. Whoever begins to use it meanwhile finds it
+        gone, so it has to go.
+        """
+        return _Alone(self, self._locks.own(self._descriptor()), row)
+
+    # ---- locks ---------------------------------------------------------------------------------------
+
+    def lock(self) -> locks.Held:
+        """A block that holds the ledger's lock; it gets False if that is not had within two seconds.
+
+        Raises:
+            SessionError: this process has left the session.
+            OSError: there is no descriptor left.
+        """
+        return locks.Held(self._locks.own(self._descriptor()), _SHORT, patience=_LOCK_SECONDS)
+
+    def use(self, row: int = -1) -> bool:
+        """Be known as one that uses the session, and a member of it, until this object or the process ends.
+
+        Args:
+            row: the member's; -1: none.
+
+        Returns:
+            False if the member is just being removed.
+        """
+        fd = self._descriptor()
+        self._holds = locks.try_lock(fd, _LIFE, shared=True)
+        if row >= 0 and locks.try_lock(fd, _FIRST_USE + row, shared=True):
+            self._used_row = row
+        self.touch()
+        return row == self._used_row
+
+    def stand_by(self) -> None:
+        """Use no member any more, and the session still."""
+        row, self._used_row = self._used_row, -1
+        if row >= 0:
+            locks.unlock(self._descriptor(), _FIRST_USE + row)
+
+    def touch(self) -> None:
+        """Note that it is used now, and its member that is."""
+        os.utime(self._descriptor())
+        if self._used_row >= 0:
+            self._rows[self._used_row, _USED] = time.time_ns()
+
+    @property
+    def last_used(self) -> float:
+        """When it was noted last that it is used, in seconds of Unix time."""
+        return os.fstat(self._descriptor()).st_mtime
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any process uses it."""
+        return self._holds or locks.is_locked(self._descriptor(), _LIFE)
+
+    def close(self) -> None:
+        """Use it no more."""
+        if self._used_row >= 0 and self._pid == os.getpid():
+            self._rows[self._used_row, _USED] = time.time_ns()
+        self._holds, self._used_row = False, -1
+        self._fd = -1
+        self._closer()
+        self._locks.close()
+        if self._parent is not None:
+            self._parent[0].close()
+
+    def _descriptor(self) -> int:
+        """A descriptor of this process's own: a forked child shares its parent's locks with the other one."""
+        if self._fd < 0 or self._pid != os.getpid():
+            raise SessionError("this process has left the session.")
+        return self._fd
+
+    def _after_fork_in_child(self) -> None:
+        if self._fd < 0:
+            return
+        inherited, self._fd, self._pid = self._fd, locks.reopen(self._fd), os.getpid()
+        self._closer.detach()
+        os.close(inherited)
+        self._closer = self._make_closer()
+        if self._holds:
+            row, self._used_row = self._used_row, -1
+            self.use(row)
+
+    def _make_closer(self) -> weakref.finalize[..., Quota]:
+        closer = weakref.finalize(self, _close, self._fd, self._pid)
+        closer.atexit = False
+        return closer
+
+
+class _Alone(locks.Held):
+    def __init__(self, ledger: Quota, description: locks.Description, row: int) -> None:
+        super().__init__(description, _FIRST_USE + row)
+        self._ledger, self._row = ledger, row
+
+    def take(self) -> bool:
+        # Under the lock, under which who makes a cache enters it and begins to use it. By this description,
+        # which is not the one that this process uses members by: its own use is in the way, too.
+        with self._ledger.lock() as held:
+            free = held and not self._ledger.is_pinned(self._row)
+            return free and locks.try_lock(self.description.value, self.byte)
+
+
+_ledgers: weakref.WeakSet[Quota] = weakref.WeakSet()
+
+
+def _reopen_inherited() -> None:
+    for ledger in list(_ledgers):
+        with contextlib.suppress(OSError):
+            ledger._after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_reopen_inherited)
+
+
+def _close(
+    fd: int, pid: int, own_pid: Callable[[], int] = os.getpid, close: Callable[[int], None] = os.close
+) -> None:
+    # Bound above: it may run when this module's own names are gone already.
+    if pid == own_pid():
+        close(fd)
+
+
+def _read_head(fd: int, file: str) -> dict[str, Any]:
+    if os.fstat(fd).st_size != _SIZE:
+        raise SessionError(f"{file} is no session of this version of hotset.")
+    try:
+        head = json.loads(os.pread(fd, _HEAD_BYTES, 0))
+    except ValueError:
+        head = None
+    if not isinstance(head, dict):
+        raise SessionError(f"{file} is no session of this version of hotset, or is damaged.")
+    return head

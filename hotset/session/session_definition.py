@@ -1,0 +1,241 @@
+"""What a session is, and where that is written down.
+
+It is written in the head of the session's ledger, which makes the session be there: who opens the ledger has
+all that there is to know. The ledger lies in memory and is gone after a reboot. A session that persists is
+written down in its spill folder as well, beside the records, and whoever lists sessions makes the ledgers
+again that are missing:
+
+::
+
+    write_down    <number>.session.json ──> <number>.session ──> the session is there
+    a reboot               │                    (gone)
+    restore                └──────────────> <number>.session ──> it is there again, with what was spilled
+    forget              (gone)                  ...              it comes back no more
+
+The definition comes first and goes first: a process that dies in between leaves a session that comes back
+whole, or one that does not come back, and never one that a reboot brings back half destroyed. So that nobody
+restores what somebody is just making, both are done in one turn (:mod:`hotset.session.named_lock`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hotset.errors import HotsetError, SessionError
+from hotset.session import server_quota as servers
+from hotset.session.file_names import DEFINITION, is_there, remove_spilled, runtime, unlink
+from hotset.session.named_lock import Turns
+from hotset.session.quota import Quota
+from hotset.session.runtime_dir import open_at
+from hotset.session.spill_dirs import known_folders, open_spill
+
+__all__ = [
+    "Session",
+    "attach_ledger",
+    "forget",
+    "ledger_in",
+    "open_ledger",
+    "restore",
+    "session_of",
+    "set_memory",
+    "write_down",
+]
+
+_RESTORING = "5e55104" + "0" * 25
+_RESTORING_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a session is; what it holds is told by :func:`hotset.session.reports.report`.
+
+    Attributes:
+        number: 1 to 2**32 - 1, drawn at random.
+        name: what people call it; the number if they did not say.
+        memory: bytes that its caches may hold in memory together.
+        spill: the folder for what is beyond that; None if nothing is spilled.
+        persist: whether every record is spilled, and outlives a reboot.
+        ttl: seconds after its last use at which it expires; None if it does not.
+        created: seconds of Unix time.
+        server: port of the server that it belongs to; None if it belongs to nobody.
+    """
+
+    number: int
+    name: str
+    memory: int
+    spill: str | None
+    persist: bool
+    ttl: float | None
+    created: float
+    server: int | None
+
+    @property
+    def file(self) -> str:
+        """Name of its ledger in the runtime folder."""
+        return f"{self.number}.session"
+
+    @property
+    def definition(self) -> str:
+        """Name in its spill folder of the file that says what it is."""
+        return f"{self.file}.json"
+
+
+# ---- in the ledger -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_ledger(session: Session) -> Iterator[Quota]:
+    """Have a session's ledger open.
+
+    Raises:
+        SessionError: it is gone.
+    """
+    with runtime() as folder, ledger_in(folder, session.file) as ledger:
+        yield ledger
+
+
+@contextlib.contextmanager
+def ledger_in(folder: int, file: str) -> Iterator[Quota]:
+    """Have a session's ledger open, and above it the server's, if there is one.
+
+    Args and errors are those of :func:`attach_ledger`.
+    """
+    ledger = attach_ledger(folder, file)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def attach_ledger(folder: int, file: str) -> Quota:
+    """Return a session's ledger, under the server's if there is one; the caller closes it.
+
+    Args:
+        folder: the runtime folder.
+        file: the ledger's name there.
+
+    Raises:
+        SessionError: it is gone, or no ledger.
+    """
+    try:
+        ledger = Quota(folder, file)
+    except FileNotFoundError:
+        raise SessionError(f"session {file.partition('.')[0]} is no more.") from None
+    port, number = ledger.head.get("server"), ledger.head.get("number")
+    if isinstance(port, int) and isinstance(number, int):
+        servers.stand_under(folder, port, number, ledger)
+    return ledger
+
+
+def session_of(ledger: Quota) -> Session:
+    """Return the session that a ledger is of.
+
+    Raises:
+        SessionError: the ledger's head does not say.
+    """
+    try:
+        session = Session(**{**ledger.head, "memory": ledger.limit})  # it may have been resized
+    except TypeError as error:
+        raise SessionError("its head is of another version of hotset, or damaged.") from error
+    if not (type(session.number) is int and type(session.name) is str and type(session.memory) is int):
+        raise SessionError("its head is damaged.")
+    return session
+
+
+def set_memory(ledger: Quota, session: Session) -> None:
+    """Have a session's caches hold what ``session.memory`` says from now on, and after a reboot.
+
+    Raises:
+        SessionError: nothing can be written to its spill folder.
+    """
+    if session.persist:
+        _define(session)
+    ledger.limit = session.memory
+
+
+def write_down(folder: int, session: Session) -> None:
+    """Make a session be there: its ledger in the runtime folder, and its definition if it persists.
+
+    Raises:
+        SessionError: nothing can be written to its spill folder, or the names are too long.
+        OSError: the ledger cannot be made.
+    """
+    # Or whoever looks in between would make it again from its definition.
+    with Turns([_RESTORING], _RESTORING_SECONDS):
+        if session.persist:
+            _define(session)
+        Quota.create(folder, session.file, asdict(session), session.memory)
+
+
+# ---- in the spill folder -----------------------------------------------------------------------------
+
+
+def forget(session: Session) -> None:
+    """Have a session not come back after a reboot."""
+    if session.spill is not None:
+        with contextlib.suppress(OSError):
+            remove_spilled(session.spill, session.definition)
+
+
+def restore(folder: int) -> None:
+    """Make the sessions again that outlive a reboot, and whose ledgers are gone."""
+    for spill in known_folders():
+        place = open_spill(spill)
+        try:
+            for file in os.listdir(place):
+                if DEFINITION.fullmatch(file) and not is_there(folder, _ledger_for(file)):
+                    with (
+                        contextlib.suppress(OSError, ValueError, TypeError, HotsetError),
+                        Turns([_RESTORING], _RESTORING_SECONDS) as mine,
+                    ):
+                        # Another process may have done it while this one waited for its turn.
+                        if mine and not is_there(folder, _ledger_for(file)):
+                            _restore_one(folder, place, file, spill)
+        finally:
+            os.close(place)
+
+
+def _ledger_for(definition: str) -> str:
+    return definition.removesuffix(".json")
+
+
+def _define(session: Session) -> None:
+    """Write down what a session is where its records will be."""
+    assert session.spill is not None
+    place = open_spill(session.spill)
+    try:
+        temporary = f"{session.definition}.{secrets.token_hex(4)}.new"
+        fd = open_at(place, temporary, create=True)
+        try:
+            os.write(fd, json.dumps(asdict(session)).encode())
+            os.fsync(fd)
+            os.rename(temporary, session.definition, src_dir_fd=place, dst_dir_fd=place)
+        except BaseException:
+            unlink(place, temporary)
+            raise
+        finally:
+            os.close(fd)
+    except OSError as error:
+        why = error.strerror or error
+        raise SessionError(f"nothing can be written to {session.spill}: {why}.") from error
+    finally:
+        os.close(place)
+
+
+def _restore_one(folder: int, place: int, file: str, spill: str) -> None:
+    fd = open_at(place, file)
+    try:
+        head: dict[str, Any] = json.loads(os.pread(fd, 1 << 16, 0))
+    finally:
+        os.close(fd)
+    session = Session(**{**head, "spill": spill})  # where it was found, whatever it says
+    if session.definition == file and type(session.memory) is int:
+        Quota.create(folder, session.file, asdict(session), session.memory)
+        # The server that it belonged to is no more, unless it has begun anew and asks for it.
+        servers.enter(folder, session.server, session.number)

@@ -1,0 +1,137 @@
+"""Spill folders: where records go that memory has no room for, and how they are found again.
+
+In the folder that the user names, hotset uses one of its own, ``hotset-<uid>``, under the rules of the
+runtime folder (:mod:`hotset.session.runtime_dir`): private, and nothing in it is trusted by its name.
+
+A private cache's spill file has no name at all: it ends with the last process that has it open, and with the
+machine. A session's has one, as it outlives jobs:
+
+    <session's number>-<key>-<nonce>.spill     records
+    <session's number>.session.json            what the session is, if it outlives a reboot (``--persist``)
+
+The runtime folder, which says what sessions there are, lies in memory and is gone after a reboot, the spill
+files are not. So each spill folder is entered in a list that lies on disk, ``spill-folders`` in
+``$XDG_STATE_HOME/hotset`` (``~/.local/state/hotset``), one path a line. Whoever collects looks through
+all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from hotset.errors import FolderError, SessionError
+from hotset.session.runtime_dir import open_private
+
+# Files there are shared with other machines, which this one's locks and liveness know nothing of.
+_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "afs", "ceph", "lustre", "gpfs", "beegfs"}
+_REMOTE |= {
+    "ocfs2",
+    "gfs2",
+    "glusterfs",
+    "orangefs",
+    "fuse.glusterfs",
+    "fuse.sshfs",
+    "fuse.s3fs",
+    "fuse.gcsfuse",
+}
+
+__all__ = ["known_folders", "open_spill", "remember", "spill_path"]
+
+
+def spill_path(folder: str) -> Path:
+    """Return hotset's own folder in a spill folder."""
+    return Path(folder) / f"hotset-{os.geteuid()}"
+
+
+def open_spill(folder: str, *, make: bool = False) -> int:
+    """Return a descriptor of hotset's own folder in a spill folder; the caller closes it.
+
+    Args:
+        folder: what the user named; absolute.
+        make: make it if it is not there, in a folder that is.
+
+    Raises:
+        SessionError: it cannot be made.
+        FolderError: what is there is not safely this user's own.
+    """
+    path = spill_path(folder)
+    if make:
+        if not folder.isprintable() or (system := _file_system(folder)) in _REMOTE:
+            why = f"it is on a network ({system})" if folder.isprintable() else "its name has odd characters"
+            raise SessionError(
+                f"{folder!r} cannot be spilled to: {why}; name a folder on a disk of this machine."
+            )
+        try:
+            # The last folder alone: what is not there above it is a slip of the pen, or a disk not mounted,
+            # and what would be spilled there would fill another one.
+            for last in (folder, path):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(last, 0o700)
+        except FileNotFoundError as error:
+            raise SessionError(
+                f"nothing can be spilled to {folder}: there is no folder {os.path.dirname(folder)}; mend the "
+                "name, mount the disk, or make that folder."
+            ) from error
+        except OSError as error:
+            raise SessionError(
+                f"nothing can be spilled to {folder} ({error.strerror}); name a folder that you may write to."
+            ) from error
+    return open_private(path)
+
+
+def remember(folder: str) -> None:
+    """Enter a spill folder in the list, so that what a crash leaves in it is found.
+
+    Raises:
+        SessionError: the list cannot be written.
+    """
+    file = _list()
+    try:
+        if folder in known_folders():
+            return
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, f"{folder}\n".encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise SessionError(
+            f"{file} cannot be written ({error.strerror}), and without it what is spilled to {folder} would "
+            "not be found after a crash; set XDG_STATE_HOME to a folder that you may write to."
+        ) from error
+
+
+def known_folders() -> list[str]:
+    """Return the spill folders that are known, and that are there."""
+    try:
+        lines = _list().read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = []
+    for folder in dict.fromkeys(lines):
+        with contextlib.suppress(FolderError, ValueError):
+            os.close(open_spill(folder))
+            found.append(folder)
+    return found
+
+
+def _file_system(folder: str) -> str:
+    """The kind of the file system that a folder is on, or would be; empty if unknown."""
+    place = os.path.realpath(folder)
+    best, kind = -1, ""
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", errors="surrogateescape") as lines:
+        for line in lines:
+            before, _, after = line.partition(" - ")
+            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
+            if len(point) >= best and os.path.commonpath([point, place]) == point:
+                best, kind = len(point), after.split(" ")[0]
+    return kind
+
+
+def _list() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(os.path.abspath(home)) / "hotset" / "spill-folders"

@@ -1,0 +1,229 @@
+"""Forms: a sample that is not of the common form is kept in a form of its own.
+
+An optional field, a key that is missing now and then, a list of another length: such a sample does not fit
+the schema (:mod:`hotset.store.schema`). It gets a record like any other, a row of the common stride and a run
+of lines, in which not the schema says what lies where, but the record itself::
+
+    row      header | place of the tail | the body's beginning
+    tail     the rest of the body
+
+    body     +0   u32, bytes of the form
+             +4   the form: a schema of this sample alone, as JSON, deflated; zeros up to a multiple of 16
+             ...  the sample's row by that schema, without a header
+             ...  its tail, on a multiple of 16
+
+Index word and header say which of the two kinds a record is (:mod:`hotset.store.format`). In everything else
+they are alike: room, checksums, tiers, rings, machines that send them to each other.
+
+The shapes of arrays are no part of a form, so that samples which differ in nothing else share one, and a
+reader has nearly always read it before. Nothing in it is believed: see :meth:`Schema.from_json`; and what
+lies where is looked for in a copy of this one record, beyond which nothing can be reached.
+
+Rejected: pickle, which is neither checked nor bounded; a list of forms in the metadata, which are written
+once and for all when the store is made; one tree of alternatives for all samples, which each new one widens.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import struct
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.errors import SegmentError
+from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL_COUNT_BITS
+from hotset.store.leaves import SchemaMismatch
+from hotset.store.schema import LARGEST_RECORD, TAIL, Prepared, Schema
+from hotset.store.tree import infer, to_json, varied
+
+__all__ = ["Own", "Taken", "prepare", "read", "stamp", "write"]
+
+_LENGTH = struct.Struct("<I")
+_HEAD = RECORD_HEADER + TAIL.size
+_ALIGN = 16
+# Text that a form may have before it is deflated, and forms that a process remembers.
+_LARGEST_FORM = 16 << 20
+_FORMS = 512
+# Those that it wrote last, and so tries first.
+_recent: deque[tuple[bytes, Schema]] = deque(maxlen=8)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A sample in a form of its own, laid out: what :func:`write` writes.
+
+    Attributes:
+        body: form, row and tail, in memory that is writable and nobody else's.
+        tail_bytes: how much of it the record's row has no room for.
+    """
+
+    body: memoryview
+    tail_bytes: int
+
+    @property
+    def tail_lines(self) -> int:
+        return -(-self.tail_bytes // LINE)
+
+
+# A sample taken apart: in the common form, or in its own.
+Taken = Prepared | Own
+
+
+def stamp(taken: Taken, generation: int) -> int:
+    """What a record's header and its index word say of its generation and of which kind it is."""
+    return generation | OWN_STAMP if isinstance(taken, Own) else generation
+
+
+def prepare(schema: Schema, sample: object) -> Taken:
+    """Take a sample apart, by the common schema or else in a form of its own.
+
+    Args:
+        schema: the common one.
+        sample: anything; or an :class:`Own` from a cache of this very schema, which stays as it is.
+
+    Raises:
+        Misfit: it holds something that cannot be cached, or more than 2 GiB; says where and what.
+    """
+    if isinstance(sample, Own):
+        return sample
+    try:
+        return schema.prepare(sample)
+    except SchemaMismatch:
+        return _lay_out(sample, schema.stride)
+
+
+def _lay_out(sample: object, stride: int) -> Own:
+    form, own, prepared = _recent_form(sample) or _new_form(sample)
+    row_at, tail_at = _places(len(form), own)
+    body = bytearray(tail_at + prepared.tail_bytes)
+    own.write(body, row_at, prepared, 0, tail_at)
+    _LENGTH.pack_into(body, 0, len(form))
+    # Behind what was written: a row without its header begins sixteen bytes earlier.
+    body[_LENGTH.size : _LENGTH.size + len(form)] = form
+    if len(body) + stride > LARGEST_RECORD:
+        raise SchemaMismatch("more than 2 GiB in one sample")
+    return Own(memoryview(body), max(len(body) - (stride - _HEAD), 0))
+
+
+def _recent_form(sample: object) -> tuple[bytes, Schema, Prepared] | None:
+    """A form that this process has written lately, if it fits: working one out takes as long as the rest."""
+    for form, own in tuple(_recent):
+        try:
+            return form, own, own.prepare(sample)
+        except SchemaMismatch:
+            continue
+    return None
+
+
+def _new_form(sample: object) -> tuple[bytes, Schema, Prepared]:
+    described = to_json(varied(infer(sample, True, "")))
+    form = zlib.compress(json.dumps(described, separators=(",", ":")).encode(), 1)
+    try:
+        own = _schema_of(form)  # as its readers will have it
+    except SegmentError as error:
+        raise SchemaMismatch(f"its form cannot be written down ({error})") from error
+    prepared = own.prepare(sample)
+    _recent.appendleft((form, own))
+    return form, own, prepared
+
+
+def _places(form_bytes: int, own: Schema) -> tuple[int, int]:
+    """Where a body has its row, with the header that is not there, and its tail."""
+    row_at = -(-(_LENGTH.size + form_bytes) // _ALIGN) * _ALIGN - RECORD_HEADER
+    return row_at, -(-(row_at + own.stride) // _ALIGN) * _ALIGN
+
+
+def write(schema: Schema, buffer: Any, row_at: int, taken: Taken, line: int = 0, tail_at: int = 0) -> None:
+    """Write a record's row, from the end of its header on, and its tail: see :meth:`Schema.write`."""
+    if isinstance(taken, Prepared):
+        schema.write(buffer, row_at, taken, line, tail_at)
+        return
+    TAIL.pack_into(buffer, row_at + RECORD_HEADER, line << TAIL_COUNT_BITS | taken.tail_lines)
+    view, body = memoryview(buffer), taken.body
+    inside = len(body) - taken.tail_bytes
+    begin, end = row_at + _HEAD, row_at + schema.stride
+    view[begin : begin + inside] = body[:inside]
+    view[begin + inside : end] = bytes(end - begin - inside)
+    view[tail_at : tail_at + taken.tail_bytes] = body[inside:]
+
+
+def read(
+    schema: Schema, buffer: Any, rows_at: int, tails_at: Sequence[int], *, decode: bool = True
+) -> list[Any]:
+    """Put samples together again, of whichever form: see :meth:`Schema.read`.
+
+    Args:
+        schema: the common one.
+        buffer: writable memory that holds copies of rows, with their headers, and of tails.
+        rows_at: offset of the first row; the others follow.
+        tails_at: offset of each record's tail (of no meaning where it has none).
+        decode: if False, samples with a form of their own are left packed, for :func:`prepare`.
+
+    Raises:
+        SegmentError: a form cannot be read, or does not describe its record.
+    """
+    stride = schema.stride
+    stamps: npt.NDArray[np.uint32] = np.ndarray((len(tails_at),), "<u4", buffer, rows_at + 4, (stride,))
+    if not int(np.bitwise_or.reduce(stamps)) & OWN_STAMP:
+        return schema.read(buffer, rows_at, tails_at)
+    found: list[Any] = []
+    for own, run in itertools.groupby((stamps & OWN_STAMP != 0).tolist()):
+        count, at = len(list(run)), rows_at + len(found) * stride
+        tails = tails_at[len(found) : len(found) + count]
+        if not own:
+            found += schema.read(buffer, at, tails)
+            continue
+        packed = [_packed(buffer, at + i * stride, stride, tail) for i, tail in enumerate(tails)]
+        found += map(_unpacked, packed) if decode else packed
+    return found
+
+
+def _packed(buffer: Any, row_at: int, stride: int, tail_at: int) -> Own:
+    """A copy of a record's body."""
+    raw: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
+    (length,) = _LENGTH.unpack_from(buffer, row_at)
+    inside, tail_bytes = stride - _HEAD, length - (stride - RECORD_HEADER)
+    if not 0 <= tail_bytes <= max(len(raw) - tail_at, 0):
+        raise SegmentError("a record is longer than what there is of it.")
+    body = np.empty(inside + tail_bytes, np.uint8)
+    body[:inside] = raw[row_at + _HEAD : row_at + stride]
+    body[inside:] = raw[tail_at : tail_at + tail_bytes]
+    return Own(body.data, tail_bytes)
+
+
+def _unpacked(packed: Own) -> Any:
+    """The sample; its arrays share the body's memory."""
+    body = packed.body
+    try:
+        (form_bytes,) = _LENGTH.unpack_from(body)
+        own = _schema_of(bytes(body[_LENGTH.size : _LENGTH.size + form_bytes]))
+        row_at, tail_at = _places(form_bytes, own)
+        return own.read(body, row_at, [tail_at])[0]
+    except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise SegmentError(f"a form does not describe its record: {error!r}.") from error
+
+
+@functools.lru_cache(_FORMS)
+def _schema_of(form: bytes) -> Schema:
+    """The schema that a form is.
+
+    Raises:
+        SegmentError: it is none.
+    """
+    try:
+        inflating = zlib.decompressobj()
+        text = inflating.decompress(form, _LARGEST_FORM)
+        if not inflating.eof:
+            raise ValueError(f"it is cut off, or longer than {_LARGEST_FORM:,} bytes")
+        described = json.loads(text)
+    except (RecursionError, ValueError, zlib.error) as error:
+        raise SegmentError(f"a sample's form cannot be read: {error!r}.") from error
+    return Schema.from_json(described)

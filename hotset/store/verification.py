@@ -1,0 +1,122 @@
+"""Soundness: a record that may be damaged is verified before it is served, and a damaged one never is.
+
+========================  ===============================================  ==============================
+where the record is       when it is verified                              a damaged one
+========================  ===============================================  ==============================
+in memory                 never: only its writer wrote there               \\
+in a file on a disk       on this process's first touch, again when its    is not there, for this process
+                          index word has changed, and after a minute
+in the second tier        at each read, in the copy that is made of it     is forgotten, and read and
+                          (:class:`hotset.store.spill.StagedBatch`)             stored again
+========================  ===============================================  ==============================
+
+Wherever it is, index words and the places of tails are looked at at each read, and those that lie outside of
+the segment are damage too (:meth:`Store.placed`). So are dimensions of more than the record, where a disk can
+damage them after they were verified.
+
+Off x86-64, whose order of stores the format rests on, the first two are verified at every read.
+
+A process tells of the first damaged record that it meets; all of them come from the source.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+
+import numpy as np
+
+from hotset._warnings import warn
+from hotset.store.claims import Participant
+from hotset.store.clear import era_of
+from hotset.store.format import ON_DISK, Slot
+from hotset.store.fsck import record_problem
+from hotset.store.segment import Words
+from hotset.store.spill import Spill, StagedBatch
+
+__all__ = ["FULL_CHECK", "Verification"]
+
+_BELIEVED_SECONDS = 60.0
+
+FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
+
+
+class Verification:
+    """What this process knows of the soundness of one store's records.
+
+    Args:
+        member: this process's place in the segment.
+        spill: the second tier; None if there is none.
+
+    Attributes:
+        verified: the index word under which each sample was found sound; None where nobody need look.
+    """
+
+    def __init__(self, member: Participant, spill: Spill | None) -> None:
+        self._member = member
+        self._segment = member.segment
+        self._spill = spill
+        self._damaged = 0
+        self._begun = time.monotonic()
+        self.verified: Words | None = None
+        if FULL_CHECK or not self._segment.trusted:
+            self.verified = np.zeros(self._segment.geometry.samples, np.int64)
+
+    def is_sound(self, sample: int, word: int) -> bool:
+        """Whether the record that this index word names is what its writer wrote, as far as is looked at."""
+        assert self.verified is not None
+        if time.monotonic() > self._begun + _BELIEVED_SECONDS:
+            self._begun = time.monotonic()
+            self.verified[:] = 0
+        if self.verified[sample] == word:
+            return True
+        problem = self.problem(sample, word)
+        if problem is not None:
+            self._damaged += 1
+            if self._damaged == 1:
+                warn(f"{problem}; it is read from the source, like all others that are found damaged.")
+            return False
+        if not FULL_CHECK:
+            self.verified[sample] = word
+        return True
+
+    def problem(self, sample: int, word: int) -> str | None:
+        """What is wrong with the record that this index word names, in words; None if it is sound."""
+        if not word & ON_DISK:
+            return record_problem(self._segment, sample, word)
+        if self._spill is not None:
+            return None  # verified in the copy that is made of it
+        return f"sample {sample}: its index word names a tier that there is not"
+
+    def forget(self, staged: StagedBatch) -> None:
+        """Forget what was found damaged in a copy from the second tier."""
+        for sample, word, why in staged.damaged:
+            self.lose(sample, word, why)
+
+    def lose(self, sample: int, word: int, why: str) -> None:
+        """Forget a record that is damaged, so that it is read from the source and stored again.
+
+        Args:
+            sample: the place of its index word.
+            word: which it has, if it was not cleared meanwhile.
+            why: what is wrong with it.
+        """
+        if not self._forget(sample, word):
+            return
+        self._damaged += 1
+        if self._damaged == 1:
+            spilled = self._spill is not None and word & ON_DISK
+            where = "in memory" if self._segment.trusted and not spilled else "on the disk"
+            warn(f"sample {sample} is damaged {where} ({why}), and is read from the source again.")
+
+    def _forget(self, sample: int, word: int) -> bool:
+        """Forget a record; False if it is not there any more."""
+        with self._member.short_lock():
+            if era_of(self._segment) is None or int(self._segment.index[sample]) != word:
+                return False
+            if word & ON_DISK and self._spill is not None:
+                self._spill.forget(sample)
+            self._segment.index[sample] = 0
+            # What it had in its tail is not known any more.
+            self._member.row[Slot.STORED_BYTES] -= self._segment.geometry.stride
+            return True

@@ -1,0 +1,814 @@
+"""Records between machines: each machine a process, over TCP, with keys; and all that goes wrong there.
+
+Whatever a peer does, asking it gives sound records or none, in bounded time, and one warning.
+
+No time passes here unless a test has it pass: how long a peer that fails is left alone is by a clock that
+stands still, and who is silent is not missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+from helpers import Clock, difference, eventually
+from stores import child, ended, ids, in_child, kill, opened, stop
+
+zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
+
+from hotset.cluster import peer_stats, sockets  # noqa: E402
+from hotset.cluster import protocol as messages  # noqa: E402
+from hotset.cluster import server as serving  # noqa: E402
+from hotset.cluster.client import Peer, PeerClients  # noqa: E402
+from hotset.cluster.keys import Keys  # noqa: E402
+from hotset.cluster.pending_request import Answer, PendingRequest  # noqa: E402
+from hotset.cluster.protocol import Operation, Status  # noqa: E402
+from hotset.cluster.server import Served, Serving  # noqa: E402
+from hotset.cluster.sockets import SPARE  # noqa: E402
+from hotset.cluster.store_service import StoreService, cache_of  # noqa: E402
+from hotset.cluster.wire_records import ABSENT, LEFT, Bytes, CacheIdentity, Longs, WireRecords, sound  # noqa: E402
+from hotset.errors import HotsetWarning  # noqa: E402
+from hotset.store import format as fmt  # noqa: E402
+
+HERE = "127.0.0.1"
+FINGERPRINT = b"0123456789abcdef"
+SERVER, ASKER, STRANGER = Keys.new(), Keys.new(), Keys.new()
+SOON = 60.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of the peers' rests."""
+    clock = Clock()
+    monkeypatch.setattr(peer_stats, "time", clock)
+    monkeypatch.setattr(sockets, "_HEARTBEAT", 0)
+    monkeypatch.setattr(sockets, "_HANDSHAKE", 0)
+    return clock
+
+
+class Fake:
+    """A shelf of rows that are their sample's number over and over, and that does as it is told."""
+
+    def __init__(self, meanwhile: Callable[[Longs], object] = lambda wanted: None, width: int = 64) -> None:
+        self.cache = CacheIdentity.of(FINGERPRINT, samples=1000, stride=16 + width, schema="fake")
+        self._meanwhile = meanwhile
+
+    def take(self, wanted: Longs, memory: Bytes, *, claim: bool = False) -> WireRecords:
+        self._meanwhile(wanted)
+        # In the memory that is sent from, which is used again once it was.
+        rows = memory[: len(wanted) * self.cache.stride].reshape(len(wanted), -1)
+        rows[:] = wanted.astype("<u1")[:, None]
+        rows[:, 16:24] = 0  # no tail
+        for sample, row in zip(wanted.tolist(), rows, strict=True):
+            length = len(row) - fmt.RECORD_HEADER
+            crc = fmt.checksum(sample, length, 0, row[16:].data, None)
+            row[:12] = np.array([length, 0, crc], "<u4").view(np.uint8)
+        none = np.zeros(len(wanted), np.int64)
+        return WireRecords(none, none, rows, np.empty((0, 256), np.uint8))
+
+    def put(self, wanted: Longs, records: WireRecords) -> Any:
+        raise OSError("this shelf is read only")
+
+
+class Machine:
+    """A process that serves, its endpoint, and what it has served."""
+
+    def __init__(self, body: Callable[[], Serving]) -> None:
+        self._ours, theirs = socket.socketpair()
+
+        def run() -> None:
+            with body() as serving:
+                theirs.sendall(serving.endpoint.encode())
+                while theirs.recv(1) == b"?":
+                    theirs.sendall(repr(dataclasses.asdict(serving.served)).encode())
+
+        self.pid = child(run)
+        theirs.close()
+        self._ours.settimeout(SOON)
+        self.endpoint = self._ours.recv(1000).decode()
+
+    @property
+    def served(self) -> Served:
+        self._ours.sendall(b"?")
+        return Served(**eval(self._ours.recv(10_000)))
+
+    def end(self) -> None:
+        """End it, if it was not killed."""
+        with self._ours, contextlib.suppress(ProcessLookupError, ChildProcessError, BrokenPipeError):
+            os.kill(self.pid, signal.SIGCONT)
+            self._ours.sendall(b".")
+            assert ended(self.pid, SOON) == 0
+
+
+@contextlib.contextmanager
+def machine(body: Callable[[], Serving]) -> Iterator[Machine]:
+    made = Machine(body)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def fake(shelf: Fake | None = None, keys: Keys | None = SERVER, address: str = HERE) -> Callable[[], Serving]:
+    """A body that serves a fake shelf to whom ``ASKER`` stands for."""
+    shelf = shelf or Fake()
+    return lambda: Serving(address, {FINGERPRINT: shelf}, keys, {ASKER.public})
+
+
+@contextlib.contextmanager
+def asker(
+    endpoint: str, keys: Keys | None = ASKER, server: Keys | None = SERVER, name: str = "machine-1"
+) -> Iterator[Peer]:
+    with PeerClients(keys) as peers:
+        yield peers.add(name, endpoint, None if server is None else server.public)
+
+
+def wait(ticket: PendingRequest, within: float = SOON) -> tuple[Answer, Bytes]:
+    rows = np.full((len(ticket.ids), ticket.cache.stride), 255, np.uint8)
+    answer = ticket.wait(time.monotonic() + within)
+    rows[answer.present] = answer.rows
+    return answer, rows
+
+
+def fetch(peer: Peer, cache: CacheIdentity, wanted: Longs, within: float = SOON) -> tuple[Answer, Bytes]:
+    return wait(peer.ask(cache, wanted), within)
+
+
+def gets(peer: Peer, cache: CacheIdentity, *wanted: int) -> bool:
+    """Whether all these samples of a fake shelf come, and are what they must be."""
+    answer, rows = fetch(peer, cache, ids(*wanted))
+    assert (rows[answer.present][:, 24:] == ids(*wanted)[answer.present, None] % 256).all()
+    return bool(answer.present.all())
+
+
+def refuses(peer: Peer, cache: CacheIdentity, why: str, within: float = SOON) -> None:
+    """Fail unless the peer's samples are absent, with one warning that says why."""
+    with pytest.warns(HotsetWarning, match=why) as told:
+        answer, rows = fetch(peer, cache, ids(1, 2), within)
+    assert len(told) == 1
+    assert not answer.present.any()
+    assert (rows == 255).all(), "something was written over the caller's memory"
+
+
+def unanswered(ticket: PendingRequest) -> None:
+    """Let the deadline of a request pass, to which no answer can have come; fails unless that is told of."""
+    with pytest.warns(HotsetWarning, match="has not answered in time") as told:
+        answer, rows = wait(ticket, within=0.0)
+    assert len(told) == 1
+    assert not answer.present.any()
+    assert (rows == 255).all(), "something was written over the caller's memory"
+
+
+# ---- a real store --------------------------------------------------------------------------------------
+
+
+def with_tails(index: int) -> dict[str, Any]:
+    return {**samples.mapping(index), "text": "x" * (index * 37 % 900)}
+
+
+@pytest.mark.parametrize("make", [samples.big_image_and_label, with_tails])
+def test_records_of_a_store_arrive_as_they_lie_there(make: samples.Callable[[int], Any]) -> None:
+    with opened(make, 40) as alike:
+        schema, cache = alike.schema, cache_of(alike, FINGERPRINT)
+    there = [i for i in range(40) if i % 3]
+
+    def body() -> Serving:
+        store = stack.enter_context(opened(make, 40))
+        store.fill(ids(there), make)
+        return Serving(HERE, {FINGERPRINT: StoreService(store, FINGERPRINT)}, SERVER, {ASKER.public})
+
+    with contextlib.ExitStack() as stack, machine(body) as other, asker(other.endpoint) as peer:
+        wanted = np.random.default_rng(0).permutation(40)
+        answer, rows = fetch(peer, cache, wanted)
+        assert sorted(wanted[answer.present].tolist()) == there
+        assert (rows[~answer.present] == 255).all()
+        starts = (np.cumsum(answer.lines) - answer.lines) * 256
+        memory = bytearray(rows.tobytes() + answer.tails.tobytes())
+        for place in np.flatnonzero(answer.present).tolist():
+            (found,) = schema.read(memory, place * cache.stride, [rows.nbytes + int(starts[place])])
+            assert difference(found, make(int(wanted[place]))) is None
+        assert peer.traffic.received == len(there)
+        assert other.served.records == len(there)
+
+
+@pytest.mark.parametrize("make", [samples.big_image_and_label, with_tails])
+def test_records_that_are_brought_are_stored(make: samples.Callable[[int], Any]) -> None:
+    def body() -> Serving:
+        store = stack.enter_context(opened(make, 40))
+        return Serving(HERE, {FINGERPRINT: StoreService(store, FINGERPRINT)}, SERVER, {ASKER.public})
+
+    with contextlib.ExitStack() as stack, machine(body) as other, opened(make, 40) as mine:
+        mine.fill(ids(range(20)), make)
+        shelf = StoreService(mine, FINGERPRINT)
+        wanted = ids(3, 30, 7, 5)
+        brought = shelf.take(wanted, np.empty(1 << 20, np.uint8))
+        with asker(other.endpoint) as peer:
+            stored = peer.put(shelf.cache, wanted, brought).wait(time.monotonic() + SOON)
+            assert stored.present.tolist() == [True, False, True, True], other.served.problem
+            back, rows = fetch(peer, shelf.cache, wanted)
+            assert back.present.tolist() == [True, False, True, True]
+            damaged = brought._replace(rows=brought.rows.copy())
+            damaged.rows[1, -1] ^= 1
+            stored = peer.put(shelf.cache, ids(13, 30, 17, 15), damaged).wait(time.monotonic() + SOON)
+            assert not stored.present.any(), "a record was stored as another sample's"
+            assert other.served.unsound == 3
+        starts = (np.cumsum(back.lines) - back.lines) * 256 + rows.nbytes
+        memory = bytearray(rows.tobytes() + back.tails.tobytes())
+        for place in (0, 2, 3):
+            (found,) = mine.schema.read(memory, place * shelf.cache.stride, [int(starts[place])])
+            assert difference(found, make(int(wanted[place]))) is None
+
+
+@pytest.mark.parametrize("make", [samples.kilobyte, with_tails])
+def test_what_has_no_room_in_an_answer_is_left_for_the_next(make: samples.Callable[[int], Any]) -> None:
+    with opened(make, 10) as store:
+        store.fill(ids(range(8)), make)
+        shelf = StoreService(store, FINGERPRINT)
+        wanted, memory, got = ids(range(10)), np.empty(2500, np.uint8), []
+        while len(wanted):
+            records = shelf.take(wanted, memory)
+            assert records.rows.nbytes + records.tails.nbytes <= len(memory)
+            assert sound(shelf.cache, wanted, records).tolist() == (records.generations >= 0).tolist()
+            got += wanted[records.generations >= 0].tolist()
+            wanted = wanted[records.generations == LEFT]
+        assert got == list(range(8))
+        # A record that no answer can hold is absent, or it would be asked for again for ever.
+        assert (shelf.take(ids(7), np.empty(100, np.uint8)).generations == ABSENT).all()
+        assert store.clear()
+        assert (shelf.take(ids(range(10)), memory).generations == ABSENT).all()
+
+
+# ---- strangers -----------------------------------------------------------------------------------------
+
+
+def test_strangers_get_nothing() -> None:
+    cache = Fake().cache
+    with machine(fake()) as other:
+        with asker(other.endpoint, keys=STRANGER) as peer:
+            refuses(peer, cache, "does not let this machine's key in")
+        with asker(other.endpoint, keys=None, server=None) as peer:
+            refuses(peer, cache, "machine-1 .* (handshake|ZeroMQ|closed)")
+        with asker(other.endpoint, server=STRANGER) as peer:
+            refuses(peer, cache, "machine-1 .* (handshake|ZeroMQ|closed)")
+        with contextlib.closing(
+            socket.create_connection((HERE, int(other.endpoint.rpartition(":")[2])))
+        ) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        with asker(other.endpoint) as peer:
+            assert gets(peer, cache, 1, 2, 3)
+        served = other.served
+        assert served.requests == 1
+        assert served.strangers >= 1, "it tries again until it is told"
+
+
+def test_it_is_bound_to_the_one_address() -> None:
+    with machine(fake(address="127.0.0.5")) as other:
+        assert other.endpoint.startswith("tcp://127.0.0.5:")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(other.endpoint.rpartition(":")[2])))
+    with pytest.raises(OSError, match=r"192\.0\.2\.1 cannot be served from"):
+        Serving("192.0.2.1", {}, SERVER, ())
+
+
+# ---- peers that are others than they should be ---------------------------------------------------------
+
+
+def test_another_fingerprint_and_another_layout_are_refused() -> None:
+    cache = Fake().cache
+    with machine(fake()) as other:
+        with asker(other.endpoint) as peer:
+            refuses(
+                peer, dataclasses.replace(cache, fingerprint=b"another one, yes"), "no cache of this finger"
+            )
+            assert gets(peer, cache, 1, 2), "the caches that both have do not suffer"
+            answer, _ = fetch(peer, dataclasses.replace(cache, fingerprint=b"another one, yes"), ids(1))
+            assert not answer.present.any()
+            assert peer.traffic.refused == 1, "it is not asked again at once"
+        with asker(other.endpoint) as peer:
+            refuses(peer, dataclasses.replace(cache, layout=bytes(16)), "in another way")
+        assert other.served.requests == 1
+
+
+def test_another_version_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        monkeypatch.setattr(messages, "VERSION", 2)
+        refuses(peer, Fake().cache, "speaks version 1 of hotset's messages, and this process version 2")
+        assert other.served.requests == 0
+
+
+def test_a_shelf_that_fails_serves_nothing_and_the_others_go_on() -> None:
+    broken, whole = b"b" * 16, Fake()
+    caches = {}
+
+    def fail(wanted: Longs) -> None:
+        raise OSError("the session is gone")
+
+    shelf = Fake(fail)
+    shelf.cache = dataclasses.replace(shelf.cache, fingerprint=broken)
+    caches = {broken: shelf, FINGERPRINT: whole}
+    with (
+        machine(lambda: Serving(HERE, caches, SERVER, {ASKER.public})) as other,
+        asker(other.endpoint) as peer,
+    ):
+        refuses(peer, shelf.cache, "could not get at its own records")
+        assert gets(peer, whole.cache, 1, 2)
+        assert other.served.problem == "OSError: the session is gone"
+
+
+def test_without_memory_for_a_moment_a_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scarce(serving._Buffer):
+        made = 0
+
+        def __init__(self) -> None:
+            Scarce.made += 1
+            if Scarce.made == 1:
+                raise MemoryError
+            super().__init__()
+
+    monkeypatch.setattr(serving, "_Buffer", Scarce)
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        answer, _ = fetch(peer, cache, ids(1))
+        assert not answer.present.any()
+        assert (peer.traffic.refused, peer.traffic.failures) == (1, 0)
+        assert gets(peer, cache, 1, 2), "at once"
+
+
+def test_a_request_that_goes_wrong_in_any_way_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, asked = messages.parse_head, []
+
+    def fail(frames: Any, *, answers: bool) -> Any:
+        asked.append(answers)
+        if asked.count(False) == 1 and not answers:
+            raise MemoryError("nothing is left")
+        return read(frames, answers=answers)
+
+    monkeypatch.setattr(messages, "parse_head", fail)
+    cache = Fake().cache
+    with machine(fake()) as other:
+        with asker(other.endpoint) as peer:
+            ticket = peer.ask(cache, ids(1, 2))
+            assert eventually(lambda: other.served.problem)
+            unanswered(ticket)
+        with asker(other.endpoint) as peer:
+            assert gets(peer, cache, 1, 2)
+        assert other.served.problem == "MemoryError: nothing is left"
+
+
+# ---- a man in the middle -------------------------------------------------------------------------------
+
+Change = Callable[[list[bytes]], list[list[bytes]]]
+
+
+@contextlib.contextmanager
+def between(endpoint: str, change: Change) -> Iterator[str]:
+    """Somebody between asker and server who changes answers. (With keys, nobody can: they are encrypted.)"""
+    context: Any = zmq.Context()
+    front, back, halt = context.socket(zmq.ROUTER), context.socket(zmq.DEALER), threading.Event()
+    front.linger = back.linger = 0
+    port = front.bind_to_random_port(f"tcp://{HERE}")
+    back.connect(endpoint)
+
+    def run() -> None:
+        identity = b""
+        while not halt.is_set():
+            if front.poll(5):
+                identity, *frames = front.recv_multipart()
+                back.send_multipart(frames)
+            if back.poll(5):
+                for answer in change(back.recv_multipart()):
+                    front.send_multipart([identity, *answer])
+        front.close()
+        back.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"tcp://{HERE}:{port}"
+    finally:
+        halt.set()
+        thread.join()
+        context.term()
+
+
+def flip(frame: int, at: int) -> Change:
+    def change(frames: list[bytes]) -> list[list[bytes]]:
+        changed = bytearray(frames[frame])
+        changed[at] ^= 1
+        return [[*frames[:frame], bytes(changed), *frames[frame + 1 :]]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (flip(0, 0), "no message of hotset's"),
+        (flip(0, 8), "speaks version 0"),
+        (flip(0, 10), "names an operation|was not asked"),
+        (flip(0, 12), "was not asked"),
+        (flip(0, 24), "was not asked"),
+        (flip(0, 40), "was not asked"),
+        (flip(1, 0), "1 records whose checksums"),
+        (flip(1, 3), "entry that means|bytes of rows"),
+        (flip(1, 4), "bytes of tails"),
+        (flip(2, 30), "1 records whose checksums"),
+        (
+            lambda frames: [[*frames[:2], frames[2][80:] + frames[2][:80], frames[3]]],
+            "2 records whose checks",
+        ),
+        (lambda frames: [frames[:3]], "sends 2 frames of records"),
+        (lambda frames: [[*frames[:2], frames[2] + b"x", frames[3]]], "sends 161 bytes of rows"),
+        (lambda frames: [[b"what?"]], "no message of hotset's"),
+    ],
+)
+def test_a_changed_answer_gives_no_wrong_sample(change: Change, why: str) -> None:
+    cache = Fake().cache
+    with (
+        machine(fake(keys=None)) as other,
+        between(other.endpoint, change) as endpoint,
+        asker(endpoint, keys=None, server=None) as peer,
+    ):
+        with pytest.warns(HotsetWarning, match=why) as told:
+            answer, rows = fetch(peer, cache, ids(1, 2))
+        assert len(told) == 1
+        assert int(answer.present.sum()) == (1 if why.startswith("1 records") else 0)
+        assert (rows[~answer.present] == 255).all()
+        assert (rows[answer.present][:, 24:] == ids(1, 2)[answer.present, None]).all()
+        assert peer.traffic.unsound or peer.traffic.failures == 1
+
+
+def test_an_answer_that_is_replayed_is_dropped() -> None:
+    """Twice at once, and instead of a later one; over CURVE neither could be sent."""
+    seen: list[list[bytes]] = []
+
+    def replay(frames: list[bytes]) -> list[list[bytes]]:
+        seen.append(frames)
+        return [seen[0], seen[0], frames]
+
+    cache = Fake().cache
+    with (
+        machine(fake(keys=None)) as other,
+        between(other.endpoint, replay) as endpoint,
+        asker(endpoint, keys=None, server=None) as peer,
+        warnings.catch_warnings(),
+    ):
+        assert gets(peer, cache, 1, 2)
+        assert gets(peer, cache, 3, 4)
+        assert gets(peer, cache, 5)
+        assert eventually(lambda: peer.look(0.01) or peer.traffic.late == 6)
+
+
+def test_answers_in_another_order_find_their_tickets() -> None:
+    held: list[list[bytes]] = []
+
+    def swap(frames: list[bytes]) -> list[list[bytes]]:
+        held.append(frames)
+        return held[::-1] if len(held) == 2 else []
+
+    cache = Fake().cache
+    with (
+        machine(fake(keys=None)) as other,
+        between(other.endpoint, swap) as endpoint,
+        asker(endpoint, keys=None, server=None) as peer,
+    ):
+        one, two = peer.ask(cache, ids(1, 2)), peer.ask(cache, ids(3, 4))
+        for ticket, wanted in ((one, [1, 2]), (two, [3, 4])):
+            answer, rows = wait(ticket)
+            assert answer.present.all()
+            assert rows[:, 30].tolist() == wanted
+
+
+def test_answers_in_flight_are_not_written_over() -> None:
+    """More of them than there are buffers, and larger than what is copied before it is sent."""
+    shelf = Fake(width=300_000)
+    with machine(fake(shelf)) as other, asker(other.endpoint) as peer:
+        tickets = [peer.ask(shelf.cache, ids(range(k, k + 40))) for k in range(12)]
+        for k, ticket in enumerate(tickets):
+            answer, rows = wait(ticket)
+            assert answer.present.all()
+            assert (rows[:, 24:] == ids(range(k, k + 40))[:, None]).all()
+
+
+# ---- peers that are slow, stopped, dead, or not the same any more --------------------------------------
+
+
+def test_an_answer_that_comes_late_is_dropped_and_the_peer_is_left_alone(clock: Clock) -> None:
+    begun, gate = multiprocessing.Event(), multiprocessing.Event()
+
+    def dawdle(wanted: Longs) -> None:
+        if wanted[0] == 1:
+            begun.set()
+            assert gate.wait(SOON)
+
+    cache = Fake().cache
+    with machine(fake(Fake(dawdle))) as other, asker(other.endpoint) as peer:
+        assert gets(peer, cache, 5)
+        abandoned = peer.ask(cache, ids(3, 4))
+        del abandoned
+        assert gets(peer, cache, 6), "what nobody waits for must not get in the way"
+        assert peer.traffic.late == 1
+        ticket = peer.ask(cache, ids(1, 2))
+        assert begun.wait(SOON)
+        unanswered(ticket)
+        gate.set()
+        assert eventually(lambda: other.served.requests == 4)
+        clock.now += 0.4
+        assert peer.rests
+        answer, _ = fetch(peer, cache, ids(7))
+        assert not answer.present.any()
+        clock.now += 0.2
+        assert not peer.rests
+        assert gets(peer, cache, 7)
+        assert other.served.requests == 5, "it was asked while it was left alone"
+        assert (peer.traffic.failures, peer.traffic.why) == (1, "has not answered in time")
+
+
+def test_who_fails_again_is_left_alone_for_longer_until_it_does_well(clock: Clock) -> None:
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        assert gets(peer, cache, 1)
+        peer.peers.tell = lambda sentence, name: None
+        for seconds in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+            peer.fail("is away")
+            clock.now += seconds - 0.1
+            assert peer.rests
+            clock.now += 0.2
+            assert not peer.rests
+        assert gets(peer, cache, 2)
+        peer.fail("is away")
+        clock.now += 0.6
+        assert not peer.rests
+
+
+def test_a_stopped_peer_costs_the_deadline_once(clock: Clock) -> None:
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        assert gets(peer, cache, 1)
+        stop(other.pid)
+        refuses(peer, cache, "has not answered in time", within=0.1)
+        assert peer.ask(cache, ids(2)).is_lost, "nobody waits for what is not asked"
+        assert not gets(peer, cache, 2)
+        os.kill(other.pid, signal.SIGCONT)
+        clock.now += 0.6
+        assert gets(peer, cache, 3)
+
+
+def test_a_stopped_peer_is_missed_long_before_the_deadline(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_HEARTBEAT", 100)
+    monkeypatch.setattr(sockets, "SILENCE", 300)
+    cache = Fake().cache
+
+    def answers() -> bool:
+        clock.now += 60
+        return gets(peer, cache, 1)
+
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        peer.peers.tell = lambda sentence, name: None  # it may be so busy that it is missed before
+        assert eventually(answers)
+        stop(other.pid)
+        answer, _ = fetch(peer, cache, ids(2), within=600)
+        assert not answer.present.any()
+        assert peer.traffic.why == "has closed the connection, or died"
+
+
+def test_a_killed_peer_is_noticed_long_before_the_deadline(clock: Clock) -> None:
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        assert gets(peer, cache, 1)
+        stop(other.pid)
+        one, two = peer.ask(cache, ids(1)), peer.ask(cache, ids(2))
+        kill(other.pid)
+        with pytest.warns(HotsetWarning, match="closed the connection, or died"):
+            answer, _ = wait(one, within=600)
+        assert not answer.present.any()
+        answer, _ = wait(two, within=600)
+        assert not answer.present.any()
+        assert peer.traffic.failures == 1
+        clock.now += 0.6
+        assert not gets(peer, cache, 3), "nobody is there"
+        assert peer.traffic.why == "does not listen at its address"
+
+
+def test_a_peer_that_restarts_with_another_key_serves_who_knows_it(clock: Clock) -> None:
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        assert gets(peer, cache, 1)
+        kill(other.pid)
+        port = other.endpoint.rpartition(":")[2]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hotset.cluster.server._ANY_PORT", port)
+            again = Machine(fake(keys=STRANGER))
+        try:
+            assert again.endpoint == other.endpoint
+            refuses(peer, cache, "machine-1")
+            for _ in range(2):
+                clock.now += 60
+                assert not gets(peer, cache, 1), "a machine with another key was believed"
+            moved = peer.peers.add("machine-1", again.endpoint, STRANGER.public)
+            assert gets(moved, cache, 1)
+        finally:
+            again.end()
+
+
+def test_a_stopped_asker_does_not_hold_up_the_others() -> None:
+    """More answers than there are buffers wait for it, each larger than what sockets hold."""
+    shelf = Fake(width=100_000)
+    out, into = os.pipe()
+    with machine(fake(shelf)) as other:
+
+        def greedy() -> None:
+            with asker(other.endpoint) as peer:
+                tickets = [peer.ask(shelf.cache, ids(range(100))) for _ in range(8)]
+                wait(tickets[0])
+                os.write(into, b"k")
+                signal.pause()
+
+        pid = child(greedy)
+        try:
+            assert os.read(out, 1) == b"k"
+            stop(pid)
+            with asker(other.endpoint) as peer:
+                for _ in range(5):
+                    assert gets(peer, shelf.cache, *range(100))
+        finally:
+            kill(pid)
+            os.close(out)
+            os.close(into)
+
+
+def test_too_many_requests_are_refused_and_the_peer_is_not_to_blame() -> None:
+    cache = Fake().cache
+    head = messages.get(1, cache, ids(1))
+    with (
+        machine(fake(Fake(lambda wanted: time.sleep(0.02)), keys=None)) as other,
+        asker(other.endpoint, keys=None, server=None) as peer,
+    ):
+        context: Any = zmq.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.linger = 0
+        raw.connect(other.endpoint)
+
+        def is_flooded() -> bool:
+            for _ in range(40):
+                raw.send_multipart(head)
+            return other.served.refused > 0
+
+        assert eventually(is_flooded)
+        refused = messages.parse_head([raw.recv_multipart()[0]], answers=True)
+        assert refused.status in (Status.BUSY, Status.OK)
+        raw.close()
+        context.term()
+        tickets = [peer.ask(cache, ids(k)) for k in range(20)]
+        assert sum(ticket.is_lost for ticket in tickets) == 4, "more in flight than the other end queues"
+        assert not peer.traffic.failures
+        peer.refuses(Status.BUSY, cache)
+        assert not peer.rests
+        assert peer.traffic.refused == 1
+
+
+# ---- forks, and the end --------------------------------------------------------------------------------
+
+
+def test_a_forked_child_asks_by_itself() -> None:
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        assert gets(peer, cache, 1)
+        pending = peer.ask(cache, ids(9))
+
+        def in_child() -> None:
+            answer, _ = wait(pending)
+            assert not answer.present.any(), "a child took its parent's answer"
+            for k in range(5):
+                assert gets(peer, cache, k)
+            assert not peer.traffic.failures
+            peer.peers.close()
+
+        assert ended(child(in_child)) == 0
+        answer, rows = wait(pending)
+        assert answer.present.all()
+        assert rows[0, 30] == 9
+        assert gets(peer, cache, 1)
+        # A child that never asks closes nothing of its parent's either.
+        assert ended(child(peer.peers.close)) == 0
+        assert gets(peer, cache, 2)
+
+
+def _open_and_close() -> None:
+    def once() -> None:
+        with (
+            Serving(HERE, {FINGERPRINT: shelf}, SERVER, {ASKER.public}) as serving,
+            asker(serving.endpoint) as peer,
+        ):
+            assert gets(peer, shelf.cache, 1, 2)
+            peer.ask(shelf.cache, ids(1))
+            counts.append(len(os.listdir("/proc/self/task")))
+        serving.close()
+        peer.peers.close()
+
+    shelf, counts = Fake(width=100_000), [0]
+    once()  # and pyzmq's own collector of what was sent without a copy starts, and stays
+    assert eventually(lambda: len(os.listdir("/proc/self/task")) < counts[-1])
+    before, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        once()
+        assert counts[-1] > before
+        assert eventually(lambda: len(os.listdir("/proc/self/task")) <= before)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hotset")]
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_closing_leaves_no_thread_and_no_file() -> None:
+    assert ended(child(_open_and_close)) == 0
+
+
+def test_closing_does_not_wait_for_who_does_not_answer() -> None:
+    with machine(fake()) as other:
+        stop(other.pid)
+
+        def job() -> None:
+            with asker(other.endpoint) as peer:
+                ticket = peer.ask(Fake().cache, ids(1))
+            answer, _ = wait(ticket)
+            assert not answer.present.any()
+
+        in_child(job)  # which fails if it hangs
+
+
+def test_keys_do_not_show_their_secret() -> None:
+    assert SERVER.secret.decode() not in repr(SERVER)
+    assert SERVER.public.decode() in repr(SERVER)
+
+
+def test_operations_that_are_no_gets_have_no_rows() -> None:
+    """A shelf that cannot be written refuses, and its peer goes on."""
+    shelf = Fake()
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        brought = shelf.take(ids(1, 2), np.empty(1000, np.uint8))
+        ticket = peer.put(shelf.cache, ids(1, 2), brought)
+        assert ticket.operation is Operation.PUT
+        with pytest.warns(HotsetWarning, match="could not get at its own records"):
+            answer = ticket.wait(time.monotonic() + SOON)
+        assert not answer.present.any()
+        assert other.served.problem == "OSError: this shelf is read only"
+
+
+# ---- no descriptors ------------------------------------------------------------------------------------
+
+
+def leave_descriptors(count: int) -> None:
+    """Have so many descriptors left in this process, and no more."""
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, highest + 1 + count))
+    opened = []
+    with contextlib.suppress(OSError):
+        while True:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    for fd in opened[-count:] if count else []:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("left", [0, 3, 9, 20, 31])
+def test_a_process_with_few_descriptors_left_reads_its_source(left: int) -> None:
+    """Where ZeroMQ gets none for its threads, it ends the process: so it is not asked for any."""
+    with machine(fake()) as other:
+
+        def job() -> None:
+            with asker(other.endpoint) as peer:
+                leave_descriptors(left)
+                refuses(peer, Fake().cache, "Too many open files")
+
+        in_child(job)
+
+
+def test_a_process_with_enough_descriptors_left_asks() -> None:
+    with machine(fake()) as other:
+
+        def job() -> None:
+            with asker(other.endpoint) as peer:
+                leave_descriptors(SPARE)
+                assert gets(peer, Fake().cache, 1, 2)
+
+        in_child(job)
+
+
+def test_an_endpoint_that_is_none_is_a_failure_of_its_machine() -> None:
+    with asker("nonsense") as peer:
+        refuses(peer, Fake().cache, "cannot be connected to")

@@ -1,0 +1,560 @@
+"""Where chains are found, where they are cut, and what the plan says of it.
+
+A chain is where users keep it: ``transform``, ``target_transform`` and ``transforms`` of torchvision's data
+sets, a list that the data set goes through, through ``Subset`` and ``ConcatDataset``, or given. Whatever is
+cut, a cached run equals an uncached one bit for bit, random suffix included.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import equal_batches, failure, is_a_sentence, rng_states, seed_everything
+from hypothesis import given
+from hypothesis import strategies as st
+from live import Compose as LiveCompose
+from live import LoggedCalls, draw_all, halve, image_jitter, image_to_float
+from samples import image_and_label
+from sources import FolderLike, ReadLog, Samples, Transformed
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+import hotset
+from hotset.policy.cut_point import cheapest_cut, cost_of_cut
+
+N = 12
+
+
+def epochs(dataset: Any, count: int = 2) -> list[Any]:
+    seed_everything(99)
+    return [([dataset[i] for i in range(len(dataset))], rng_states()) for _ in range(count)]
+
+
+def double(label: int) -> int:
+    return 2 * label + 1000
+
+
+def blur_label(label: int) -> int:
+    return label + random.randrange(1000)
+
+
+class Both(Dataset[Any]):
+    """torchvision's way: a transform for the picture and one for the label, each of which may be None."""
+
+    def __init__(
+        self, transform: Any = None, target_transform: Any = None, label_first: bool = False
+    ) -> None:
+        self.transform = transform
+        self.target_transform = target_transform
+        self.label_first = label_first
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = image_and_label(range(N)[index])
+        if self.label_first and self.target_transform is not None:
+            label = self.target_transform(label)
+        if self.transform is not None:
+            image = self.transform(image)
+        if not self.label_first and self.target_transform is not None:
+            label = self.target_transform(label)
+        return image, label
+
+
+class Jointly(Dataset[Any]):
+    """A detection data set: one chain for picture and target at once."""
+
+    def __init__(self, transforms: Any) -> None:
+        self.transforms = transforms
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = image_and_label(range(N)[index])
+        image, boxes = self.transforms(image, {"boxes": torch.full((4,), float(label))})
+        return image, boxes
+
+
+def scale_both(image: torch.Tensor, target: Any) -> Any:
+    return image.float() / 2, {"boxes": target["boxes"] * 2}
+
+
+def jitter_both(image: torch.Tensor, target: Any) -> Any:
+    by = random.randrange(5)
+    return image + by, {"boxes": target["boxes"] + by}
+
+
+class JointCompose:
+    """References' own Compose: unknown to hotset, so it is one transform."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.steps = steps
+
+    def __call__(self, *values: Any) -> Any:
+        for step in self.steps:
+            values = step(*values)
+        return values
+
+
+def listed(steps: list[Any]) -> Any:
+    return Transformed(Samples(image_and_label, N), steps)
+
+
+SOURCES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "picture and label": (lambda: Both(image_to_float, double), ()),
+    "random picture": (lambda: Both(image_jitter, double), ("image_jitter",)),
+    "random label": (lambda: Both(image_to_float, blur_label), ("blur_label",)),
+    "both random": (lambda: Both([image_to_float, image_jitter], blur_label), ("image_jitter", "blur_label")),
+    "a list that it goes through": (lambda: listed([halve, halve, draw_all]), ("draw_all",)),
+    "an empty list": (lambda: listed([]), ()),
+    "subset": (lambda: Subset(FolderLike(N, image_jitter), [3, 1, 4, 1, 5]), ("image_jitter",)),
+    "subset of a subset": (
+        lambda: Subset(Subset(FolderLike(N, image_jitter), list(range(1, N))), [0, 2]),
+        ("image_jitter",),
+    ),
+    "one chain for all parts": (
+        lambda: ConcatDataset([FolderLike(4, image_jitter), FolderLike(N, image_jitter)]),
+        ("image_jitter",),
+    ),
+    "other deterministic chains": (
+        lambda: ConcatDataset([FolderLike(4, image_to_float), FolderLike(N, lambda x: x.float() * 3)]),
+        (),
+    ),
+}
+
+
+def _flat(transform: Any) -> Any:
+    """Data sets take a callable: a list of parts as torchvision's Compose."""
+    from torchvision.transforms import Compose
+
+    return Compose(transform) if isinstance(transform, list) else transform
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_chain_is_found_where_users_keep_it(name: str) -> None:
+    make, live = SOURCES[name]
+
+    def source() -> Any:
+        made = make()
+        if isinstance(made, Both):
+            made.transform = _flat(made.transform)
+        return made
+
+    with hotset.cache(source()) as cached:
+        assert cached.plan.live == live
+        equal_batches(epochs(cached), epochs(source()))
+        equal_batches(epochs(cached, 1), epochs(source(), 1), "warm")
+
+
+@pytest.mark.parametrize(("workers", "context"), [(0, "fork"), (2, "fork"), (1, "spawn")])
+def test_cached_and_uncached_runs_agree_with_a_random_suffix(workers: int, context: str) -> None:
+    def run(cached: bool) -> list[Any]:
+        source: Any = Both(LiveCompose([image_to_float, image_jitter]), double)
+        dataset = hotset.cache(source, memory="8MiB") if cached else source
+        kind = context if workers else None
+        loader = hotset.DataLoader(
+            dataset, batch_size=4, shuffle=True, num_workers=workers, multiprocessing_context=kind
+        )
+        seed_everything(7)
+        return [(list(loader), rng_states()) for _ in range(2)]
+
+    equal_batches(run(True), run(False))
+
+
+def test_chains_that_differ_between_the_parts_are_never_mixed_up() -> None:
+    """A random one among them cannot be cut off: its samples come from the source, and are not frozen."""
+    parts = [FolderLike(4, image_to_float), FolderLike(N, image_jitter)]
+    with hotset.cache(ConcatDataset(parts)) as cached:
+        with pytest.warns(hotset.HotsetWarning, match="draw random numbers"):
+            batches = epochs(cached)
+        equal_batches(batches, epochs(ConcatDataset(parts)))
+        assert cached.stats().cached == 4
+    with hotset.cache(parts[0]) as one, hotset.cache(parts[1]) as other:
+        equal_batches(epochs(ConcatDataset([one, other])), epochs(ConcatDataset(parts)))
+
+
+def test_draws_of_two_chains_keep_their_order() -> None:
+    """Two random parts of which the label's comes first can be cut only where their order stays."""
+    source = Both(image_jitter, blur_label, label_first=True)
+    found = failure(lambda: hotset.cache(source))
+    assert found.kind is hotset.NotCacheable
+    with hotset.cache(Both(image_to_float, blur_label, label_first=True)) as cached:
+        equal_batches(epochs(cached), epochs(Both(image_to_float, blur_label, label_first=True)))
+
+
+@pytest.mark.parametrize(
+    ("transforms", "live"),
+    [
+        (scale_both, ()),
+        (jitter_both, ("jitter_both",)),
+        (JointCompose(scale_both, jitter_both), ("JointCompose",)),
+    ],
+)
+def test_a_chain_of_two_values_is_cut(transforms: Any, live: tuple[str, ...]) -> None:
+    with hotset.cache(Jointly(transforms)) as cached:
+        assert cached.plan.live == live
+        equal_batches(epochs(cached), epochs(Jointly(transforms)))
+
+
+def test_torchvisions_joint_compose_is_cut_in_its_middle() -> None:
+    from torchvision.transforms import v2
+
+    def make() -> Any:
+        return Jointly(v2.Compose([v2.ToDtype(torch.float32), v2.RandomHorizontalFlip(0.5), v2.Identity()]))
+
+    with hotset.cache(make()) as cached:
+        assert cached.plan.live == ("RandomHorizontalFlip", "Identity")
+        equal_batches(epochs(cached), epochs(make()))
+
+
+def test_torchvisions_pair_of_transforms(tmp_path: Path) -> None:
+    """VisionDataset keeps ``transform`` and ``target_transform`` twice, the second time in ``transforms``."""
+    from torchvision.datasets import VisionDataset
+
+    class Pair(VisionDataset):
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> Any:
+            return self.transforms(*image_and_label(range(N)[index]))
+
+    def make() -> Any:
+        return Pair(str(tmp_path), transform=_flat([image_to_float, image_jitter]), target_transform=double)
+
+    source = make()
+    with hotset.cache(source) as cached:
+        assert cached.plan.live == ("image_jitter",)
+        equal_batches(epochs(cached), epochs(make()))
+    assert source.transforms.transform is source.transform, "the user's own data set is as it was"
+
+
+def test_what_the_data_set_does_with_a_result_is_never_skipped() -> None:
+    """It goes on working on what its chain returns: deterministic is cached whole, random is refused."""
+
+    class Afterwards(FolderLike):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image * 2, label
+
+    with hotset.cache(Afterwards(N, image_to_float)) as cached:
+        assert cached.plan.live == ()
+        equal_batches(epochs(cached), epochs(Afterwards(N, image_to_float)))
+    found = failure(lambda: hotset.cache(Afterwards(N, image_jitter)))
+    assert found.kind is hotset.NotCacheable
+
+
+class Squares(FolderLike):
+    """Goes on working on what its chain returns."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image * image, label
+
+
+def test_randomness_that_a_trial_finds_is_refused_where_it_cannot_be_cut_off() -> None:
+    """It shows in one call of many: the trial makes many of them, and two readings alone may miss it."""
+    calls = [0]
+
+    def rarely(image: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return image + (random.random() if calls[0] % 11 == 0 else 0)
+
+    found = failure(lambda: hotset.cache(Squares(N, rarely)))
+    assert found.kind is hotset.NotCacheable
+    assert "rarely" in found.text
+    assert is_a_sentence(found.text), found.text
+
+
+def test_a_bad_sample_of_the_data_sets_own_chain_is_nobodys_worry_before_a_given_one() -> None:
+    def picky(image: torch.Tensor) -> torch.Tensor:
+        if torch.equal(image, image_and_label(0)[0]):
+            raise ValueError("sample 0 is bad")
+        return image
+
+    with hotset.cache(FolderLike(N, picky), transform=[halve_first]) as cached:
+        assert cached.plan.live == ()
+        equal_batches(cached[1], image_and_label(1))
+        assert "bad" in failure(lambda: cached[0]).text
+
+
+def test_a_cut_that_cannot_be_is_an_error_and_not_another_cut() -> None:
+    for source, chain, cut in (
+        (Squares(N, image_to_float), None, 0),
+        (Both(image_to_float, blur_label), [halve_first], 2),
+    ):
+        found = failure(lambda: hotset.cache(source, transform=chain, cut=cut))  # noqa: B023
+        assert found.kind is hotset.ArgumentError
+        assert f"cut={cut} cannot be" in found.text
+        assert is_a_sentence(found.text), found.text
+
+
+def test_known_randomness_that_does_not_show_is_refused_where_it_cannot_be_cut_off() -> None:
+    """A crop of exactly the picture's size looks the same each time: only its class gives it away."""
+    from torchvision.transforms import v2
+
+    class Afterwards(FolderLike):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image * 2, label
+
+    height = image_and_label(0)[0].shape[-2:]
+    crop = v2.RandomApply([v2.Identity()], p=1e-9)
+    assert len(height) == 2
+    found = failure(lambda: hotset.cache(Afterwards(N, crop)))
+    assert found.kind is hotset.NotCacheable
+    assert "RandomApply" in found.text
+
+
+def test_a_trial_that_was_too_short_is_made_good_by_the_probe() -> None:
+    """Random for some samples only: not for those of the trial, but for those that the probe reads."""
+
+    def rarely(sample: Any) -> Any:
+        image, label = sample
+        return image, label + (random.randrange(1000) if int(image.flatten()[0]) == target else 0)
+
+    target = int(image_and_label(N // 7)[0].flatten()[0])
+    with hotset.cache(Samples(image_and_label, N), transform=[halve_first, rarely]) as cached:
+        assert "rarely" in cached.plan.live
+        equal_batches(epochs(cached), epochs(Transformed(Samples(image_and_label, N), [halve_first, rarely])))
+
+
+def halve_first(sample: Any) -> Any:
+    return sample
+
+
+# MONAI's own
+
+
+def _items() -> list[dict[str, Any]]:
+    return [{"image": np.full((1, 6, 6), float(i)), "label": i} for i in range(N)]
+
+
+def _monai(steps: list[Any]) -> Any:
+    from monai.data import Dataset as MonaiDataset
+    from monai.transforms import Compose as MonaiCompose
+
+    return MonaiDataset(_items(), MonaiCompose(steps))
+
+
+def _values(found: Any) -> Any:
+    """Samples without the memory addresses that MetaTensors hold of the transforms that made them."""
+    return [
+        ([(torch.as_tensor(s["image"]).numpy(), s["label"]) for s in samples], rng) for samples, rng in found
+    ]
+
+
+def add_one(item: dict[str, Any]) -> dict[str, Any]:
+    return {**item, "image": item["image"] + 1}
+
+
+def test_a_nested_deterministic_compose_is_cached_unlike_monais() -> None:
+    """CacheDataset caches nothing of it, nor of what follows a callable that is no MONAI transform."""
+    from monai.transforms import Compose as MonaiCompose
+    from monai.transforms import RandFlipd, ScaleIntensityd, SpatialPadd
+
+    def chain() -> Any:
+        inner = MonaiCompose([ScaleIntensityd("image"), add_one, SpatialPadd("image", (8, 8))])
+        return _monai([inner, RandFlipd("image", prob=0.5).set_random_state(5), ScaleIntensityd("image")])
+
+    with hotset.cache(chain()) as cached:
+        assert cached.plan.cached[1:] == ("ScaleIntensityd", "add_one", "SpatialPadd")
+        assert cached.plan.live == ("RandFlipd", "ScaleIntensityd")
+        equal_batches(_values(epochs(cached)), _values(epochs(chain())))
+
+
+def test_a_lambda_in_monais_compose_that_hides_numpys_rng_is_live_unlike_monais() -> None:
+    from monai.transforms import Lambdad, ScaleIntensityd
+
+    def chain() -> Any:
+        return _monai([ScaleIntensityd("image"), Lambdad("image", lambda x: x + np.random.rand())])
+
+    with hotset.cache(chain()) as cached:
+        assert cached.plan.live == ("Lambdad",)
+        equal_batches(_values(epochs(cached)), _values(epochs(chain())))
+
+
+@pytest.mark.parametrize("steps", [[], [None]])
+def test_an_empty_chain_is_no_chain(steps: list[Any]) -> None:
+    transform = None if steps else []
+    with hotset.cache(Samples(image_and_label, N), transform=transform) as cached:
+        assert len(cached.plan.rows) == 1
+        equal_batches(epochs(cached), epochs(Samples(image_and_label, N)))
+
+
+# ---- where to cut ----------------------------------------------------------------------------------------
+
+
+def test_cut_overrides_and_is_checked(tmp_path: Path) -> None:
+    log = ReadLog(tmp_path / "calls")
+    chain = [LoggedCalls(log), lambda sample: (sample[0] * 3, sample[1]), draw_all]
+    for cut, calls in ((0, 2 * N), (1, N), (2, N)):
+        with hotset.cache(Samples(image_and_label, N), transform=chain, cut=cut) as cached:
+            log.reset()
+            got = epochs(cached)
+            assert log.total() == calls
+            assert len(cached.plan.live) == 3 - cut
+        equal_batches(got, epochs(Transformed(Samples(image_and_label, N), chain)))
+    for wrong in (-1, 4, "two", True, 1.5):
+        found = failure(lambda cut=wrong: hotset.cache(Samples(image_and_label, N), transform=chain, cut=cut))  # type: ignore[misc]
+        assert found.kind is hotset.ArgumentError
+        assert is_a_sentence(found.text), found.text
+    found = failure(lambda: hotset.cache(Samples(image_and_label, N), transform=chain, cut=3))
+    assert found.kind is hotset.NotCacheable
+    assert "draw_all" in found.text
+
+
+def test_cut_counts_the_data_sets_own_transforms_first() -> None:
+    def make() -> Any:
+        return FolderLike(N, _flat([image_to_float, torch.neg]))
+
+    for cut in range(4):
+        with hotset.cache(make(), transform=[halve], cut=cut) as cached:
+            assert len(cached.plan.live) == 3 - cut
+            equal_batches(epochs(cached), epochs(Transformed(make(), [halve])))
+
+
+def test_a_conversion_that_makes_the_samples_larger_stays_live_where_fewer_would_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+
+    def slow(index: int) -> Any:
+        nonlocal clock
+        clock += 1e-3
+        return torch.full((4096,), index % 251, dtype=torch.uint8), index
+
+    def to_float(sample: Any) -> Any:
+        nonlocal clock
+        clock += 1e-5
+        return sample[0].to(torch.float64), sample[1]
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock)
+    source = Samples(slow, 64)
+    with hotset.cache(source, transform=to_float, memory=64 * 4400) as cached:
+        assert cached.plan.live == ("to_float",)
+        assert any("cut before to_float" in note for note in cached.plan.notes)
+        equal_batches(epochs(cached), epochs(Transformed(source, [to_float])))
+        assert cached.stats().uncached == 0
+    with hotset.cache(source, transform=to_float, memory="16MiB") as cached:
+        assert cached.plan.live == ()
+
+
+@given(
+    read=st.floats(0, 10),
+    seconds=st.lists(st.floats(0, 10), max_size=5),
+    sizes=st.lists(st.integers(1, 100), min_size=6, max_size=6),
+    limit=st.integers(0, 2000),
+)
+def test_the_cut_is_the_last_one_unless_another_is_clearly_cheaper(
+    read: float, seconds: list[float], sizes: list[int], limit: int
+) -> None:
+    at = [float(size) for size in sizes[: len(seconds) + 1]]
+    costs = [cost_of_cut(cut, read, seconds, at, 20, limit) for cut in range(len(seconds) + 1)]
+    best = cheapest_cut(read, seconds, at, 20, limit)
+    assert all(cost >= 0 for cost in costs)
+    if best == len(seconds):
+        assert min(costs) >= 0.8 * costs[-1]
+    else:
+        assert costs[best] == min(costs) < 0.8 * costs[-1]
+    if all(20 * size <= limit for size in at):
+        assert best == len(seconds)
+
+
+# ---- samples that cannot be read -------------------------------------------------------------------------
+
+
+def test_a_transform_that_raises_on_all_samples_raises_its_own_error() -> None:
+    def broken(sample: Any) -> Any:
+        raise KeyError("no such key in the user's transform")
+
+    found = failure(lambda: hotset.cache(Samples(image_and_label, N), transform=[halve, broken]))
+    assert found.kind is KeyError
+    assert found.frames[-1] == "broken"
+
+
+def test_one_bad_sample_is_nobodys_worry_until_it_is_asked_for() -> None:
+    def picky(sample: Any) -> Any:
+        if sample[1] == image_and_label(0)[1]:
+            raise ValueError("sample 0 is bad")
+        return sample
+
+    with hotset.cache(Samples(image_and_label, N), transform=picky) as cached:
+        assert cached[1][1] == image_and_label(1)[1]
+        assert "bad" in failure(lambda: cached[0]).text
+
+
+# ---- the plan --------------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_a_table_with_the_evidence() -> None:
+    def halve(sample: Any) -> Any:  # of its own, as other tests declare the common one
+        return sample[0].to(torch.float32) / 2, sample[1]
+
+    with hotset.cache(Samples(image_and_label, N), transform=[halve, draw_all], memory="1MiB") as cached:
+        text = str(cached.plan)
+        rows = {row.name: row for row in cached.plan.rows}
+        assert [row.cached for row in cached.plan.rows] == [True, True, False]
+        assert rows["halve"].kind == "unknown"
+        assert "probed" in rows["halve"].evidence
+        assert rows["draw_all"].kind == "random"
+        assert all(row.seconds is not None and row.seconds > 0 for row in cached.plan.rows)
+        assert rows["halve"].bytes == image_and_label(0)[0].numel() * 4 + 8
+        for word in ("halve", "draw_all", "probed", "cached", "live", "fit"):
+            assert word in text
+        assert cached.plan.steps_per_epoch(5) == 3
+        assert cached.plan.epochs_for(30, 5) == 10
+        faster, slower = cached.plan.epoch_seconds(), cached.plan.epoch_seconds(cached=False)
+        assert 0 < faster < slower
+
+
+def test_a_budget_above_what_the_machine_has_is_warned_about() -> None:
+    with pytest.warns(hotset.HotsetWarning, match="would swap or kill"):
+        hotset.cache(Samples(image_and_label, N), memory="900TiB").close()
+
+
+class Drawing(FolderLike):
+    """Draws with each reading, to no avail; its chain and a given one are looked into all the same."""
+
+    def __getitem__(self, index: int) -> Any:
+        random.random()
+        torch.rand(())
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_looking_into_a_source_that_draws_moves_no_generator(given: bool, is_declared: bool) -> None:
+    source: Any = Drawing(N, None if given else image_to_float)
+    before = rng_states()
+    if is_declared:
+        hotset.cache(hotset.deterministic(source), transform=halve_first if given else None).close()
+    else:
+        found = failure(lambda: hotset.cache(source, transform=halve_first if given else None))
+        assert found.kind is hotset.NotCacheable
+    assert rng_states() == before
+
+
+def test_live_transforms_are_measured_and_leave_no_trace() -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.generator = np.random.default_rng(3)
+            self.calls = 0
+
+        def __call__(self, sample: Any) -> Any:
+            self.calls += 1
+            return sample[0] + self.generator.integers(3), sample[1]
+
+    live = Held()
+    before = rng_states()
+    with hotset.cache(Samples(image_and_label, N), transform=[live]) as cached:
+        assert cached.plan.rows[-1].seconds is not None
+    assert live.calls == 0
+    assert live.generator.bit_generator.state == np.random.default_rng(3).bit_generator.state
+    assert rng_states() == before

@@ -1,0 +1,95 @@
+"""What the documents say is run: README's Python, every docstring's example, every file in examples/."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hotset
+
+ROOT = Path(__file__).parents[2]
+# Where warnings are errors, importing these libraries fails; their own test files run those examples.
+ELSEWHERE = {"accelerate_loop", "lightning_trainer", "segmentation_volumes"}
+ELSEWHERE |= {"quickstart_session", "evaluation_session", "slow_storage", "sweep_session"}
+ELSEWHERE |= {"device_accelerate", "device_lightning", "lenet", "lenet_jax"}
+ELSEWHERE |= {"cluster_train"}
+EXAMPLES = sorted(
+    path
+    for path in (ROOT / "examples").glob("*.py")
+    if path.stem not in ELSEWHERE and "__main__" in path.read_text()
+)
+# The demo trains; JAX starts threads, after which no process may be forked: its own tests run its example.
+SEPARATE = ("demo", "integrations.jax")
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(hotset.__path__, "hotset.")
+    if not any(name in module.name for name in SEPARATE)
+)
+
+
+def run(program: list[str], cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, *program], cwd=cwd, env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run_and_print(example: Path, tmp_path: Path) -> None:
+    assert run([str(example)], tmp_path).strip()
+
+
+def test_lenet_trains_alike_in_all_three_ways(tmp_path: Path) -> None:
+    printed = run([str(ROOT / "examples" / "lenet.py"), "--epochs", "2", "--sink-size", "30"], tmp_path)
+    assert "epoch: 2 step: 30, loss is " in printed
+    assert "60 steps" in printed
+    ways = re.findall(r"for each call: loss ([\d.]+) after (\d+) steps", printed)
+    assert len(ways) == 3
+    assert len(set(ways)) == 1, ways
+    assert int(ways[0][1]) == 2 * 44
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/determinism.md", "docs/window.md", "docs/sinking.md"])
+def test_programs_in_documents_run(page: str, tmp_path: Path) -> None:
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert programs
+    for number, program in enumerate(programs):
+        file = tmp_path / f"program_{number}.py"
+        file.write_text(program)
+        run([str(file)], tmp_path)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_are_true(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+
+
+def test_there_are_docstring_examples() -> None:
+    finder = doctest.DocTestFinder()
+    with_examples = [
+        test.name for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples
+    ]
+    for public in ("build.cache", "loader.DataLoader", "codecs.register_codec", "collate.pad"):
+        assert any(name.endswith(public) for name in with_examples), public
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for document in documents:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_changelog_names_this_version() -> None:
+    assert f"## {hotset.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,248 @@
+"""A state taken at any moment, loaded where all random states are others, gives what would have come.
+
+The rest of the pass and two whole ones after it, with training steps that draw from torch's generator, as
+dropout does. torchdata's loader goes through the same table: what users expect of a state is what it keeps.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import difference, seed_everything
+from resuming import Remembering, same, through_a_checkpoint, training
+from samples import image_and_label
+from sources import Samples
+from torch.utils.data import DistributedSampler, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import hotset
+from hotset.loader.rng_state import unpack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata calls it
+]
+
+N = 10  # three batches of four, the last one short
+BATCHES = 3
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "workers": {"num_workers": 2},
+    "persistent workers": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+ORDERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "shuffle": lambda data: {"shuffle": True},
+    "shuffle, generator=": lambda data: {"shuffle": True, "generator": _seeded(5)},
+    "RandomSampler": lambda data: {"sampler": RandomSampler(data, replacement=True)},
+    "RandomSampler with its own": lambda data: {"sampler": RandomSampler(data, generator=_seeded(7))},
+    "DistributedSampler": lambda data: {"batch_size": 2, "sampler": DistributedSampler(data, 2, 1, seed=3)},
+}
+
+
+@hotset.nondeterministic
+def draws(sample: Any) -> Any:
+    return sample, torch.rand(2), random.random(), float(np.random.rand())
+
+
+@pytest.fixture(params=["plain", "cached", "cached, live"])
+def data(request: pytest.FixtureRequest) -> Iterator[Any]:
+    source = Samples(image_and_label, N)
+    if request.param == "plain":
+        yield source
+        return
+    live = [draws] if request.param == "cached, live" else None
+    with hotset.cache(source, transform=live, memory="1MiB") as cached:
+        yield cached
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+# As "pass, batches consumed": a pass's end is the beginning of the next one, and was seen by the consumer.
+MOMENTS = {
+    "before the first pass": (0, 0),
+    "between two batches": (0, 1),
+    "after the last batch, whose pass nobody has seen the end of": (0, BATCHES),
+    "after a pass": (1, 0),
+    "in a later pass": (1, 2),
+}
+
+
+def run(make: Callable[[], Any], save: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Four passes; the state at each moment, and what came after it: the rest of its pass, and two more."""
+    states: dict[tuple[int, int], Any] = {}
+    passes: list[list[Any]] = []
+    seed_everything(1)
+    loader = make()
+    for number in range(4):
+        passes.append([])
+        if (number, 0) in MOMENTS.values():
+            states[number, 0] = save(loader.state_dict())
+        for batch in loader:
+            passes[-1].append(batch)
+            torch.rand(3)
+            at = number, len(passes[-1])
+            if at in MOMENTS.values():
+                states[at] = save(loader.state_dict())
+    after = {
+        name: [passes[number][batches:], *passes[number + 1 : number + 3]]
+        for name, (number, batches) in MOMENTS.items()
+    }
+    return {name: states[at] for name, at in MOMENTS.items()}, after
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_state_of_any_moment_goes_on_in_any_process(workers: str, order: str, data: Any) -> None:
+    def make() -> Any:
+        return hotset.DataLoader(data, **WORKERS[workers], **{"batch_size": 4, **ORDERS[order](data)})
+
+    states, after = run(make, through_json)
+    assert [[len(batches) for batches in one] for one in after.values()] == [
+        [3, 3, 3], [2, 3, 3], [0, 3, 3], [3, 3, 3], [1, 3, 3]
+    ]  # fmt: skip
+    for name, state in states.items():
+        random.seed(name)
+        torch.manual_seed(random.getrandbits(60)), np.random.seed(random.getrandbits(30))
+        loader = make()
+        loader.load_state_dict(state)
+        got = [training(loader) for _ in after[name]]
+        found = difference(got, after[name], "passes")
+        assert found is None, f"{name}: {found}"
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_torchdatas_loader_goes_through_the_same_table(workers: str) -> None:
+    """Not with `generator=`, or orders drawn from it: there it is not the same with theirs."""
+    data = Samples(image_and_label, N)
+    for order in ("shuffle", "DistributedSampler"):
+
+        def make(order: str = order) -> Any:
+            return StatefulDataLoader(data, **WORKERS[workers], **{"batch_size": 4, **ORDERS[order](data)})
+
+        states, after = run(make, through_a_checkpoint)
+        for name, state in states.items():
+            seed_everything(2)
+            loader = make()
+            loader.load_state_dict(state)
+            same([training(loader) for _ in after[name]], after[name])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_state_taken_after_break_is_that_of_the_pass_that_was_left(workers: str, data: Any) -> None:
+    def make() -> Any:
+        return hotset.DataLoader(data, batch_size=4, shuffle=True, **WORKERS[workers])
+
+    _, after = run(make, through_json)
+    seed_everything(1)
+    loader = make()
+    for _ in loader:
+        torch.rand(3)
+        break
+    state = through_json(loader.state_dict())
+    del loader
+    seed_everything(3)
+    loader = make()
+    loader.load_state_dict(state)
+    same([training(loader) for _ in range(3)], after["between two batches"])
+
+
+def test_all_loaders_of_a_program_go_on_from_one_moment() -> None:
+    """The one for validation is iterated over later, and must not take the trainer back to that moment."""
+
+    def epochs(loaders: list[Any], count: int) -> list[Any]:
+        return [[training(loader) for loader in loaders] for _ in range(count)]
+
+    def make() -> list[Any]:
+        data = Samples(image_and_label, N)
+        return [hotset.DataLoader(data, batch_size=4, shuffle=True) for _ in range(2)]
+
+    seed_everything(1)
+    loaders = make()
+    epochs(loaders, 1)
+    states = [through_json(loader.state_dict()) for loader in loaders]
+    expected = epochs(loaders, 2)
+    seed_everything(2)
+    loaders = make()
+    for loader, state in zip(loaders, states, strict=True):
+        loader.load_state_dict(state)
+    same(epochs(loaders, 2), expected)
+
+
+def test_a_trainer_that_keeps_random_states_itself_has_the_last_word() -> None:
+    """Accelerate takes a loader's state before the step, and its own states after it."""
+    data = Samples(image_and_label, N)
+    seed_everything(1)
+    loader = hotset.DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    state = through_json(loader.state_dict())
+    torch.rand(3)  # the step
+    own = torch.get_rng_state()
+    expected = [training(batches), training(loader)]
+    del batches
+    seed_everything(2)
+    loader = hotset.DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
+    loader.load_state_dict(state)
+    torch.set_rng_state(own)
+    same([training(loader), training(loader)], expected)
+
+
+# ---- states of format 1, as they were saved before ------------------------------------------------------
+
+
+def of_format_1(state: dict[str, Any], live_here: bool) -> dict[str, Any]:
+    """What was in a state then: bytes, workers by number, samplers' states as they gave them; and of this
+    process's generators only those that a live part drew from.
+    """
+
+    def then(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        coded = ("torch",) if "torch" in value else ("bytes",) if "numpy" in value else ()
+        coded = ("words",) if "random" in value else coded
+        return {k: base64.b64decode(v) if k in coded else then(v) for k, v in value.items()}
+
+    beginning = then(state["beginning"])
+    for own in beginning["samplers"]:
+        if "state" in own:
+            own["state"] = unpack(own["state"])
+    beginning["generators"] = [then(one) for one in beginning["generators"]]
+    return {
+        **state,
+        "format": 1,
+        "beginning": beginning,
+        "in_process": then(state["in_process"]) if live_here and state["under_way"] else None,
+        "in_workers": {int(worker): then(states) for worker, states in state["in_workers"].items()},
+    }
+
+
+@pytest.mark.parametrize("order", ["shuffle", "shuffle, generator=", "with a state"])
+@pytest.mark.parametrize("workers", ["no workers", "workers"])
+def test_a_state_of_format_1_is_read(workers: str, order: str, data: Any) -> None:
+    def make() -> Any:
+        options = {"sampler": Remembering(N)} if order == "with a state" else ORDERS[order](data)
+        return hotset.DataLoader(data, batch_size=4, **WORKERS[workers], **options)
+
+    live_here = workers == "no workers" and (isinstance(data, Samples) or data.plan.live != ())
+    states, after = run(make, lambda state: through_a_checkpoint(of_format_1(state, live_here)))
+    for name in ("between two batches", "after a pass"):
+        seed_everything(2)
+        loader = make()
+        loader.load_state_dict(states[name])
+        found = difference(training(loader), after[name][0], "the rest")
+        assert found is None, f"{name}: {found}"

@@ -1,0 +1,78 @@
+"""hotset runs on the oldest Python that it promises: every module is imported by it, if it is at hand.
+
+The machines that run these tests have the dependencies for one Python alone, so in another one they are
+stubs (tests/import_all.py): what is held here is hotset's own syntax and its use of the standard library
+while modules are imported, which is where newer features fail. Without another Python it is this one's turn.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hotset
+
+ROOT = Path(hotset.__file__).parent.parent
+SCRIPT = Path(__file__).parents[1] / "import_all.py"
+PROMISED = (3, 10)
+
+
+def pythons() -> dict[tuple[int, int], str]:
+    """The interpreters at hand that are as new as was promised, or newer: each version's first that runs."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    home = os.path.expanduser("~")
+    folders += glob.glob(f"{os.environ.get('PYENV_ROOT', home + '/.pyenv')}/versions/*/bin")
+    folders += glob.glob(f"{home}/.local/share/uv/python/*/bin")
+    found = {sys.version_info[:2]: sys.executable}
+    for folder in folders:
+        for path in glob.glob(f"{glob.escape(folder)}/python3.[0-9]*"):
+            name = re.fullmatch(r"python3\.(\d+)", os.path.basename(path))
+            version = (3, int(name[1])) if name else (0, 0)
+            if version >= PROMISED and version not in found and _runs(path, version):
+                found[version] = path
+    return found
+
+
+def _runs(path: str, version: tuple[int, int]) -> bool:
+    """Whether it is what its name says: pyenv's are scripts that may know no such version."""
+    code = "import sys; print(*sys.version_info[:2])"
+    try:
+        done = subprocess.run([path, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
+    except OSError:
+        return False
+    return done.stdout.split() == [str(part) for part in version]
+
+
+def imported_by(python: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [python, "-I", "-S", str(SCRIPT), str(root)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+
+
+def test_every_module_can_be_imported_by_the_oldest_python_here() -> None:
+    found = pythons()
+    done = imported_by(found[min(found)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.findall(r"(\d+) modules imported, 0 failures", done.stdout)[0]) > 150, done.stdout
+
+
+def test_the_oldest_python_is_the_one_that_is_promised() -> None:
+    said = re.search(r'^requires-python = ">=(\d+)\.(\d+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert said is not None
+    assert (int(said[1]), int(said[2])) == PROMISED
+
+
+def test_what_a_python_does_not_have_is_told(tmp_path: Path) -> None:
+    """Or the test above would hold nothing."""
+    (tmp_path / "hotset").mkdir()
+    (tmp_path / "hotset/__init__.py").write_text("import torch\nclass A(torch.nn.Module): pass\n")
+    (tmp_path / "hotset/newer.py").write_text("from os import not_in_any_python_yet\n")
+    (tmp_path / "hotset/broken.py").write_text("if True print(1)\n")
+    done = imported_by(sys.executable, tmp_path)
+    assert done.returncode == 1
+    assert "--- hotset.newer" in done.stdout
+    assert "--- hotset.broken" in done.stdout
+    assert "1 modules imported, 2 failures" in done.stdout

@@ -1,0 +1,785 @@
+"""The schema: what is taken in comes out indistinguishable, and what could not is refused with a sentence.
+
+``same`` (see ``hotset.determinism.equality``) says what indistinguishable means; the random trees at the end
+hold the schema to it. Before them stands what each kind of leaf and group promises, and who misfits where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import json
+import os
+import sys
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+import samples
+import subclasses
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotset.determinism.equality import same
+from hotset.errors import ArgumentError, SegmentError
+from hotset.store.array_leaf import TORCH_DTYPES
+from hotset.store.codecs import register_codec
+from hotset.store.leaves import ArrayLeaf, SchemaMismatch
+from hotset.store.schema import Schema
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),  # of a tree that failed
+]
+fuzz = settings(max_examples=200, deadline=None, database=None)
+
+
+def reread(schema: Schema) -> Schema:
+    """The schema as another process has it: through JSON text."""
+    return Schema.from_json(json.loads(json.dumps(schema.to_json())))
+
+
+def records(schema: Schema, values: Sequence[object]) -> list[Any]:
+    """The samples, written and read again together, in memory that held something else before."""
+    prepared = [schema.prepare(value) for value in values]
+    rows, tails, at = 64, [], 64 + schema.stride * len(values)
+    for one in prepared:
+        tails.append(at)
+        at += one.tail_bytes
+    buffer = bytearray(b"\xa5" * (at + 16))
+    for place, one in enumerate(prepared):
+        schema.write(buffer, rows + place * schema.stride, one, 5, tails[place])
+    found = schema.read(buffer, rows, tails)
+    assert misaligned(found) == []
+    return found
+
+
+def misaligned(samples: list[Any]) -> list[str]:
+    """Tensors that do not lie where their dtype may: touching one of 16 bytes an item is a SIGSEGV."""
+    tensors = [leaf for leaf in helpers.leaves(samples) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    return [f"{t.dtype} at {t.data_ptr():#x}" for t in tensors if t.data_ptr() % t.itemsize]
+
+
+def altered(schema: Schema, *values: object) -> list[str]:
+    """Which of these samples another end of a segment would not give back as they are."""
+    found = []
+    for view in (schema, reread(schema)):
+        for value, got in zip(values, records(view, values), strict=True):
+            how = same(got, value)
+            found += [f"{value!r}: {how}"] if how else []
+    return found
+
+
+def comes_out(schema: Schema, *values: object) -> None:
+    assert altered(schema, *values) == []
+
+
+def fits(schema: Schema, value: object) -> bool:
+    try:
+        schema.prepare(value)
+    except SchemaMismatch as misfit:
+        return not str(misfit)
+    return True
+
+
+def exchanged(first: Sequence[object], value: object) -> list[str]:
+    """How a schema of others alters a sample: refused it may be, but not given back as something else."""
+    found = []
+    for as_lies in (True, False):
+        try:
+            schema = Schema.infer(first, as_lies=as_lies)
+            if fits(schema, value):
+                found += altered(schema, value)
+        except SchemaMismatch:
+            continue
+        except Exception as error:  # a user's training would end with it
+            found.append(f"{value!r} after {first!r}: {type(error).__name__}: {error}")
+    return found
+
+
+def all_exchanged(pairs: Iterable[tuple[Any, Any]]) -> list[str]:
+    return [how for first, later in pairs for how in exchanged([first], later)]
+
+
+# Every kind of leaf, in every kind of group
+
+MAKERS: list[Callable[[int], Any]] = [
+    *(samples.image_and_label, samples.number, samples.mapping, samples.ordered_mapping, samples.named),
+    *(samples.text, samples.bfloat_and_half, samples.zero_d_and_empty, samples.permuted, samples.strided),
+    *(samples.ragged, samples.ragged_pair, samples.ragged_two_ways, samples.jpeg_like, samples.none_inside),
+    *(subclasses.boxes_and_masks, subclasses.meta_tensors, subclasses.images, subclasses.fixed_image),
+]
+
+
+def nested(i: int) -> Any:
+    """Without a key that is neither text nor a number."""
+    return {key: value for key, value in samples.nested(i).items() if not isinstance(key, tuple)}
+
+
+@pytest.mark.parametrize("as_lies", [True, False])
+def test_samples_come_out_as_they_went_in(as_lies: bool) -> None:
+    for make in (*MAKERS, nested):
+        comes_out(Schema.infer([make(1), make(2)], as_lies=as_lies), *(make(i) for i in range(8)))
+
+
+def test_every_dtype_of_torch_in_every_form() -> None:
+    for name, dtype in TORCH_DTYPES.items():
+        for shape in ((), (3,), (2, 3), (0,), (2, 0, 3)):
+            size = int(np.prod(shape)) * dtype.itemsize
+            raw = torch.arange(size, dtype=torch.uint8) % 2 * (1 if dtype is torch.bool else 97)
+            tensor = raw.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+            strided = torch.empty((*shape, 2), dtype=dtype)[..., 0].copy_(tensor)
+            wider = torch.zeros((4,) * len(shape), dtype=dtype)
+            for first in ([tensor], [tensor, wider]):
+                assert fits(Schema.infer(first, as_lies=True), strided), name
+                comes_out(Schema.infer(first, as_lies=True), tensor, strided)
+
+
+NUMPY_DTYPES = (
+    "? b B <h >h <H >H <i >i <l >l <L >L <e >e <f >f <d >d <g <F >F <D <G <U3 >U3 S1 S5 <M8[s] >M8[D]"
+)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0)])
+def test_every_dtype_of_numpy_in_every_form(shape: tuple[int, ...]) -> None:
+    for name in NUMPY_DTYPES.split():
+        array = (np.arange(int(np.prod(shape))) % 2).reshape(shape).astype("i8").astype(name)
+        forms = array, array.copy(order="F"), array[..., None][..., 0]
+        comes_out(Schema.infer([array], as_lies=True), array, *(f for f in forms if f.shape != (2, 3)))
+        if shape == () and array.dtype.kind not in "US":
+            comes_out(Schema.infer([array[()]], as_lies=True), array[()], array[()])
+
+
+def test_every_python_scalar() -> None:
+    values = [True, 1, -(2**63), 2**63 - 1, 0.1, -0.0, float("nan"), -float("inf"), 5e-324, -0.0j, None]
+    for value in values:
+        comes_out(Schema.infer([value], as_lies=True), value, value)
+    comes_out(Schema.infer([values], as_lies=True), values)
+
+
+def test_every_numpy_scalar() -> None:
+    for code in "?bBhHiIlLefdgFDG":
+        kind = np.dtype(code).type
+        comes_out(Schema.infer([kind(1)], as_lies=True), kind(1), kind(0))
+    moment = np.datetime64("2026-01-01T00:00:01", "us")
+    schema = Schema.infer([moment], as_lies=True)
+    comes_out(schema, moment, np.datetime64("NaT", "us"))
+    assert not fits(schema, np.datetime64("2026-01-01", "s"))
+
+
+def test_scalars_of_a_type_that_shares_its_dtype_with_another_are_not_exchanged() -> None:
+    """``np.longlong`` has the dtype of ``np.int64``, and is another type."""
+    kinds = (np.int64, np.longlong, np.uint64, np.ulonglong, np.intc, np.uintc)
+    assert all_exchanged((one(1), two(1)) for one in kinds for two in kinds) == []
+
+
+def test_tensors_of_sixteen_bytes_an_item_can_be_touched() -> None:
+    """In each of several records that lie one behind the other, beside leaves of other sizes."""
+    for beside in (None, 1, "text", torch.ones(3, dtype=torch.uint8)):
+        for shape in ((), (3,)):
+            sample: list[Any] = [torch.full(shape, 1 + 2j, dtype=torch.complex128), beside]
+            schema = Schema.infer([sample], as_lies=True)
+            check_layout(schema)
+            for got in records(schema, [sample] * 5):
+                assert torch.equal(got[0] + 0, sample[0])
+
+
+def test_every_kind_of_text() -> None:
+    texts = [
+        "",
+        "plain",
+        "näïve",
+        "🙂" * 300,
+        "\ud800",
+        "\udcff\ud83d\ude00",
+        "nul\0inside",
+        "\r\n",
+        "\ufeff" * 3,
+    ]
+    comes_out(Schema.infer(["x"], as_lies=True), *texts)
+    comes_out(Schema.infer([b"x"], as_lies=True), *(text.encode("utf-8", "surrogatepass") for text in texts))
+
+
+class Weekday(enum.Enum):
+    MONDAY = 1
+    TUESDAY = (2, "two")
+    DIENSTAG = (2, "two")  # noqa: PIE796 - an alias
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 7
+
+
+class Spelled(str, enum.Enum):
+    A = "a"
+    B = "b"
+
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+
+def test_members_of_enumerations() -> None:
+    for kind in (Weekday, Level, Spelled, Flags):
+        comes_out(Schema.infer([next(iter(kind))], as_lies=True), *kind)
+    assert not fits(Schema.infer([Weekday.MONDAY], as_lies=True), Level.LOW)
+
+
+def test_flags_that_are_no_single_member_are_kept_or_refused() -> None:
+    flags = [Flags.A, Flags.A | Flags.B, Flags(0)]
+    assert all_exchanged((one, two) for one in flags for two in flags) == []
+
+
+# Dense arrays keep the order in which their dimensions lie
+
+ORDERS = [
+    torch.arange(24).reshape(2, 3, 4),
+    torch.arange(24).reshape(3, 4, 2).permute(2, 0, 1),
+    torch.arange(24).reshape(4, 3, 2).permute(2, 1, 0),
+    torch.arange(1).reshape(1, 1, 1),
+    torch.arange(12).reshape(3, 4, 1).permute(2, 0, 1),
+    torch.arange(2).reshape(1, 1, 2).permute(2, 0, 1),
+    torch.empty(3, 0, 2, dtype=torch.int64).permute(2, 0, 1),
+    torch.arange(96).reshape(4, 6, 4)[::2, ::2],
+    torch.arange(4).expand(2, 3, 4),
+]
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_arrays_of_whatever_order_come_out_in_their_own_or_are_refused(library: str) -> None:
+    """A picture read from a grey file lies as it counts, one from a colour file does not."""
+    arrays: list[Any] = ORDERS if library == "torch" else [tensor.numpy() for tensor in ORDERS]
+    wide: Any = torch.zeros(5, 5, 5, dtype=torch.int64)
+    wide = wide if library == "torch" else wide.numpy()
+    found = all_exchanged((one, two) for one in arrays for two in arrays)
+    for one in arrays:
+        for two in arrays:
+            found += exchanged([one, wide], two) + exchanged([one, wide.swapaxes(0, 2)], two)
+    assert found == []
+
+
+def test_the_order_of_the_first_sample_is_kept() -> None:
+    """The refusal above must not be the way out for what can be given back."""
+    for tensor in ORDERS:
+        for as_lies in (True, False):
+            comes_out(Schema.infer([tensor], as_lies=as_lies), tensor, tensor + 1)
+    lying = [tensor.permute(2, 0, 1) for tensor in (torch.zeros(4, 5, 3), torch.zeros(6, 2, 3))]
+    comes_out(Schema.infer(lying, as_lies=True), *lying)
+
+
+def test_values_that_torch_keeps_lazily_are_stored_resolved() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    for lazy in (z.conj(), z.conj().imag, z[0].conj()):
+        schema = Schema.infer([lazy], as_lies=True)
+        comes_out(schema, lazy)
+        assert torch.equal(records(schema, [lazy])[0], lazy)
+
+
+def test_arrays_come_out_writable_and_as_nobody_elses_memory() -> None:
+    array = np.arange(6.0)
+    array.flags.writeable = False
+    sample = [torch.arange(4), array]
+    for got in records(Schema.infer([sample], as_lies=True), [sample, sample]):
+        got[0][:] = 0
+        got[1][:] = 0
+    assert same(sample, [torch.arange(4), np.arange(6.0)]) is None
+
+
+# Who does not fit, and what is said
+
+FIRST: dict[str, Any] = {
+    "image": torch.zeros(2, 3),
+    "meta": [1, 2.0, "x", None, b"y", True],
+    "box": samples.Pair(np.zeros(4), 3),
+}
+
+
+def _image(value: object) -> dict[str, Any]:
+    return FIRST | {"image": value}
+
+
+def _meta(place: int, value: object) -> dict[str, Any]:
+    return FIRST | {"meta": [*FIRST["meta"][:place], value, *FIRST["meta"][place + 1 :]]}
+
+
+MISFITS: dict[str, tuple[Any, str]] = {
+    "another shape": (_image(torch.zeros(3, 2)), "['image']: shape (3, 2) instead of (2, 3)"),
+    "more dimensions": (_image(torch.zeros(2, 3, 1)), "['image']: torch.float32 with 3 dimensions"),
+    "another dtype": (_image(torch.zeros(2, 3).half()), "['image']: torch.float16"),
+    "another library": (_image(np.zeros((2, 3), np.float32)), "['image']: ndarray instead of"),
+    "a parameter": (_image(torch.nn.Parameter(torch.zeros(2, 3))), "['image']: Parameter instead of"),
+    "a gradient": (_image(torch.zeros(2, 3, requires_grad=True)), "['image']: a tensor that requires"),
+    "a sparse tensor": (_image(torch.zeros(2, 3).to_sparse()), "only dense ones on the CPU"),
+    "a meta tensor": (_image(torch.zeros(2, 3, device="meta")), "only dense ones on the CPU"),
+    "a missing key": ({"image": FIRST["image"], "meta": FIRST["meta"]}, "the sample: other keys"),
+    "one key more": (FIRST | {"more": 1}, "the sample: other keys"),
+    "keys in another order": (dict(reversed(FIRST.items())), "the sample: other keys"),
+    "an ordered dict": (OrderedDict(FIRST), "the sample: OrderedDict instead of dict"),
+    "a default dict": (defaultdict(int, FIRST), "the sample: defaultdict instead of dict"),
+    "no dict at all": ([*FIRST.values()], "the sample: list instead of dict"),
+    "a longer list": (FIRST | {"meta": [*FIRST["meta"], 1]}, "['meta']: other keys or another length"),
+    "a tuple for a list": (FIRST | {"meta": tuple(FIRST["meta"])}, "['meta']: tuple instead of list"),
+    "an int for a float": (_meta(1, 2), "['meta'][1]: int instead of float"),
+    "a bool for an int": (_meta(0, True), "['meta'][0]: bool instead of int"),
+    "an int for a bool": (_meta(5, 1), "['meta'][5]: int instead of bool"),
+    "a numpy int for an int": (_meta(0, np.int64(1)), "['meta'][0]: int64 instead of int"),
+    "a huge int": (_meta(0, 2**63), "['meta'][0]: an int of more than 64 bits"),
+    "bytes for text": (_meta(2, b"x"), "['meta'][2]: bytes instead of str"),
+    "text of a subclass": (_meta(2, np.str_("x")), "['meta'][2]: str_ instead of str"),
+    "something for None": (_meta(3, 0), "['meta'][3]: int instead of None"),
+    "None for something": (_meta(0, None), "['meta'][0]: NoneType instead of int"),
+    "another namedtuple": (FIRST | {"box": samples.Loose(np.zeros(4), 3)}, "['box']: Loose instead of"),
+    "a bare tuple": (FIRST | {"box": (np.zeros(4), 3)}, "['box']: tuple instead of namedtuple"),
+    "another byte order": (FIRST | {"box": samples.Pair(np.zeros(4, ">f8"), 3)}, "['box']['image']: >f8"),
+}
+
+
+def test_what_does_not_fit_is_refused_and_named() -> None:
+    schema = Schema.infer([FIRST], as_lies=True)
+    comes_out(schema, FIRST)
+    for view in (schema, reread(schema)):
+        for what, (value, said) in MISFITS.items():
+            with pytest.raises(SchemaMismatch) as caught:
+                view.prepare(value)
+            assert said in str(caught.value), what
+
+
+UNCACHEABLE: list[tuple[Any, str]] = [
+    ([1, {"x": samples.Opaque(1)}], "[1]['x']: an object of samples.Opaque; hotset.register_codec makes"),
+    ({("a", 1): 2}, "the sample: a dict with keys that are neither text nor numbers"),
+    ([np.array([1, "a"], object)], "[0]: a numpy array of object"),
+    ([np.zeros(3, [("x", "i4")])], "[0]: a numpy array of"),
+    (2**64, "the sample: an int of more than 64 bits"),
+    (torch.zeros(2, requires_grad=True), "the sample: a tensor that requires a gradient"),
+    (torch.zeros(2).to_sparse(), "the sample: a torch.sparse_coo tensor"),
+    ({1, 2}, "the sample: an object of builtins.set"),
+    (torch.Size([1]), "the sample: an object of torch.Size"),
+    (bytearray(b"x"), "the sample: an object of builtins.bytearray"),
+    (np.zeros(2).view(np.recarray), "the sample: an object of numpy"),
+    (len, "the sample: an object of builtins.builtin_function_or_method"),
+    (samples.Record, "the sample: an object of builtins.type"),
+]
+
+
+def test_what_cannot_be_cached_at_all_is_refused_and_named() -> None:
+    for value, said in UNCACHEABLE:
+        with pytest.raises(SchemaMismatch) as caught:
+            Schema.infer([value], as_lies=True)
+        assert str(caught.value).startswith(said)
+
+
+def test_more_than_two_gib_is_refused() -> None:
+    huge = torch.zeros(1).expand((1 << 29) + 1)
+    for first in ([torch.zeros(1), torch.zeros(2)], [huge]):
+        with pytest.raises(SchemaMismatch, match="2 GiB"):
+            Schema.infer(first, as_lies=True).prepare(huge)
+
+
+def test_dimensions_beyond_what_a_record_holds_are_refused() -> None:
+    """Of an array without elements: it takes no bytes, but its dimensions have to be written down."""
+    assert exchanged([torch.empty(1, 0), torch.empty(2, 0)], torch.empty(1 << 33, 0)) == []
+
+
+KEYS = [
+    1,
+    True,
+    1.0,
+    0,
+    False,
+    0.0,
+    -0.0,
+    "a",
+    np.str_("a"),
+    Spelled.A,
+    None,
+    "None",
+    Level.LOW,
+    np.float64(1),
+]
+
+
+def test_keys_that_are_equal_and_not_the_same_are_not_exchanged() -> None:
+    assert all_exchanged(({one: 5}, {two: 5}) for one in KEYS for two in KEYS) == []
+
+
+def test_keys_come_out_in_order_with_their_types() -> None:
+    sample = {"b": 1, "a": 2, 3: 4, 2: 5, None: 6, 0.5: 7, "\ud800": 8, "": 9, True: 10}
+    comes_out(Schema.infer([sample], as_lies=True), sample)
+
+
+# Objects that hold more than a schema sees
+
+
+@dataclasses.dataclass
+class Late:
+    image: Any
+    cache: Any = dataclasses.field(init=False)
+
+
+@dataclasses.dataclass
+class Counted:
+    image: Any
+    made: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.made += 1
+
+
+@dataclasses.dataclass
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """As transformers' ModelOutput is: a dict and a dataclass in one."""
+
+    loss: Any = None
+
+
+@dataclasses.dataclass
+class Fault(Exception):
+    code: int = 0
+
+
+class Hiding:
+    __slots__ = ("hidden",)
+
+
+@dataclasses.dataclass
+class Slotted(Hiding):
+    __slots__ = ("image",)
+    image: Any
+
+
+Point = namedtuple("Point", "x y")
+
+
+class LabelledPoint(Point):
+    """A namedtuple with a ``__dict__``."""
+
+
+def _set(value: Any, **attributes: Any) -> Any:
+    for name, attribute in attributes.items():
+        setattr(value, name, attribute)
+    return value
+
+
+ODD_OBJECTS = {
+    "a field that is not set yet": [Late(1), _set(Late(1), cache=2)],
+    "a field that the constructor counts up": [Counted(3)],
+    "an attribute that is no field": [_set(samples.Record(1, 2), extra=3), samples.Record(1, 2)],
+    "a dict too": [Output(4), _set(Output(4), logits=5)],
+    "an exception too": [Fault(3)],
+    "a slot that is no field": [_set(Slotted(1), hidden=5), Slotted(1)],
+    "a namedtuple with an attribute": [_set(LabelledPoint(1, 2), label="x"), LabelledPoint(1, 2)],
+    "a tensor with an attribute": [_set(torch.ones(2), label="x"), torch.ones(2)],
+    "a named tuple of torch": [torch.ones(2, 2).max(0)],
+}
+
+
+@pytest.mark.parametrize("what", ODD_OBJECTS)
+def test_objects_that_hold_more_than_a_schema_sees_are_kept_or_refused(what: str) -> None:
+    values = ODD_OBJECTS[what]
+    assert all_exchanged((one, two) for one in values for two in values) == []
+
+
+def test_a_sample_that_contains_itself_is_refused() -> None:
+    sample: list[Any] = []
+    sample.append(sample)
+    with pytest.raises(SchemaMismatch):
+        Schema.infer([sample], as_lies=True)
+
+
+class Polynomial:
+    def __init__(self, terms: Any) -> None:
+        self.terms = terms
+
+
+def test_a_registered_type_comes_out_by_its_own_codec() -> None:
+    register_codec(Fraction, lambda f: (f.numerator, f.denominator), lambda tree: Fraction(*tree))
+    register_codec(Polynomial, lambda p: {"terms": p.terms}, lambda tree: Polynomial(tree["terms"]))
+    sample = [Fraction(1, 3), Polynomial(torch.arange(3))]
+    schema = Schema.infer([sample], as_lies=True)
+    comes_out(schema, sample, [Fraction(-5, 7), Polynomial(torch.arange(3) * 2)])
+    with pytest.raises(SchemaMismatch, match="int instead of fractions:Fraction"):
+        schema.prepare([1, sample[1]])
+    with pytest.raises(SchemaMismatch, match="an int of more than 64 bits"):
+        schema.prepare([Fraction(2**70), sample[1]])
+
+
+def test_a_codec_that_is_none_is_refused() -> None:
+    for arguments in ((3, str, str), (Fraction, None, str), (Fraction, str, 3)):
+        with pytest.raises(ArgumentError, match="register_codec"):
+            register_codec(*arguments)
+
+
+# Inferring and widening
+
+
+def _is_fixed(schema: Schema) -> list[bool]:
+    return [leaf.fixed_bytes is not None for leaf in schema.leaves]
+
+
+def test_leaves_whose_shape_differs_among_the_first_samples_vary_and_the_others_do_not() -> None:
+    def sample(n: int) -> Any:
+        return [torch.zeros(n, 3), torch.zeros(3), np.zeros((3, n)), n, "text", None]
+
+    assert _is_fixed(Schema.infer([sample(2)] * 2, as_lies=True)) == [True, True, True, True, False, True]
+    schema = Schema.infer([sample(2), sample(2), sample(5)], as_lies=True)
+    assert _is_fixed(schema) == [False, True, False, True, False, True]
+    assert schema.has_tail
+    comes_out(schema, sample(0), sample(1), sample(100))
+    assert not fits(schema, [torch.zeros(2, 3), torch.zeros(4), *sample(2)[2:]])
+    assert not fits(schema, [torch.zeros(2), *sample(2)[1:]])
+
+
+def test_first_samples_that_do_not_fit_the_very_first_change_nothing() -> None:
+    several = [[1, torch.zeros(2)], {"x": 1}, [1.0, torch.zeros(3)], [2, torch.zeros(2, 2)]]
+    schema = Schema.infer(several, as_lies=True)
+    assert _is_fixed(schema) == [True, False]
+    comes_out(schema, [7, torch.ones(9)])
+    assert not fits(schema, [1.0, torch.zeros(3)])
+
+
+def test_inferring_and_preparing_change_no_sample() -> None:
+    sample, other = ({"x": torch.arange(n), "y": [1, "a"]} for n in (3, 4))
+    Schema.infer([sample, other], as_lies=True).prepare(sample)
+    assert same(sample, {"x": torch.arange(3), "y": [1, "a"]}) is None
+
+
+# JSON
+
+
+def test_json_gives_the_same_schema_with_the_same_layout() -> None:
+    for make in (*MAKERS, nested):
+        schema = Schema.infer([make(1), make(2)], as_lies=True)
+        again = reread(schema)
+        assert json.dumps(again.to_json()) == json.dumps(schema.to_json())
+        assert (again.stride, again.offsets) == (schema.stride, schema.offsets)
+        assert again.leaves == schema.leaves
+        assert again.tree == schema.tree
+
+
+ALIENS = [
+    *("os:system", "builtins:eval", "subprocess:Popen", "builtins:dict", "torch:Tensor", "enum:Enum.mro"),
+    *("samples:Opaque", "samples:Pair._make", "samples:Pair.__new__", "samples:Nothing", "samples:"),
+    *("collections:OrderedDict", "nowhere:Nothing", "..samples:Pair", ":", ""),
+]
+
+
+def _group(kind: str, name: str | None, keys: Sequence[Any], children: int) -> dict[str, Any]:
+    leaves = [{"leaf": "none"}] * children
+    return {"group": kind, "keys": keys, "children": leaves, "type": name, "codec": None}
+
+
+def refused(described: Any) -> None:
+    with pytest.raises(SegmentError):
+        Schema.from_json(described)
+
+
+def test_a_type_that_is_no_namedtuple_dataclass_or_enum_is_refused() -> None:
+    """A schema must not be a way to call anything else."""
+    for alien in ALIENS:
+        refused({"leaf": "enum", "type": alien})
+        for kind in ("namedtuple", "dataclass"):
+            refused(_group(kind, alien, [], 0))
+
+
+def test_a_type_of_another_kind_is_refused() -> None:
+    fields = ["image", "label"]
+    Schema.from_json(_group("namedtuple", "samples:Pair", fields, 2))
+    Schema.from_json(_group("dataclass", "samples:FrozenRecord", fields, 2))
+    Schema.from_json({"leaf": "enum", "type": "samples:Colour"})
+    refused(_group("namedtuple", "samples:FrozenRecord", fields, 2))
+    refused(_group("dataclass", "samples:Pair", fields, 2))
+    refused({"leaf": "enum", "type": "samples:Pair"})
+
+
+def test_a_group_without_its_type_is_refused() -> None:
+    for kind in ("namedtuple", "dataclass"):
+        refused(_group(kind, None, ["image", "label"], 2))
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b", "c"], [["a"], "b"], ["a", "a"]])
+def test_keys_and_children_that_do_not_agree_are_refused(keys: list[Any]) -> None:
+    Schema.from_json(_group("dict", None, ["a", "b"], 2))
+    refused(_group("dict", None, keys, 2))
+
+
+def test_fields_that_are_not_the_types_are_refused() -> None:
+    refused(_group("namedtuple", "samples:Pair", ["image", "other"], 2))
+    refused(_group("namedtuple", "samples:Pair", ["image", "label", "more"], 3))
+    refused(_group("dataclass", "samples:FrozenRecord", ["image", "__class__"], 2))
+
+
+def test_an_array_of_python_objects_is_refused() -> None:
+    """Its bytes would be taken for addresses."""
+    array = {"leaf": "array", "library": "numpy", "ndim": 0, "shape": [], "order": [], "as_lies": True}
+    Schema.from_json({**array, "dtype": "<i8"})
+    refused({**array, "dtype": "|O"})
+    refused({"leaf": "number", "kind": "|O"})
+
+
+_WORDS = ["array", "number", "text", "none", "enum", "dict", "list", "object", "torch", "numpy", "int", "str"]
+_WORDS += ["<f4", "|O", "V8", "float32", "os:system"]
+_FIELDS = ["leaf", "group", "keys", "children", "type", "codec", "kind", "library", "dtype", "ndim", "shape"]
+_FIELDS += ["order", "as_lies"]
+json_leaves = st.one_of(
+    *(st.none(), st.booleans(), st.integers(-3, 1 << 70), st.floats(), st.text(max_size=8)),
+    st.sampled_from(_WORDS),
+)
+json_values: st.SearchStrategy[Any] = st.recursive(
+    json_leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(_FIELDS), inner, max_size=8)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=500, deadline=None, database=None)
+@given(json_values)
+def test_forged_json_is_a_segment_error_or_a_schema(described: Any) -> None:
+    try:
+        schema = Schema.from_json(described)
+    except SegmentError:
+        return
+    assert json.dumps(reread(schema).to_json()) == json.dumps(schema.to_json())
+
+
+# Random trees
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+def check_layout(schema: Schema) -> None:
+    """No two leaves overlap, all lie inside the row, and each where its dtype may lie."""
+    begin = 24
+    for at, leaf in sorted(zip(schema.offsets, schema.leaves, strict=True), key=lambda pair: pair[0]):
+        size = 4 * leaf.dims if leaf.fixed_bytes is None else leaf.fixed_bytes
+        if size:
+            assert begin <= at
+            begin = at + size
+        if leaf.fixed_bytes is None:
+            assert at % 4 == 0
+        elif isinstance(leaf, ArrayLeaf) and leaf.fixed_bytes and leaf.itemsize in (2, 4, 8, 16):
+            assert at % leaf.itemsize == 0
+            assert schema.stride % leaf.itemsize == 0
+    assert begin <= schema.stride
+    assert schema.stride % 8 == 0
+
+
+def _numpy_array(shape: tuple[int, ...], dtype: str, data: bytes, order: int, strided: bool) -> Any:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.frombuffer((data * (size // len(data) + 1))[:size], np.uint8) % (2 if dtype == "?" else 255)
+    axes = [(axis + order) % len(shape) for axis in range(len(shape))]
+    array = raw.astype(np.uint8).view(dtype).reshape([shape[axis] for axis in axes])
+    array = array.transpose([axes.index(axis) for axis in range(len(shape))])
+    return np.stack([array, array], -1)[..., 1] if strided and shape else array
+
+
+def _torch_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, data: bytes, order: int, strided: bool
+) -> torch.Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    of_size = {1: "?" if dtype is torch.bool else "u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}[
+        dtype.itemsize
+    ]
+    return torch.from_numpy(_numpy_array(shape, of_size, data, order, strided)).view(dtype)
+
+
+_how = st.binary(min_size=1, max_size=16), st.integers(0, 2), st.booleans()
+leaves = st.one_of(
+    st.builds(_torch_tensor, shapes, st.sampled_from([*TORCH_DTYPES.values()]), *_how),
+    st.builds(_numpy_array, shapes, st.sampled_from(["?", "<i2", ">u4", "<f4", ">f8", "<c8"]), *_how),
+    *(st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(), st.complex_numbers()),
+    *(st.text(st.characters(), max_size=40), st.binary(max_size=300)),
+    st.sampled_from(
+        [*Weekday, *Level, np.int8(-3), np.float32("nan"), np.datetime64(5, "s"), np.bool_(True)]
+    ),
+)
+keys = st.one_of(st.text(max_size=4), st.integers(-5, 5), st.none())
+
+
+def groups(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    mapping = st.lists(st.tuples(keys, inner), max_size=3, unique_by=lambda item: item[0])
+    sequence = st.lists(inner, max_size=3)
+    pairs = (samples.Pair, samples.Loose, samples.Record, samples.FrozenRecord, samples.SlottedRecord)
+    built = (st.builds(kind, inner, inner) for kind in pairs)
+    return st.one_of(sequence, sequence.map(tuple), mapping.map(dict), mapping.map(OrderedDict), *built)
+
+
+trees = st.recursive(leaves, groups, max_leaves=8)
+
+
+@fuzz
+@given(trees, st.booleans())
+def test_a_random_tree_comes_out_as_it_went_in(tree: Any, as_lies: bool) -> None:
+    schema = Schema.infer([tree], as_lies=as_lies)
+    check_layout(schema)
+    comes_out(schema, tree, tree)
+
+
+@fuzz
+@given(trees, trees)
+def test_of_two_random_trees_the_second_fits_unaltered_or_not_at_all(one: Any, two: Any) -> None:
+    assert exchanged([one], two) == []
+
+
+def _like(value: Any, draw: Any) -> Any:
+    """Another value of the same kind: other text, arrays of another shape that lie as they count."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        shape = draw(st.lists(st.integers(0, 4), min_size=value.ndim, max_size=value.ndim).map(tuple))
+        if isinstance(value, torch.Tensor):
+            return torch.zeros(shape, dtype=torch.uint8).to(value.dtype)
+        return np.zeros(shape, value.dtype)
+    if isinstance(value, str) and type(value) is str:
+        return draw(st.text(max_size=30))
+    if isinstance(value, dict):
+        return type(value)((key, _like(part, draw)) for key, part in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_like(part, draw) for part in value)
+    return value
+
+
+@fuzz
+@given(trees, st.data())
+def test_random_trees_of_varying_shapes_come_out_as_they_went_in(tree: Any, data: Any) -> None:
+    several = [_like(tree, data.draw) for _ in range(4)]
+    for as_lies in (True, False):
+        schema = Schema.infer(several[:3], as_lies=as_lies)
+        check_layout(schema)
+        assert all(fits(schema, sample) for sample in several[:3])
+        comes_out(schema, *(sample for sample in several if fits(schema, sample)))
+
+
+def test_a_class_is_imported_only_from_where_this_program_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema that somebody has forged must not run a module of his choice."""
+    code = "import os, typing\nos.environ['RAN'] = __name__\nclass P(typing.NamedTuple):\n    a: int\n"
+    (tmp_path / "package_here").mkdir()
+    for name in ("alone_there", "package_here/__init__", "package_here/part", "package_here/__main__"):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("RAN", raising=False)
+    fields = {"leaf": "number", "kind": "int"}
+    described = {"group": "namedtuple", "keys": ["a"], "children": [fields], "codec": None}
+    for module in ("alone_there", "package_here.part"):
+        with pytest.raises(SegmentError):
+            Schema.from_json({**described, "type": f"{module}:P"})
+        assert "RAN" not in os.environ
+    importlib.import_module("package_here")
+    with pytest.raises(SegmentError):
+        Schema.from_json({**described, "type": "package_here.__main__:P"})
+    assert os.environ["RAN"] == "package_here"
+    Schema.from_json({**described, "type": "package_here.part:P"})  # the user's own, which imports it late
+    assert os.environ["RAN"] == "package_here.part"
+    for module in ("package_here", "package_here.part"):
+        del sys.modules[module]
