@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     )
     from hotset.loader.loader import DataLoader
     from hotset.store.codecs import register_codec
-    from hotset.train.callbacks import Callback, EarlyStopping, LossMonitor, TimeMonitor
-    from hotset.train.checkpoint_callback import ModelCheckpoint
+    from hotset.train.callbacks import Callback, EarlyStopping, LossMonitor, ModelCheckpoint, TimeMonitor
     from hotset.train.metrics import Accuracy, Loss
     from hotset.train.model import Model
 
@@ -63,9 +62,11 @@ _HOMES = {
     "register_codec": "hotset.store.codecs",
     "split": "hotset.determinism.split",
     "Model": "hotset.train.model",
-    "ModelCheckpoint": "hotset.train.checkpoint_callback",
     **dict.fromkeys(["Accuracy", "Loss"], "hotset.train.metrics"),
-    **dict.fromkeys(["Callback", "EarlyStopping", "LossMonitor", "TimeMonitor"], "hotset.train.callbacks"),
+    **dict.fromkeys(
+        ["Callback", "EarlyStopping", "LossMonitor", "ModelCheckpoint", "TimeMonitor"],
+        "hotset.train.callbacks",
+    ),
     **dict.fromkeys(
         [
             "ArgumentError",

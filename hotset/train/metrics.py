@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hotset.errors import ArgumentError
-from hotset.train.distributed import sum_over_ranks
+from hotset.train.run_state import rank_of_job
 from hotset.train.step import loss_of, parts_of
 
 __all__ = ["Accuracy", "Loss", "checked_metrics", "evaluate"]
@@ -36,7 +37,7 @@ class _Mean:
         Raises:
             ArgumentError: nothing was given.
         """
-        total, count = sum_over_ranks(self._sums).tolist() if self._sums is not None else (0.0, 0.0)
+        total, count = _sum_over_ranks(self._sums).tolist() if self._sums is not None else (0.0, 0.0)
         if not count:
             raise ArgumentError(f"{type(self).__name__} was given no samples; evaluate on some.")
         return float(total / count)
@@ -177,3 +178,12 @@ def _samples(label: Any, batch: tuple[Any, ...]) -> int:
 
 def _plain(value: Any) -> Any:
     return cast(Any, value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The sum of this tensor over all ranks; each must ask."""
+    if rank_of_job()[1] == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total

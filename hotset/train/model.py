@@ -1,10 +1,12 @@
 """``hotset.Model``: a network, its loss and its optimizer, trained and evaluated in one call each.
 
-    train ── arguments ── step ── sink ── loop ──> callbacks
-               here      step.py  device  loop.py  callbacks.py
+    train ──> RunState ──> training_step ──> Sink ──> CallbackList
+              run_state.py   step.py         device   callbacks.py
 
-With sinking or without, the steps are a sink's; without, it is asked for one at a time, and captures nothing.
-So the results are the same, and only how often the host hears of them differs.
+An epoch is ``steps_in_epoch`` steps: those of a pass, or the sink's size. With sinking an epoch is one sink;
+without, each step is a sink of its own, and nothing is captured. A loader without a length ends an epoch
+itself. So the results are the same with sinking and without, and only how often the host hears of the steps
+differs.
 """
 
 from __future__ import annotations
@@ -23,14 +25,11 @@ from hotset.device.sink import Sink, data_sink
 from hotset.device.trees import map_tensors
 from hotset.errors import ArgumentError, StateError
 from hotset.train import checkpoint
-from hotset.train.callbacks import CallbackList
-from hotset.train.epochs import batches_of, length_of, queue_of, source_of, steps_of_sink
-from hotset.train.loop import train
+from hotset.train.callbacks import CallbackList, bars, positive
+from hotset.train.epochs import PassOver, batches_of, length_of, queue_of, source_of, steps_of_sink
 from hotset.train.metrics import checked_metrics, evaluate
-from hotset.train.progress import bars
 from hotset.train.run_state import RunState
 from hotset.train.step import in_mode, training_step
-from hotset.train.validation import positive
 
 __all__ = ["Model"]
 
@@ -215,7 +214,7 @@ class Model:
             validate = (lambda: self._evaluate(valid, run, tell)) if valid is not None else None
             with self._leaving(run, sink, tell) as left:
                 self._begin(run, sink, tell, left)
-                train(run, sink, tell, sinking=sinking, evaluate=validate)
+                _train_epochs(run, sink, tell, sinking=sinking, evaluate=validate)
                 tell("on_train_end", run)
 
     def _sink(self, source: DeviceQueue[Any], sinking: bool) -> Sink:
@@ -347,6 +346,70 @@ class Model:
             raise ArgumentError(
                 'this Model has no metrics to evaluate; give it some, as in metrics={"loss": hotset.Loss()}.'
             )
+
+
+def _train_epochs(
+    run: RunState,
+    sink: Sink,
+    tell: CallbackList,
+    *,
+    sinking: bool,
+    evaluate: Callable[[], dict[str, Any]] | None,
+) -> None:
+    """Train from where the run stands to the end of its last epoch, or until a stop is requested.
+
+    Args:
+        run: see :class:`RunState`.
+        sink: does the steps; its outputs are those of all steps.
+        tell: tells the callbacks.
+        sinking: whether an epoch is one sink.
+        evaluate: called at each epoch's end, gives the metrics.
+    """
+    while run.epochs_done < run.epochs and not run.stopping:
+        run.epoch = run.epochs_done + 1
+        tell("on_epoch_begin", run)
+        if not _train_epoch(run, sink, tell, sinking):
+            return
+        if evaluate is not None:
+            run.metrics = evaluate()
+        # Before the callbacks: a checkpoint that one of them writes is of an epoch that is over.
+        run.epochs_done = run.epoch
+        tell("on_epoch_end", run)
+        run.epoch_began = run.step
+
+
+def _advance(run: RunState, sink: Sink, steps: int) -> torch.Tensor:
+    """Run steps, from where a run stopped if this one goes on from it; returns their losses, ``(steps,)``.
+
+    Only now, as a loader that is told where to go on does so in its next pass, and there may be no step left.
+    """
+    if run.data is not None:
+        sink.load_state_dict(run.data)
+        run.data = None
+        run.before = run.done - sink.steps
+    losses: torch.Tensor = sink(steps)
+    return losses
+
+
+def _train_epoch(run: RunState, sink: Sink, tell: CallbackList, sinking: bool) -> bool:
+    """Train the rest of an epoch; False if a stop has cut it short."""
+    whole = run.steps_in_epoch
+    while whole is None or run.step_in_epoch < whole:
+        try:
+            losses = _advance(run, sink, whole - run.step_in_epoch if sinking and whole is not None else 1)
+        except PassOver:
+            if run.step_in_epoch == 0:
+                raise ArgumentError(
+                    "the loader gave no batch in a whole pass: it is empty, or an iterator that is used up; "
+                    "give one that can be iterated over again."
+                ) from None
+            return True
+        run.take(losses)
+        tell.steps(run)
+        tell("on_sink_end", run)
+        if run.stopping:
+            return run.step_in_epoch == whole
+    return True
 
 
 def _position(run: RunState, sink: Sink, tell: CallbackList) -> dict[str, Any]:

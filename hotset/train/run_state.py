@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hotset.errors import ArgumentError, StateError
 from hotset.train.checkpoint import write
 
-if TYPE_CHECKING:
-    from hotset.train.model import Model
-
-__all__ = ["RunState"]
+__all__ = ["RunState", "rank_of_job"]
 
 
 @dataclass(eq=False)
@@ -39,7 +37,7 @@ class RunState:
         stopping: whether a stop was requested.
     """
 
-    model: Model
+    model: Any
     loader: Any
     epochs: int = 0
     epoch: int = 0
@@ -67,7 +65,8 @@ class RunState:
     @property
     def network(self) -> nn.Module:
         """The model's network."""
-        return self.model.network
+        network: nn.Module = self.model.network
+        return network
 
     @property
     def optimizer(self) -> Any:
@@ -146,3 +145,15 @@ class RunState:
         self.epochs_done, step_in_epoch, self.done = counts
         self.epoch, self.step, self.before = self.epochs_done, self.done, self.done
         self.epoch_began = self.done - step_in_epoch
+
+
+def rank_of_job() -> tuple[int, int]:
+    """This process's rank and the number of ranks: ``(0, 1)`` where ``torch.distributed`` is not in use.
+
+    Example:
+        >>> rank_of_job()
+        (0, 1)
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -30,8 +30,7 @@ from training import (
 )
 
 import hotset
-from hotset.train.callbacks import Callback, EarlyStopping
-from hotset.train.checkpoint_callback import ModelCheckpoint
+from hotset.train.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from hotset.train.metrics import Loss
 from hotset.train.model import Model
 from hotset.train.run_state import RunState

@@ -20,8 +20,7 @@ from training import BATCHES, WAYS, check_resumed, model_of, one_thread, resumed
 
 import hotset
 from hotset.train import checkpoint
-from hotset.train.callbacks import Callback
-from hotset.train.checkpoint_callback import ModelCheckpoint
+from hotset.train.callbacks import Callback, ModelCheckpoint
 from hotset.train.metrics import Loss
 from hotset.train.run_state import RunState
 
@@ -140,7 +139,7 @@ def test_a_new_run_in_an_old_folder_is_told_and_removes_nothing_of_it(tmp_path: 
 
 def test_ranks_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained("torch", 1, ModelCheckpoint(tmp_path))
-    monkeypatch.setattr("hotset.train.checkpoint_callback.rank_of_job", lambda: (1, 2))
+    monkeypatch.setattr("hotset.train.callbacks.rank_of_job", lambda: (1, 2))
     saving = ModelCheckpoint(tmp_path)
     assert saving.latest is None, "another rank's or job's"
     trained("torch", 1, saving)
