@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from hotset._warnings import printable, warn
 from hotset.dataset.active_window import ActiveWindow
-from hotset.dataset.attachment import Attachment
+from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
 from hotset.dataset.cluster_setup import (
@@ -37,7 +37,6 @@ from hotset.dataset.cluster_setup import (
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Pipeline
 from hotset.dataset.planner import CacheOptions, PlanResult, found_there, joined_plan, make_plan, own_memory
-from hotset.dataset.prefault import map_ahead
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declared

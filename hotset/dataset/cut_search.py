@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hotset.dataset.measuring import size_of, tried
+import numpy as np
+import torch
+
 from hotset.dataset.pipeline import (
     Chain,
     Cuts,
@@ -33,8 +35,7 @@ from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.rng import Generators
 from hotset.determinism.split import Split, split
-from hotset.determinism.timing import typical
-from hotset.determinism.trial import alters
+from hotset.determinism.trial import alters, once, typical
 from hotset.determinism.verdict import Verdict, name_of, verdict_of
 from hotset.errors import ArgumentError, NotCacheable
 from hotset.policy.cut_point import cheapest_cut
@@ -232,7 +233,7 @@ class _Finder:
             why = f"{self._kind} goes on working on what its {site.name} returns, or gives it several values"
             self._own.append(self._whole(looked, number, why, leaves(site.chain), values))
         else:
-            around = size_of(self._sample) - size_of(values[0])
+            around = _size_of(self._sample) - _size_of(values[0])
             steps = leaves(site.chain)[: looked.cacheable]
             in_place = any(alters(steps, value) for value in values)
             self._own.append(looked._replace(around=around, in_place=in_place))
@@ -371,18 +372,18 @@ class _Finder:
     def _cheapest(self, own: _Looked | None, given: int, limit: float) -> int:
         """How many transforms, the main chain's and then those of ``transform=``, to cache."""
         seconds: list[float] = []
-        sizes: list[float] = [size_of(self._sample)]
+        sizes: list[float] = [_size_of(self._sample)]
         names: list[str] = []
         if own is not None and own.split is not None:
             split = own.split
             seconds += split.seconds
-            sizes += [own.around + size_of(made[0]) for made in split.outputs]
+            sizes += [own.around + _size_of(made[0]) for made in split.outputs]
             names += [verdict.name for verdict in split.verdicts[: split.count]]
         if given and self._given.split is not None:
             split = self._given.split
-            sizes[-1] = size_of(self._given.values[0])
+            sizes[-1] = _size_of(self._given.values[0])
             seconds += split.seconds
-            sizes += [size_of(made[0]) for made in split.outputs]
+            sizes += [_size_of(made[0]) for made in split.outputs]
             names += [verdict.name for verdict in split.verdicts[: split.count]]
         samples = len(self._uncut.dataset)
         best = cheapest_cut(self._read_seconds, seconds, sizes, samples, limit)
@@ -426,14 +427,14 @@ class _Finder:
             return True
         values: Any = Values(recorder.went[0])
         for step in leaves(self._own[number].chain)[count:]:
-            values, _ = tried(step, values)
+            values, _ = _tried(step, values)
         return isinstance(values, Values) and len(values) == places
 
     # ---- telling -------------------------------------------------------------------------------------
 
     def _rows(self, cuts: Cuts) -> tuple[Row, ...]:
         known = self._sample is not None and not isinstance(self._sample, Exception)
-        size = int(size_of(self._sample)) if known else None
+        size = int(_size_of(self._sample)) if known else None
         rows = [Row(self._kind, "source", "the data set", self._read_seconds or None, size, True)]
         deadline = time.perf_counter() + _LIVE_SECONDS
         for looked, count in zip((*self._own, self._given), (*cuts.own, cuts.given), strict=True):
@@ -450,8 +451,36 @@ class _Finder:
             if looked.split is not None and number < known:
                 seconds, made = looked.split.seconds[number], looked.split.outputs[number][0]
             elif value is not None and (number == known or time.perf_counter() < deadline):
-                made, seconds = tried(verdict.step, value)
-            size = None if made is None else int(looked.around + size_of(made))
+                made, seconds = _tried(verdict.step, value)
+            size = None if made is None else int(looked.around + _size_of(made))
             rows.append(Row(verdict.name, verdict.kind, verdict.evidence, seconds, size, number < count))
             value = made
         return rows
+
+
+# ---- measuring ------------------------------------------------------------------------------------------
+
+
+def _tried(step: Callable[..., Any], value: Any) -> tuple[Any, float | None]:
+    """What a live transform makes of a value, and how long it takes; it is not its turn to raise."""
+    try:
+        return once(step, value)
+    except Exception:
+        return None, None
+
+
+def _size_of(value: Any) -> float:
+    """About the bytes that a value takes when it is stored."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return value.nbytes
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size_of, value))
+    if hasattr(value, "getbands") and hasattr(value, "size"):  # a PIL image
+        width, height = value.size
+        deep = {"1": 1, "I": 4, "F": 4, "I;16": 2}.get(value.mode, len(value.getbands()))
+        return float(width * height * deep)
+    return 8

@@ -25,17 +25,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch.utils.data import Subset
 
-from hotset.dataset.advice import file_bytes, remedies
 from hotset.dataset.cut_search import CutChoice, Row, choose
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
-from hotset.dataset.plan import Plan
+from hotset.dataset.plan import Plan, file_bytes, remedies
 from hotset.dataset.window import Sizes, Window
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import same
 from hotset.determinism.probe import Probe, probe
 from hotset.determinism.rng import Generators
-from hotset.determinism.timing import Timed
+from hotset.determinism.trial import Timed
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
 from hotset.session.reclaim import room_of

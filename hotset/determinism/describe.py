@@ -27,7 +27,7 @@ import numpy as np
 
 from hotset.determinism.data_files import Files
 from hotset.determinism.declare import DeclaredCallable
-from hotset.determinism.introspection import attributes, solid_base
+from hotset.determinism.object_graph import attributes, solid_base
 
 __all__ = ["Describer", "Handler"]
 

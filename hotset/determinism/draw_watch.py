@@ -29,7 +29,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hotset.determinism.introspection import attributes
+from hotset.determinism.object_graph import attributes
 from hotset.determinism.rng import Generators
 
 __all__ = ["DrawWatch"]

@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotset.determinism.introspection import attributes, solid_base
+from hotset.determinism.object_graph import attributes, solid_base
 
 __all__ = ["array_bytes", "changeable", "same", "tensor_bytes"]
 

@@ -32,7 +32,7 @@ import numpy as np
 from hotset.determinism import code_dependencies as codes
 from hotset.determinism.content_hash import digest_of_bytes
 from hotset.determinism.describe import Describer, Handler
-from hotset.determinism.introspection import attributes
+from hotset.determinism.object_graph import attributes
 
 __all__ = ["OF_HANDLES", "by_type"]
 

@@ -4,10 +4,16 @@ A transform's generator, or a training step's optimizer, hangs somewhere: on an 
 augmenters, in a closure, as a default argument, on a base class, or in the module that a method looks into.
 The search goes breadth first, so that what is near is found before the bounds are reached, looks at
 attributes without running any code of the object, and never copies.
+
+:func:`attributes` reads one object from outside: no ``__getattr__``, property or ``__eq__`` of its own runs.
+An object written in Python *is* its attributes: its ``__dict__`` and its slots. One with a base written in C
+(``datetime``, ``Decimal``, a pyarrow table) also holds what only that base can read. :func:`solid_base` tells
+the two apart, as ``copyreg`` does: it is the first base that was not made by a ``class`` statement.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -20,13 +26,13 @@ import numpy as np
 import torch
 
 from hotset.determinism.code_dependencies import loaded_globals
-from hotset.determinism.introspection import attributes
 
-__all__ = ["within_reach"]
+__all__ = ["attributes", "solid_base", "within_reach"]
 
 Kinds = tuple[type, ...]
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
+_HEAP_TYPE = 1 << 9
 _NAMED = (type, types.FunctionType)
 _OBJECTS = 50_000
 _DEPTH = 16
@@ -145,3 +151,49 @@ def _of_container(node: Any) -> Iterator[tuple[str, Any]]:
     step = max(1, base.__len__(node) // _OF_ONE_CONTAINER)
     for label, value in itertools.islice(labelled, 0, None, step):
         yield f"[{label!r}]", value
+
+
+# ---- one object ------------------------------------------------------------------------------------------
+
+
+def attributes(obj: object) -> dict[str, Any]:
+    """Return the instance attributes of ``obj``, those in slots too, by name; unset slots are left out.
+
+    Empty for what has none. The dict is a new one, its values are the object's own.
+
+    Example:
+        >>> attributes(types.SimpleNamespace(size=3))
+        {'size': 3}
+    """
+    found: dict[str, Any] = {}
+    for cls in reversed(type(obj).__mro__):
+        # Members of a type from C may be anything: functools.partial's reads part of a pointer as a number.
+        if "__slots__" not in vars(cls):
+            continue
+        for name, member in list(vars(cls).items()):
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    found[name] = member.__get__(obj, cls)
+                except AttributeError:
+                    continue
+    with contextlib.suppress(AttributeError, TypeError):  # what has only slots, or nothing at all
+        found.update(object.__getattribute__(obj, "__dict__"))
+    return found
+
+
+def solid_base(cls: type) -> type:
+    """Return the nearest base of ``cls`` that was written in C; ``object`` for a class wholly in Python.
+
+    Example:
+        >>> class Text(str): ...
+        >>> solid_base(Text), solid_base(types.SimpleNamespace)
+        (<class 'str'>, <class 'types.SimpleNamespace'>)
+    """
+    for base in cls.__mro__:
+        if not base.__flags__ & _HEAP_TYPE:
+            return base
+        # A type that C made at run time is a heap type as well, but brings an allocator of its own.
+        new = vars(base).get("__new__")
+        if isinstance(new, types.BuiltinMethodType) and new.__self__ is base:
+            return base
+    return object

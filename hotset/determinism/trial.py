@@ -9,11 +9,17 @@ state.
 The transform itself is never copied, because a copy's generator is not the one that moves. Its *inputs* are,
 for each call anew: a transform may work in place. Its state is put back after the trial: attributes get their
 old values, and lists, dicts, sets, arrays and tensors among them, one level deep, their old contents.
+
+Calls are timed several times (:class:`Timed`). The first call may import a library, another may wait for the
+disk or for the processor, and one such call among few would decide the mean. So the lowest and the highest
+quarter are left out. The rest is averaged: a median would be wrong for a transform that works on every other
+sample only, and so takes one of two times.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +30,11 @@ import torch
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied
 from hotset.determinism.equality import changeable
-from hotset.determinism.introspection import attributes
+from hotset.determinism.object_graph import attributes
 from hotset.determinism.probe import probe
 from hotset.determinism.rng import Generators
-from hotset.determinism.timing import Timed
 
-__all__ = ["Trial", "alters", "attempt", "once"]
+__all__ = ["Timed", "Trial", "alters", "attempt", "once", "typical"]
 
 _REPEATS = 16
 _ONCE_SECONDS = 0.02
@@ -179,3 +184,41 @@ def _refill(value: Any, content: Any) -> None:
     elif not value.requires_grad:
         with torch.no_grad():
             value.copy_(content)
+
+
+# ---- timing ----------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """A function, and what each of its calls took.
+
+    Attributes:
+        times: seconds of each call that returned.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.times: list[float] = []
+
+    def __call__(self, *values: Any) -> Any:
+        begun = time.perf_counter()
+        made = self._call(*values)
+        self.times.append(time.perf_counter() - begun)
+        return made
+
+    @property
+    def seconds(self) -> float:
+        """See :func:`typical`."""
+        return typical(self.times)
+
+
+def typical(times: Sequence[float]) -> float:
+    """Return the mean of the middle half; 0.0 of nothing.
+
+    Example:
+        >>> typical([1.0, 1.0, 3.0, 100.0])
+        2.0
+    """
+    dropped = min((len(times) + 1) // 4, (len(times) - 1) // 2)
+    middle = sorted(times)[dropped : len(times) - dropped]
+    return sum(middle) / len(middle) if middle else 0.0

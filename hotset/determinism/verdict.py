@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.declare import declared
-from hotset.determinism.introspection import attributes
+from hotset.determinism.object_graph import attributes
 
 __all__ = [
     "Kind",
