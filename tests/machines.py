@@ -56,8 +56,7 @@ from hotset.cluster.peer_stats import Backoff
 from hotset.policy.rendezvous import Placement
 from hotset.session import sessions
 from hotset.store import fill
-from hotset.store import ring_allocator as ring_room
-from hotset.store import window_state as standing
+from hotset.store import ring as ring_module
 from hotset.store.format import PRESENT
 
 SESSION = "shared"
@@ -654,8 +653,8 @@ def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
     patch.setattr(shelf, "LEASE", lease)
     patch.setattr(errand, "PATIENCE", lease)
     patch.setattr(fill, "_PATIENCE_SECONDS", NEVER)
-    patch.setattr(ring_room, "_READERS_SECONDS", NEVER)
-    patch.setattr(standing, "_CLEAR_SECONDS", NEVER)
+    patch.setattr(ring_module, "_READERS_SECONDS", NEVER)
+    patch.setattr(ring_module, "_CLEAR_SECONDS", NEVER)
     patch.setattr(joining, "_READY_SECONDS", SOON)
     patch.setattr(neighbours, "_CLEAR_SECONDS", 2 * NEVER)
     patch.setattr(tally, "_PATIENCE", NEVER)

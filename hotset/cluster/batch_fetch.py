@@ -35,7 +35,7 @@ from hotset.cluster.pending_request import Answer, PendingRequest
 from hotset.cluster.protocol import LARGEST, MOST
 from hotset.cluster.wire_records import CacheIdentity, Longs
 from hotset.store.format import PRESENT, Slot
-from hotset.store.received_records import ReceivedRecords
+from hotset.store.record_batch import ReceivedRecords
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 

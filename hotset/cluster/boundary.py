@@ -17,7 +17,7 @@ nobody trains, as nobody prepares samples there: nobody has begun this epoch, or
 Where a state is loaded, all are told to go back. Who did not hear of it stands further than the others, but
 has loaded fewer states, and so follows them as soon as it is there again.
 
-The words of a request, and of its answer (:class:`hotset.store.window_state.WindowState` is five of them)::
+The words of a request, and of its answer (:class:`hotset.store.ring.WindowState` is five of them)::
 
     look       0 | first, count of what is due | first, count of the residents   ──> standing | ready | fresh
     move       1 | standing                                                      ──> standing
@@ -38,8 +38,7 @@ from hotset.cluster.store_service import StoreService
 from hotset.cluster.wire_records import Longs, partitions
 from hotset.errors import SegmentError
 from hotset.store.format import Slot
-from hotset.store.ring import Ring
-from hotset.store.window_state import WindowState
+from hotset.store.ring import Ring, WindowState
 
 __all__ = ["Boundary", "RingShelf", "Seen"]
 

@@ -16,8 +16,7 @@ from hotset.cluster.protocol import LARGEST
 from hotset.cluster.wire_records import ABSENT, Bytes, CacheIdentity, Longs, WireRecords
 from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
-from hotset.store.format import LINE, RECORD_HEADER
-from hotset.store.fsck import RECORD
+from hotset.store.format import LINE, RECORD, RECORD_HEADER
 from hotset.store.leaves import SchemaMismatch
 from hotset.store.schema import Schema
 

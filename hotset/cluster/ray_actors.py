@@ -95,7 +95,7 @@ class NodeActor:
         import ray
 
         from hotset.cluster.node import Node  # brings torch along, which who only looks can do without
-        from hotset.store.malloc_tuning import keep_freed_memory
+        from hotset.store.memory_limits import keep_freed_memory
 
         keep_freed_memory()  # what is sent and received is allocated for each message
 

@@ -32,8 +32,7 @@ from hotset.cluster.wire_records import (
 from hotset.errors import SegmentError
 from hotset.session.free_cache import DESTROYED
 from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK, Live
-from hotset.store.received_records import ReceivedRecords
-from hotset.store.varlen import runs
+from hotset.store.record_batch import ReceivedRecords, runs
 
 if TYPE_CHECKING:  # these bring torch along
     from hotset.store.segment import Words

@@ -40,8 +40,7 @@ from hotset.errors import StateError
 from hotset.policy.window import epoch_order
 from hotset.store.claims import Ids
 from hotset.store.format import Live, Slot
-from hotset.store.ring import Ring
-from hotset.store.window_state import WindowState
+from hotset.store.ring import Ring, WindowState
 
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.boundary import Boundary, Seen

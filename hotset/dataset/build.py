@@ -47,8 +47,7 @@ from hotset.session.session_cache import CacheLocation, SessionCacheHandle, shar
 from hotset.session.sessions import find
 from hotset.session.spill_dirs import open_spill, spill_path
 from hotset.store.locks import can_reopen
-from hotset.store.ring import Ring, attach_store
-from hotset.store.ring_allocator import is_shared
+from hotset.store.ring import Ring, attach_store, is_shared
 from hotset.store.segment import Address
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store

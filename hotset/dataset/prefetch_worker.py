@@ -27,7 +27,7 @@ from hotset.dataset.prefetch_queue import PrefetchQueue, QueueAddress
 from hotset.session.job_cache import attach_again
 from hotset.store.claims import Ids
 from hotset.store.format import CLAIMED, PRESENT
-from hotset.store.malloc_tuning import keep_freed_memory
+from hotset.store.memory_limits import keep_freed_memory
 from hotset.store.store import Store
 
 __all__ = ["NOT_BEGUN", "Carried", "Read", "helper_process"]

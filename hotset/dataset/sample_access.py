@@ -39,7 +39,7 @@ from hotset.errors import SegmentError
 from hotset.session.free_cache import DESTROYED
 from hotset.store.claims import Ids
 from hotset.store.format import Live, Slot
-from hotset.store.received_records import ReceivedRecords
+from hotset.store.record_batch import ReceivedRecords
 from hotset.store.ring import Ring
 from hotset.store.store import Store
 

@@ -18,7 +18,7 @@ from hotset.policy.window import (
     replaced_count,
     resident_count,
 )
-from hotset.store.window_state import WindowState
+from hotset.store.ring import WindowState
 
 __all__ = ["Sizes", "Window"]
 

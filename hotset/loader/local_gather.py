@@ -10,7 +10,7 @@ import torch
 from hotset.store.blocks import BlockPool
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy, Gather, Memory
-from hotset.store.received_records import ReceivedRecords
+from hotset.store.record_batch import ReceivedRecords
 
 __all__ = ["LocalGather"]
 

@@ -39,8 +39,8 @@ from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
 from hotset.store.gather import Gather
 from hotset.store.locks import can_reopen
-from hotset.store.malloc_tuning import keep_freed_memory
-from hotset.store.received_records import ReceivedRecords
+from hotset.store.memory_limits import keep_freed_memory
+from hotset.store.record_batch import ReceivedRecords
 from hotset.store.segment import Address
 
 __all__ = [

@@ -87,6 +87,7 @@ __all__ = [
     "OWN_STAMP",
     "PAGE",
     "PRESENT",
+    "RECORD",
     "RECORD_HEADER",
     "ROW_MASK",
     "SLOTS",
@@ -131,6 +132,7 @@ STAMP_MASK = GENERATION_MASK | OWN_STAMP
 # magic, version, flags, samples, stride, rows, lines, metadata bytes, nonce; then the CRC of all that.
 _HEADER = struct.Struct("<8sIIQQQQQ16s")
 _CRC = struct.Struct("<I")
+RECORD = struct.Struct("<III4x")  # length, stamp, checksum
 _RECORD_PREFIX = struct.Struct("<QII")  # as long as a record's header
 _RECORD_PREFIX_DTYPE = np.dtype([("sample", "<u8"), ("length", "<u4"), ("stamp", "<u4")])
 

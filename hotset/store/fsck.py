@@ -16,12 +16,10 @@ import struct
 import numpy as np
 
 from hotset.store import format as fmt
-from hotset.store.format import GENERATION_MASK, PRESENT, RECORD_HEADER, ROW_MASK, Live
+from hotset.store.format import GENERATION_MASK, PRESENT, RECORD, RECORD_HEADER, ROW_MASK, Live
 from hotset.store.segment import Segment
 
-__all__ = ["RECORD", "check_segment", "check_tiers", "content_problem", "record_problem"]
-
-RECORD = struct.Struct("<III4x")  # length, stamp, checksum
+__all__ = ["check_segment", "check_tiers", "content_problem", "record_problem"]
 
 
 def record_problem(segment: Segment, sample: int, word: int) -> str | None:

@@ -14,9 +14,9 @@ leaves come as runs of lines, one more selection with an index that numpy builds
 A batch with a sample that has a form of its own (:mod:`hotset.store.irregular_records`) is not gathered: its
 samples are read one by one, and collated.
 
-Some of a batch's records may lie elsewhere, as other machines have sent them
-(:mod:`hotset.store.received_records`). These are copied to their places from there, and the others around
-them.
+Some of a batch's records may have come from other machines
+(:class:`hotset.store.record_batch.ReceivedRecords`). They are copied from there to their places, and the
+records of this machine around them.
 
 What comes out must be exactly what the collate function makes of the same samples. To be sure, a
 sample is collated both ways once, and compared.
@@ -28,22 +28,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hotset.store import format as fmt
-from hotset.store.batch_layout import BatchTree, NotGathered, torch_dtype
+from hotset.store.batch_layout import BatchTree, Column, NotGathered, torch_dtype
 from hotset.store.claims import Ids
-from hotset.store.format import PRESENT, ROW_MASK
+from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK
 from hotset.store.leaves import ArrayLeaf, Leaf, TextLeaf
 from hotset.store.ragged import Ragged
-from hotset.store.received_records import MixedBatch, Piece, ReceivedRecords
+from hotset.store.record_batch import ReceivedRecords, VariableTails, runs
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
 from hotset.store.spill import StagedBatch
 from hotset.store.store import Store
-from hotset.store.varlen import VariableTails
 
-__all__ = ["Copy", "Gather", "Memory"]
+__all__ = ["Copy", "Gather", "Memory", "MixedBatch"]
+
+Heads = npt.NDArray[np.void]
 
 _ALIGN_TAIL = 16
 
@@ -52,6 +54,76 @@ class Memory(Protocol):
     """Where a batch goes: gives a tensor of ``size`` bytes at ``offset``, each a storage of its own."""
 
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor: ...
+
+
+class Piece(NamedTuple):
+    """A part of a column: these rows of a view (None: all, in order), and where in the batch they go."""
+
+    view: Any
+    rows: Words | None
+    places: Ids
+    out: Any
+
+
+class MixedBatch(NamedTuple):
+    """A batch of which some records are in the store, at these places, and the others are loose, at those."""
+
+    here: Ids
+    loose: Sequence[ReceivedRecords]
+    there: list[Ids]
+
+    @classmethod
+    def of(cls, ids: Ids, words: Words, loose: Sequence[ReceivedRecords]) -> MixedBatch | None:
+        """Put a batch together; None if a record is missing, or a loose one is asked for more than once.
+
+        Args:
+            ids: of the batch.
+            words: of the index.
+            loose: records of different samples, all of this batch.
+        """
+        is_here = np.ones(len(ids), np.bool_)
+        there = []
+        for each in loose:
+            places = np.flatnonzero(np.isin(ids, each.ids))
+            places = places[np.argsort(ids[places])]
+            if not np.array_equal(ids[places], each.ids):
+                return None
+            is_here[places] = False
+            there.append(places)
+        here = np.flatnonzero(is_here)
+        return cls(here, loose, there) if (words[here] >= PRESENT).all() else None
+
+    def heads(self, heads: Heads) -> Heads:
+        """The heads of all rows, in the batch's order; given those of the store's."""
+        head = heads.dtype
+        whole = np.empty(sum(map(len, (self.here, *self.there))), head)
+        whole[self.here] = heads
+        for loose, places in zip(self.loose, self.there, strict=True):
+            width = loose.rows[:, RECORD_HEADER : RECORD_HEADER + head.itemsize]
+            whole[places] = np.ascontiguousarray(width).view(head)[:, 0]
+        return whole
+
+    def pieces(self, column: Column, view: Any, rows: Words, out: Any) -> list[Piece]:
+        """What is copied for one column; ``view`` and ``rows`` say where the store has it."""
+        ends = column.offset + column.width
+        pieces = [Piece(view, rows, self.here, out)] if len(rows) else []
+        return pieces + [
+            Piece(loose.rows[:, column.offset : ends], None, places, out)
+            for loose, places in zip(self.loose, self.there, strict=True)
+        ]
+
+    def lines(self, tails: VariableTails) -> tuple[Words, list[tuple[Any, Words]]]:
+        """Where the lines go that the store has, and those of each loose part, which are given as well."""
+
+        def places_of_lines(places: Ids) -> Words:
+            return runs(tails.starts[places], tails.counts[places])
+
+        pieces = [
+            (each.tails, places_of_lines(places))
+            for each, places in zip(self.loose, self.there, strict=True)
+            if len(each.tails)
+        ]
+        return places_of_lines(self.here), pieces
 
 
 class Copy:

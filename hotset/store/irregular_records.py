@@ -41,8 +41,7 @@ import numpy.typing as npt
 from hotset.errors import SegmentError
 from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL_COUNT_BITS
 from hotset.store.leaves import SchemaMismatch
-from hotset.store.schema import LARGEST_RECORD, TAIL, Prepared, Schema
-from hotset.store.tree import infer, to_json, varied
+from hotset.store.schema import LARGEST_RECORD, TAIL, Prepared, Schema, infer, to_json, varied
 
 __all__ = ["Own", "Taken", "prepare", "read", "stamp", "write"]
 

@@ -1,19 +1,37 @@
-"""The kinds of leaves: numbers, text, None and enums here, arrays in :mod:`hotset.store.array_leaf`."""
+"""Leaves: a value in a sample's tree, and how it becomes bytes and a value again.
+
+A leaf is *fixed* (the same number of bytes in every sample, at one offset of the row) or *variable* (bytes
+in the tail, dimensions in the row). Which of the two, the first samples decide: see
+:mod:`hotset.store.schema`.
+
+Whatever a leaf takes in comes out equal in type, dtype, shape, strides of dense arrays, and bytes; what it
+could not give back so, it refuses with :class:`SchemaMismatch`, and that sample stays uncached.
+
+A tensor that requires a gradient, lies on a device, is sparse, or is a subclass that no codec knows, is
+refused, not flattened: its bytes would not say all there is to know.
+
+Dense arrays whose dimensions lie in another order than they count (a picture read as HWC and permuted to
+CHW) keep that order: a live transform that sums over the picture would round otherwise. They are stored
+*as they lie* where single samples are wanted, and *as they count* where whole batches are gathered,
+because ``torch.stack`` gives batches that lie as they count.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from hotset.store.array_leaf import ArrayLeaf, array_from_json, array_leaf
-from hotset.store.leaf import Leaf, SchemaMismatch, Shape
+import torch
 
 __all__ = [
+    "TORCH_DTYPES",
     "ArrayLeaf",
     "EnumLeaf",
     "Leaf",
@@ -22,18 +40,73 @@ __all__ = [
     "SchemaMismatch",
     "Shape",
     "TextLeaf",
+    "dense_strides",
     "leaf_from_json",
     "leaf_of",
+    "lies_in",
+    "memory_order",
     "name_of_type",
 ]
 
 Carrier = npt.NDArray[Any]
-
+Shape = tuple[int, ...]
 
 _INT = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _INT_RANGE = range(-(1 << 63), 1 << 63)
+# Dtypes of whole bytes, by name: not the quantized ones, nor those that pack several values in a byte.
+_WHOLE_BYTES = re.compile(r"bool|u?int(8|16|32|64)|b?float(16|32|64)|float8\w+|complex\w+")
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}" and _WHOLE_BYTES.fullmatch(name)
+}
+_TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# numpy has no name for some of torch's dtypes: they travel as integers of the same size.
+_CARRIERS: dict[torch.dtype, torch.dtype] = {
+    dtype: {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    for name, dtype in TORCH_DTYPES.items()
+    if name in ("bfloat16", "complex32") or name.startswith("float8")
+}
+_CACHED_KINDS = "biufcmMSU"
+_LARGEST_DIMENSION = (1 << 32) - 1
+
+
+class SchemaMismatch(Exception):
+    """A sample that does not fit the schema; its message says where and why."""
+
+
+class Leaf(Protocol):
+    """One kind of value. ``fixed_bytes`` is None for a variable leaf, which has ``dims`` dimensions."""
+
+    @property
+    def fixed_bytes(self) -> int | None: ...
+    @property
+    def dims(self) -> int: ...
+    def check(self, value: object) -> Any:
+        """Return the value in the form that :meth:`put` wants.
+
+        Raises:
+            Misfit: the value is of another kind.
+        """
+
+    def measure(self, checked: Any) -> tuple[Shape, int]:
+        """Dimensions and bytes of a checked value (variable leaves only)."""
+
+    def put(self, buffer: Any, offset: int, checked: Any) -> None:
+        """Write a checked value there."""
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        """Return the value that lies there; arrays share the buffer's memory."""
+
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        """Return a fixed leaf's values in ``count`` rows, the first at ``offset``."""
+
+    def widen(self, value: object) -> Leaf:
+        """Return a leaf that fits this one's values and ``value`` too, or self if there is none."""
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -205,6 +278,252 @@ def _number_kind(value: object) -> str | None:
         # Two of numpy's types may share a dtype (int64 and longlong): only the one that comes back is taken.
         return value.dtype.str if np.dtype(value.dtype.str).type is kind else None
     return None
+
+
+def dense_strides(shape: Shape, order: Shape) -> Shape:
+    """Strides, in elements, of a dense array whose dimensions lie in ``order``, outermost first."""
+    strides = [0] * len(shape)
+    step = 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)
+
+
+def lies_in(order: Shape, shape: Shape, strides: Shape) -> bool:
+    """Whether an array of this shape and strides (in elements) is dense, its dimensions in that order."""
+    dense = dense_strides(shape, order)
+    return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense, strict=True))
+
+
+def memory_order(shape: Shape, strides: Shape) -> Shape:
+    """The order in which a dense array's dimensions lie, outermost first; as they count if not dense."""
+    identity = tuple(range(len(shape)))
+    if lies_in(identity, shape, strides):
+        return identity
+    # Dimensions of one element have arbitrary strides: they go first, and count for nothing.
+    order = tuple(sorted(identity, key=lambda axis: (shape[axis] != 1, -strides[axis], axis)))
+    return order if lies_in(order, shape, strides) else identity
+
+
+@dataclass(frozen=True)
+class ArrayLeaf:
+    """A tensor or a numpy array.
+
+    Attributes:
+        library: ``"torch"`` or ``"numpy"``.
+        dtype: torch's name without ``torch.``, or numpy's type string (which has the byte order).
+        ndim: number of dimensions.
+        shape: the shape that all samples share, or None if it varies.
+        order: how the dimensions of a sample lie in memory, outermost first.
+        as_lies: stored in that order; False stores dimensions as they count.
+    """
+
+    library: str
+    dtype: str
+    ndim: int
+    shape: Shape | None
+    order: Shape
+    as_lies: bool
+
+    @cached_property
+    def itemsize(self) -> int:
+        return self.torch_dtype.itemsize if self.library == "torch" else self.numpy_dtype.itemsize
+
+    @cached_property
+    def torch_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.dtype]
+
+    @cached_property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the dimensions lie as they count."""
+        return self.order == tuple(range(self.ndim))
+
+    @cached_property
+    def _inverse(self) -> Shape:
+        return tuple(self.order.index(axis) for axis in range(self.ndim))
+
+    @cached_property
+    def fixed_bytes(self) -> int | None:
+        if self.shape is None:
+            return None
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def dims(self) -> int:
+        return self.ndim
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Shape of what is stored for a sample of this shape: permuted if stored as it lies."""
+        return tuple(shape[axis] for axis in self.order) if self.as_lies else shape
+
+    def check(self, value: object) -> Carrier:
+        array = _tensor_carrier(value, self) if self.library == "torch" else _numpy_carrier(value, self)
+        if self.shape is not None and array.shape != self.shape:
+            raise SchemaMismatch(f"shape {array.shape} instead of {self.shape}")
+        if max(array.shape, default=0) > _LARGEST_DIMENSION:
+            raise SchemaMismatch(f"shape {array.shape}, with more than 32 bits")
+        self._check_order(array)
+        return array.transpose(self.order) if self.as_lies and not self.is_plain else array
+
+    def _check_order(self, array: Carrier) -> None:
+        """Refuse a dense array whose dimensions lie otherwise than the leaf's: it would come out changed."""
+        if array.size == 0 or (self.is_plain and array.flags.c_contiguous):
+            return
+        strides = tuple(step // array.itemsize for step in array.strides)
+        if lies_in(self.order, array.shape, strides):
+            return
+        if not self.is_plain or memory_order(array.shape, strides) != self.order:
+            raise SchemaMismatch("its dimensions lie in another order in memory")
+
+    def measure(self, checked: Carrier) -> tuple[Shape, int]:
+        return checked.shape, checked.nbytes
+
+    def put(self, buffer: Any, offset: int, checked: Carrier) -> None:
+        np.copyto(np.ndarray(checked.shape, checked.dtype, buffer, offset), checked)
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        # A variable leaf's dimensions are those of what was stored; a fixed one's follow from its shape.
+        stored = dims if self.shape is None else self.stored_shape(self.shape)
+        array: Any
+        if self.library == "numpy":
+            array = np.ndarray(stored, self.numpy_dtype, buffer, offset)
+        elif 0 in stored:
+            array = torch.empty(stored, dtype=self.torch_dtype)
+        else:
+            flat = torch.frombuffer(buffer, dtype=self.torch_dtype, count=math.prod(stored), offset=offset)
+            array = flat.view(stored)
+        if self.is_plain:
+            return array
+        if self.as_lies:
+            return array.transpose(self._inverse) if self.library == "numpy" else array.permute(self._inverse)
+        return self._lay_out(array)
+
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        places = range(offset, offset + stride * count, stride)
+        if self.library == "torch" and self.is_plain and self.fixed_bytes:
+            shape = self.shape or ()
+            size, dtype = math.prod(shape), self.torch_dtype
+            make = torch.frombuffer
+            return [make(buffer, dtype=dtype, count=size, offset=at).view(shape) for at in places]
+        return [self.get(buffer, at, ()) for at in places]
+
+    def _lay_out(self, array: Any) -> Any:
+        """Copy an array that lies as it counts into the order in which samples lie."""
+        shape = tuple(array.shape)
+        strides = dense_strides(shape, self.order)
+        if self.library == "torch":
+            return torch.empty_strided(shape, strides, dtype=self.torch_dtype).copy_(array)
+        laid = np.empty(tuple(shape[axis] for axis in self.order), self.numpy_dtype)
+        laid = laid.transpose(self._inverse)
+        np.copyto(laid, array)
+        return laid
+
+    def widen(self, value: object) -> Leaf:
+        try:
+            array = replace(self, shape=None).check(value)
+        except SchemaMismatch:
+            return self
+        stored = self.stored_shape(self.shape) if self.shape is not None else None
+        return self if array.shape == stored else replace(self, shape=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "leaf": "array",
+            "library": self.library,
+            "dtype": self.dtype,
+            "ndim": self.ndim,
+            "shape": self.shape,
+            "order": self.order,
+            "as_lies": self.as_lies,
+        }
+
+
+def _tensor_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
+    if type(value) is not torch.Tensor:
+        raise SchemaMismatch(f"{type(value).__name__} instead of a tensor")
+    if value.dtype != TORCH_DTYPES[leaf.dtype] or value.ndim != leaf.ndim:
+        raise SchemaMismatch(
+            f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}"
+        )
+    refuse_tensor(value)
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    carrier = _CARRIERS.get(value.dtype)
+    array: Carrier = (value if carrier is None else value.view(carrier)).numpy()
+    return array
+
+
+def _numpy_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
+    if type(value) is not np.ndarray:
+        raise SchemaMismatch(f"{type(value).__name__} instead of a numpy array")
+    if value.dtype.str != leaf.dtype or value.ndim != leaf.ndim:
+        raise SchemaMismatch(
+            f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}"
+        )
+    return value
+
+
+def refuse_tensor(value: torch.Tensor) -> None:
+    """Raise Misfit for a tensor that bytes alone do not describe."""
+    if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or value.is_nested:
+        raise SchemaMismatch(
+            f"a {value.layout} tensor on {value.device}; only dense ones on the CPU are cached"
+        )
+    if value.requires_grad:
+        raise SchemaMismatch("a tensor that requires a gradient; detach it to have it cached")
+    if vars(value):
+        raise SchemaMismatch(f"a tensor with attributes of its own ({', '.join(vars(value))})")
+
+
+def array_leaf(value: object, *, as_lies: bool) -> ArrayLeaf | None:
+    """Return the leaf that fits exactly this tensor or array; None if it is neither.
+
+    Raises:
+        Misfit: it is one, and could not be given back as it was.
+    """
+    if type(value) is torch.Tensor:
+        refuse_tensor(value)
+        if value.dtype not in _TORCH_NAMES:
+            raise SchemaMismatch(f"a tensor of {value.dtype}")
+        shape = tuple(value.shape)
+        order = memory_order(shape, value.stride())
+        return ArrayLeaf("torch", _TORCH_NAMES[value.dtype], value.ndim, shape, order, as_lies)
+    if type(value) is np.ndarray:
+        if value.dtype.kind not in _CACHED_KINDS:
+            raise SchemaMismatch(f"a numpy array of {value.dtype}")
+        strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
+        order = memory_order(value.shape, strides)
+        return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, as_lies)
+    return None
+
+
+def array_from_json(described: Any) -> ArrayLeaf:
+    """Return the leaf that ``to_json`` described.
+
+    Raises:
+        ValueError, KeyError, TypeError: no array is like that.
+    """
+    library, dtype, ndim, as_lies = (described[key] for key in ("library", "dtype", "ndim", "as_lies"))
+    shape = None if described["shape"] is None else tuple(described["shape"])
+    order = tuple(described["order"])
+    if library == "torch":
+        TORCH_DTYPES[dtype]
+    elif library != "numpy" or np.dtype(dtype).kind not in _CACHED_KINDS or np.dtype(dtype).str != dtype:
+        raise ValueError(f"no such array: {library}, {dtype}")
+    if type(ndim) is not int or type(as_lies) is not bool or sorted(order) != list(range(ndim)):
+        raise ValueError("dimensions in no order")
+    sizes = () if shape is None else shape
+    if any(type(n) is not int or not 0 <= n <= _LARGEST_DIMENSION for n in sizes) or len(sizes) not in (
+        0,
+        ndim,
+    ):
+        raise ValueError(f"no such shape: {shape}")
+    return ArrayLeaf(library, dtype, ndim, shape, order, as_lies)
 
 
 def leaf_of(value: object, *, as_lies: bool) -> Leaf | None:

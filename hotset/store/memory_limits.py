@@ -34,16 +34,18 @@ Limits and usage are read each time: they may be changed at any moment, also fro
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["Headroom", "Limits", "headroom", "tmpfs_free", "total"]
+__all__ = ["Headroom", "Limits", "headroom", "keep_freed_memory", "tmpfs_free", "total"]
 
 _SMALLEST_MARGIN = 64 << 20
 _LARGEST_MARGIN = 1 << 30
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 _TOTAL = re.compile(rb"^MemTotal: *(\d+) kB$", re.M)
 _AVAILABLE = re.compile(rb"^MemAvailable: *(\d+) kB$", re.M)
@@ -187,6 +189,21 @@ def total() -> int:
         True
     """
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def keep_freed_memory() -> None:
+    """Have this process's allocator keep what is freed, up to 256 MiB, instead of returning it at once.
+
+    Less where memory is short, in a small control group: a thirty-second of what is left.
+
+    A worker allocates and frees the same few pictures over and over. glibc gives each back to the kernel and
+    faults it in again, which cost a third of a worker's time with a random flip and crop. Other allocators
+    have no ``mallopt``, or ignore it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, min(256 << 20, headroom().bytes // 32))
 
 
 def tmpfs_free(path: str) -> int:

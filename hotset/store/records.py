@@ -19,8 +19,7 @@ import numpy as np
 
 from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
-from hotset.store.format import PRESENT, RECORD_HEADER
-from hotset.store.fsck import RECORD
+from hotset.store.format import PRESENT, RECORD, RECORD_HEADER
 from hotset.store.schema import Schema
 from hotset.store.segment import Segment
 

@@ -49,7 +49,7 @@ from hotset.store.format import (
     unpack_header,
 )
 
-__all__ = ["Address", "Segment", "attach_second"]
+__all__ = ["Address", "Segment", "attach_second", "era_of"]
 
 Words = npt.NDArray[np.int64]
 
@@ -256,6 +256,12 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def era_of(segment: Segment) -> int | None:
+    """Which clear the segment's content comes after; None while one is under way, or once condemned."""
+    era = int(segment.live[Live.ERA])
+    return era if era % 2 == 0 and not segment.live[Live.INVALIDATED] else None
 
 
 def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:

@@ -38,8 +38,7 @@ import numpy.typing as npt
 
 from hotset.store import format as fmt
 from hotset.store.claims import Claims
-from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, Geometry, Live, Slot
-from hotset.store.fsck import RECORD
+from hotset.store.format import CLAIMED, PRESENT, RECORD, RECORD_HEADER, Geometry, Live, Slot
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment
 from hotset.store.store import Store

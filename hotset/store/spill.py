@@ -32,14 +32,14 @@ from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store.allocator import Allocator
 from hotset.store.claims import Ids, Participant
-from hotset.store.format import ON_DISK, PAGE, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
-from hotset.store.fsck import RECORD, content_problem
+from hotset.store.format import ON_DISK, PAGE, RECORD, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
+from hotset.store.fsck import content_problem
 from hotset.store.irregular_records import Taken
 from hotset.store.memory_limits import Headroom
+from hotset.store.record_batch import VariableTails
 from hotset.store.records import Record, Records
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words, attach_second
-from hotset.store.varlen import VariableTails
 from hotset.units import format_bytes
 
 __all__ = ["Spill", "SpillTo", "StagedBatch", "attach_spill"]

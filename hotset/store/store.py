@@ -8,16 +8,32 @@
 
 A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and looks at
 the era: only a clear ever gives rows to other samples, it counts the era up before and after, and a reader
-that sees it odd, or changed, forgets its copy (:mod:`hotset.store.clear`). In :mod:`hotset.store.ring`
+that sees it odd, or changed, forgets its copy. In :mod:`hotset.store.ring`
 rows are used again all the time, and the words are looked at a second time too. What a reader returns is
 always a copy: a user may write to it, and the cache never knows.
 
 Nothing in here fails because there is no room, a claimant died, or a record is damaged: such samples are
 simply not in the store, and come from the source.
+
+**Clearing**: every sample forgotten at once, in all processes. Nothing else gives rows to other samples.
+
+A live word, the *era*, counts: it is even while the store may be read, and odd while it is cleared::
+
+    era 2 ──> short lock, and no living claim ──> era 3 ──> words, extents, counters, pages ──> era 4
+              else it is tried again                └── the process died: whoever fills next ends it
+
+*Readers* take no lock. They look at the era before they begin and once they have copied: an odd one, or
+another one, means that what they have is not what they asked for. *Writers* must be done: a record that is
+published after the rows were given anew would lie in somebody else's. So a clear waits until no living
+process has a claim open, and as claims are given under the short lock, none is opened then.
+
+A store that was *condemned*, because what is in it is not right or its session is gone, is not read either.
+(In a ring rows are used again without a clear, and its readers look at more: :mod:`hotset.store.ring`.)
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,16 +46,15 @@ from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
 from hotset.store.allocator import Allocator, distrust_allocator
 from hotset.store.blocks import BlockPool
-from hotset.store.claims import Ids, Index, Participant
-from hotset.store.clear import Clearing, era_of
+from hotset.store.claims import Claims, Ids, Index, Participant
 from hotset.store.fill import Filler
-from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
+from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
+from hotset.store.record_batch import VariableTails
 from hotset.store.schema import Schema
-from hotset.store.segment import Address, Segment, Words
+from hotset.store.segment import Address, Segment, Words, era_of
 from hotset.store.spill import Spill, SpillTo, StagedBatch
 from hotset.store.tiers import found_tiers, new_tiers
-from hotset.store.varlen import VariableTails
 from hotset.store.verification import Verification
 
 __all__ = ["Store"]
@@ -48,6 +63,7 @@ Bytes = npt.NDArray[np.uint8]
 AnyStore = TypeVar("AnyStore", bound="Store")
 
 _ALIGN = 64
+_READERS_SECONDS = 2.0
 
 
 class Store:
@@ -429,6 +445,63 @@ class Store:
             self.spill.close()
         self.member.leave()
         self.segment.close()
+
+
+class Clearing:
+    """Clears one store on behalf of this process.
+
+    Args:
+        member: this process's place in the segment.
+        claims: to know who writes.
+        room: to be given anew.
+        spill: the second tier, cleared too; None if there is none.
+    """
+
+    def __init__(self, member: Participant, claims: Claims, room: Allocator, spill: Spill | None) -> None:
+        self._member = member
+        self._claims = claims
+        self._room = room
+        self._spill = spill
+
+    def clear(self, timeout: float) -> bool:
+        """Forget every sample; False if some process did not finish writing within so many seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._member.short_lock() as held:
+                words = self._member.segment.index
+                claimed = words[(words >= CLAIMED) & (words < PRESENT)]
+                if held and not any(self._claims.is_open(word) for word in set(claimed.tolist())):
+                    self._forget_everything()
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(2e-3)
+
+    def finish(self) -> None:
+        """Bring to an end what a process began to clear and died over."""
+        live = self._member.segment.live
+        with self._member.short_lock() as held:
+            # Who condemned it meanwhile is not to be overruled.
+            if held and live[Live.ERA] % 2 and not live[Live.INVALIDATED]:
+                self._forget_everything()
+
+    def _forget_everything(self) -> None:
+        """Empty the segment; the caller has the short lock."""
+        segment, geometry = self._member.segment, self._member.segment.geometry
+        segment.live[Live.ERA] |= 1
+        segment.index[:] = 0
+        segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
+        segment.slots[:, Slot.STORED_BYTES] = 0
+        if self._spill is not None:
+            self._spill.clear()
+        told = [Live.TOLD, Live.DRAWS_TOLD]
+        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED, Live.FULL, *told]] = 0
+        if self._member.unread(_READERS_SECONDS):  # else its pages are written again as they are
+            segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        if self._room.allowance is not None:
+            self._room.allowance.take(0)
+        self._room.reopen()
+        segment.live[Live.ERA] += 1
 
 
 def _bytes_view(segment: Segment, offset: int, rows: int, width: int) -> Bytes:

@@ -28,10 +28,9 @@ import numpy as np
 
 from hotset._warnings import warn
 from hotset.store.claims import Participant
-from hotset.store.clear import era_of
 from hotset.store.format import ON_DISK, Slot
 from hotset.store.fsck import record_problem
-from hotset.store.segment import Words
+from hotset.store.segment import Words, era_of
 from hotset.store.spill import Spill, StagedBatch
 
 __all__ = ["FULL_CHECK", "Verification"]

@@ -62,10 +62,9 @@ from hotset.errors import SegmentError
 from hotset.policy.rendezvous import Placement
 from hotset.store.claims import Ids
 from hotset.store.format import LINE, PRESENT, Live
-from hotset.store.ring import Ring
+from hotset.store.ring import Ring, WindowState
 from hotset.store.schema import Schema
 from hotset.store.store import Store
-from hotset.store.window_state import WindowState
 
 NAMES = ("a", "b", "c")
 SAMPLES, N, R = 200, 20, 6

@@ -44,7 +44,7 @@ from hotset.cluster.wire_records import ABSENT, LEFT, PROMISED, ROOMLESS, CacheI
 from hotset.session import recovery, sessions
 from hotset.session.free_cache import retire
 from hotset.store import fill
-from hotset.store.received_records import ReceivedRecords
+from hotset.store.record_batch import ReceivedRecords
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 

@@ -24,8 +24,7 @@ from hotset.cluster.wire_records import (
 )
 from hotset.errors import ArgumentError
 from hotset.store import format as fmt
-from hotset.store.format import LINE, RECORD_HEADER
-from hotset.store.fsck import RECORD
+from hotset.store.format import LINE, RECORD, RECORD_HEADER
 
 PLAIN = CacheIdentity.of(b"f" * 16, samples=1000, stride=64, schema="plain")
 TAILED = CacheIdentity.of(b"g" * 16, samples=1000, stride=64, schema="tailed")

@@ -35,7 +35,7 @@ from hotset.cluster.store_service import StoreService, StoreServices
 from hotset.cluster.wire_records import Bytes, CacheIdentity, Longs, WireRecords
 from hotset.errors import HotsetWarning
 from hotset.session import sessions
-from hotset.store.received_records import ReceivedRecords
+from hotset.store.record_batch import ReceivedRecords
 from hotset.store.ring import Ring
 from hotset.store.store import Store
 

@@ -31,8 +31,7 @@ import hotset
 from hotset import HotsetWarning
 from hotset.determinism.equality import same
 from hotset.session import sessions
-from hotset.store.format import LINE, ON_DISK, OWN_FORM, ROW_MASK, Live
-from hotset.store.fsck import RECORD
+from hotset.store.format import LINE, ON_DISK, OWN_FORM, RECORD, ROW_MASK, Live
 from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store

@@ -19,7 +19,7 @@ from test_gather import Used, arrays, as_it_is, empties, gather_for, permuted, p
 from torch.utils.data import default_collate
 
 from hotset.collate import pad, ragged
-from hotset.store.received_records import ReceivedRecords
+from hotset.store.record_batch import ReceivedRecords
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 

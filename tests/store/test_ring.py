@@ -27,8 +27,7 @@ from stores import Make, child, ended, ids, in_child, lingering, wrong
 from hotset.collate import pad
 from hotset.errors import SegmentError
 from hotset.loader.collate import bound
-from hotset.store import ring_allocator as ring_room
-from hotset.store import ring_index
+from hotset.store import ring as ring_module
 from hotset.store.claims import Claims, Ids, Participant
 from hotset.store.format import (
     CLAIMED,
@@ -435,8 +434,8 @@ def test_one_look_for_room_serves_many_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = []
-    find = ring_room.RingAllocator._find
-    monkeypatch.setattr(ring_room.RingAllocator, "_find", lambda room, n: looks.append(n) or find(room, n))
+    find = ring_module.RingAllocator._find
+    monkeypatch.setattr(ring_module.RingAllocator, "_find", lambda room, n: looks.append(n) or find(room, n))
     make = sized(lambda entry: 1 + entry % 4)
     with opened(make, 4096, limit=limit_for(make, 4096, 256 * 64)) as ring:
         for _ in range(3):
@@ -489,7 +488,7 @@ def test_what_is_written_and_not_published_yet_is_in_use() -> None:
 def test_what_is_published_while_another_looks_for_room_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     make = sized(lambda entry: 4)
     with opened(make, limit=limit_for(make, M, 4 * M)) as ring, view_of(ring) as other:
-        records = ring_index.RingIndex.records
+        records = ring_module.RingIndex.records
         put = ring.index.put
         meanwhile: list[Callable[[], None]] = []
 
@@ -506,7 +505,7 @@ def test_what_is_published_while_another_looks_for_room_is_in_use(monkeypatch: p
             other.fill(ids(4), make)
             return None
 
-        monkeypatch.setattr(ring_index.RingIndex, "records", records_and_then)
+        monkeypatch.setattr(ring_module.RingIndex, "records", records_and_then)
         monkeypatch.setattr(ring.index, "put", put_amid)
         ring.fill(ids(0), make)
         holds_exactly(ring, ids(0, 4), make)

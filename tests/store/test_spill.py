@@ -32,8 +32,7 @@ import hotset
 from hotset import HotsetWarning
 from hotset.session import spill_dirs as spills
 from hotset.store import segment as segment_module
-from hotset.store.format import ON_DISK, PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
-from hotset.store.fsck import RECORD
+from hotset.store.format import ON_DISK, PRESENT, RECORD, RECORD_HEADER, ROW_MASK, Live, Slot
 from hotset.store.memory_limits import Headroom
 from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo

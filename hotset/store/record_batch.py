@@ -1,14 +1,60 @@
-"""Tails: where the variable leaves of records lie in a segment, and where they go when gathered."""
+"""Records of a batch, copied out of a segment: rows side by side, and tails one behind the other."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hotset.store import format as fmt
+from hotset.store import irregular_records as forms
+from hotset.store.claims import Ids
+from hotset.store.format import LINE, OWN_STAMP
+from hotset.store.schema import Schema
 from hotset.store.segment import Words
 
-__all__ = ["VariableTails", "runs"]
+__all__ = ["ReceivedRecords", "VariableTails", "runs"]
+
+
+class ReceivedRecords(NamedTuple):
+    """Records side by side in memory that nobody else writes to.
+
+    Attributes:
+        ids: of their samples, each once, ascending.
+        lines: of each record's tail.
+        rows: uint8 of shape (records, stride).
+        tails: uint8 of shape (sum of lines, 256).
+    """
+
+    ids: Ids
+    lines: Words
+    rows: npt.NDArray[np.uint8]
+    tails: npt.NDArray[np.uint8]
+
+    @property
+    def are_common(self) -> bool:
+        """Whether all of them have the common form."""
+        return not (self.rows[:, 4:8].copy().view("<u4") & OWN_STAMP).any()
+
+    def samples(self, schema: Schema, *, decode: bool = True) -> dict[int, Any]:
+        """Put the samples together, by number, in memory of their own, all in one piece.
+
+        Args:
+            schema: of the store's.
+            decode: see :func:`hotset.store.irregular_records.read`.
+
+        Raises:
+            SegmentError: a form of its own cannot be read here.
+        """
+        if not len(self.ids):
+            return {}
+        memory = np.empty(self.rows.nbytes + self.tails.nbytes, np.uint8)
+        memory[: self.rows.nbytes] = self.rows.reshape(-1)
+        memory[self.rows.nbytes :] = self.tails.reshape(-1)
+        starts = self.rows.nbytes + (np.cumsum(self.lines) - self.lines) * LINE
+        found = forms.read(schema, memory.data, 0, starts.tolist(), decode=decode)
+        return dict(zip(self.ids.tolist(), found, strict=True))
 
 
 class VariableTails:
