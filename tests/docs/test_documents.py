@@ -1,4 +1,4 @@
-"""What the documents say is run: README's Python, every docstring's example, every file in examples/."""
+"""Everything that the documents show runs: their programs, docstring examples, and the files in examples/."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import hotset
 
@@ -59,13 +60,28 @@ def test_lenet_trains_alike_in_all_three_ways(tmp_path: Path) -> None:
     assert int(ways[0][1]) == 2 * 44
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/determinism.md", "docs/window.md", "docs/sinking.md"])
-def test_programs_in_documents_run(page: str, tmp_path: Path) -> None:
+def write_pictures(folder: Path) -> None:
+    """Write a folder of small pictures in two classes, as ``ImageFolder`` reads them."""
+    for number in range(6):
+        file = folder / ("cats", "dogs")[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (300, 280), (40 * number, 90, 160)).save(file)
+
+
+PAGES = ["README.md", "docs/training.md", "docs/determinism.md", "docs/window.md", "docs/sinking.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_in_documents_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert programs
+    write_pictures(tmp_path / "pictures")
+    # torchvision is importable beside a torch without CUDA only after this.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    first = "from benchmarks.operators import define_torchvision_operators as define; define()\n"
     for number, program in enumerate(programs):
         file = tmp_path / f"program_{number}.py"
-        file.write_text(program)
+        file.write_text(first + program)
         run([str(file)], tmp_path)
 
 
