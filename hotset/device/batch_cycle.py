@@ -11,14 +11,13 @@ once: one upload for many steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hotset.device.gpu_cache import Serving
-from hotset.device.queue import DeviceQueue
+from hotset.device.gpu_cache import ResidentBatches
+from hotset.device.queue import DeviceQueue, QueuePass
 from hotset.errors import ArgumentError, StateError
 
 __all__ = ["BatchCycle", "Drawn"]
@@ -33,7 +32,7 @@ class Drawn(NamedTuple):
     """
 
     batch: Any
-    serving: Serving | None = None
+    serving: ResidentBatches | None = None
 
 
 class BatchCycle:
@@ -47,7 +46,7 @@ class BatchCycle:
     def __init__(self, queue: DeviceQueue[Any], own: bool = True) -> None:
         self.queue = queue
         self._own = own
-        self._pass: Iterator[Any] | None = None
+        self._pass: QueuePass[Any] | None = None
         self._passes = 0
         self._taken = 0
         self._empty = True  # whether the pass has given nothing so far, not even an exception
@@ -109,7 +108,7 @@ class BatchCycle:
             if self._pass is None:
                 self._begin_pass()
             assert self._pass is not None
-            serving = self._pass.serving  # type: ignore[attr-defined]
+            serving = self._pass.serving
             if serving is not None and serving.complete:
                 self._draw_rows(serving, wanted)
             else:
@@ -122,7 +121,7 @@ class BatchCycle:
         self._empty = self._empty and not self._ready
         return True
 
-    def _draw_rows(self, serving: Serving, wanted: int) -> None:
+    def _draw_rows(self, serving: ResidentBatches, wanted: int) -> None:
         """Rows for all that a call wants of this pass, in one upload."""
         found: list[tuple[Any, Any]] = []
         rest: list[tuple[Drawn, Any]] = []

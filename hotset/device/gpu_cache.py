@@ -14,7 +14,7 @@ live transforms; others come as they always do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from hotset.errors import ArgumentError
 from hotset.store.memory_limits import headroom
 from hotset.units import format_bytes, parse_bytes
 
-__all__ = ["GpuCache", "Selecting", "Serving", "parse_resident"]
+__all__ = ["GpuCache", "ResidentBatches", "SampleSelector", "parse_resident"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -35,27 +35,28 @@ _FILLED_AT_ONCE = 64 << 20
 _MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Selecting(Protocol):
-    """What an iterator over batches offers if they can be gathered elsewhere."""
+@runtime_checkable
+class SampleSelector(Protocol):
+    """What the iterator over a loader's batches offers if its batches can be gathered elsewhere."""
 
-    def names(self) -> Ids | None:
-        """The samples that it can name, ascending; None if its batches cannot be made of samples' names."""
+    def sample_ids(self) -> Ids | None:
+        """The ids of all samples that may come, ascending; None if batches cannot be made from ids."""
 
-    def edition(self) -> Any:
-        """Another value if the samples may be others than before: the cache was cleared, and filled anew."""
+    def generation(self) -> Any:
+        """A value that changes when the cache is cleared; None while its content must not be used."""
 
     def select(self) -> Ids | None:
-        """The samples of the next batch, which counts as handed over; None if they cannot be named.
+        """The sample ids of the next batch, which counts as handed over; None if it has none.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: the pass is over.
         """
 
-    def gather(self, ids: Ids) -> Any:
-        """A batch of these samples; None if one is not cached any more."""
+    def gather(self, ids: Ids) -> Any | None:
+        """A batch of these samples; None if one of them is not cached any more."""
 
     def build(self) -> Any:
-        """The batch that :meth:`select` gave last, as the iterator itself would have made it."""
+        """The batch that :meth:`select` was last called for, as the iterator itself would have made it."""
 
 
 def parse_resident(resident: int | str | None, device: torch.device) -> int | None:
@@ -93,7 +94,7 @@ class GpuCache:
         self._device = device
         self._refused = False
         self._passed_by = 0
-        self._edition: Any = None
+        self._generation: Any = None
         self.clear()
 
     def clear(self) -> None:
@@ -101,24 +102,25 @@ class GpuCache:
         self.count = 0
         self.example: Any = None
         self.columns: list[torch.Tensor] = []
-        self._names: Ids | None = None
+        self._ids: Ids | None = None
         self._rows: Ids = np.empty(0, np.int64)
 
-    def serve(self, source: Any) -> Serving | None:
+    def serve(self, source: Iterator[Any]) -> ResidentBatches | None:
         """A pass's batches, gathered on the device as far as they are resident; None if they cannot be."""
         if self._refused:
             return None
-        names = source.names() if hasattr(source, "select") else None
-        edition = source.edition() if names is not None else None
-        if names is None or not len(names) or edition is None:
+        selector = source if isinstance(source, SampleSelector) else None
+        ids = selector.sample_ids() if selector is not None else None
+        generation = selector.generation() if selector is not None else None
+        if selector is None or ids is None or not len(ids) or generation is None:
             self._pass_by()
             return None
-        if self._names is None or not self.are_of(edition) or not np.array_equal(names, self._names):
+        if self._ids is None or not self.is_current(generation) or not np.array_equal(ids, self._ids):
             self.clear()
-            if not self._fill(source, names):
+            if not self._fill(selector, ids):
                 return None
-            self._edition = edition
-        return Serving(self, source)
+            self._generation = generation
+        return ResidentBatches(self, selector)
 
     def _pass_by(self) -> None:
         """Nothing is resident in this pass. In the first one the cache is filled; a second one is told of."""
@@ -131,14 +133,14 @@ class GpuCache:
                 "out resident=, or see print(cached.plan)."
             )
 
-    def are_of(self, edition: Any) -> bool:
-        """Whether the samples are those of this edition of the cache."""
-        return edition is not None and edition == self._edition
+    def is_current(self, generation: Any) -> bool:
+        """Whether the resident samples are of this generation of the cache."""
+        return generation is not None and generation == self._generation
 
     @property
     def complete(self) -> bool:
         """Whether all samples that the loader can name are resident."""
-        return self._names is not None and self.count == len(self._names)
+        return self._ids is not None and self.count == len(self._ids)
 
     def rows(self, ids: Ids) -> Ids:
         """The samples' rows; -1 for those that are not resident."""
@@ -146,15 +148,15 @@ class GpuCache:
 
     # ---- filling -------------------------------------------------------------------------------------
 
-    def _fill(self, source: Selecting, names: Ids) -> bool:
-        example = source.gather(names[:1])
+    def _fill(self, source: SampleSelector, ids: Ids) -> bool:
+        example = source.gather(ids[:1])
         if example is None:
             return False
         columns = tensors_of(example)
         if others(example) or not columns or any(t.shape[:1] != (1,) for t in columns):
             return self._refuse("they are not made of tensors with a sample in each row")
         size = sum(tensor.nbytes for tensor in columns)
-        count = min(len(names), self._limit // max(size, 1))
+        count = min(len(ids), self._limit // max(size, 1))
         if count == 0:
             return self._refuse(
                 f"one takes {format_bytes(size)}, and resident={format_bytes(self._limit)}; raise it"
@@ -165,7 +167,7 @@ class GpuCache:
             return self._refuse(f"the device has no {format_bytes(count * size)} to give; lower resident=")
         step = max(1, _FILLED_AT_ONCE // max(size, 1))
         for start in range(0, count, step):
-            part = source.gather(names[start : min(start + step, count)])
+            part = source.gather(ids[start : min(start + step, count)])
             if part is None:
                 return False
             found = tensors_of(part)
@@ -175,9 +177,9 @@ class GpuCache:
                 return self._refuse("they differ in shape")
             for column, filled in zip(held, found, strict=True):
                 column[start : start + len(filled)].copy_(filled)
-        self._rows = np.full(int(names[-1]) + 1, -1, np.int64)
-        self._rows[names[:count]] = np.arange(count)
-        self._names, self.columns, self.count, self.example = names, held, count, example
+        self._rows = np.full(int(ids[-1]) + 1, -1, np.int64)
+        self._rows[ids[:count]] = np.arange(count)
+        self._ids, self.columns, self.count, self.example = ids, held, count, example
         return True
 
     def _refuse(self, why: str) -> bool:
@@ -218,10 +220,10 @@ class GpuCache:
         return tensor.to(self._device, non_blocking=True)
 
 
-class Serving:
+class ResidentBatches:
     """Iterator over a pass's batches, made on the device as far as their samples are resident."""
 
-    def __init__(self, residents: GpuCache, source: Selecting) -> None:
+    def __init__(self, residents: GpuCache, source: SampleSelector) -> None:
         self.residents = residents
         self._source = source
 
@@ -254,7 +256,7 @@ class Serving:
     def _next(self) -> Ids | None:
         """The next batch's samples; None if they cannot be named, or are other ones since the pass began."""
         ids = self._source.select()
-        return ids if self.residents.are_of(self._source.edition()) else None
+        return ids if self.residents.is_current(self._source.generation()) else None
 
     def upload(self, rows: Ids) -> torch.Tensor:
         """Row numbers on the device."""

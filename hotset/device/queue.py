@@ -27,14 +27,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from hotset._warnings import warn
-from hotset.device.gpu_cache import GpuCache, Serving, parse_resident
+from hotset.device.gpu_cache import GpuCache, ResidentBatches, parse_resident
 from hotset.device.prefetch_thread import PrefetchThread
 from hotset.device.stall_monitor import StallMonitor
 from hotset.device.transfer import Transfer, resolve_device, transfer_to
 from hotset.device.trees import others, tensors_of
 from hotset.errors import ArgumentError, StateError
 
-__all__ = ["DeviceQueue", "QueueStats"]
+__all__ = ["DeviceQueue", "QueuePass", "QueueStats"]
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ _TIMEOUT = 60.0
 _LAST_FETCHES = 5
 
 # Which queue reads a loader at present: two that take turns at one loader would each get a part of its data.
-_readers: weakref.WeakKeyDictionary[Any, weakref.ref[_Pass]] = weakref.WeakKeyDictionary()
+_readers: weakref.WeakKeyDictionary[Any, weakref.ref[QueuePass[Any]]] = weakref.WeakKeyDictionary()
 
 
 class QueueStats(NamedTuple):
@@ -114,16 +114,16 @@ class DeviceQueue(Generic[T]):
         if self.resident is not None and self.device.type != "cpu":
             self._residents = GpuCache(self.resident, self.device)
         self._lane: Transfer | None = None
-        self._pass: _Pass | None = None
+        self._pass: QueuePass[T] | None = None
         self._state: dict[str, Any] | None = None
         self._tally = _Tally(self.device)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> QueuePass[T]:
         self.end_pass()
         if self._lane is None:
             self._lane = transfer_to(self.device)
-        self._pass = _Pass(self, self._lane)
-        return self._pass
+        begun = self._pass = QueuePass(self, self._lane)
+        return begun
 
     def __len__(self) -> int:
         """Batches of a pass.
@@ -229,7 +229,7 @@ class _Drawn(NamedTuple):
     state: dict[str, Any] | None
 
 
-class _Pass:
+class QueuePass(Generic[T]):
     """One pass over a queue's loader. It begins with its first batch: who only looks whether a queue can be
     iterated over (Lightning does) begins nothing, and draws nothing.
 
@@ -238,7 +238,7 @@ class _Pass:
             own.
     """
 
-    def __init__(self, queue: DeviceQueue[Any], lane: Transfer) -> None:
+    def __init__(self, queue: DeviceQueue[T], lane: Transfer) -> None:
         self._queue = weakref.ref(queue)
         self._tally = queue._tally
         self._lane = lane
@@ -252,7 +252,7 @@ class _Pass:
         self._ahead = queue.depth if lane.ahead else 0
         self._stateful = hasattr(self._loader, "state_dict")
         self._source: Iterator[Any] | None = None
-        self._residents: Serving | None = None
+        self._residents: ResidentBatches | None = None
         self._watch: StallMonitor | None = None
 
     def _begin(self) -> Iterator[Any]:
@@ -286,10 +286,10 @@ class _Pass:
         """Whether it is under way."""
         return self._source is not None and not (self._closed or self._over)
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> QueuePass[T]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         if self._closed:
             raise ArgumentError(
                 "this pass was ended, as the queue was closed or iterated over anew; make a queue for each "
@@ -310,7 +310,7 @@ class _Pass:
                 raise error
             finally:
                 del error  # its traceback holds this frame, and workers end when the frame does
-        batch = self._lane.receive(sent)
+        batch: T = self._lane.receive(sent)
         self._tally.count(batch)
         return batch
 
@@ -347,7 +347,7 @@ class _Pass:
             self._watch.stop()
 
     @property
-    def serving(self) -> Serving | None:
+    def serving(self) -> ResidentBatches | None:
         """The resident samples; None if there are none, or if the pass was ended."""
         if not self._closed:
             self._begin()

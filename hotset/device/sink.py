@@ -22,7 +22,7 @@ import torch
 from hotset._warnings import warn
 from hotset.device.batch_cycle import BatchCycle, Drawn
 from hotset.device.cuda_graph import Step, graphs_on
-from hotset.device.gpu_cache import Serving
+from hotset.device.gpu_cache import ResidentBatches
 from hotset.device.queue import DeviceQueue
 from hotset.device.trees import call, difference, map_tensors, signature_of
 from hotset.errors import ArgumentError, StateError
@@ -209,7 +209,7 @@ class Sink:
             step.begin()
         return step
 
-    def _step_on(self, serving: Serving) -> Step:
+    def _step_on(self, serving: ResidentBatches) -> Step:
         first = serving.columns[0]
         if self._resident is None or self._resident[0]() is not first:
             made = Step(_from_rows(self._fn, serving), self._fn, self._graphs)
@@ -267,7 +267,7 @@ class Sink:
         self.close()
 
 
-def _from_rows(fn: Callable[..., Any], serving: Serving) -> Callable[[torch.Tensor], Any]:
+def _from_rows(fn: Callable[..., Any], serving: ResidentBatches) -> Callable[[torch.Tensor], Any]:
     residents = serving.residents
     return lambda rows: call(fn, residents.select(rows))
 

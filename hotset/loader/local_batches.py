@@ -144,10 +144,10 @@ class LocalBatches:
         self._run.count(samples)
         self._summary._count(samples, self._handed_over - start)
 
-    # ---- for who gathers elsewhere -------------------------------------------------------------------
+    # ---- hotset.device.gpu_cache.SampleSelector ------------------------------------------------------
 
-    def names(self) -> Ids | None:
-        """The store's numbers of all samples that may come, ascending; None if no batch is made of rows."""
+    def sample_ids(self) -> Ids | None:
+        """The ids of all samples that may come, ascending; None if batches cannot be made from ids."""
         single = self._route.single
         store = single._store if single is not None else None
         if self._gather is None or single is None or single._residents is not None or store is None:
@@ -158,14 +158,14 @@ class LocalBatches:
             return None  # how a batch looks depends on which samples are in it
         return np.unique(self._route.local(np.arange(self._route.length)))
 
-    def edition(self) -> Any:
-        """Another value after the cache was cleared; None while its content is not to be used."""
+    def generation(self) -> Any:
+        """A value that changes when the cache is cleared; None while its content must not be used."""
         single = self._route.single
         store = single._store if single is not None else None
         return (id(store), store.era()) if store is not None else None
 
     def select(self) -> Ids | None:
-        """The store's numbers of the next batch's samples, which count as handed over; None if it has none.
+        """The sample ids of the next batch, which counts as handed over; None if it has none.
 
         Raises:
             StopIteration: the pass is over.

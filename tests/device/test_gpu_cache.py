@@ -32,7 +32,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default
 import hotset
 from hotset.collate import pad
 from hotset.collate import ragged as collate_ragged
-from hotset.device.gpu_cache import GpuCache, parse_resident
+from hotset.device.gpu_cache import GpuCache, SampleSelector, parse_resident
 from hotset.device.transfer import HostTransfer
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError
 
@@ -81,6 +81,14 @@ def dtypes(index: int) -> dict[str, torch.Tensor]:
 
 
 MAKES = [image_and_label, numeric, named, ordered_mapping, transposed, small_float, dtypes]
+
+
+def test_a_loader_over_a_full_cache_selects_samples() -> None:
+    with full(image_and_label) as cached:
+        selector: Any = iter(hotset.DataLoader(cached, batch_size=4))
+        assert isinstance(selector, SampleSelector)
+        assert len(selector.sample_ids()) == N
+    assert not isinstance(iter(DataLoader(Samples(image_and_label, N), batch_size=4)), SampleSelector)
 
 
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
