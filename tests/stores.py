@@ -154,14 +154,17 @@ def in_child(body: Callable[[], object], within: float = 100.0) -> None:
 
 @contextlib.contextmanager
 def lingering(body: Callable[[], object]) -> Iterator[int]:
-    """A child that has run ``body`` and lives on until the block ends, or until it is killed inside it."""
+    """A child that has run ``body`` and lives on until the block ends, or until it is killed inside it.
+
+    What ``body`` returns lives as long.
+    """
     ready, tell = os.pipe()
 
     def run() -> None:
         os.close(ready)
-        body()
+        kept = body()
         os.write(tell, b"k")
-        while True:
+        while kept is not run:
             signal.pause()
 
     pid = child(run)

@@ -79,7 +79,7 @@ class CatalogHandle:
     @property
     def joined(self) -> bool:
         """Whether this process holds a share."""
-        return self._share.fd >= 0
+        return self._share.value >= 0
 
     def join(self, memory: int = -1) -> bool:
         """Take a share of this process's own; False if the cache is no longer listed, or never was.
@@ -108,33 +108,33 @@ class CatalogHandle:
         return CatalogHandle, (self.nonce, self.name)
 
 
-class _Share:
+class _Share(locks.Description):
     """A shared lock on a cache's file, held by the process that took it."""
 
     def __init__(self, file: str) -> None:
+        super().__init__()
         self.file = file
-        self.fd = -1
         self._folder = ""
         self._pid = 0
         self._told = False
-        _shares.add(self)
 
     def hold(self, fd: int, folder: int) -> None:
         """Own the descriptor ``fd``, which has the lock."""
-        self.fd = fd
+        self.value = fd
         self._folder = os.readlink(f"/proc/self/fd/{folder}")
         self._pid = os.getpid()
+        self._told = False
 
     def take(self) -> bool:
         try:
             with _folder() as folder:
                 # In here before it is locked, so that no interrupt leaves a lock to nobody.
                 self.hold(open_at(folder, self.file), folder)
-                if locks.try_lock(self.fd, _LIFE, shared=True) and is_named(self.fd, folder, self.file):
+                if locks.try_lock(self.value, _LIFE, shared=True) and is_named(self.value, folder, self.file):
                     return True
         except OSError:
             pass
-        self.drop()
+        self.close()
         return False
 
     def offer(self, memory: int) -> None:
@@ -142,26 +142,18 @@ class _Share:
         if not self._told:
             self._told = True
             with contextlib.suppress(OSError):
-                write_holder(self.fd, memory)
+                write_holder(self.value, memory)
 
     def drop_inherited(self) -> None:
         # Closing only: unlocking would drop the lock of the description, which is the parent's too.
         if self._pid != os.getpid():
-            self.drop()
-
-    def drop(self) -> None:
-        """Close what is open, if anything is."""
-        fd, self.fd = self.fd, -1
-        self._told = False
-        if fd >= 0:
-            os.close(fd)
+            self.close()
 
     def end(self) -> None:
         self.drop_inherited()
-        if self.fd < 0:
+        if self.value < 0:
             return
-        fd, self.fd = self.fd, -1
-        self._told = False
+        fd, self.value = self.value, -1
         try:
             locks.unlock(fd, _LIFE)
             with contextlib.suppress(OSError):
@@ -172,17 +164,6 @@ class _Share:
                     os.close(folder)
         finally:
             os.close(fd)
-
-
-_shares: weakref.WeakSet[_Share] = weakref.WeakSet()
-
-
-def _drop_inherited() -> None:
-    for share in list(_shares):
-        share.drop_inherited()
-
-
-os.register_at_fork(after_in_child=_drop_inherited)
 
 
 def register(

@@ -38,7 +38,6 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,22 +77,20 @@ class Quota:
 
     def __init__(self, folder: int, file: str) -> None:
         fd = open_at(folder, file)
-        self._pid = os.getpid()
-        self._locks = locks.Descriptions()
         self._holds = False
         self._used_row = -1
+        self._file_lock = locks.FileLock(lambda: fd, self._after_fork_in_child)
         self._parent: tuple[Quota, int] | None = None
         try:
             self.head: dict[str, Any] = _read_head(fd, file)
             words = np.frombuffer(mmap.mmap(fd, _SIZE), np.int64, _WORDS, _HEAD_BYTES)
-            # For locks, a description of its own: the mapping keeps the other open while it is there.
-            self._fd = locks.reopen(fd)
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
         self._words: npt.NDArray[np.int64] = words
         self._rows = words[_FIRST_ROW : _FIRST_ROW + _ROWS * _ROW_WORDS].reshape(_ROWS, _ROW_WORDS)
-        _ledgers.add(self)
-        self._closer = self._make_closer()
+        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer.atexit = False
 
     @staticmethod
     def create(folder: int, file: str, head: dict[str, Any], limit: int) -> None:
@@ -232,19 +229,19 @@ class Quota:
 
         Those that another process is just removing are among them: see :meth:`going`.
         """
-        fd = self._descriptor()
+        fd = self._locks().process().value
         rows = np.flatnonzero((self._rows[:, _MEMBER] != 0) & (self._rows[:, _PINNED] == 0)).tolist()
         free = [row for row in rows if row != self._used_row and not locks.is_shared(fd, _FIRST_USE + row)]
         return sorted(free, key=lambda row: int(self._rows[row, _USED]))
 
     def going(self) -> bool:
         """Whether another process is just removing a member, so that there will be room in a moment."""
-        fd = self._descriptor()
+        fd = self._locks().process().value
         return any(locks.is_locked(fd, _FIRST_USE + row) for row in self.unused())
 
     def note_if_used(self, row: int) -> bool:
         """Whether any process uses this row's member, which is noted: it may end without a word."""
-        used = row == self._used_row or locks.is_shared(self._descriptor(), _FIRST_USE + row)
+        used = row == self._used_row or locks.is_shared(self._locks().process().value, _FIRST_USE + row)
         if used:
             self._rows[row, _USED] = time.time_ns()
         return used
@@ -267,7 +264,7 @@ class Quota:
         It gets False if somebody does use it, or if it is pinned. Whoever begins to use it meanwhile finds it
         gone, so it has to go.
         """
-        return _Alone(self, self._locks.own(self._descriptor()), row)
+        return _Alone(self, self._locks().thread(), row)
 
     # ---- locks ---------------------------------------------------------------------------------------
 
@@ -278,7 +275,7 @@ class Quota:
             SessionError: this process has left the session.
             OSError: there is no descriptor left.
         """
-        return locks.Held(self._locks.own(self._descriptor()), _SHORT, patience=_LOCK_SECONDS)
+        return locks.Held(self._locks().thread(), _SHORT, patience=_LOCK_SECONDS)
 
     def use(self, row: int = -1) -> bool:
         """Be known as one that uses the session, and a member of it, until this object or the process ends.
@@ -289,7 +286,7 @@ class Quota:
         Returns:
             False if the member is just being removed.
         """
-        fd = self._descriptor()
+        fd = self._locks().process().value
         self._holds = locks.try_lock(fd, _LIFE, shared=True)
         if row >= 0 and locks.try_lock(fd, _FIRST_USE + row, shared=True):
             self._used_row = row
@@ -300,56 +297,43 @@ class Quota:
         """Use no member any more, and the session still."""
         row, self._used_row = self._used_row, -1
         if row >= 0:
-            locks.unlock(self._descriptor(), _FIRST_USE + row)
+            locks.unlock(self._locks().process().value, _FIRST_USE + row)
 
     def touch(self) -> None:
         """Note that it is used now, and its member that is."""
-        os.utime(self._descriptor())
+        os.utime(self._locks().process().value)
         if self._used_row >= 0:
             self._rows[self._used_row, _USED] = time.time_ns()
 
     @property
     def last_used(self) -> float:
         """When it was noted last that it is used, in seconds of Unix time."""
-        return os.fstat(self._descriptor()).st_mtime
+        return os.fstat(self._locks().process().value).st_mtime
 
     @property
     def in_use(self) -> bool:
         """Whether any process uses it."""
-        return self._holds or locks.is_locked(self._descriptor(), _LIFE)
+        return self._holds or locks.is_locked(self._locks().process().value, _LIFE)
 
     def close(self) -> None:
         """Use it no more."""
-        if self._used_row >= 0 and self._pid == os.getpid():
+        if self._used_row >= 0:
             self._rows[self._used_row, _USED] = time.time_ns()
         self._holds, self._used_row = False, -1
-        self._fd = -1
+        self._file_lock.close()
         self._closer()
-        self._locks.close()
         if self._parent is not None:
             self._parent[0].close()
 
-    def _descriptor(self) -> int:
-        """A descriptor of this process's own: a forked child shares its parent's locks with the other one."""
-        if self._fd < 0 or self._pid != os.getpid():
+    def _locks(self) -> locks.FileLock:
+        if not self._closer.alive:
             raise SessionError("this process has left the session.")
-        return self._fd
+        return self._file_lock
 
     def _after_fork_in_child(self) -> None:
-        if self._fd < 0:
-            return
-        inherited, self._fd, self._pid = self._fd, locks.reopen(self._fd), os.getpid()
-        self._closer.detach()
-        os.close(inherited)
-        self._closer = self._make_closer()
         if self._holds:
             row, self._used_row = self._used_row, -1
             self.use(row)
-
-    def _make_closer(self) -> weakref.finalize[..., Quota]:
-        closer = weakref.finalize(self, _close, self._fd, self._pid)
-        closer.atexit = False
-        return closer
 
 
 class _Alone(locks.Held):
@@ -363,26 +347,6 @@ class _Alone(locks.Held):
         with self._ledger.lock() as held:
             free = held and not self._ledger.is_pinned(self._row)
             return free and locks.try_lock(self.description.value, self.byte)
-
-
-_ledgers: weakref.WeakSet[Quota] = weakref.WeakSet()
-
-
-def _reopen_inherited() -> None:
-    for ledger in list(_ledgers):
-        with contextlib.suppress(OSError):
-            ledger._after_fork_in_child()
-
-
-os.register_at_fork(after_in_child=_reopen_inherited)
-
-
-def _close(
-    fd: int, pid: int, own_pid: Callable[[], int] = os.getpid, close: Callable[[int], None] = os.close
-) -> None:
-    # Bound above: it may run when this module's own names are gone already.
-    if pid == own_pid():
-        close(fd)
 
 
 def _read_head(fd: int, file: str) -> dict[str, Any]:

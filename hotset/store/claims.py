@@ -33,7 +33,6 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -76,12 +75,10 @@ class Participant:
         self.segment = segment
         # In a file that may be damaged, an inherited extent might be somebody's record.
         self.inherits = segment.trusted
-        self._fd = -1
-        self._locks = locks.Descriptions()
+        self._locks = locks.FileLock(lambda: segment.fd, self._after_fork_in_child)
         self._slot = -1
         self._thread_lock = threading.RLock()
         self._give_up_until = 0.0
-        _members.add(self)
 
     @property
     def slot(self) -> int:
@@ -100,7 +97,7 @@ class Participant:
 
     def _take_slot(self) -> int:
         try:
-            fd = self._descriptor()
+            fd = self._locks.process().value
         except OSError:  # no descriptor left, or detached: this process reads without claims
             return -1
         for slot in range(SLOTS):
@@ -114,11 +111,6 @@ class Participant:
                 return slot
         return -1
 
-    def _descriptor(self) -> int:
-        if self._fd < 0:
-            self._fd = locks.reopen(self.segment.fd)
-        return self._fd
-
     def short_lock(self) -> locks.Held | contextlib.nullcontext[bool]:
         """A block that holds the segment's short lock; it gets False if that is not had within two seconds.
 
@@ -126,7 +118,7 @@ class Participant:
         seconds and not two seconds a sample.
         """
         try:
-            return _ShortLock(self, self._locks.own(self.segment.fd))
+            return _ShortLock(self, self._locks.thread())
         except OSError:  # no descriptor left, or detached
             return contextlib.nullcontext(False)
 
@@ -143,7 +135,7 @@ class Participant:
         if not self.segment.bounded:
             return contextlib.nullcontext(True)
         try:
-            return locks.Held(self._locks.own(self.segment.fd), _READING, shared=True)
+            return locks.Held(self._locks.thread(), _READING, shared=True)
         except OSError:  # no descriptor left, or detached
             return contextlib.nullcontext(False)
 
@@ -154,7 +146,7 @@ class Participant:
 
     def is_alive(self, slot: int) -> bool:
         """Whether a process holds ``slot`` at this moment."""
-        return slot == self._slot or locks.is_locked(self._descriptor(), 1 + slot)
+        return slot == self._slot or locks.is_locked(self._locks.process().value, 1 + slot)
 
     def unread(self, timeout: float) -> bool:
         """Wait until nobody looks at records, in whatever process; False if somebody did for so long.
@@ -164,7 +156,7 @@ class Participant:
         if not self.segment.bounded:
             return True
         deadline = time.monotonic() + timeout
-        fd = self._descriptor()
+        fd = self._locks.process().value
         while locks.is_locked(fd, _READING):
             if time.monotonic() > deadline:
                 return False
@@ -173,13 +165,11 @@ class Participant:
 
     def leave(self) -> None:
         """Give slot and descriptor back; claims that are still open become void."""
-        fd, self._fd, self._slot = self._fd, -1, -1
-        if fd >= 0:
-            os.close(fd)
+        self._slot = -1
         self._locks.close()
 
     def _after_fork_in_child(self) -> None:
-        self.leave()
+        self._slot = -1
         self._thread_lock = threading.RLock()
 
 
@@ -197,17 +187,6 @@ class _ShortLock(locks.Held):
         if not held:
             member._give_up_until = time.monotonic() + _AFTER_TIMEOUT_SECONDS
         return held
-
-
-_members: weakref.WeakSet[Participant] = weakref.WeakSet()
-
-
-def _leave_inherited() -> None:
-    for member in list(_members):
-        member._after_fork_in_child()
-
-
-os.register_at_fork(after_in_child=_leave_inherited)
 
 
 def _no_slot() -> Words:

@@ -19,8 +19,8 @@ the parent dies, a forked child still has a copy      **stays locked** until tha
 ====================================================  =====================================================
 
 So every process opens a description of its own (:func:`reopen`), and a forked child closes the inherited
-descriptors: otherwise it keeps its dead parent "alive". Threads that exclude each other have one each
-(:class:`Descriptions`), so no ``threading.Lock`` stands beside a file's lock, for a fork to catch.
+descriptors: otherwise it keeps its dead parent "alive". Threads that exclude each other have one each, so no
+``threading.Lock`` stands beside a file's lock, for a fork to catch. :class:`FileLock` does all of this.
 
 **Interrupts.** A signal's handler, and with it ``KeyboardInterrupt``, runs in the main thread wherever a
 Python function begins, a loop goes round or a call returns. So a lock that is given back by a Python function
@@ -37,6 +37,7 @@ A byte need not exist in the file: locks may lie beyond its end.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -50,7 +51,7 @@ from collections.abc import Callable
 
 __all__ = [
     "Description",
-    "Descriptions",
+    "FileLock",
     "Held",
     "can_reopen",
     "is_locked",
@@ -242,22 +243,52 @@ class Held:
     __exit__ = property(operator.attrgetter("_unlock"))
 
 
-class Descriptions:
-    """The descriptions by which this process's threads lock one file's bytes: each thread has its own."""
+class FileLock:
+    """The locks of one object on the bytes of one file, by descriptions that it opens when they are needed.
 
-    def __init__(self) -> None:
-        self._own: dict[int, Description] = {}  # by thread; a thread's number is used again after its end
+    ==================  =================================  =====================================
+    a lock lasts for    it belongs to                      it ends with
+    ==================  =================================  =====================================
+    the object's life   :meth:`process`, :func:`try_lock`  :func:`unlock`, :meth:`close`, the process
+    a ``with`` block    :meth:`thread`, :class:`Held`      the block
+    ==================  =================================  =====================================
 
-    def own(self, fd: int) -> Description:
-        """This thread's description of the file behind ``fd``.
+    A forked child starts without any: its copies of the descriptors are closed, its parent keeps the locks,
+    and ``forked`` is called. In the child, that is the place to lock again and to renew a ``threading.Lock``.
+
+    Args:
+        file: returns a descriptor of the file. It must not hold a reference to the owner of this object.
+        forked: a method of the owner, which is referenced weakly; an OSError in it is ignored.
+    """
+
+    def __init__(self, file: Callable[[], int], forked: Callable[[], object] | None = None) -> None:
+        self._file = file
+        self._forked = weakref.WeakMethod(forked) if forked is not None else None
+        # By thread, whose number is used again after its end; 0 is no thread's, and stands for the process.
+        self._own: dict[int, Description] = {}
+        _file_locks.add(self)
+
+    def process(self) -> Description:
+        """Return the description of this process, by which no block locks anything.
 
         Raises:
             OSError: as :func:`reopen`.
         """
-        thread = threading.get_ident()
-        description = self._own.get(thread)
-        if description is None or description.value < 0:
-            description = self._own[thread] = Description(reopen(fd))
+        return self._description(0)
+
+    def thread(self) -> Description:
+        """Return the description of this thread, for :class:`Held`.
+
+        Raises:
+            OSError: as :func:`reopen`.
+        """
+        return self._description(threading.get_ident())
+
+    def _description(self, of: int) -> Description:
+        description = self._own.get(of)
+        if description is None:
+            # Two threads may come here for the process: one call of C code keeps the first one's.
+            description = self._own.setdefault(of, Description(reopen(self._file())))
         return description
 
     def close(self) -> None:
@@ -265,13 +296,26 @@ class Descriptions:
         while self._own:
             self._own.popitem()[1].close()
 
+    def after_fork(self) -> None:
+        """In a forked child, where all is closed: tell the owner. ``os.fork()`` calls this."""
+        forked = self._forked() if self._forked is not None else None
+        if forked is not None:
+            with contextlib.suppress(OSError):
+                forked()
+
 
 _descriptions: weakref.WeakSet[Description] = weakref.WeakSet()
+_file_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
-def _close_inherited() -> None:
+def _after_fork_in_child() -> None:
     for description in list(_descriptions):
         description.close()
+    file_locks = list(_file_locks)
+    for file_lock in file_locks:
+        file_lock.close()
+    for file_lock in file_locks:
+        file_lock.after_fork()
 
 
-os.register_at_fork(after_in_child=_close_inherited)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -311,8 +311,8 @@ def test_a_child_forked_behind_pythons_back_does_not_drop_the_parents_share(
     own = listed()
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    other = locks.reopen(own._share.fd)
-    keep = os.dup(own._share.fd)
+    other = locks.reopen(own._share.value)
+    keep = os.dup(own._share.value)
     own.close()
     assert locks.is_locked(other, 0)
     assert os.listdir(folder) == [f"{NONCE}.json"]

@@ -358,11 +358,7 @@ def test_a_store_goes_on_beside_a_stopped_holder_of_the_short_lock() -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_store_goes_on_beside_a_stopped_claimant_within_a_bound() -> None:
     with opened(sample, N) as store, attached(store) as other:
-
-        def claim() -> None:
-            assert take(Claims(Participant(store.segment)), ids(3, 4, 5)) == [3, 4, 5]
-
-        with lingering(claim) as pid:
+        with lingering(by_another(store.segment, ids(3, 4, 5))) as pid:
             stop(pid)
             for view in (store, other):
                 in_hand = view.fill(ids(range(10)), sample)

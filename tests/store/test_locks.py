@@ -243,7 +243,7 @@ class Interrupt(BaseException):
 def test_a_block_that_is_interrupted_at_any_instant_leaves_nothing_locked(shared: bool) -> None:
     """Looked at after each interrupt, while its exception, with all frames, is still there."""
     fd = os.memfd_create("test")
-    descriptions = locks.Descriptions()
+    file = locks.FileLock(lambda: fd)
     armed = False
 
     def interrupt(*_: object) -> None:
@@ -258,7 +258,7 @@ def test_a_block_that_is_interrupted_at_any_instant_leaves_nothing_locked(shared
                 armed = True
                 signal.setitimer(signal.ITIMER_REAL, 2e-4 + 1e-6 * (number % 83))
                 while True:
-                    with locks.Held(descriptions.own(fd), 5, shared=shared) as held:
+                    with locks.Held(file.thread(), 5, shared=shared) as held:
                         assert held
             except Interrupt:
                 armed = False
@@ -267,20 +267,20 @@ def test_a_block_that_is_interrupted_at_any_instant_leaves_nothing_locked(shared
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        descriptions.close()
+        file.close()
         os.close(fd)
     assert left == []
 
 
 def test_threads_exclude_each_other_and_a_forked_child_unlocks_nothing() -> None:
     fd = os.memfd_create("test")
-    descriptions = locks.Descriptions()
+    file = locks.FileLock(lambda: fd)
     inside = most = 0
 
     def work(number: int) -> None:
         nonlocal inside, most
         for _ in range(200):
-            with locks.Held(descriptions.own(fd), 5, patience=60) as held:
+            with locks.Held(file.thread(), 5, patience=60) as held:
                 assert held
                 inside += 1
                 most = max(most, inside)
@@ -288,7 +288,7 @@ def test_threads_exclude_each_other_and_a_forked_child_unlocks_nothing() -> None
 
     in_threads(4, work)
     assert most == 1
-    with locks.Held(descriptions.own(fd), 5):
+    with locks.Held(file.thread(), 5):
         pid = os.fork()
         if pid:
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -296,5 +296,5 @@ def test_threads_exclude_each_other_and_a_forked_child_unlocks_nothing() -> None
     if not pid:  # which has left the block
         os._exit(0 if locks.is_locked(fd, 5) else 1)
     assert not locks.is_locked(fd, 5)
-    descriptions.close()
+    file.close()
     os.close(fd)

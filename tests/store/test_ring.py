@@ -260,7 +260,13 @@ def test_a_claim_on_what_leaves_while_it_is_read_is_given_back() -> None:
 
 def test_a_claim_of_another_lap_keeps_the_slot_busy_until_its_claimant_is_gone() -> None:
     with opened(fixed) as ring:
-        with lingering(lambda: Claims(Participant(ring.segment), ring.index).take(ids(3), M)):
+
+        def claim() -> Claims:
+            claims = Claims(Participant(ring.segment), ring.index)
+            claims.take(ids(3), M)
+            return claims
+
+        with lingering(claim):
             move(ring, M)
             assert len(ring.filler.claims.take(ids(3 + M), M)) == 0
             assert ring.settled(ids(3, 3 + M)).tolist() == [False, False]
