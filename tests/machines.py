@@ -306,7 +306,7 @@ class _Trainer:
 
     def announce(self, batch: Sequence[int]) -> None:
         """Ask for a batch ahead of its use."""
-        self._cached._supply.ask_ahead(np.array(batch))
+        self._cached._access.ask_ahead(np.array(batch))
 
     def scribble(self, batches: Sequence[Sequence[int]]) -> list[int]:
         """As :meth:`walk`, and overwrite each sample before the next one is looked at."""
@@ -381,7 +381,7 @@ class _Trainer:
 
     def position(self) -> list[int]:
         """Where the window stands for this process."""
-        return list(self._cached._residents.position)
+        return list(self._cached._window.position)
 
     def _differing(self, batch: Sequence[int], got: list[Any]) -> list[int]:
         found = [difference(value, self._make(index)) for index, value in zip(batch, got, strict=True)]
@@ -395,7 +395,7 @@ class _Trainer:
 
     def forgive(self) -> None:
         """Leave nobody alone any more who has failed."""
-        for peer in self._cached._neighbours._company.peers.values():
+        for peer in self._cached._remote._company.peers.values():
             peer._rest = Backoff()
 
     def stats(self) -> Any:

@@ -400,7 +400,7 @@ class Stepper(Rank):
 
     def received(self) -> dict[str, int]:
         """How many samples have come from each other machine so far."""
-        return {name: peer.received for name, peer in self._cached[0]._neighbours.traffic().items()}
+        return {name: peer.received for name, peer in self._cached[0]._remote.traffic().items()}
 
     def directory(self, session: str) -> str:
         """The address of the machine that a session's directory is on: it is Ray that chooses one."""

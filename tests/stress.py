@@ -144,7 +144,7 @@ class Actor:
             got["rows"].zero_()  # a hit is the caller's own
 
     def fill(self) -> None:
-        in_hand = self.cached._supply.fill(np.array(self.some()))
+        in_hand = self.cached._access.fill(np.array(self.some()))
         self.check(list(in_hand), list(in_hand.values()))
 
     def gather(self) -> None:

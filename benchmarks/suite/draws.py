@@ -103,9 +103,9 @@ class _Rounds:
                 # With a key of its own: one dataset has one cache in a job.
                 dataset = Subset(self._pictures, range(count))
                 caches[name] = stack.enter_context(cache(dataset, key=name))
-            attachment = caches[WATCHED]._supply._attachment
+            attachment = caches[WATCHED]._access._attachment
             timed = attachment.watch = _Timed(attachment.watch)
-            caches[UNWATCHED]._supply._attachment.watch = _Unwatched()
+            caches[UNWATCHED]._access._attachment.watch = _Unwatched()
             for turn, start in enumerate(range(0, count, _BATCH)):
                 batch = list(range(start, min(start + _BATCH, count)))
                 for name in list(spent)[:: -1 if turn % 2 else 1]:

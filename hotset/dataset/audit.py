@@ -66,9 +66,9 @@ class Audit:
         self._process = 0
         self._seen = 0.0  # when time was last added to what is left
         self._left = 0.0
-        self._looks = 0
+        self._audits = 0
         self._generators: Generators | None = None
-        self.looked = 0.0
+        self.last_seconds = 0.0
 
     def due(self, hits: int, spent: Callable[[], float] = float) -> int | None:
         """Which of a batch's hits is to be looked at now, None for none.
@@ -86,8 +86,8 @@ class Audit:
         self._seen = now
         if not hits or self._left < self._cost:
             return None
-        self._looks += 1
-        return (self._looks * _GOLDEN + self._process) % (1 << 32) % hits
+        self._audits += 1
+        return (self._audits * _GOLDEN + self._process) % (1 << 32) % hits
 
     def _inherited(self, now: float, spent: float) -> float:
         """What the job has earned before this process began, as far as nobody has spent it."""
@@ -121,9 +121,9 @@ class Audit:
             return None
         finally:
             self._generators.put(states)
-            self.looked = time.monotonic() - begun
-            self._left -= self.looked
-            self._cost = max(self.looked, self._cost / 2)
+            self.last_seconds = time.monotonic() - begun
+            self._left -= self.last_seconds
+            self._cost = max(self.last_seconds, self._cost / 2)
 
     def _why(self, index: int) -> str:
         try:
@@ -180,11 +180,11 @@ def why_it_differs(source: Source, index: int) -> str:
         >>> why_it_differs(frozen, 0)
         '<lambda> gives another output each time'
     """
-    uncut = Pipeline.of(source.dataset, None)
-    _, recorders = recorded(uncut, index, [()] * len(uncut.sites))
-    for site, recorder in zip(uncut.sites, recorders, strict=True):
-        steps = leaves(list(site.chain.parts) if hasattr(site.chain, "parts") else site.chain)
-        found = _random_one(steps, recorder.came[0]) if len(recorder.came) == 1 else None
+    pipeline = Pipeline.of(source.dataset, None)
+    _, recorders = recorded(pipeline, index, [()] * len(pipeline.attributes))
+    for attribute, recorder in zip(pipeline.attributes, recorders, strict=True):
+        steps = leaves(list(attribute.chain.parts) if hasattr(attribute.chain, "parts") else attribute.chain)
+        found = _random_one(steps, recorder.inputs[0]) if len(recorder.inputs) == 1 else None
         if found is not None:
             return f"{found} gives another output each time"
     sample = source.dataset[index]
@@ -200,8 +200,8 @@ def why_it_differs(source: Source, index: int) -> str:
 def _random_one(steps: Sequence[Any], value: Any) -> str | None:
     """The first of these transforms that does not give the same twice."""
     for step in steps:
-        made = applied(step, copied(value))
-        if any(same(made, applied(step, copied(value))) for _ in range(_REPEATS)):
+        output = applied(step, copied(value))
+        if any(same(output, applied(step, copied(value))) for _ in range(_REPEATS)):
             return name_of(step)
-        value = made
+        value = output
     return None

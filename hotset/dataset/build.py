@@ -36,7 +36,7 @@ from hotset.dataset.cluster_setup import (
 )
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Pipeline
-from hotset.dataset.planner import CacheOptions, PlanResult, found_there, joined_plan, make_plan, own_memory
+from hotset.dataset.planner import CacheOptions, PlanResult, found_plan, joined_plan, make_plan, own_memory
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declared
@@ -192,7 +192,7 @@ def cache(
         "strict": strict,
         "cut": cut,
     }
-    return CachedDataset(dataset, Maker(_make, _meeting, asked))
+    return CachedDataset(dataset, Maker(_make, _lookup_key, asked))
 
 
 def _make(dataset: Any, asked: dict[str, Any]) -> Current:
@@ -221,9 +221,9 @@ def _make(dataset: Any, asked: dict[str, Any]) -> Current:
             return _current(uncut, identity, wanted._replace(session=None, joined=None))
 
 
-def _meeting(dataset: Any, asked: dict[str, Any]) -> str:
+def _lookup_key(dataset: Any, asked: dict[str, Any]) -> str:
     """What ranks find the cache of this by."""
-    return _identity(Pipeline.of(dataset, asked["transform"]), asked).meeting
+    return _identity(Pipeline.of(dataset, asked["transform"]), asked).lookup_key
 
 
 def _identity(uncut: Pipeline, asked: dict[str, Any]) -> Identity:
@@ -281,7 +281,7 @@ def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Curre
         try:
             if identity.unknowns:
                 raise NotShared(unshareable(identity.unknowns))
-            shared = share_in(found, identity.meeting, name, create=create, attach=attach)
+            shared = share_in(found, identity.lookup_key, name, create=create, attach=attach)
         except OSError as error:
             if error is theirs:
                 raise
@@ -292,13 +292,13 @@ def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Curre
                 f"{name} is cached for this process alone, and not for all ranks: "
                 f"{unshareable(identity.unknowns)}."
             )
-        shared = share(identity.meeting, name, create=create, attach=attach)
+        shared = share(identity.lookup_key, name, create=create, attach=attach)
     store, registration, is_found = shared.value, shared.registration, shared.joined
     if found is not None and is_found and isinstance(registration, SessionCacheHandle):
         _compare_with_source(made, shared)
     assert made is not None, "either made here or found"
     if is_found and found is not None and isinstance(registration, SessionCacheHandle):
-        made = found_there(made, found, registration.left())
+        made = found_plan(made, found, registration.left())
     if not is_found and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
         warn(
             f"{name} has a set_epoch, so its samples may change from epoch to epoch, and cached ones do not: "
@@ -319,7 +319,7 @@ def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Curre
     residents = _residents(made, wanted.window, store, boundary_of(neighbours))
     attachment = Attachment(store, registration, made.plan.name)
     supply = SampleAccess(made.source, made.plan, attachment, residents, neighbours)
-    return Current(made.source, made.plan, supply, residents, neighbours, identity.meeting)
+    return Current(made.source, made.plan, supply, residents, neighbours, identity.lookup_key)
 
 
 def _compare_with_source(made: PlanResult | None, shared: Shared[Store]) -> None:
@@ -406,7 +406,7 @@ def _create(made: PlanResult, wanted: CacheOptions, place: CacheLocation | None)
     plan, schema = made.plan, made.schema
     if schema is None:
         return None
-    about = {**plan.about(wanted.memory, made.cuts), **made.said}
+    about = {**plan.about(wanted.memory, made.cuts), **made.metadata}
     try:
         if plan.window is not None:
             where = place.path if place is not None else None

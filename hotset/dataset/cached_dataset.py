@@ -45,7 +45,7 @@ from hotset.dataset.pipeline import Source, chain_of
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
-from hotset.dataset.transform_attributes import SITES, Snapshot
+from hotset.dataset.transform_attributes import TRANSFORM_NAMES, Snapshot
 from hotset.errors import SegmentError
 from hotset.session.free_cache import DESTROYED
 from hotset.store.claims import Ids
@@ -74,18 +74,18 @@ class Current(NamedTuple):
 
     source: Source
     plan: Plan
-    supply: SampleAccess
-    residents: ActiveWindow | None
-    neighbours: RemoteCache | None
-    meeting: str
+    access: SampleAccess
+    window: ActiveWindow | None
+    remote: RemoteCache | None
+    lookup_key: str
 
     def close(self) -> None:
         """Detach from the cache."""
-        if self.residents is not None:
-            self.residents.close()
-        if self.neighbours is not None:
-            self.neighbours.close()
-        self.supply.close()
+        if self.window is not None:
+            self.window.close()
+        if self.remote is not None:
+            self.remote.close()
+        self.access.close()
 
 
 class Maker(NamedTuple):
@@ -98,8 +98,8 @@ class Maker(NamedTuple):
     """
 
     make: Callable[[Any, dict[str, Any]], Current]
-    meeting: Callable[[Any, dict[str, Any]], str]
-    asked: dict[str, Any]
+    lookup_key: Callable[[Any, dict[str, Any]], str]
+    arguments: dict[str, Any]
 
 
 class CachedDataset(Dataset[T], Generic[T]):
@@ -141,8 +141,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         self._maker = maker
         self._closed = False
         self._epoch = 0
-        self._snapshot = Snapshot(dataset, maker.asked["transform"])  # before a transform is run
-        self._current = maker.make(dataset, maker.asked)
+        self._snapshot = Snapshot(dataset, maker.arguments["transform"])  # before a transform is run
+        self._current = maker.make(dataset, maker.arguments)
 
     @property
     def dataset(self) -> Dataset[T]:
@@ -163,21 +163,21 @@ class CachedDataset(Dataset[T], Generic[T]):
         return self._current.source
 
     @property
-    def _supply(self) -> SampleAccess:
-        return self._current.supply
+    def _access(self) -> SampleAccess:
+        return self._current.access
 
     @property
-    def _residents(self) -> ActiveWindow | None:
-        return self._current.residents
+    def _window(self) -> ActiveWindow | None:
+        return self._current.window
 
     @property
-    def _neighbours(self) -> RemoteCache | None:
-        return self._current.neighbours
+    def _remote(self) -> RemoteCache | None:
+        return self._current.remote
 
     @property
     def _store(self) -> Store | None:
         """Where samples are kept; None if none are: see :attr:`SampleAccess.store`."""
-        return self._current.supply.store
+        return self._current.access.store
 
     # ---- samples -------------------------------------------------------------------------------------
 
@@ -185,12 +185,12 @@ class CachedDataset(Dataset[T], Generic[T]):
         return self._up_to_date().plan.used
 
     def __getitem__(self, index: Any) -> Any:
-        number = _number(index)
+        number = _integer(index)
         if number is None:
-            return self._answer(index)
+            return self._from_dataset(index)
         current = self._up_to_date()
         if not -current.plan.used <= number < current.plan.used:
-            if current.residents is not None:
+            if current.window is not None:
                 raise IndexError(
                     f"the window has {current.plan.used:,} resident samples, and no number {number}"
                 )
@@ -201,11 +201,11 @@ class CachedDataset(Dataset[T], Generic[T]):
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as DataLoader asks for them."""
         current = self._up_to_date()
-        numbers = [_number(index) for index in indices]
+        numbers = [_integer(index) for index in indices]
         if None in numbers:
             many = getattr(self._dataset, "__getitems__", None)
             if many is not None:
-                self._require_a_whole_answer("a batch of these indices")
+                self._require_dataset_can_answer("a batch of these indices")
                 return many(indices)  # type: ignore[no-any-return]
             return [self[index] for index in indices]
         ids = np.array(numbers, np.int64)
@@ -218,29 +218,29 @@ class CachedDataset(Dataset[T], Generic[T]):
     def _samples(current: Current, ids: Ids) -> list[Any]:
         """The samples of these numbers, which are in range."""
         ids[ids < 0] += current.plan.used
-        supply = current.supply
-        if current.residents is not None:
-            current.residents.count(len(ids), supply.ring, supply.tell)
-        return [current.source.finish(sample) for sample in supply.records(supply.numbers(ids))]
+        access = current.access
+        if current.window is not None:
+            current.window.count(len(ids), access.ring, access.tell)
+        return [current.source.finish(sample) for sample in access.records(access.numbers(ids))]
 
-    def _answer(self, index: Any) -> Any:
+    def _from_dataset(self, index: Any) -> Any:
         """What the dataset says to an index that is no integer."""
         self._up_to_date()
-        self._require_a_whole_answer(f"dataset[{index!r}]")
+        self._require_dataset_can_answer(f"dataset[{index!r}]")
         return self._dataset[index]
 
-    def _require_a_whole_answer(self, what: str) -> None:
+    def _require_dataset_can_answer(self, what: str) -> None:
         """Refuse what the dataset alone cannot answer.
 
         Raises:
             TypeError: there are transforms of samples, or a window, of which the dataset knows nothing.
         """
-        if self._current.residents is not None:
+        if self._current.window is not None:
             raise TypeError(
                 "a window's samples are numbered from 0 to its length, and the dataset's own are others, so "
                 f"{printable(what)} cannot be asked of it; index it by integers."
             )
-        if self._maker.asked["transform"] is not None:
+        if self._maker.arguments["transform"] is not None:
             raise TypeError(
                 f"transform= takes one sample, and {printable(what)} may be any number of them; index the "
                 "cached dataset by integers, or give the transform to the dataset itself."
@@ -254,18 +254,18 @@ class CachedDataset(Dataset[T], Generic[T]):
 
     @staticmethod
     def _stats_of(current: Current) -> Stats:
-        residents, ring = current.residents, current.supply.ring
-        replaced = residents.cursor(ring) if residents is not None else 0
-        store, used = current.supply.store, current.plan.used
+        window, ring = current.window, current.access.ring
+        replaced = window.cursor(ring) if window is not None else 0
+        store, used = current.access.store, current.plan.used
         if store is None:
-            return Stats(0, used, 0, 0, 0, current.supply.uncached, 0.0, replaced=replaced)
-        entries = residents.entries(None, ring) if residents is not None else None
-        peers = current.neighbours.traffic() if current.neighbours is not None else {}
+            return Stats(0, used, 0, 0, 0, current.access.uncached, 0.0, replaced=replaced)
+        entries = window.entries(None, ring) if window is not None else None
+        peers = current.remote.traffic() if current.remote is not None else {}
         return stats_of(store, used, entries, peers, replaced)
 
     def check(self) -> list[str]:
         """Verify every record; a sentence for each problem, an empty list if there is none."""
-        store = self._up_to_date().supply.store
+        store = self._up_to_date().access.store
         return store.check() if store is not None else []
 
     def clear(self) -> None:
@@ -275,15 +275,15 @@ class CachedDataset(Dataset[T], Generic[T]):
             SegmentError: another process went on writing samples for five seconds, or another machine of the
                 cluster has not said that it has forgotten its part.
         """
-        store = self._up_to_date().supply.any_store
+        store = self._up_to_date().access.any_store
         if store is not None and store.segment.live[Live.INVALIDATED] == DESTROYED:
             raise SegmentError(f"{self.plan.name} cannot be cleared: its session was destroyed.")
         if store is not None and not store.clear():
             raise SegmentError(
                 f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
             )
-        if store is not None and self._neighbours is not None:
-            self._neighbours.clear(store, self.plan.name)
+        if store is not None and self._remote is not None:
+            self._remote.clear(store, self.plan.name)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; the data set is told as well, if it has a ``set_epoch``.
@@ -297,9 +297,9 @@ class CachedDataset(Dataset[T], Generic[T]):
         """
         current = self._up_to_date()
         self._epoch = epoch
-        if current.residents is not None:
-            current.residents.announce(epoch, current.supply.ring, current.supply.tell)
-            current.supply.tell_of_machines()
+        if current.window is not None:
+            current.window.announce(epoch, current.access.ring, current.access.tell)
+            current.access.tell_of_machines()
         # Two, where the chain was cut: what is read is a copy then.
         for dataset in {id(known): known for known in (self._dataset, current.source.dataset)}.values():
             if hasattr(dataset, "set_epoch"):
@@ -338,19 +338,19 @@ class CachedDataset(Dataset[T], Generic[T]):
                 + (", or call set_epoch()." if name == "epoch" else ".")
             )
         setattr(self._dataset, name, value)
-        self._begin_anew(name)
+        self._rebuild(name)
 
     def _up_to_date(self) -> Current:
         """What belongs to the plan, after another one was made if transforms have changed."""
         if not self._snapshot.is_current():
-            self._begin_anew("transform", noticed=True)
+            self._rebuild("transform", noticed=True)
         return self._current
 
-    def _begin_anew(self, name: str, *, noticed: bool = False) -> None:
+    def _rebuild(self, name: str, *, noticed: bool = False) -> None:
         """Make another plan and cache, as this attribute was changed."""
         what = f"{type(self._dataset).__name__}.{name}"
-        self._snapshot = Snapshot(self._dataset, self._maker.asked["transform"])
-        old, asked = self._current, self._maker.asked
+        self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
+        old, arguments = self._current, self._maker.arguments
         if get_worker_info() is not None:
             # Noticed: it was set before the worker began, and the main process sees it by its next pass.
             here = f"{what} was set in a loader's worker, which reads its samples itself now."
@@ -359,48 +359,48 @@ class CachedDataset(Dataset[T], Generic[T]):
         if self._closed:
             self._read_uncached(None)
             return
-        if asked["key"] is not None:
+        if arguments["key"] is not None:
             self._read_uncached(
-                f'{what} was set, and key="{asked["key"]}" names what was cached before, so samples come '
+                f'{what} was set, and key="{arguments["key"]}" names what was cached before, so samples come '
                 "from the source; set it before hotset.cache is called, with another key."
             )
             return
         dropped = self._stats_of(old).cached
         try:
-            alike = self._maker.meeting(self._dataset, asked) == old.meeting
+            alike = self._maker.lookup_key(self._dataset, arguments) == old.lookup_key
             if not alike:  # its memory is the new one's
                 old.close()
-            current = self._maker.make(self._dataset, asked)
+            current = self._maker.make(self._dataset, arguments)
         except Exception as error:
             self._read_uncached(f"{what} was set, and samples come from the source: {error}")
             return
         old.close()
         note = f"made anew, as {what} was set"
         self._current = current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note)))
-        self._take_up(old)
-        if dropped and name not in SITES and not alike:
+        self._resume_window(old)
+        if dropped and name not in TRANSFORM_NAMES and not alike:
             warn(
                 f"{what} was set, and samples may depend on it, so what was cached ({dropped:,} samples) "
                 "is let go and they are cached anew; set what they do not depend on on `.dataset`."
             )
 
-    def _take_up(self, old: Current) -> None:
+    def _resume_window(self, old: Current) -> None:
         """Go on with the window where it stood."""
-        before, now = old.residents, self._current.residents
+        before, now = old.window, self._current.window
         if before is None or now is None or before.position.epoch < 0:
             return
         if before.sizes == now.sizes:
-            self._current.supply.go_to(before.position)
+            self._current.access.go_to(before.position)
 
     def _read_uncached(self, why: str | None) -> None:
         """Have samples come from the dataset as it is now; nothing is cached any more."""
         old = self._current
-        source = Source(self._dataset, (), (), chain_of(self._maker.asked["transform"]))
-        residents = old.residents.reading(source.read) if old.residents is not None else None
+        source = Source(self._dataset, (), (), chain_of(self._maker.arguments["transform"]))
+        window = old.window.reading(source.read) if old.window is not None else None
         rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])
         plan = replace(old.plan, rows=rows, sample_bytes=0, warnings=(why,) if why is not None else ())
-        supply = SampleAccess(source, plan, Attachment(None, None, plan.name), residents, None)
-        self._current = Current(source, plan, supply, residents, None, old.meeting)
+        access = SampleAccess(source, plan, Attachment(None, None, plan.name), window, None)
+        self._current = Current(source, plan, access, window, None, old.lookup_key)
         old.close()
         if why is not None:
             warn(why)
@@ -417,10 +417,10 @@ class CachedDataset(Dataset[T], Generic[T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # By identity, so it is taken anew of what was unpickled; it was current when this was pickled.
-        self._snapshot = Snapshot(self._dataset, self._maker.asked["transform"])
+        self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
 
 
-def _number(index: Any) -> int | None:
+def _integer(index: Any) -> int | None:
     """An index as an integer; None if it is something else, or an array of one dimension or more."""
     if type(index) is int:
         return index

@@ -80,10 +80,12 @@ def planned_by_all(
     from hotset.cluster.directory import Described
 
     def sharing(made: PlanResult) -> PlanResult:
-        said = {"meeting": identity.meeting, "maker": joined.machine}
-        return made._replace(said={**said, "shared": True} if made.plan.window is not None else said)
+        metadata = {"meeting": identity.lookup_key, "maker": joined.machine}
+        return made._replace(
+            metadata={**metadata, "shared": True} if made.plan.window is not None else metadata
+        )
 
-    with joined.planning(identity.meeting) as described:
+    with joined.planning(identity.lookup_key) as described:
         if described is not None:
             made = joined_plan(uncut, wanted, identity, described.about)
             made = sharing(made._replace(schema=Schema.from_json(described.schema)))
@@ -97,7 +99,7 @@ def planned_by_all(
             )
         store = create(made)
         if store is not None:
-            joined.publish(Described.of(identity.meeting, len(store), store.segment.metadata))
+            joined.publish(Described.of(identity.lookup_key, len(store), store.segment.metadata))
         return made, store
 
 
@@ -109,7 +111,7 @@ def neighbours_of(wanted: CacheOptions, identity: Identity, store: Store | None)
     from hotset.cluster.node import fingerprint_of
     from hotset.cluster.remote_cache import RemoteCache
 
-    joined.wait_for_all(identity.meeting)
+    joined.wait_for_all(identity.lookup_key)
     return RemoteCache(joined.number, fingerprint_of(store.segment.metadata), replicate=wanted.replicate)
 
 

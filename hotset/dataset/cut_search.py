@@ -1,12 +1,12 @@
-"""The choice: how far into its chains a data set is cached, found out on a few of its samples.
+"""The search for the cut: how far into its chains a dataset is cached, decided on a few of its samples.
 
-Each of a data set's own chains is judged by :func:`hotset.split` on what really arrives at it: samples are
-read with recorders in the chains' places. Where they are called otherwise than with values, or the data set
-goes on working on what they return, a chain stays whole, and is cached if all of it may be. A chain given as
-``transform=`` is judged on whole samples, if nothing before it is live.
+Each of a dataset's own chains is judged by :func:`hotset.split` on the values that it is really called with:
+samples are read with recorders in place of the chains. A chain stays whole, and is cached if all of it may
+be, where the dataset calls it with keywords, processes its results further, or accepts no recorder in its
+place. A chain given as ``transform=`` is judged on whole samples, if nothing before it is live.
 
-Within what may be cached, the cut is the last possible one, unless an earlier one is clearly cheaper under
-the memory there is (:mod:`hotset.policy.cut_point`), or the user has said ``cut=``.
+The cut is the last one that is allowed, unless an earlier one is clearly cheaper with the memory there is
+(:mod:`hotset.policy.cut_point`), or the user gave ``cut=``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hotset.dataset.pipeline import (
     Recorder,
     SamplePath,
     find_paths,
-    gives_its_own,
+    passes_shared_objects,
     recorded,
 )
 from hotset.dataset.transform_attributes import with_transforms
@@ -46,20 +46,20 @@ __all__ = ["CutChoice", "Row", "choose"]
 _SAMPLES = 4
 _READ_SECONDS = 0.25
 _LIVE_SECONDS = 0.5
-# Of the chains that a data set holds, the one whose transforms are counted by `cut=`.
+# Of a dataset's own chains, the one whose transforms `cut=` counts.
 _MAIN = ("transform", "transforms")
 
 
 class Row(NamedTuple):
-    """A line of the plan: a transform, or the data set itself.
+    """A line of the plan: a transform, or the dataset itself.
 
     Attributes:
-        name: of the transform.
-        kind: ``"deterministic"``, ``"random"``, ``"unknown"``; ``"source"`` for the data set.
+        name: the transform's name.
+        kind: ``"deterministic"``, ``"random"``, ``"unknown"``; ``"source"`` for the dataset.
         evidence: how that is known.
-        seconds: that it takes for a sample; None if it was not run.
-        bytes: of a sample after it; None if it was not run.
-        cached: whether it runs once a sample, before the cut.
+        seconds: what it takes for one sample; None if it was not run.
+        bytes: the size of a sample after it; None if it was not run.
+        cached: whether it runs once per sample, before the cut.
     """
 
     name: str
@@ -76,9 +76,9 @@ class CutChoice:
 
     Attributes:
         cuts: for :meth:`Pipeline.cut`.
-        rows: for the plan: the data set, then its transforms in the order in which they are applied.
+        rows: for the plan: the dataset, then its transforms in the order in which they are applied.
         notes: sentences about how this was decided.
-        probed: whether something is cached of which nothing is known but that it behaved in its trial.
+        probed: whether a transform is cached for which a trial is the only evidence.
     """
 
     cuts: Cuts
@@ -87,52 +87,52 @@ class CutChoice:
     probed: bool
 
 
-def choose(uncut: Pipeline, limit: float, strict: bool, wanted: int | None) -> CutChoice:
+def choose(pipeline: Pipeline, limit: float, strict: bool, user_cut: int | None) -> CutChoice:
     """Find where to cut.
 
     Args:
-        uncut: the data set and its chains.
-        limit: bytes that the cache may take.
-        strict: leave live what is only known by its trial.
-        wanted: the user's ``cut=``: how many transforms, the data set's own first, are to be cached.
+        pipeline: the dataset and its chains.
+        limit: the bytes that the cache may take.
+        strict: leave live what only a trial shows to be deterministic.
+        user_cut: the user's ``cut=``: how many transforms, the dataset's own first, are to be cached.
 
     Raises:
-        NotCacheable: a random transform can neither be cut off nor cached, or ``wanted`` goes beyond one.
-        ArgumentError: ``wanted`` is no number of transforms.
-        Exception: what the data set or a transform raises on all samples.
+        NotCacheable: a random transform can neither be cut off nor cached, or ``user_cut`` includes one.
+        ArgumentError: ``user_cut`` is not between 0 and the number of transforms.
+        Exception: what the dataset or a transform raises on all samples.
     """
-    # The source may draw, if that is declared; who builds a cache draws what he would have drawn without.
-    generators = Generators([uncut.dataset, uncut.given])
+    # A source that is declared may draw. The program must go on with the draws it had without a cache.
+    generators = Generators([pipeline.dataset, pipeline.given])
     try:
-        found = _Finder(uncut, strict)
-        for number in range(len(uncut.sites)):
+        found = _CutSearch(pipeline, strict)
+        for number in range(len(pipeline.attributes)):
             found.judge_own(number)
         found.judge_given()
-        return found.choose(limit, wanted)
+        return found.choose(limit, user_cut)
     finally:
         generators.restore()
 
 
-class _Named:
-    """A chain that is called with keywords, as one that takes a dict of them."""
+class _KeywordCalls:
+    """Calls a chain with the items of a dict as keywords."""
 
     def __init__(self, chain: Any) -> None:
         self._chain = chain
 
-    def __call__(self, named: dict[str, Any]) -> Any:
-        return self._chain(**named)
+    def __call__(self, keywords: dict[str, Any]) -> Any:
+        return self._chain(**keywords)
 
 
-class _Looked(NamedTuple):
+class _ChainFindings(NamedTuple):
     """What is known of one chain.
 
     Attributes:
-        chain: it.
-        split: how it was judged; None if nothing is known to arrive at it, or something before it is live.
-        values: what arrived at it.
-        around: bytes of the sample without that.
+        chain: the chain.
+        split: how it was judged; None if it was not called, or a transform before it is live.
+        values: what it was called with.
+        around: bytes of the sample without these values.
         whole: whether it cannot be cut.
-        in_place: whether what may be cached of it changes what it is given.
+        in_place: whether its cacheable part changes its input.
     """
 
     chain: Any
@@ -151,34 +151,40 @@ class _Looked(NamedTuple):
 
     @property
     def verdicts(self) -> Sequence[Verdict]:
-        """What is known of its transforms, with a trial or without."""
+        """The verdicts on its transforms, from a trial or without one."""
         if self.split is not None:
             return self.split.verdicts
         return [verdict_of(step) for step in leaves(self.chain)]
 
 
-class _Finder:
-    """Gathers what is known about each chain, then chooses."""
+class _CutSearch:
+    """Collects findings about each chain, then chooses the cut."""
 
-    def __init__(self, uncut: Pipeline, strict: bool) -> None:
-        self._uncut = uncut
+    def __init__(self, pipeline: Pipeline, strict: bool) -> None:
+        self._pipeline = pipeline
         self._strict = strict
         self.notes: list[str] = []
-        self._own: list[_Looked] = []
-        self._given = _Looked(uncut.given)
+        self._own: list[_ChainFindings] = []
+        self._given = _ChainFindings(pipeline.given)
         self._read_seconds = 0.0
         self._times: list[float] = []
         self._sample: Any = None
         self._indices: list[int] = []
-        if uncut.sites or uncut.given:
+        # What the dataset raises when a recorder is in place of its chain; None if it accepts one.
+        self._refusal: Exception | None = None
+        if pipeline.attributes or pipeline.given:
             self._read()
 
     def _read(self) -> None:
-        """Read a few samples with recorders in place of the data set's own chains."""
-        length = len(self._uncut.dataset)
+        """Read a few samples with recorders in place of the dataset's own chains.
+
+        If that fails for all, one is read without recorders: some datasets check the type of their chain.
+        """
+        length = len(self._pipeline.dataset)
         spread = sorted({place * (length - 1) // (_SAMPLES - 1) for place in range(_SAMPLES)})
         self._reads: list[tuple[Any, list[Any]]] = []
         error: Exception | None = None
+        failed: list[int] = []
         begin = time.perf_counter()
         for index in sorted(spread, key=lambda place: min(place, length - 1 - place)):
             if self._reads and time.perf_counter() - begin > _READ_SECONDS:
@@ -188,11 +194,12 @@ class _Finder:
                 self._indices.append(index)
             except Exception as raised:  # a sample that cannot be read may never be asked for
                 error = error or raised
+                failed.append(index)
         if not self._reads:
             assert error is not None
-            raise error
+            self._read_without_recorders(failed, error)
         self._sample = self._reads[0][0]
-        for index in self._indices * 3:  # for the time only
+        for index in self._indices * 3 if self._refusal is None else ():  # to measure the time
             if time.perf_counter() - begin > _READ_SECONDS:
                 break
             with contextlib.suppress(Exception):
@@ -201,63 +208,100 @@ class _Finder:
 
     def _read_one(self, index: int) -> tuple[Any, list[Recorder]]:
         begun = time.perf_counter()
-        sample, recorders = recorded(self._uncut, index, [()] * len(self._uncut.sites))
-        spent = sum(recorder.spent for recorder in recorders)
+        sample, recorders = recorded(self._pipeline, index, [()] * len(self._pipeline.attributes))
+        spent = sum(recorder.seconds for recorder in recorders)
         self._times.append(time.perf_counter() - begun - spent)
         return sample, recorders
 
+    def _read_without_recorders(self, indices: Sequence[int], error: Exception) -> None:
+        """Read the first of these samples that the dataset can read with its own chains.
+
+        Raises:
+            Exception: ``error``, if it can read none of them.
+        """
+        for index in indices if self._pipeline.attributes else ():
+            begun = time.perf_counter()
+            with contextlib.suppress(Exception):
+                self._reads.append((self._pipeline.dataset[index], []))
+                self._times.append(time.perf_counter() - begun)
+                self._indices.append(index)
+                self._refusal = error
+                return
+        raise error
+
     @property
-    def _kind(self) -> str:
-        return type(self._uncut.dataset).__name__
+    def _class_name(self) -> str:
+        return type(self._pipeline.dataset).__name__
 
     # ---- judging -------------------------------------------------------------------------------------
 
     def judge_own(self, number: int) -> None:
-        """Judge one of the data set's own chains, and look whether it can be cut."""
-        site = self._uncut.sites[number]
+        """Judge one of the dataset's own chains, and find out whether it can be cut."""
+        attribute = self._pipeline.attributes[number]
+        if self._refusal is not None:
+            why = f"{self._class_name} accepts nothing in place of its {attribute.name} ({self._refusal})"
+            self._own.append(self._keep_whole(_ChainFindings(attribute.chain), number, why, (), ()))
+            return
         recorders = [recorders[number] for _, recorders in self._reads]
-        values = [recorder.came[0] for recorder in recorders if len(recorder.came) == 1]
-        if any(recorder.otherwise for recorder in recorders):
-            why = f"{self._kind} calls its {site.name} with keywords"
-            named = [each for recorder in recorders for each in recorder.named]
-            self._own.append(self._whole(_Looked(site.chain), number, why, [_Named(site.chain)], named))
+        values = [recorder.inputs[0] for recorder in recorders if len(recorder.inputs) == 1]
+        if any(recorder.irregular for recorder in recorders):
+            why = f"{self._class_name} calls its {attribute.name} with keywords"
+            calls = [each for recorder in recorders for each in recorder.keyword_calls]
+            self._own.append(
+                self._keep_whole(
+                    _ChainFindings(attribute.chain), number, why, [_KeywordCalls(attribute.chain)], calls
+                )
+            )
             return
         if len(values) < len(recorders):
-            why = f"{self._kind} does not call its {site.name} once for each sample"
-            several = [value for recorder in recorders for value in recorder.came]
-            self._own.append(self._whole(_Looked(site.chain), number, why, leaves(site.chain), several))
+            why = f"{self._class_name} does not call its {attribute.name} once for each sample"
+            several = [value for recorder in recorders for value in recorder.inputs]
+            self._own.append(
+                self._keep_whole(
+                    _ChainFindings(attribute.chain), number, why, leaves(attribute.chain), several
+                )
+            )
             return
-        # Tried also where it cannot be cut: what turns out to be random then must not be cached as a whole.
-        looked = _Looked(site.chain, self._split(site.chain, values), values)
+        # A chain that cannot be cut is tried as well: if it is random, it must not be cached as a whole.
+        findings = _ChainFindings(attribute.chain, self._split(attribute.chain, values), values)
         if isinstance(self._sample, Exception) or find_paths(self._sample, recorders[0]) is None:
-            why = f"{self._kind} goes on working on what its {site.name} returns, or gives it several values"
-            self._own.append(self._whole(looked, number, why, leaves(site.chain), values))
+            why = (
+                f"{self._class_name} processes the results of its {attribute.name} further, or gives it "
+                "several values"
+            )
+            self._own.append(self._keep_whole(findings, number, why, leaves(attribute.chain), values))
         else:
             around = _size_of(self._sample) - _size_of(values[0])
-            steps = leaves(site.chain)[: looked.cacheable]
+            steps = leaves(attribute.chain)[: findings.cacheable]
             in_place = any(alters(steps, value) for value in values)
-            self._own.append(looked._replace(around=around, in_place=in_place))
+            self._own.append(findings._replace(around=around, in_place=in_place))
 
     def judge_given(self) -> None:
         """Split the chain given as ``transform=``, if everything before it may be cached."""
-        if not self._uncut.given:
+        if not self._pipeline.given:
             return
         if any(own.cacheable < len(leaves(own.chain)) for own in self._own):
             return
         samples = self._samples()
-        self._given = _Looked(self._uncut.given, self._split(self._uncut.given, samples), samples)
+        self._given = _ChainFindings(
+            self._pipeline.given, self._split(self._pipeline.given, samples), samples
+        )
 
     def _samples(self) -> list[Any]:
-        """The samples as the data set gives them with its own chains, those that it can give.
+        """The samples as the dataset returns them with its own chains, without those that it cannot read.
 
         Raises:
-            Exception: what the data set raises, if it can give none.
+            Exception: what the dataset raises, if it can read none.
         """
         samples: list[Any] = []
         error: Exception | None = None
-        chains = zip(self._uncut.sites, self._own, strict=True)
-        copying = {site.name: Chain(leaves(site.chain), copies=True) for site, own in chains if own.in_place}
-        dataset = with_transforms(self._uncut.dataset, copying)
+        chains = zip(self._pipeline.attributes, self._own, strict=True)
+        copying = {
+            attribute.name: Chain(leaves(attribute.chain), copies=True)
+            for attribute, own in chains
+            if own.in_place
+        }
+        dataset = with_transforms(self._pipeline.dataset, copying)
         for index in self._indices:
             try:
                 samples.append(dataset[index])
@@ -268,45 +312,47 @@ class _Finder:
             raise error
         return samples
 
-    def _whole(
-        self, looked: _Looked, number: int, why: str, steps: Sequence[Any], values: Sequence[Any]
-    ) -> _Looked:
-        """A chain that cannot be cut: to be cached as a whole or not at all.
+    def _keep_whole(
+        self, findings: _ChainFindings, number: int, why: str, steps: Sequence[Any], values: Sequence[Any]
+    ) -> _ChainFindings:
+        """Keep a chain whole that cannot be cut: it is cached as a whole or not at all.
 
-        Such a chain gets no copies: a data set that ignores what it returns means it to work in place.
+        Such a chain gets no copies: a dataset that ignores its result expects it to work in place.
 
         Args:
-            looked: what is known of it.
-            number: of its site.
-            why: it cannot be cut.
-            steps: its transforms, as they take what arrives at them.
-            values: what arrived at them.
+            findings: what is known of it.
+            number: its place among the dataset's own chains.
+            why: a phrase: why it cannot be cut.
+            steps: its transforms, as they take ``values``.
+            values: what they were called with.
 
         Raises:
-            NotCacheable: it has a transform that is known to be random, or changes what the data set holds.
+            NotCacheable: it has a transform that is known to be random, or changes what the dataset holds.
         """
-        for verdict in looked.verdicts:
-            if verdict.kind == "random" and declared(self._uncut.dataset) != "deterministic":
+        for verdict in findings.verdicts:
+            if verdict.kind == "random" and declared(self._pipeline.dataset) != "deterministic":
                 raise NotCacheable(
-                    f"{verdict.name} is random ({verdict.evidence}), and {why}, so that it cannot be cut off "
-                    "and would be frozen; give the chain as transform=[...] to hotset.cache instead."
+                    f"{verdict.name} is random ({verdict.evidence}), and {why}, so the chain cannot be cut "
+                    "before it, and one draw would be cached; give the chain as transform=[...] to "
+                    "hotset.cache instead."
                 )
         if any(alters(steps, value) for value in values) and any(
-            gives_its_own(self._uncut, index)[number] for index in self._indices
+            passes_shared_objects(self._pipeline, index)[number] for index in self._indices
         ):
+            name = self._pipeline.attributes[number].name
             raise NotCacheable(
-                f"{self._uncut.sites[number].name} of {self._kind} changes in place what the data set holds, "
-                f"which is another each time it is read then, and {why}, so that it cannot be given copies; "
+                f"{name} of {self._class_name} changes in place what the "
+                f"dataset holds, so samples change with each reading, and {why}, so it cannot get copies; "
                 "give the chain as transform=[...] to hotset.cache instead, or have it work on a copy."
             )
-        self.notes.append(f"{why}, so the chain cannot be cut; give it as transform= to have it cut")
-        return looked._replace(whole=True, in_place=False)
+        self.notes.append(f"{why}, so the chain cannot be cut; to have it cut, give it as transform=")
+        return findings._replace(whole=True, in_place=False)
 
     def _split(self, chain: Any, values: list[Any]) -> Split:
         try:
             return split(chain, values, self._strict)
         except Exception as error:
-            # One sample may be bad, and may never be asked for.
+            # One sample may be unreadable, and may never be asked for.
             for value in values:
                 try:
                     return split(chain, [value], self._strict)
@@ -316,60 +362,62 @@ class _Finder:
 
     # ---- choosing ------------------------------------------------------------------------------------
 
-    def choose(self, limit: float, wanted: int | None) -> CutChoice:
-        """Decide, and look whether the results of what is cut turn up in the sample."""
+    def choose(self, limit: float, user_cut: int | None) -> CutChoice:
+        """Decide, and look for the results of the chains that are cut in the sample."""
         counts = [own.cacheable for own in self._own]
         given = self._given.cacheable
-        main = next((n for n, site in enumerate(self._uncut.sites) if site.name in _MAIN), None)
+        main = next(
+            (n for n, attribute in enumerate(self._pipeline.attributes) if attribute.name in _MAIN), None
+        )
         cuttable = main is not None and not self._own[main].whole
         first = counts[main] if main is not None else 0
-        if wanted is not None:
-            counts, given = self._as_wanted(wanted, counts, main)
+        if user_cut is not None:
+            counts, given = self._apply_user_cut(user_cut, counts, main)
         elif first + given:
             best = self._cheapest(self._own[main] if main is not None and cuttable else None, given, limit)
             if main is not None and cuttable and best < first:
                 counts[main], given = best, 0
             else:
                 given = best - (first if cuttable else 0)
-        asked = (*counts, given)
-        places, given = self._places(counts, given)
-        if wanted is not None and (*counts, given) != asked:
+        intended = (*counts, given)
+        paths, given = self._result_paths(counts, given)
+        if user_cut is not None and (*counts, given) != intended:
             raise ArgumentError(
-                f"cut={wanted} cannot be, as {self._kind}'s own chain stays whole, or has a live part before "
-                "it; leave out cut=, or give the chain as transform=."
+                f"cut={user_cut} is not possible: {self._class_name}'s own chain cannot be cut there, or a "
+                "live part comes before; leave out cut=, or give the chain as transform=."
             )
         in_place = tuple(own.in_place for own in self._own)
-        cuts = Cuts(tuple(counts), places, given, in_place)
+        cuts = Cuts(tuple(counts), paths, given, in_place)
         rows = self._rows(cuts)
         probed = any(row.cached and row.kind == "unknown" for row in rows)
         return CutChoice(cuts, rows, tuple(self.notes), probed)
 
-    def _as_wanted(self, wanted: int, counts: list[int], main: int | None) -> tuple[list[int], int]:
-        """The user's cut.
+    def _apply_user_cut(self, user_cut: int, counts: list[int], main: int | None) -> tuple[list[int], int]:
+        """Take the user's cut.
 
         Raises:
             ArgumentError, NotCacheable: see :func:`choose`.
         """
         own = leaves(self._own[main].chain) if main is not None else []
-        steps = [*own, *leaves(self._uncut.given)]
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= len(steps):
+        steps = [*own, *leaves(self._pipeline.given)]
+        if isinstance(user_cut, bool) or not isinstance(user_cut, int) or not 0 <= user_cut <= len(steps):
             raise ArgumentError(
-                f"cut={wanted!r} is no number of transforms: there are {len(steps)} "
-                f"({', '.join(map(name_of, steps)) or 'none'}); give 0 to {len(steps)}."
+                f"cut= must be an int between 0 and {len(steps)}, the number of transforms "
+                f"({', '.join(map(name_of, steps)) or 'there are none'}), got {user_cut!r}."
             )
         verdicts = [*(self._own[main].verdicts if main is not None else []), *self._given.verdicts]
-        for verdict in verdicts[:wanted]:
+        for verdict in verdicts[:user_cut]:
             if verdict.kind == "random":
                 raise NotCacheable(
-                    f"cut={wanted} would cache {verdict.name}, which is random ({verdict.evidence}); cut "
-                    "before it, or, if it gives the same each time, declare it: hotset.deterministic(...)."
+                    f"cut={user_cut} would cache {verdict.name}, which is random ({verdict.evidence}); cut "
+                    "before it, or if it returns the same each time, declare it: hotset.deterministic(...)."
                 )
-        self.notes.append(f"cut after {wanted} of {len(steps)} transforms, as cut={wanted} says")
+        self.notes.append(f"cut after {user_cut} of {len(steps)} transforms, as cut={user_cut} says")
         if main is not None:
-            counts[main] = min(wanted, len(own))
-        return counts, max(wanted - len(own), 0)
+            counts[main] = min(user_cut, len(own))
+        return counts, max(user_cut - len(own), 0)
 
-    def _cheapest(self, own: _Looked | None, given: int, limit: float) -> int:
+    def _cheapest(self, own: _ChainFindings | None, given: int, limit: float) -> int:
         """How many transforms, the main chain's and then those of ``transform=``, to cache."""
         seconds: list[float] = []
         sizes: list[float] = [_size_of(self._sample)]
@@ -377,84 +425,85 @@ class _Finder:
         if own is not None and own.split is not None:
             split = own.split
             seconds += split.seconds
-            sizes += [own.around + _size_of(made[0]) for made in split.outputs]
+            sizes += [own.around + _size_of(output[0]) for output in split.outputs]
             names += [verdict.name for verdict in split.verdicts[: split.count]]
         if given and self._given.split is not None:
             split = self._given.split
             sizes[-1] = _size_of(self._given.values[0])
             seconds += split.seconds
-            sizes += [_size_of(made[0]) for made in split.outputs]
+            sizes += [_size_of(output[0]) for output in split.outputs]
             names += [verdict.name for verdict in split.verdicts[: split.count]]
-        samples = len(self._uncut.dataset)
+        samples = len(self._pipeline.dataset)
         best = cheapest_cut(self._read_seconds, seconds, sizes, samples, limit)
         if best < len(seconds):
             fit, later = (min(1.0, limit / (samples * sizes[cut])) for cut in (best, -1))
             self.notes.append(
                 f"cut before {names[best]}, although it may be cached: a sample takes "
-                f"{format_bytes(sizes[best])} there and {format_bytes(sizes[-1])} at the end, so that "
-                f"{fit:.0%} of them fit and not {later:.0%}"
+                f"{format_bytes(sizes[best])} there and {format_bytes(sizes[-1])} at the end, so {fit:.0%} "
+                f"of the samples fit instead of {later:.0%}"
             )
         return best
 
-    def _places(self, counts: list[int], given: int) -> tuple[tuple[tuple[SamplePath, ...], ...], int]:
-        """Where the results of the chains that are cut turn up; a chain whose do not stays whole."""
+    def _result_paths(self, counts: list[int], given: int) -> tuple[tuple[tuple[SamplePath, ...], ...], int]:
+        """Where the results of the cut chains are in the sample; a chain without such paths stays whole."""
         prefixes = [
             () if own.whole else tuple(leaves(own.chain)[:count])
             for own, count in zip(self._own, counts, strict=True)
         ]
-        places: list[tuple[SamplePath, ...]] = [()] * len(counts)
+        paths: list[tuple[SamplePath, ...]] = [()] * len(counts)
         cut = [n for n, own in enumerate(self._own) if counts[n] < len(leaves(own.chain))]
         if cut:
-            sample, recorders = recorded(self._uncut, self._indices[0], prefixes)
+            sample, recorders = recorded(self._pipeline, self._indices[0], prefixes)
             for n in cut:
                 found = None if isinstance(sample, Exception) else find_paths(sample, recorders[n])
-                # Live parts run in the order of the sites; where the data set has another, so have its draws.
-                late = any(recorders[n].begun < recorders[m].begun for m in cut if m < n)
+                # Live parts run in the order of `attributes`. In another order they would draw other numbers.
+                late = any(recorders[n].last_called < recorders[m].last_called for m in cut if m < n)
                 as_many = found is not None and self._gives_as_many(n, counts[n], recorders[n], len(found))
                 if found is None or late or not as_many:
-                    why = f"{self._kind} goes on working on what its {self._uncut.sites[n].name} returns"
+                    name = self._pipeline.attributes[n].name
+                    why = f"{self._class_name} processes the results of its {name} further"
                     steps = leaves(self._own[n].chain)
-                    self._own[n] = self._whole(self._own[n], n, why, steps, self._own[n].values)
+                    self._own[n] = self._keep_whole(self._own[n], n, why, steps, self._own[n].values)
                     counts[n] = self._own[n].cacheable
                 else:
-                    places[n] = found
+                    paths[n] = found
                     given = 0
-        return tuple(places), given
+        return tuple(paths), given
 
-    def _gives_as_many(self, number: int, count: int, recorder: Recorder, places: int) -> bool:
-        """Whether the live part of a chain that takes several values gives as many back."""
-        if places == 1:
+    def _gives_as_many(self, number: int, count: int, recorder: Recorder, paths: int) -> bool:
+        """Whether the live part of a chain that takes several values returns as many."""
+        if paths == 1:
             return True
-        values: Any = Values(recorder.went[0])
+        values: Any = Values(recorder.outputs[0])
         for step in leaves(self._own[number].chain)[count:]:
             values, _ = _tried(step, values)
-        return isinstance(values, Values) and len(values) == places
+        return isinstance(values, Values) and len(values) == paths
 
-    # ---- telling -------------------------------------------------------------------------------------
+    # ---- reporting -------------------------------------------------------------------------------------
 
     def _rows(self, cuts: Cuts) -> tuple[Row, ...]:
         known = self._sample is not None and not isinstance(self._sample, Exception)
         size = int(_size_of(self._sample)) if known else None
-        rows = [Row(self._kind, "source", "the data set", self._read_seconds or None, size, True)]
+        rows = [Row(self._class_name, "source", "the dataset", self._read_seconds or None, size, True)]
         deadline = time.perf_counter() + _LIVE_SECONDS
-        for looked, count in zip((*self._own, self._given), (*cuts.own, cuts.given), strict=True):
-            rows += self._rows_of(looked, count, deadline)
+        for findings, count in zip((*self._own, self._given), (*cuts.own, cuts.given), strict=True):
+            rows += self._rows_of(findings, count, deadline)
         return tuple(rows)
 
-    def _rows_of(self, looked: _Looked, count: int, deadline: float) -> list[Row]:
+    def _rows_of(self, findings: _ChainFindings, count: int, deadline: float) -> list[Row]:
         rows: list[Row] = []
-        value = looked.values[0] if looked.values else None
-        known = looked.split.count if looked.split is not None else 0
-        for number, verdict in enumerate(looked.verdicts):
+        value = findings.values[0] if findings.values else None
+        known = findings.split.count if findings.split is not None else 0
+        for number, verdict in enumerate(findings.verdicts):
             seconds: float | None = None
-            made: Any = None
-            if looked.split is not None and number < known:
-                seconds, made = looked.split.seconds[number], looked.split.outputs[number][0]
+            output: Any = None
+            if findings.split is not None and number < known:
+                seconds, output = findings.split.seconds[number], findings.split.outputs[number][0]
             elif value is not None and (number == known or time.perf_counter() < deadline):
-                made, seconds = _tried(verdict.step, value)
-            size = None if made is None else int(looked.around + _size_of(made))
+                output, seconds = _tried(verdict.step, value)
+            size = None if output is None else int(findings.around + _size_of(output))
             rows.append(Row(verdict.name, verdict.kind, verdict.evidence, seconds, size, number < count))
-            value = made
+            value = output
         return rows
 
 
@@ -462,7 +511,7 @@ class _Finder:
 
 
 def _tried(step: Callable[..., Any], value: Any) -> tuple[Any, float | None]:
-    """What a live transform makes of a value, and how long it takes; it is not its turn to raise."""
+    """A live transform's output for a value, and its time; (None, None) if it raises."""
     try:
         return once(step, value)
     except Exception:
@@ -470,7 +519,7 @@ def _tried(step: Callable[..., Any], value: Any) -> tuple[Any, float | None]:
 
 
 def _size_of(value: Any) -> float:
-    """About the bytes that a value takes when it is stored."""
+    """About how many bytes a value takes when it is stored."""
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.nbytes
     if isinstance(value, (str, bytes)):

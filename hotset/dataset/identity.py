@@ -49,12 +49,12 @@ class Identity:
 
     base: str
     by_key: bool
-    meeting: str
+    lookup_key: str
     notes: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, uncut: Pipeline, key: str | None, *settings: Any) -> Identity:
+    def of(cls, pipeline: Pipeline, key: str | None, *settings: Any) -> Identity:
         """Look at a data set, without reading a sample.
 
         Args:
@@ -65,30 +65,33 @@ class Identity:
         Raises:
             OSError: see :func:`hotset.determinism.fingerprint.fingerprint`.
         """
-        chains = [*((site.name, site.chain) for site in uncut.sites), ("given", uncut.given)]
-        length = len(uncut.dataset)
+        chains = [
+            *((attribute.name, attribute.chain) for attribute in pipeline.attributes),
+            ("given", pipeline.given),
+        ]
+        length = len(pipeline.dataset)
         if key is not None:
             live = any(_leading(leaves(chain)) < len(leaves(chain)) for _, chain in chains)
             return cls(key, True, json.dumps(["hotset.cache", key, length, live, *settings]))
-        bare = with_transforms(uncut.dataset, {site.name: None for site in uncut.sites})
+        bare = with_transforms(pipeline.dataset, {attribute.name: None for attribute in pipeline.attributes})
         found = fingerprint(bare)
         leading = [(leaves(chain)[: _leading(leaves(chain))], leaves(chain)) for _, chain in chains]
         known = [fingerprint((), list(first)) for first, _ in leading]
         others = [list(map(name_of, steps[len(first) :])) for first, steps in leading]
-        said = [
+        parts = [
             [name, each.digest, rest] for (name, _), each, rest in zip(chains, known, others, strict=True)
         ]
-        meeting = json.dumps(["hotset.cache", found.digest, length, said, *settings])
+        lookup_key = json.dumps(["hotset.cache", found.digest, length, parts, *settings])
         every = (found, *known)
-        return cls(found.digest, False, meeting, _all_of(every, "notes"), _all_of(every, "unknowns"))
+        return cls(found.digest, False, lookup_key, _all_of(every, "notes"), _all_of(every, "unknowns"))
 
-    def fingerprint(self, uncut: Pipeline, cuts: Cuts, source: Source) -> Fingerprint:
+    def fingerprint(self, pipeline: Pipeline, cuts: Cuts, source: Source) -> Fingerprint:
         """Of what is cached: the data set, and its transforms up to the cut; or the user's key."""
         own = Fingerprint(self.base, self.notes, self.unknowns)
-        if self.by_key or (not uncut.sites and not source.prefix):
+        if self.by_key or (not pipeline.attributes and not source.prefix):
             return own
         digest = hashlib.blake2b(digest_size=16)
-        names = [site.name for site in uncut.sites]
+        names = [attribute.name for attribute in pipeline.attributes]
         steps = fingerprint((source.inner, source.prefix))
         parts = [self.base, json.dumps([names, cuts.where]), steps.digest]
         for part in parts:

@@ -1,21 +1,20 @@
-"""The source: where a sample comes from, up to the cut, and what is done to it live, after the cut.
+"""The pipeline of a dataset: what is cached of it, up to the cut, and what runs live, after the cut.
 
 ::
 
     dataset[i] ── its own transforms, first part ── `transform=`, first part ──│── the rest, for each use
     ╰────────────────────────── read(i), cached ──────────────────────────────╯  ╰──────── live ────────╯
 
-A chain given as ``transform=`` takes whole samples, so cutting it is easy. A data set's own transforms
-(:mod:`hotset.dataset.transform_attributes`) take *parts* of the sample, the picture, say, and not the label,
-and are called inside ``__getitem__``. So the data set is copied shallowly, the copy is given only a chain's
-first part, and
-a sample is read to see where in it the results turn up: the rest of the chain then works on these places of
-the cached sample. Where a result turns up nowhere, or more than once, because the data set goes on working
-on it, the chain cannot be cut there: it stays whole, and its results are cached or none.
+A chain given as ``transform=`` takes whole samples, so cutting it is easy. A dataset's own transforms
+(:mod:`hotset.dataset.transform_attributes`) take *parts* of the sample (the picture, but not the label) and
+are called inside ``__getitem__``. So the dataset is copied shallowly, the copy gets only a chain's first
+part, and a sample is read to find the paths at which the results are in it: the rest of the chain then works
+on these parts of the cached sample. If a result is found nowhere, or more than once, because the dataset
+processes it further, the chain cannot be cut there: it stays whole, and is cached as a whole or not at all.
 
-What the data set hands out may be its own still: an item of a list, a view of a tensor. A sample is the
-reader's before anything works on it (:mod:`hotset.determinism.aliasing`); and a chain inside ``__getitem__``
-that was seen to work in place gets copies. So the data set stays as it was, however often a sample is read.
+What the dataset returns may still belong to it: an item of a list, a view of a tensor. A sample is copied
+unless the reader alone can reach it (:mod:`hotset.determinism.aliasing`), and a chain inside ``__getitem__``
+that was seen to work in place gets copies. So the dataset does not change, however often a sample is read.
 """
 
 from __future__ import annotations
@@ -43,57 +42,60 @@ __all__ = [
     "Source",
     "chain_of",
     "find_paths",
-    "gives_its_own",
+    "passes_shared_objects",
     "recorded",
 ]
 
 Transform = Callable[..., Any]
-# Where something is in a sample: keys from the root.
+# Where a value is in a sample: keys from the root.
 SamplePath = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A data set and its chains, before it is known where to cut.
+    """A dataset and its chains, before it is decided where to cut them.
 
     Attributes:
-        dataset: the user's.
-        sites: its own chains.
+        dataset: the user's dataset.
+        attributes: the dataset's own chains.
         given: the chain given as ``transform=``.
     """
 
     dataset: Any
-    sites: tuple[TransformAttribute, ...]
+    attributes: tuple[TransformAttribute, ...]
     given: tuple[Transform, ...]
 
     @property
     def steps(self) -> list[Any]:
         """The leaf transforms of all chains, in the order of the plan's rows."""
-        return [*(step for site in self.sites for step in leaves(site.chain)), *leaves(self.given)]
+        return [
+            *(step for attribute in self.attributes for step in leaves(attribute.chain)),
+            *leaves(self.given),
+        ]
 
     @classmethod
     def of(cls, dataset: Any, transform: Transform | Sequence[Transform] | None) -> Pipeline:
         """Find the chains.
 
         Raises:
-            ArgumentError: the data set is iterable, has no length, or is empty; a transform cannot be called.
+            ArgumentError: the dataset is iterable, has no length, or is empty; a transform is not callable.
         """
         _require_map_style(dataset)
         return cls(dataset, transform_attributes_of(dataset), chain_of(transform))
 
     def cut(self, cuts: Cuts) -> Source:
-        """Cut each chain where it is said."""
+        """Cut each chain as ``cuts`` says."""
         prefixes: dict[str, Chain] = {}
         cached: list[Any] = []
         live: list[Transform] = []
-        found = zip(self.sites, cuts.own, cuts.places, cuts.in_place, strict=True)
-        for site, count, places, in_place in found:
-            before, after = cut(site.chain, count)
+        found = zip(self.attributes, cuts.own, cuts.paths, cuts.in_place, strict=True)
+        for attribute, count, paths, in_place in found:
+            before, after = cut(attribute.chain, count)
             cached += before
             if after or in_place:
-                prefixes[site.name] = Chain(before, copies=in_place)
+                prefixes[attribute.name] = Chain(before, copies=in_place)
             if after:
-                live.append(At(places, after))
+                live.append(ApplyAt(paths, after))
         before, after = cut(self.given, cuts.given)
         dataset = with_transforms(self.dataset, prefixes)
         return Source(dataset, tuple(cached), tuple(before), (*live, *after))
@@ -104,44 +106,44 @@ class Cuts:
     """Where chains are cut.
 
     Attributes:
-        own: for each of the data set's own chains how many leaf transforms are cached.
-        places: for each of them where in the sample its results are; empty for one that is not cut.
-        given: how many leaf transforms of ``transform=`` are cached; 0 where one of the own ones is live.
-        in_place: for each of the own chains whether it was seen to change what it is given, and gets copies.
+        own: for each of the dataset's own chains, how many leaf transforms are cached.
+        paths: for each own chain, where its results are in the sample; empty for a chain that is not cut.
+        given: how many leaf transforms of ``transform=`` are cached; 0 if part of an own chain is live.
+        in_place: for each own chain, whether it was seen to change its input, so that it gets copies.
     """
 
     own: tuple[int, ...]
-    places: tuple[tuple[SamplePath, ...], ...]
+    paths: tuple[tuple[SamplePath, ...], ...]
     given: int
     in_place: tuple[bool, ...]
 
     @property
     def where(self) -> list[Any]:
-        """What decides about the content of a sample, as JSON's types."""
-        return [list(self.own), [[list(place) for place in places] for places in self.places], self.given]
+        """The fields that decide what a cached sample contains, as JSON types."""
+        return [list(self.own), [[list(path) for path in paths] for paths in self.paths], self.given]
 
     def to_json(self) -> list[Any]:
-        """As JSON's types."""
+        """All fields, as JSON types."""
         return [*self.where, list(self.in_place)]
 
     @classmethod
     def from_json(cls, value: Any) -> Cuts:
-        """Read what :meth:`to_json` gave; or :attr:`where`, as it stands in caches of earlier versions."""
-        own, places, given, *rest = value
+        """The inverse of :meth:`to_json`. Also reads :attr:`where`, which caches of earlier versions hold."""
+        own, paths, given, *rest = value
         in_place = rest[0] if rest else [False] * len(own)
-        tuples = tuple(tuple(tuple(place) for place in each) for each in places)
+        tuples = tuple(tuple(tuple(path) for path in each) for each in paths)
         return cls(tuple(own), tuples, given, tuple(in_place))
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set and its chains, cut in two.
+    """A dataset and its chains, cut in two.
 
     Attributes:
-        dataset: gives samples by number; its own transforms are their first parts only, where they were cut.
-        inner: transforms that the data set itself still applies.
-        prefix: transforms of whole samples that are cached with it.
-        live: transforms applied to each use of a sample.
+        dataset: gives samples by index; applies only the first parts of its own chains that were cut.
+        inner: the transforms that the dataset itself still applies.
+        prefix: the transforms of whole samples that are cached.
+        live: the transforms that are applied to each use of a sample.
     """
 
     dataset: Any
@@ -151,46 +153,46 @@ class Source:
 
     @property
     def random_parts(self) -> list[Any]:
-        """What may draw random numbers when a sample is used: the live part, and what is read each time."""
+        """What may draw random numbers when a sample is used: the live part, and samples read each time."""
         return [part for part in (self.live, self.dataset, self.prefix) if part != ()]
 
     def read(self, index: int) -> Any:
-        """Read one sample and take it as far as it is cached; it is the caller's own.
+        """Read one sample and apply the cached transforms. The caller owns the result.
 
-        A step's result is looked at as well: a step may look it up in a table of its own.
+        Each transform's output is copied if needed as well: it may come from a table in the transform.
         """
-        sample = owned(self.dataset[index], _tell_of_refused)
+        sample = owned(self.dataset[index], _warn_of_uncopied)
         for step in self.prefix:
-            sample = owned(step(sample), _tell_of_refused)
+            sample = owned(step(sample), _warn_of_uncopied)
         return sample
 
     def finish(self, sample: Any) -> Any:
-        """Apply the live transforms to a sample that is the caller's own."""
+        """Apply the live transforms to a sample that the caller owns."""
         for step in self.live:
             sample = step(sample)
         return sample
 
 
-_tell_once = Warner()
+_warn_once = Warner()
 
 
-def _tell_of_refused(part: object, error: Exception) -> None:
-    """Say, once in this process, that the transforms get something that is the data set's still."""
+def _warn_of_uncopied(part: object, error: Exception) -> None:
+    """Warn, once per process and type, that transforms get an object that the dataset still holds."""
     kind = type(part).__name__
-    _tell_once(
-        f"the samples hold a {kind}, which cannot be copied ({error}), so transforms get the data set's own: "
-        "one that works in place on it changes the data set. Let the data set give arrays or tensors.",
+    _warn_once(
+        f"the samples hold a {kind}, which cannot be copied ({error}), so transforms get the dataset's own: "
+        "a transform that works in place changes the dataset. Let the dataset return arrays or tensors.",
         kind,
     )
 
 
 class Chain:
-    """Transforms applied one after the other; stands in for a data set's own.
+    """Transforms applied one after the other, in place of a dataset's own chain.
 
     Args:
-        parts: they.
-        copies: apply them to copies. (The data set's ``__getitem__`` refers to what it gives to its chain, so
-            that it cannot be seen whether anybody else does.)
+        parts: the transforms.
+        copies: apply them to copies. (``__getitem__`` holds a reference to the chain's input while it runs,
+            so reference counts cannot tell whether the dataset holds one, too.)
     """
 
     def __init__(self, parts: Sequence[Transform], copies: bool = False) -> None:
@@ -199,39 +201,39 @@ class Chain:
 
     def __call__(self, *values: Any) -> Any:
         if self._copies:
-            values = copied(values, _tell_of_refused)
+            values = copied(values, _warn_of_uncopied)
         value = values[0] if len(values) == 1 else Values(values)
         for part in self.parts:
             value = applied(part, value)
         return tuple(value) if isinstance(value, Values) else value
 
 
-class At:
-    """Applies transforms to one place of a sample, or to several at once."""
+class ApplyAt:
+    """Applies transforms to the value at one path of a sample, or to several values at once."""
 
-    def __init__(self, places: Sequence[SamplePath], steps: Sequence[Transform]) -> None:
-        self.places = tuple(places)
+    def __init__(self, paths: Sequence[SamplePath], steps: Sequence[Transform]) -> None:
+        self.paths = tuple(paths)
         self.steps = tuple(steps)
 
     def __call__(self, sample: Any) -> Any:
-        values = [_get(sample, place) for place in self.places]
-        made = Chain(self.steps)(*values)
-        for place, value in zip(self.places, made if len(values) > 1 else [made], strict=True):
-            sample = _put(sample, place, value)
+        values = [_get(sample, path) for path in self.paths]
+        output = Chain(self.steps)(*values)
+        for path, value in zip(self.paths, output if len(values) > 1 else [output], strict=True):
+            sample = _put(sample, path, value)
         return sample
 
 
-def _get(sample: Any, place: SamplePath) -> Any:
-    for key in place:
+def _get(sample: Any, path: SamplePath) -> Any:
+    for key in path:
         sample = sample[key]
     return sample
 
 
-def _put(sample: Any, place: SamplePath, value: Any) -> Any:
-    """The sample with another value there; dicts and lists, which are the caller's own, are changed."""
-    if not place:
+def _put(sample: Any, path: SamplePath, value: Any) -> Any:
+    """The sample with another value at this path; dicts and lists, which the caller owns, are changed."""
+    if not path:
         return value
-    key, rest = place[0], place[1:]
+    key, rest = path[0], path[1:]
     if isinstance(sample, tuple):
         parts = list(sample)
         parts[key] = _put(parts[key], rest, value)
@@ -240,109 +242,114 @@ def _put(sample: Any, place: SamplePath, value: Any) -> Any:
     return sample
 
 
-# Looking into a data set
+# ---- looking into a dataset ----------------------------------------------------------------------------
 
 
 class Recorder(Chain):
-    """Stands in for a data set's own chain while a sample is read, and keeps what came in and went out.
+    """Replaces a dataset's own chain while a sample is read, and records its inputs and outputs.
 
-    What it returns is a copy in any case: the data set may go on working on it in place.
+    It always returns a copy, as the dataset may process the output further in place.
 
     Attributes:
-        came: for each call the value, or :class:`Values`.
-        named: for each call with keywords, as albumentations' chains are called, what came with them.
-        begun: when it was called last, to tell which of two chains comes first.
-        went: for each call what was returned.
-        digests: and what that was like then.
-        spent: seconds that all calls took together.
+        inputs: for each call the value, or :class:`Values`.
+        keyword_calls: the arguments of each call with keywords, as albumentations' chains are called.
+        last_called: when it was called last, to tell which of two chains comes first.
+        outputs: for each call what was returned.
+        digests: for each output its digests at that time.
+        seconds: the sum over all calls.
     """
 
     def __init__(self, parts: Sequence[Transform] = ()) -> None:
         super().__init__(parts, copies=True)
-        self.came: list[Any] = []
-        self.named: list[dict[str, Any]] = []
-        self.went: list[Any] = []
+        self.inputs: list[Any] = []
+        self.keyword_calls: list[dict[str, Any]] = []
+        self.outputs: list[Any] = []
         self.digests: list[dict[str, bytes]] = []
-        self.begun = 0
-        self.spent = 0.0
+        self.last_called = 0
+        self.seconds = 0.0
 
     @property
-    def otherwise(self) -> bool:
+    def irregular(self) -> bool:
         """Whether it was called with keywords, or without a value."""
-        return bool(self.named)
+        return bool(self.keyword_calls)
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         if named or not values:
-            self.named.append(named)
+            self.keyword_calls.append(named)
             raise TypeError("called with keywords")
-        self.begun = time.perf_counter_ns()
-        self.came.append(values[0] if len(values) == 1 else Values(values))
-        made = super().__call__(*values)
-        self.went.append(made)
-        self.digests.append(changeable(made))
-        self.spent += (time.perf_counter_ns() - self.begun) / 1e9
-        return made
+        self.last_called = time.perf_counter_ns()
+        self.inputs.append(values[0] if len(values) == 1 else Values(values))
+        output = super().__call__(*values)
+        self.outputs.append(output)
+        self.digests.append(changeable(output))
+        self.seconds += (time.perf_counter_ns() - self.last_called) / 1e9
+        return output
 
 
 def recorded(
-    uncut: Pipeline, index: int, prefixes: Sequence[Sequence[Transform]]
+    pipeline: Pipeline, index: int, prefixes: Sequence[Sequence[Transform]]
 ) -> tuple[Any, list[Recorder]]:
-    """Read a sample with these first parts in place of the data set's own chains.
+    """Read a sample with these first parts in place of the dataset's own chains.
 
     Returns:
-        The sample, and for each chain its recorder. The sample is the exception, where there was one after
-        all recorders were called, or one was called otherwise: the data set may not like what it gets back.
+        The sample, and the recorder of each chain. If the dataset raises after all recorders were called, or
+        after one was called with keywords, the exception is returned in place of the sample: the dataset may
+        not accept what the recorder returned.
 
     Raises:
-        Exception: what the data set raises before that.
+        Exception: what the dataset raises before that.
     """
     recorders = [Recorder(parts) for parts in prefixes]
-    named = {site.name: recorder for site, recorder in zip(uncut.sites, recorders, strict=True)}
+    named = {
+        attribute.name: recorder for attribute, recorder in zip(pipeline.attributes, recorders, strict=True)
+    }
     try:
-        return with_transforms(uncut.dataset, named)[index], recorders
+        return with_transforms(pipeline.dataset, named)[index], recorders
     except Exception as error:
-        if any(recorder.otherwise for recorder in recorders) or all(r.went for r in recorders):
+        if any(recorder.irregular for recorder in recorders) or all(r.outputs for r in recorders):
             return error, recorders
         raise
 
 
 def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None:
-    """Where in a sample the results of its chain are, each in one place; None if that is not so."""
-    if recorder.otherwise or len(recorder.went) != 1:
+    """The path of each of a chain's results in the sample; None unless each is there exactly once."""
+    if recorder.irregular or len(recorder.outputs) != 1:
         return None
-    came, made = recorder.came[0], recorder.went[0]
-    now, before = changeable(made), recorder.digests[0]
+    inputs, output = recorder.inputs[0], recorder.outputs[0]
+    now, before = changeable(output), recorder.digests[0]
     if any(now.get(part, digest) != digest for part, digest in before.items() if part):
         return None  # changed in place since; something added to the sample itself is no change of the result
-    results = [made]
-    if isinstance(came, Values):
-        if not isinstance(made, tuple) or len(made) != len(came):
+    results = [output]
+    if isinstance(inputs, Values):
+        if not isinstance(output, tuple) or len(output) != len(inputs):
             return None
-        results = list(made)
+        results = list(output)
     found = [_find(sample, result) for result in results]
-    places = tuple(each[0] for each in found if len(each) == 1)
-    return places if len(places) == len(results) == len(set(places)) else None
+    paths = tuple(each[0] for each in found if len(each) == 1)
+    return paths if len(paths) == len(results) == len(set(paths)) else None
 
 
-def gives_its_own(uncut: Pipeline, index: int) -> list[bool]:
-    """For each of a data set's own chains whether it is given what somebody else refers to as well.
+def passes_shared_objects(pipeline: Pipeline, index: int) -> list[bool]:
+    """For each of a dataset's own chains, whether its input is also referred to by another object.
 
-    The data set's ``__getitem__`` does as long as it runs; so this is asked when it is over.
+    ``__getitem__`` itself refers to the input while it runs, so the references are counted after it returned.
     """
-    _, recorders = recorded(uncut, index, [()] * len(uncut.sites))
+    _, recorders = recorded(pipeline, index, [()] * len(pipeline.attributes))
     given: list[list[Any]] = []
     while recorders:
         recorder = recorders.pop(0)
-        came = [value for each in recorder.came for value in (each if isinstance(each, Values) else [each])]
-        came += [value for named in recorder.named for value in named.values()]
-        given.append(list({id(value): value for value in came}.values()))
-    del recorder, came, _
+        inputs = [
+            value for each in recorder.inputs for value in (each if isinstance(each, Values) else [each])
+        ]
+        inputs += [value for named in recorder.keyword_calls for value in named.values()]
+        given.append(list({id(value): value for value in inputs}.values()))
+    del recorder, inputs, _
     return [not owns_all(values) for values in given]
 
 
-def _find(sample: Any, wanted: Any, depth: int = 0) -> list[SamplePath]:
-    """Every place in a sample where this very object is."""
-    if sample is wanted:
+def _find(sample: Any, target: Any, depth: int = 0) -> list[SamplePath]:
+    """Every path at which this very object is in a sample."""
+    if sample is target:
         return [()]
     if depth > 4:
         return []
@@ -351,21 +358,21 @@ def _find(sample: Any, wanted: Any, depth: int = 0) -> list[SamplePath]:
         items = sample.items()
     elif isinstance(sample, (list, tuple)):
         items = enumerate(sample)
-    return [(key, *rest) for key, part in items for rest in _find(part, wanted, depth + 1)]
+    return [(key, *rest) for key, part in items for rest in _find(part, target, depth + 1)]
 
 
 def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transform, ...]:
     """A chain as a tuple: of one transform or container, or of a list or tuple of them.
 
     Raises:
-        ArgumentError: a part cannot be called.
+        ArgumentError: a part is not callable.
     """
     if transform is None:
         return ()
     parts = tuple(transform) if isinstance(transform, (list, tuple)) else (transform,)
     for part in leaves(parts):
         if not callable(part):
-            raise ArgumentError(f"transform= takes callables, and {part!r} is none.")
+            raise ArgumentError(f"transform= must be a callable or a list of callables, got {part!r}.")
     return parts
 
 
@@ -373,14 +380,14 @@ def _require_map_style(dataset: Any) -> None:
     kind = type(dataset).__name__
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise ArgumentError(
-            f"hotset.cache needs a data set, with dataset[i] and len(dataset), and {kind} is none."
+            f"hotset.cache needs a dataset with dataset[i] and len(dataset), got an object of type {kind}."
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ArgumentError(
-            f"hotset.cache needs a data set that gives sample i as dataset[i], and {kind} is iterable only; "
-            "load it with hotset.DataLoader as it is."
+            f"hotset.cache needs a dataset that returns sample i as dataset[i], and {kind} can only be "
+            "iterated over; give it to hotset.DataLoader uncached."
         )
     if not hasattr(dataset, "__len__"):
-        raise ArgumentError(f"hotset.cache needs a data set with a length, and {kind} has none.")
+        raise ArgumentError(f"hotset.cache needs a dataset with a length, and {kind} has no __len__.")
     if len(dataset) == 0:
-        raise ArgumentError(f"the data set ({kind}) is empty: there is nothing to cache.")
+        raise ArgumentError(f"hotset.cache needs at least one sample, and the dataset ({kind}) is empty.")

@@ -145,14 +145,14 @@ class Plan:
             "window",
             "audited",
         )
-        said: dict[str, Any] = {
+        about: dict[str, Any] = {
             "job": this_job().offers,
             "pid": os.getpid(),
             "memory": memory,
             "cuts": cuts.to_json(),
         }
-        said["spills_to"] = self.spill
-        return {**said, **{field: getattr(self, field) for field in found}}
+        about["spills_to"] = self.spill
+        return {**about, **{field: getattr(self, field) for field in found}}
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON's types; the keys stay what they are.
@@ -287,21 +287,21 @@ def _smaller(plan: Plan, files: float | None) -> list[str]:
     sizes = [
         (row.bytes, number, row.name) for number, row in enumerate(plan.rows) if row.cached and row.bytes
     ]
-    told = []
+    sentences = []
     least, number, name = min(sizes, default=(plan.sample_bytes, 0, ""))
     cut = format_bytes(plan.sample_bytes)
     if least < _SMALLER * plan.sample_bytes:
-        told.append(
+        sentences.append(
             f"after {name} a sample takes {format_bytes(least)}, and {cut} at the cut: with cut={number} "
             f"{_share(plan, least)} of them fit, and what follows runs for each use"
         )
     if files is not None and files < _SMALLER * min(least, plan.sample_bytes):
-        told.append(
+        sentences.append(
             f"the files have {format_bytes(files)} a sample, and what is cached of one has {cut}: of a data "
             "set that gives the files' bytes, with decoding the first step of transform= and cut=0, "
             f"{_share(plan, files)} would fit, and be decoded for each use"
         )
-    return told
+    return sentences
 
 
 def _share(plan: Plan, size: float) -> str:

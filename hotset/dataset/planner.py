@@ -51,7 +51,7 @@ from hotset.units import format_bytes, parse_bytes
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.ray_join import Joined
 
-__all__ = ["CacheOptions", "PlanResult", "found_there", "joined_plan", "make_plan"]
+__all__ = ["CacheOptions", "PlanResult", "found_plan", "joined_plan", "make_plan"]
 
 _PROBED = 8
 _PROBE_SECONDS = 1.0
@@ -85,11 +85,11 @@ class PlanResult(NamedTuple):
     source: Source
     cuts: Cuts
     schema: Schema | None
-    said: Mapping[str, Any] = MappingProxyType({})
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
 
 def joined_plan(
-    uncut: Pipeline, wanted: CacheOptions, identity: Identity, about: dict[str, Any]
+    pipeline: Pipeline, options: CacheOptions, identity: Identity, about: dict[str, Any]
 ) -> PlanResult:
     """The plan of a rank that takes a cache which another rank has made; nothing is read.
 
@@ -104,16 +104,16 @@ def joined_plan(
     """
     cuts = Cuts.from_json(about["cuts"])
     try:
-        source = uncut.cut(cuts)
+        source = pipeline.cut(cuts)
     except ValueError as error:  # another number of transforms
         raise SegmentError("another chain of transforms is cached there.") from error
-    rows = _joined_rows(uncut, [Row(*row) for row in about["rows"]])
-    found = identity.fingerprint(uncut, cuts, source)
+    rows = _joined_rows(pipeline, [Row(*row) for row in about["rows"]])
+    found = identity.fingerprint(pipeline, cuts, source)
     plan = Plan(
-        name=type(uncut.dataset).__name__,
+        name=type(pipeline.dataset).__name__,
         fingerprint=found.digest,
         rows=rows,
-        samples=len(uncut.dataset),
+        samples=len(pipeline.dataset),
         sample_bytes=about["sample_bytes"],
         sample_seconds=about["sample_seconds"],
         refused=about["refused"],
@@ -126,26 +126,26 @@ def joined_plan(
     )
     if plan.fingerprint != about["fingerprint"]:
         raise SegmentError("other samples are cached there.")
-    whose = "this job" if wanted.session is None else f"a job in session {wanted.session.name!r}"
+    whose = "this job" if options.session is None else f"a job in session {options.session.name!r}"
     notes = [f"process {about['pid']} of {whose} made the cache, and read the samples that decided about it"]
-    if wanted.memory not in ("auto", about["memory"]):
+    if options.memory not in ("auto", about["memory"]):
         notes.append(
-            f"memory={wanted.memory!r} is not looked at: it was made with memory={about['memory']!r}"
+            f"memory={options.memory!r} is not looked at: it was made with memory={about['memory']!r}"
         )
     return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None)
 
 
-def _joined_rows(uncut: Pipeline, rows: list[Row]) -> tuple[Row, ...]:
+def _joined_rows(pipeline: Pipeline, rows: list[Row]) -> tuple[Row, ...]:
     """The rows of a cache that another rank has made, with this rank's own live transforms.
 
     Raises:
         SegmentError: other transforms are cached there.
     """
     live = [
-        step for step, row in itertools.zip_longest(uncut.steps, rows[1:]) if row is None or not row.cached
+        step for step, row in itertools.zip_longest(pipeline.steps, rows[1:]) if row is None or not row.cached
     ]
     kept = [row for row in rows[1:] if row.cached]
-    names = [name_of(step) for step in uncut.steps]
+    names = [name_of(step) for step in pipeline.steps]
     if names == [row.name for row in rows[1:]]:
         return tuple(rows)
     if [row.name for row in kept] != names[: len(kept)]:
@@ -154,7 +154,7 @@ def _joined_rows(uncut: Pipeline, rows: list[Row]) -> tuple[Row, ...]:
     return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
 
 
-def make_plan(uncut: Pipeline, wanted: CacheOptions, identity: Identity) -> PlanResult:
+def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> PlanResult:
     """Read a few samples and decide.
 
     Raises:
@@ -162,20 +162,20 @@ def make_plan(uncut: Pipeline, wanted: CacheOptions, identity: Identity) -> Plan
         NotShared: nobody can tell what is cached from anything else, and it is wanted in a session.
     """
     # Or what a transform takes is what torch's threads wait for each other, on a busy machine.
-    return one_thread(lambda: _make_plan(uncut, wanted, identity))
+    return one_thread(lambda: _make_plan(pipeline, options, identity))
 
 
-def _make_plan(uncut: Pipeline, wanted: CacheOptions, identity: Identity) -> PlanResult:
-    dataset = uncut.dataset
+def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> PlanResult:
+    dataset = pipeline.dataset
     name = type(dataset).__name__
-    limit, warned = _limit(wanted)
+    limit, warned = _limit(options)
     if declared(dataset) == "nondeterministic":
         raise NotCacheable(
             f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; "
             "move its random part to transform=, after the part that may."
         )
-    held = _held_by_others(wanted.session, limit)
-    choice, source, probed = _decide(uncut, wanted, limit - held)
+    held = _held_by_others(options.session, limit)
+    choice, source, probed = _decide(pipeline, options, limit - held)
     judged, believed = _judge(dataset, source, probed)
     if not believed and not probed.drawing:
         _judge_batches(dataset, source)
@@ -197,14 +197,14 @@ def _make_plan(uncut: Pipeline, wanted: CacheOptions, identity: Identity) -> Pla
     except SchemaMismatch as misfit:
         warned.append(f"nothing of {name} can be cached, samples come from the source: {misfit}.")
     sizes = None
-    if wanted.window is not None:
-        sizes, limit, told = _window(wanted, len(dataset), sample_bytes, limit)
+    if options.window is not None:
+        sizes, limit, told = _window(options, len(dataset), sample_bytes, limit)
         warned += told
     rows = choice.rows
     if len(rows) == 1:  # no transforms, so nothing was measured yet
         rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
-    found = identity.fingerprint(uncut, choice.cuts, source)
-    if found.unknowns and wanted.session is not None:
+    found = identity.fingerprint(pipeline, choice.cuts, source)
+    if found.unknowns and options.session is not None:
         raise NotShared(unshareable(found.unknowns))
     plan = Plan(
         name=name,
@@ -216,27 +216,27 @@ def _make_plan(uncut: Pipeline, wanted: CacheOptions, identity: Identity) -> Pla
         refused=share,
         limit=limit,
         window=sizes,
-        spill=_spills_to(wanted),
+        spill=_spill_folder(options),
         audited=not believed,
         notes=(*notes, *found.notes, *([unshareable(found.unknowns)] if found.unknowns else [])),
         warnings=tuple(warned),
         held=held,
     )
     free = machine.headroom().bytes
-    told = remedies(plan, wanted.session, free, file_bytes(dataset, _spread(len(dataset))))
+    told = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
     return PlanResult(replace(plan, notes=(*plan.notes, *told)), source, choice.cuts, schema)
 
 
-def _limit(wanted: CacheOptions) -> tuple[int, list[str]]:
+def _limit(options: CacheOptions) -> tuple[int, list[str]]:
     """Bytes that the cache may take, and what the user should know about it."""
-    room, memory = machine.headroom(), wanted.memory
-    if wanted.session is not None:
+    room, memory = machine.headroom(), options.memory
+    if options.session is not None:
         # What is free now says nothing of what is when later jobs fill it: that is looked at as they do.
-        most = wanted.session.memory
-        return (most if memory == "auto" else min(own_memory(wanted), most)), []
+        most = options.session.memory
+        return (most if memory == "auto" else min(own_memory(options), most)), []
     if memory == "auto":
         return room.bytes // 2, []
-    limit = own_memory(wanted)
+    limit = own_memory(options)
     if limit <= room.bytes:
         return limit, []
     return room.bytes, [
@@ -258,7 +258,7 @@ def _held_by_others(session: Session | None, limit: int) -> int:
     return 0
 
 
-def found_there(made: PlanResult, session: Session, left: int) -> PlanResult:
+def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:
     """The plan of a cache that was found in a session, as things stand there now.
 
     Args:
@@ -266,39 +266,39 @@ def found_there(made: PlanResult, session: Session, left: int) -> PlanResult:
         session: it.
         left: bytes that the cache may hold, with what it has.
     """
-    plan = replace(made.plan, held=max(made.plan.limit - left, 0))
+    plan = replace(result.plan, held=max(result.plan.limit - left, 0))
     told = remedies(plan, session, machine.headroom().bytes, None)
-    return made._replace(plan=replace(plan, notes=(*plan.notes, *told)))
+    return result._replace(plan=replace(plan, notes=(*plan.notes, *told)))
 
 
-def own_memory(wanted: CacheOptions) -> int:
+def own_memory(options: CacheOptions) -> int:
     """Bytes that the user gave as ``memory``, which is not ``"auto"``; a share is of what that looks at."""
-    session = wanted.session
+    session = options.session
     whole = machine.headroom().bytes if session is None else session.memory
-    return parse_bytes(wanted.memory, whole=lambda: whole)
+    return parse_bytes(options.memory, whole=lambda: whole)
 
 
-def _resident_bytes(resident: str, wanted: CacheOptions) -> str:
+def _resident_bytes(resident: str, options: CacheOptions) -> str:
     """A window's amount of memory as bytes: a share is of what ``memory`` is of, or of all machines'."""
-    joined = wanted.joined
+    joined = options.joined
     whole = machine.headroom().bytes if joined is None else joined.capacity()
     return f"{parse_bytes(resident, name='resident', whole=lambda: whole)}B"
 
 
-def _spills_to(wanted: CacheOptions) -> str | None:
-    if wanted.session is not None:
-        return wanted.session.spill if wanted.spill is not False else None
-    return wanted.spill or None
+def _spill_folder(options: CacheOptions) -> str | None:
+    if options.session is not None:
+        return options.session.spill if options.spill is not False else None
+    return options.spill or None
 
 
 def _window(
-    wanted: CacheOptions, samples: int, sample_bytes: int, limit: int
+    options: CacheOptions, samples: int, sample_bytes: int, limit: int
 ) -> tuple[Sizes | None, int, list[str]]:
     """A window's sizes, the bytes that it may take here, and what the user should know about them."""
-    window = wanted.window
+    window = options.window
     assert window is not None
     if isinstance(window.resident, str):
-        window = replace(window, resident=_resident_bytes(window.resident, wanted))
+        window = replace(window, resident=_resident_bytes(window.resident, options))
     sizes = Sizes.of(window, samples, sample_bytes or 1)
     if sizes.resident == samples:
         larger = isinstance(window.resident, int) and window.resident > samples
@@ -307,8 +307,8 @@ def _window(
         return None, limit, [told] if larger else []
     room = machine.headroom()
     needed = sizes.slots * sample_bytes
-    if wanted.joined is not None:
-        there = wanted.joined.capacity()
+    if options.joined is not None:
+        there = options.joined.capacity()
         knob = "`--memory` of the session"
         return sizes, limit, [_too_small(sizes, needed, there, knob)] if needed > there else []
     if isinstance(window.resident, str):
@@ -326,19 +326,19 @@ def _too_small(sizes: Sizes, needed: int, there: int, knob: str) -> str:
     )
 
 
-def _decide(uncut: Pipeline, wanted: CacheOptions, limit: int) -> tuple[CutChoice, Source, Probe]:
+def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutChoice, Source, Probe]:
     """Cut, and read what is before the cut; anew without what was only probed, if that shows to be random."""
-    if wanted.window is not None:
+    if options.window is not None:
         limit = sys.maxsize  # as many as the user says are resident: smaller samples would not make it more
-    choice = choose(uncut, limit, wanted.strict, wanted.cut)
-    source = uncut.cut(choice.cuts)
-    probed = _probe(source, len(uncut.dataset))
-    if (probed.moved or probed.differs) and choice.probed and wanted.cut is None:
-        choice = choose(uncut, limit, True, None)
+    choice = choose(pipeline, limit, options.strict, options.cut)
+    source = pipeline.cut(choice.cuts)
+    probed = _probe(source, len(pipeline.dataset))
+    if (probed.moved or probed.differs) and choice.probed and options.cut is None:
+        choice = choose(pipeline, limit, True, None)
         note = f"what is only known by its trial stays live, as {(*probed.moved, *probed.differs)[0]}"
         choice = replace(choice, notes=(*choice.notes, note))
-        source = uncut.cut(choice.cuts)
-        probed = _probe(source, len(uncut.dataset))
+        source = pipeline.cut(choice.cuts)
+        probed = _probe(source, len(pipeline.dataset))
     return choice, source, probed
 
 

@@ -356,7 +356,7 @@ class SampleAccess:
         assert self._audit is not None
         found = self._audit.differs(cached, self._index(number))
         store.member.row[Slot.AUDITS] += 1
-        store.member.row[Slot.AUDIT_NS] += int(self._audit.looked * 1e9)
+        store.member.row[Slot.AUDIT_NS] += int(self._audit.last_seconds * 1e9)
         if found is not None and store.invalidate():
             self.tell(f"{self._plan.name}: {found}")
 

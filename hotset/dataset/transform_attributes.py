@@ -27,9 +27,9 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hotset.determinism.fingerprint import fingerprint
 
-__all__ = ["SITES", "Snapshot", "TransformAttribute", "transform_attributes_of", "with_transforms"]
+__all__ = ["TRANSFORM_NAMES", "Snapshot", "TransformAttribute", "transform_attributes_of", "with_transforms"]
 
-SITES = ("transform", "target_transform", "transforms")
+TRANSFORM_NAMES = ("transform", "target_transform", "transforms")
 # Where containers of transforms hold their children: torchvision's, MONAI's, albumentations', torch.nn's.
 _CONTAINED = ("transform", "target_transform", "transforms", "_modules")
 _DEEPEST = 8
@@ -115,7 +115,7 @@ class Snapshot:
         self._children: list[tuple[Any, tuple[Any, ...]]] = []
         chains = [given]
         for owner in _owners(dataset):
-            for name in SITES:
+            for name in TRANSFORM_NAMES:
                 self._held.append((owner, name, vars(owner).get(name, _ABSENT)))
                 chains.append(vars(owner).get(name))
         for chain in chains:
@@ -187,7 +187,7 @@ def _pair(dataset: Any) -> Any | None:
 
 
 def _equal(one: tuple[TransformAttribute, ...], other: tuple[TransformAttribute, ...]) -> bool:
-    if [site.name for site in one] != [site.name for site in other]:
+    if [attribute.name for attribute in one] != [attribute.name for attribute in other]:
         return False
     chains = [(a.chain, b.chain) for a, b in zip(one, other, strict=True)]
     return all(a is b or fingerprint((), [a]).digest == fingerprint((), [b]).digest for a, b in chains)

@@ -40,7 +40,7 @@ class EpochSummary:
         self._hit_rate: float | None = None
 
     def _served(self) -> tuple[int, int]:
-        served = [cached._supply.served() for cached in self._caches]
+        served = [cached._access.served() for cached in self._caches]
         return sum(hits for hits, _ in served), sum(misses for _, misses in served)
 
     @property
@@ -73,12 +73,12 @@ class EpochSummary:
             self._seconds = time.perf_counter() - self._begin
             _log.info("%s", self)
             for cached in self._caches:
-                cached._supply.tell_of_draws()
+                cached._access.tell_of_draws()
 
     def _tell(self) -> None:
         """Enter the waiting in a counter that others can see; not for each batch, as that takes as long."""
         if self._caches:
-            self._caches[0]._supply.count_waiting(self.waited - self._told)
+            self._caches[0]._access.count_waiting(self.waited - self._told)
         self._told = self.waited
 
     def to_dict(self) -> dict[str, Any]:

@@ -78,17 +78,17 @@ class Route:
 
     def local(self, ids: Ids) -> Ids:
         """What the single cache's store calls these samples."""
-        return self.caches[0]._supply.numbers(self._places(ids))
+        return self.caches[0]._access.numbers(self._places(ids))
 
     @property
     def spills(self) -> bool:
         """Whether some of the samples may lie on a disk."""
-        return any(cached._supply.spills for cached in self.caches)
+        return any(cached._access.spills for cached in self.caches)
 
     @property
     def has_neighbours(self) -> bool:
         """Whether other machines may have samples of the single cache."""
-        return self.single is not None and self.single._neighbours is not None
+        return self.single is not None and self.single._remote is not None
 
     def announce(self, indices: Any) -> None:
         """Say that these indices' samples are wanted soon: what lies on a disk is fetched meanwhile."""
@@ -98,7 +98,7 @@ class Route:
         places = self._places(ids)
         for number, cached in enumerate(self.caches):
             mine = places if len(self.caches) == 1 else places[self._which[ids] == number]
-            cached._supply.announce(cached._supply.numbers(mine))
+            cached._access.announce(cached._access.numbers(mine))
 
     def _places(self, ids: Ids) -> Ids:
         """The samples' places in their caches."""
@@ -113,11 +113,11 @@ class Route:
         """
         if len(self.caches) == 1:
             finish = self.caches[0]._source.finish
-            return [finish(sample) for sample in self.caches[0]._supply.records(self.local(ids), in_hand)]
+            return [finish(sample) for sample in self.caches[0]._access.records(self.local(ids), in_hand)]
         which, inside = self._which[ids], self._places(ids)
         records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():
-            supply = self.caches[number]._supply
+            supply = self.caches[number]._access
             records[number] = supply.records(supply.numbers(inside[which == number]))
         # In the batch's order, each with its live part: that is the order of random draws.
         return [self.caches[number]._source.finish(next(records[number])) for number in which.tolist()]
@@ -125,8 +125,8 @@ class Route:
     def all_present(self) -> bool:
         """Whether every sample that these indices can name is cached now."""
         if len(self.caches) > 1:
-            return all(cached._supply.holds(None) for cached in self.caches)
-        return self.caches[0]._supply.holds(self._local)
+            return all(cached._access.holds(None) for cached in self.caches)
+        return self.caches[0]._access.holds(self._local)
 
 
 def fetched(dataset: Any, indices: Sequence[Any]) -> list[Any]:

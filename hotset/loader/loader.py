@@ -135,14 +135,14 @@ class DataLoader(TorchDataLoader[T]):
         self._follow_caches()
         saved, self._saved = self._saved, None
         windows = self._windows()
-        residents = [cached._residents for cached in windows if cached._residents is not None]
+        residents = [cached._window for cached in windows if cached._window is not None]
         moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
         if saved is None or moved_on or not saved.under_way:
             for cached in windows:
-                cached._supply.begin_next(self._helpers, self.multiprocessing_context)
+                cached._access.begin_next(self._helpers, self.multiprocessing_context)
         else:
             for cached in windows:
-                cached._supply.prepare(self._helpers, self.multiprocessing_context)
+                cached._access.prepare(self._helpers, self.multiprocessing_context)
         if saved is not None and not moved_on:
             return self._go_on(saved)
         last, fresh = self._pass, self._fresh
@@ -168,7 +168,7 @@ class DataLoader(TorchDataLoader[T]):
         """Begin a pass, or the rest of one, over these batches."""
         self._pass = run
         run.begin(self._header())
-        run.watch = tuple(cached._residents.raise_errors for cached in self._windows() if cached._residents)
+        run.watch = tuple(cached._window.raise_errors for cached in self._windows() if cached._window)
         self._workers_begun = True
         route = self._route()
         summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
@@ -250,7 +250,7 @@ class DataLoader(TorchDataLoader[T]):
             saved.require_replay(self, cut)
         saved.put_samplers(Beginning(self))
         for cached, position in zip(self._windows(), saved.windows, strict=True):
-            cached._supply.go_to(position)
+            cached._access.go_to(position)
         if saved.same_rank:
             saved.put_globals()
         self._saved = saved
@@ -298,7 +298,7 @@ class DataLoader(TorchDataLoader[T]):
         return RemainingBatches(self._order, saved.position, begin, by_samples=by_samples)
 
     def _header(self) -> dict[str, Any]:
-        windows = [cached._residents.state() for cached in self._windows() if cached._residents]
+        windows = [cached._window.state() for cached in self._windows() if cached._window]
         return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers, windows)
 
     @property
@@ -311,7 +311,7 @@ class DataLoader(TorchDataLoader[T]):
         """The caches behind the data set that have a running window; whichever way batches are made."""
         route = route_to(self.dataset)
         caches = route.caches if route is not None else []
-        return list({id(cached): cached for cached in caches if cached._residents is not None}.values())
+        return list({id(cached): cached for cached in caches if cached._window is not None}.values())
 
     def _identity(self) -> dict[str, Any]:
         if self._known is None:
@@ -424,7 +424,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._desks is not None
-        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0]._supply.tell)
+        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0]._access.tell)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._desks is None:

@@ -150,7 +150,7 @@ class LocalBatches:
         """The ids of all samples that may come, ascending; None if batches cannot be made from ids."""
         single = self._route.single
         store = single._store if single is not None else None
-        if self._gather is None or single is None or single._residents is not None or store is None:
+        if self._gather is None or single is None or single._window is not None or store is None:
             return None
         if self._route.has_neighbours:
             return None  # not all of them are here
@@ -220,7 +220,7 @@ class LocalBatches:
         later = self._draws.peek(0)
         ids = self._route.resolve(later) if later is not None else None
         if ids is not None and self._route.single is not None:
-            self._route.single._supply.ask_ahead(self._route.local(ids))
+            self._route.single._access.ask_ahead(self._route.local(ids))
 
     def _make(self, indices: Any, away: float) -> Any:
         """The batch of these indices, for a consumer that was away for so many seconds."""
@@ -253,20 +253,20 @@ class LocalBatches:
         single = self._route.single
         assert single is not None
         assert self._gather is not None
-        records, in_hand = single._supply.bring(local)
+        records, in_hand = single._access.bring(local)
         copy = self._gather.prepare(local, records) if not in_hand else None
         if copy is not None:
             one_thread(copy.run)
             batch = self._gather.finish(copy)
             if batch is not None:
-                single._supply.count_hits(local, less=sum(len(each.ids) for each in records))
+                single._access.count_hits(local, less=sum(len(each.ids) for each in records))
                 return batch
-        return self._build(indices, ids, {**single._supply.taken_apart(records), **in_hand})
+        return self._build(indices, ids, {**single._access.taken_apart(records), **in_hand})
 
     def _counted(self, batch: Any, local: Ids) -> Any:
         single = self._route.single
         if single is not None:
-            single._supply.count_hits(local)
+            single._access.count_hits(local)
         return batch
 
     def _gather_here(self, local: Ids) -> Any | None:

@@ -205,7 +205,7 @@ class _InWorker:
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         for cached in route.caches:
-            cached._supply.tell = self._hand_on
+            cached._access.tell = self._hand_on
 
     def answer(self, task: Task) -> BatchMessage:
         if task.states is not None:
@@ -215,7 +215,7 @@ class _InWorker:
         batch = self._batch(task.indices, desk) if not task.idle else None
         told = tuple(self._told)
         self._told.clear()
-        self._draws |= any(cached._supply.draws for cached in self.route.caches)
+        self._draws |= any(cached._access.draws for cached in self.route.caches)
         states = pack(self._drawn_from().states()) if self._draws else None
         news = WorkerReport(self._worker, desk.needed, samples_in(task.indices), told, states)
         return BatchMessage(task.pool.inode, task.block, batch, news)
@@ -251,7 +251,7 @@ class _InWorker:
         single = self.route.single
         if single is None or single._source.live or not is_known(self.collate_fn):
             return self._collate(self.route.samples(ids), desk)
-        supply, store, local = single._supply, single._store, self.route.local(ids)
+        supply, store, local = single._access, single._store, self.route.local(ids)
         before = store.filler.reads if store is not None else 0
         records, in_hand = supply.bring(local)
         # What was just read is collated as it is: its record's pages were written, and are not mapped yet.

@@ -206,7 +206,7 @@ class _Asking(machines._Trainer):
     def asks(self, dealt: bool) -> list[list[int]]:
         """What a loader whose order is known asks for ahead in an epoch."""
         found: list[list[int]] = []
-        way = self._cached._neighbours
+        way = self._cached._remote
         announce = way.announce
 
         def heard(store: Store, wanted: Any) -> None:

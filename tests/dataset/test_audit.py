@@ -296,7 +296,7 @@ def test_workers_that_live_for_an_epoch_look_at_slow_samples_too(
             clock[0] += 0.1
             if auditor.due(8, lambda: spent) is not None:  # noqa: B023
                 auditor.differs(image_and_label(0), 0)
-                spent, looks = spent + auditor.looked, looks + 1
+                spent, looks = spent + auditor.last_seconds, looks + 1
     assert 17 <= looks <= 21, "twenty seconds of two hundred would be a tenth"
 
 

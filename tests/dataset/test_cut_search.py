@@ -258,6 +258,54 @@ class Squares(FolderLike):
         return image * image, label
 
 
+class OwnCompose:
+    """A container that only its own dataset knows."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.steps = steps
+
+    def __call__(self, value: Any) -> Any:
+        for step in self.steps:
+            value = step(value)
+        return value
+
+
+class Checking(FolderLike):
+    """Checks the type of its transform at each reading."""
+
+    def __getitem__(self, index: int) -> Any:
+        if not isinstance(self.transform, (OwnCompose, torch.nn.Dropout)):
+            raise ValueError("transform must be an OwnCompose.")
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_checks_the_type_of_its_transform_is_cached_whole() -> None:
+    """Nothing else is accepted in place of its chain, so the chain is not cut; a random one is refused."""
+    chain = OwnCompose(image_to_float, halve)
+    with hotset.cache(Checking(N, chain)) as cached:
+        assert cached.plan.live == ()
+        assert any("accepts nothing in place of its transform" in note for note in cached.plan.notes)
+        equal_batches(epochs(cached), epochs(Checking(N, chain)))
+        assert cached.stats().cached == N
+    with hotset.cache(Checking(N, chain), transform=[draw_all]) as cached:
+        assert cached.plan.live == ("draw_all",)
+        equal_batches(epochs(cached), epochs(Transformed(Checking(N, chain), [draw_all])))
+    found = failure(lambda: hotset.cache(Checking(N, torch.nn.Dropout())))
+    assert found.kind is hotset.NotCacheable
+    assert is_a_sentence(found.text), found.text
+    with pytest.raises(ValueError, match="must be an OwnCompose"):  # the dataset's own error
+        hotset.cache(Checking(N, halve))
+
+
+def test_monais_cache_dataset_is_cached() -> None:
+    monai = pytest.importorskip("monai")
+    chain = monai.transforms.Compose([monai.transforms.ScaleIntensity(0.0, 1.0)])
+    source = monai.data.CacheDataset([np.full((1, 4, 4), i + 1.0) for i in range(N)], chain, progress=False)
+    with hotset.cache(source) as cached:
+        equal_batches(epochs(cached), epochs(source))
+        assert cached.stats().cached == N
+
+
 def test_randomness_that_a_trial_finds_is_refused_where_it_cannot_be_cut_off() -> None:
     """It shows in one call of many: the trial makes many of them, and two readings alone may miss it."""
     calls = [0]

@@ -178,7 +178,7 @@ def ready(cached: Any, count: int = R) -> None:
 def incoming(cached: Any, count: int) -> list[int]:
     """The numbers of the samples that come next."""
     after = cursor_of(cached) + len(cached)
-    return [cached._residents.sample(entry) for entry in range(after, after + count)]
+    return [cached._window.sample(entry) for entry in range(after, after + count)]
 
 
 # ---- what an epoch has -------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_each_sample_is_read_once_ahead_of_its_use(make: Make, tmp_path: Path) -
         numbers(loader)
         assert cursor_of(cached) == epoch * R
         ready(cached)
-    assert log.counts() == Counter(cached._residents.sample(entry) for entry in range(8 * R + N + R))
+    assert log.counts() == Counter(cached._window.sample(entry) for entry in range(8 * R + N + R))
     stats = cached.stats()
     assert (stats.cached, stats.uncached, stats.late) == (N, 0, 0)
     assert (stats.hits, stats.misses) == (8 * N, N), "what is read ahead is there when it is used"
@@ -428,28 +428,28 @@ def test_what_is_late_is_counted_told_once_and_made_up_and_nobody_waits(
     numbers(loader)
     assert os.getpid() not in gated.waited(), "training has not waited"
     gated.open()
-    assert (cached.stats().late, cached._residents.position.behind) == (6, 6)
+    assert (cached.stats().late, cached._window.position.behind) == (6, 6)
     cursors = []
     for _ in range(5):  # there is room for two more beside the two of each boundary
-        ready(cached, min(R + cached._residents.position.behind, 2 * R))
+        ready(cached, min(R + cached._window.position.behind, 2 * R))
         used = numbers(loader)
         cursors.append(cursor_of(cached))
     assert cursors == [4, 8, 12, 14, 16], "all of it is made up: 8 boundaries, 2 at each"
     assert len(set(used) - set(first)) > 4
-    assert (cached.stats().late, cached._residents.position.behind) == (6, 0)
+    assert (cached.stats().late, cached._window.position.behind) == (6, 0)
 
 
 def test_those_that_are_ready_go_in_without_the_others(make: Make, gated: Gated) -> None:
     cached = make(gated, hotset.Window(N, replace=0.5))
     gated.shut(incoming(cached, 8)[2:3])
     # A helper may read them together with the one that waits.
-    cached._supply.fill(np.arange(N, N + 2), keep=False)
-    cached._supply.fill(np.arange(N + 3, N + 4), keep=False)
+    cached._access.fill(np.arange(N, N + 2), keep=False)
+    cached._access.fill(np.arange(N + 3, N + 4), keep=False)
     loader = loader_over(cached)
     first = numbers(loader)
     again = numbers(loader)
     assert (cursor_of(cached), cached.stats().late) == (2, 2), "up to the first that is missing"
-    assert set(again) - set(first) == set(map(cached._residents.sample, (N, N + 1)))
+    assert set(again) - set(first) == set(map(cached._window.sample, (N, N + 1)))
 
 
 def test_with_wait_the_boundary_waits(make: Make, gated: Gated) -> None:
@@ -476,7 +476,7 @@ def test_with_wait_the_boundary_waits(make: Make, gated: Gated) -> None:
 def test_with_wait_the_cursor_is_certain_though_something_cannot_be_kept(make: Make) -> None:
     cached = make()
     # Far ahead, in the slots of what comes at the fifth boundary.
-    cached._supply.fill(np.arange(30, 32), keep=False)
+    cached._access.fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
     reference = Reference(Samples(tagged, D), QUARTER)
     for epoch in range(12):
@@ -489,7 +489,7 @@ def test_auto_takes_what_is_ready_up_to_half_and_nothing_is_late(make: Make, gat
     loader = loader_over(cached)
     gated.shut(incoming(cached, 5)[3:])
     # A helper may read them together with the one that waits.
-    cached._supply.fill(np.arange(N, N + 3), keep=False)
+    cached._access.fill(np.arange(N, N + 3), keep=False)
     first = numbers(loader)
     second = numbers(loader)
     assert cursor_of(cached) == 3
@@ -510,7 +510,7 @@ def test_the_first_epoch_fills_as_it_goes_and_is_not_overtaken(make: Make, tmp_p
     log.reset()
     batches = iter(loader_over(cached))
     next(batches)
-    residents = cached._residents
+    residents = cached._window
     assert set(log.order()) <= set(incoming(cached, R)) | {
         residents.sample(int(entry)) for entry in residents.entries(np.arange(N), cached._store)
     }
@@ -534,7 +534,7 @@ def test_prefill_fills_before_the_first_epoch_and_shows_how_far_it_is(
     log.reset()
     batches = iter(loader_over(cached, num_workers=workers))
     assert cached.stats().cached == N
-    assert set(log.counts()) >= {cached._residents.sample(entry) for entry in range(N)}
+    assert set(log.counts()) >= {cached._window.sample(entry) for entry in range(N)}
     assert re.search(r"Counting .*0/8.*8/8", shown.getvalue(), re.DOTALL)
     assert len(numbers(batches)) == N
     assert cached.stats().hits == N
@@ -593,12 +593,12 @@ def test_an_announced_epoch_is_not_begun_a_second_time_by_the_loader(make: Make)
     cached.set_epoch(0)
     cached.set_epoch(1)
     numbers(loader)
-    assert (cached._residents.position.epoch, cursor_of(cached)) == (1, R)
+    assert (cached._window.position.epoch, cursor_of(cached)) == (1, R)
     numbers(loader)
-    assert (cached._residents.position.epoch, cursor_of(cached)) == (2, 2 * R)
+    assert (cached._window.position.epoch, cursor_of(cached)) == (2, 2 * R)
     cached.set_epoch(3)
     numbers(loader)
-    assert (cached._residents.position.epoch, cursor_of(cached)) == (3, 3 * R)
+    assert (cached._window.position.epoch, cursor_of(cached)) == (3, 3 * R)
 
 
 def test_counting_epochs_from_0_again_the_window_goes_on(make: Make) -> None:
@@ -712,7 +712,7 @@ def test_what_preparing_raises_comes_with_the_next_batch(make: Make, tmp_path: P
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
     batches = iter(loader_over(cached, batch_size=1))
-    assert eventually(lambda: cached._residents._background.idle)
+    assert eventually(lambda: cached._window._background.idle)
     found = failure(lambda: next(batches))
     assert found.kind is PlainError
     assert "helper process" in found.text
@@ -733,7 +733,7 @@ def test_a_sample_that_can_never_be_read_does_not_hold_the_window_up(make: Make,
             except PlainError as error:
                 taken_apart(error)
                 raised += 1
-            assert eventually(lambda: cached._residents._background.idle)
+            assert eventually(lambda: cached._window._background.idle)
             if cursor_of(cached) >= 12:
                 break
     assert raised >= 2
@@ -874,7 +874,7 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
     begun: list[int] = []
     cached = make()
     monkeypatch.setattr(
-        type(cached._supply), "begin_next", lambda self, processes, context: begun.append(processes)
+        type(cached._access), "begin_next", lambda self, processes, context: begun.append(processes)
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -886,7 +886,7 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
 def test_entries_far_ahead_never_hold_the_window_up(make: Make) -> None:
     """A helper of another process, with a list from before the window was moved back, may fill them."""
     cached = make(Samples(tagged, D), QUARTER)
-    cached._supply.fill(np.arange(30, 32), keep=False)
+    cached._access.fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
     for epoch in range(8):
         assert len(numbers(loader)) == N
@@ -1021,7 +1021,7 @@ def test_what_was_late_is_part_of_the_state(make: Make, gated: Gated) -> None:
     again = make(gated, window)
     loader = loader_over(again)
     loader.load_state_dict(state)
-    assert again._residents.position == cached._residents.position == (1, 0, 2)
+    assert again._window.position == cached._window.position == (1, 0, 2)
     numbers(loader)
     assert cursor_of(again) == 4, "in a cold cache there is nothing to wait for: what was late goes in"
 

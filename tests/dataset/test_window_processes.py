@@ -108,7 +108,7 @@ def prepared(state: dict[str, Any]) -> None:
 
 
 def position(state: dict[str, Any]) -> Any:
-    return tuple(state["cached"]._residents.position)
+    return tuple(state["cached"]._window.position)
 
 
 def saved(state: dict[str, Any]) -> Any:

@@ -325,7 +325,7 @@ def test_a_chain_in_place_whose_result_is_ignored_is_refused_before_the_data_are
 
     items = rows(MAKES["tensors"])
     before = copy.deepcopy(items)
-    with pytest.raises(hotset.NotCacheable, match="changes in place what the data set holds"):
+    with pytest.raises(hotset.NotCacheable, match="changes in place what the dataset holds"):
         hotset.cache(Ignores(items, halve), memory="1MiB")
     assert_all_same(items, before)
 

@@ -149,7 +149,7 @@ def test_511_caches_are_one_too_many_in_a_sentence(runtime: Path) -> None:
 def fill_through(key: str, make: Any, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(400)
     cached = hotset.cache(Samples(make, 400), session="a", key=key)
-    cached._supply.tell = lambda sentence: None
+    cached._access.tell = lambda sentence: None
     for i in order.tolist():
         equal_batches(cached[i], make(i))
     cached.close()
@@ -250,7 +250,7 @@ def test_what_is_cleared_is_free_for_others() -> None:
         ):
             read_all(one, kilobyte)
             one.clear()
-            two._supply.tell = lambda sentence: None
+            two._access.tell = lambda sentence: None
             read_all(two, kilobyte)
             return two.stats().cached
 
