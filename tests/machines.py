@@ -26,7 +26,6 @@ import socketserver
 import sys
 import tempfile
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,7 +38,6 @@ from helpers import difference, eventually, recorded, scribble
 from samples import kilobyte
 from sources import Counting, ReadLog, Samples
 from stores import attached, child, ended, kill
-from torch.utils.data.distributed import DistributedSampler
 
 import hotset
 from hotset.cluster import batch_fetch as errand
@@ -56,7 +54,6 @@ from hotset.cluster.peer_stats import Backoff
 from hotset.policy.rendezvous import Placement
 from hotset.session import sessions
 from hotset.store import fill
-from hotset.store import ring as ring_module
 from hotset.store.format import PRESENT
 
 SESSION = "shared"
@@ -287,7 +284,6 @@ class _Trainer:
         joining.join = join
         sys.modules["ray"] = types.SimpleNamespace(get=lambda call, timeout: call())  # type: ignore[assignment]
         self._cached: Any = None
-        self._loader: Any = None
 
     def cache(self, dataset: Any, make: Callable[[int], Any], how: dict[str, Any]) -> None:
         how = {"cluster": "auto", "session": SESSION, "key": "the data", **how}
@@ -331,26 +327,6 @@ class _Trainer:
             wrong += self._differing(batch, list(zip(data, labels.tolist(), strict=True)))
         return wrong
 
-    def window_epoch(self, rank: int, ranks: int, workers: int, pause: float) -> list[int]:
-        """This rank's part of a window's next epoch: which samples, all of them compared."""
-        if self._loader is None:
-            sampler = DistributedSampler(self._cached, ranks, rank, shuffle=False)
-            self._loader = hotset.DataLoader(
-                self._cached,
-                batch_size=8,
-                sampler=sampler,
-                num_workers=workers,
-                persistent_workers=workers > 0,
-            )
-        seen: list[int] = []
-        for data, labels in self._loader:
-            batch = labels.tolist()
-            wrong = self._differing(batch, list(zip(data, batch, strict=True)))
-            assert wrong == []
-            seen += batch
-            time.sleep(pause)
-        return seen
-
     def sunk(self, count: int, workers: int) -> tuple[list[float], list[float]]:
         """Losses of a training by ``data_sink`` from the cache, and of a plain loop over the source."""
         import sinking
@@ -369,19 +345,6 @@ class _Trainer:
                     losses += sink(steps=min(7, sinking.STEPS - len(losses))).tolist()
             found.append(losses)
         return found[0], found[1]
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def go_on(self, state: Any, rank: int, ranks: int) -> None:
-        """Go on from a loader's state with the next epoch."""
-        sampler = DistributedSampler(self._cached, ranks, rank, shuffle=False)
-        self._loader = hotset.DataLoader(self._cached, batch_size=8, sampler=sampler)
-        self._loader.load_state_dict(state)
-
-    def position(self) -> list[int]:
-        """Where the window stands for this process."""
-        return list(self._cached._window.position)
 
     def _differing(self, batch: Sequence[int], got: list[Any]) -> list[int]:
         found = [difference(value, self._make(index)) for index, value in zip(batch, got, strict=True)]
@@ -653,8 +616,6 @@ def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
     patch.setattr(shelf, "LEASE", lease)
     patch.setattr(errand, "PATIENCE", lease)
     patch.setattr(fill, "_PATIENCE_SECONDS", NEVER)
-    patch.setattr(ring_module, "_READERS_SECONDS", NEVER)
-    patch.setattr(ring_module, "_CLEAR_SECONDS", NEVER)
     patch.setattr(joining, "_READY_SECONDS", SOON)
     patch.setattr(neighbours, "_CLEAR_SECONDS", 2 * NEVER)
     patch.setattr(tally, "_PATIENCE", NEVER)

@@ -124,7 +124,7 @@ class BatchFetch:
         for ticket in asked:
             self._take_in(ticket.ids, ticket.wait(begun + self._company.patience(ticket.name)))
         missing = missing[np.isin(missing, self._got.ids(), invert=True)]
-        owned = self._company.others(self._cache, missing)
+        owned = self._company.others(missing)
         waiting = self._ask(owned)
         home = np.setdiff1d(missing, np.concatenate([missing[:0], *(ids for _, ids in owned)]))
         home = self._fetch_home(home)
@@ -193,7 +193,7 @@ class BatchFetch:
     def _ask_further(self, ids: Longs, turn: int) -> list[_Waiting]:
         """Go on with samples for which there was no room so far."""
         ids = np.sort(ids)
-        owned = self._company.after(self._cache, ids, turn)
+        owned = self._company.after(ids, turn)
         others = [(name, some) for name, some in owned if name != self._company.me]
         waiting = self._ask(others, turn) if others else []
         for name, some in owned:
@@ -230,7 +230,7 @@ class BatchFetch:
         """Those of these samples that their former owners have not got either; the others are brought on."""
         asked = [
             (name, self._company.peers[name].ask(self._cache, some))
-            for name, some in self._company.former(self._cache, ids)
+            for name, some in self._company.former(ids)
         ]
         begun = time.monotonic()
         came = [np.empty(0, np.int64)]
@@ -309,7 +309,7 @@ class BatchFetch:
         """Bring samples to those machines that come so many places after their owners."""
         if not samples:
             return
-        further = self._company.after(self._cache, np.fromiter(samples, np.int64), turn)
+        further = self._company.after(np.fromiter(samples, np.int64), turn)
         self._got.unkept |= not further
         for name, ids in further:
             some = {sample: samples[sample] for sample in ids.tolist()}

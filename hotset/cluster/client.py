@@ -99,15 +99,9 @@ class Peer:
 
     def clear(self, cache: CacheIdentity, clears: int) -> PendingRequest:
         """Ask it to forget every record of a cache: see :meth:`Shelf.clear`. It has, if there are words."""
-        return self._say(cache, np.array([clears]), Operation.CLEAR)
-
-    def window(self, cache: CacheIdentity, words: Longs) -> PendingRequest:
-        """Ask about a window, or move it: see :mod:`hotset.cluster.boundary`."""
-        return self._say(cache, words, Operation.WINDOW)
-
-    def _say(self, cache: CacheIdentity, words: Longs, operation: Operation) -> PendingRequest:
-        ticket = PendingRequest(self, cache, words, operation)
-        self._send(ticket, lambda number: messages.words(number, cache, words, operation))
+        word = np.array([clears])
+        ticket = PendingRequest(self, cache, word, Operation.CLEAR)
+        self._send(ticket, lambda number: messages.clear(number, cache, word))
         return ticket
 
     def _ask(self, cache: CacheIdentity, ids: Longs, operation: Operation) -> PendingRequest:

@@ -61,11 +61,6 @@ class Described(NamedTuple):
         return cls(meeting, samples, metadata["schema"], about)
 
     @property
-    def has_window(self) -> bool:
-        """Whether its samples are entries of a window."""
-        return self.about.get("window") is not None
-
-    @property
     def fingerprint(self) -> str:
         """What is cached, in 32 hexadecimal digits or as the user says."""
         return str(self.about["fingerprint"])

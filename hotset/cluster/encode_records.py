@@ -1,8 +1,7 @@
 """Packing: samples to records that travel.
 
 A record on its way is laid out as it would be in a segment, but for two places of which only a segment knows:
-its tail's first line is zero, and so is its generation, but for an entry of a ring, whose lap is the same
-everywhere. Who stores it writes its own.
+its tail's first line is zero, and so is its generation. The store that takes it in writes its own.
 """
 
 from __future__ import annotations
@@ -57,19 +56,17 @@ def pack(
     view = memoryview(memory)
     row_at, tail_at = 0, tails_at
     there = np.array([sample for sample, _ in fitting], np.int64)
-    own = cache.laps(there, np.zeros_like(there))
-    said = zip(cache.places(there).tolist(), own.tolist(), fitting, strict=True)
-    for place, generation, (_, prepared) in said:
-        stamp = forms.stamp(prepared, generation)
+    for sample, prepared in fitting:
+        stamp = forms.stamp(prepared, 0)
         forms.write(schema, memory, row_at, prepared, 0, tail_at)
         length = schema.stride - RECORD_HEADER + prepared.tail_bytes
         tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
-        crc = fmt.checksum(place, length, stamp, view[row_at + RECORD_HEADER : row_at + schema.stride], tail)
+        crc = fmt.checksum(sample, length, stamp, view[row_at + RECORD_HEADER : row_at + schema.stride], tail)
         RECORD.pack_into(memory, row_at, length, stamp, crc)
         row_at += schema.stride
         tail_at += prepared.tail_lines * LINE
     ids = np.concatenate([there, np.array(missing, np.int64)])
-    generations = np.concatenate([own, np.full(len(missing), ABSENT)])
+    generations = np.concatenate([np.zeros(len(there), np.int64), np.full(len(missing), ABSENT)])
     rows: Bytes = np.ndarray((len(fitting), schema.stride), np.uint8, memory)
     tails: Bytes = np.ndarray((int(lines.sum()), LINE), np.uint8, memory, tails_at)
     return ids, WireRecords(generations, np.pad(lines, (0, len(missing))), rows, tails)

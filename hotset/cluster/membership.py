@@ -70,11 +70,6 @@ class Membership(NamedTuple):
     members: tuple[Member, ...]
     former: tuple[Member, ...] = ()
 
-    @property
-    def capacity(self) -> int:
-        """Bytes that all machines can hold together."""
-        return sum(member.capacity for member in self.members)
-
 
 def write_membership(number: int, roster: Membership) -> None:
     """Write a session's roster down, in place of the last one.

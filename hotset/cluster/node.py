@@ -27,11 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hotset.cluster.boundary import RingShelf
 from hotset.cluster.directory import Described, Heartbeat, HeartbeatReply
 from hotset.cluster.keys import Keys
 from hotset.cluster.membership import Member, Membership, read_membership, write_membership
-from hotset.cluster.ownership import Ownership
 from hotset.cluster.peer_stats_file import make_tally, read_tally
 from hotset.cluster.protocol import LARGEST
 from hotset.cluster.relay import Relays, Remote, reachable
@@ -47,7 +45,7 @@ from hotset.session.session_cache import CacheLocation, SessionCacheHandle, shar
 from hotset.session.session_definition import Session, open_ledger, session_of
 from hotset.store import memory_limits as machine
 from hotset.store.format import Live
-from hotset.store.ring import Ring, attach_store
+from hotset.store.ring import attach_store
 from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
@@ -66,12 +64,12 @@ _TAIL_BYTES = 64 << 10
 
 
 def fingerprint_of(about: dict[str, Any]) -> bytes:
-    """What tells a cache from all others of a session: its fingerprint or the user's key, and its window.
+    """What tells a cache from all others of a session: its fingerprint or the user's key.
 
     Args:
         about: its metadata.
     """
-    text = json.dumps([about["fingerprint"], about.get("window")])
+    text = json.dumps([about["fingerprint"], None])  # the second word was a window's
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -120,7 +118,6 @@ class Node:
         self._keys = known.keys if known is not None else Keys.new()
         self._roster = known
         self._beat = beat
-        self._owners = Ownership(known.me, known.members) if known is not None else None
         self._shelves = StoreServices()
         self._caches: dict[str, Described] = {}
         self._wanted: tuple[str, ...] = ()
@@ -282,7 +279,7 @@ class Node:
         roster = Membership(self._me, self._keys, self._within_reach(heard.members), heard.former)
         if roster != self._roster and self._is_there():
             write_membership(self.session.number, roster)
-            self._roster, self._owners = roster, Ownership(roster.me, roster.members)
+            self._roster = roster
 
     def _within_reach(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """The machines as this machine's processes reach them."""
@@ -326,14 +323,6 @@ class Node:
         """
         return self._shelf(cache).clear(clears)
 
-    def window(self, cache: CacheIdentity, words: Longs) -> Longs:
-        """Say where a window stands, or move it: see :meth:`Shelf.window`.
-
-        Raises:
-            SegmentError: this machine has no such cache, or it has no window.
-        """
-        return self._shelf(cache).window(words)
-
     def _shelf(self, cache: CacheIdentity) -> Shelf:
         shelf = self._shelves.get(cache.fingerprint)
         if shelf is None or shelf.cache != cache:
@@ -366,16 +355,10 @@ class Node:
 
         def create(place: CacheLocation) -> Store:
             about = {**described.about, "meeting": described.meeting}
-            store: Store
-            if described.has_window:
-                store = Ring.create(
-                    schema, described.samples, self.session.memory, about=about, path=place.path
-                )
-            else:
-                spill = place.spill and SpillTo(place.folder, place.spill, keeps_all=place.persist)
-                store = Store.create(
-                    schema, described.samples, place.limit, about=about, path=place.path, spill=spill or None
-                )
+            spill = place.spill and SpillTo(place.folder, place.spill, keeps_all=place.persist)
+            store = Store.create(
+                schema, described.samples, place.limit, about=about, path=place.path, spill=spill or None
+            )
             store.path = place.name
             return store
 
@@ -395,10 +378,7 @@ class Node:
         store.filler.ahead = True
         store.room.allowance, store.room.knob = use, "the session's `--memory`"
         self._caches[described.meeting] = described
-        fingerprint = fingerprint_of(described.about)
-        shelf = StoreService(store, fingerprint)
-        if isinstance(store, Ring):
-            shelf = RingShelf(store, fingerprint, lambda: self._owners)
+        shelf = StoreService(store, fingerprint_of(described.about))
         self._shelves.add(shelf, store)
         self._parts[described.meeting] = _Part(use, shelf, store)
 

@@ -35,23 +35,18 @@ class Ownership:
         capacities = [member.capacity for member in members]
         self._placement = Placement(self._names, capacities) if any(capacities) else None
 
-    def others(self, ids: Longs, places: Longs) -> list[Owned]:
-        """The machines but this one that own some of these samples, and which.
-
-        Args:
-            ids: the samples' numbers.
-            places: what each is placed by: see :meth:`Cache.partitions`.
-        """
+    def others(self, ids: Longs) -> list[Owned]:
+        """The machines but this one that own some of these samples, and which."""
         if self._placement is None or not len(ids):
             return []
-        owned = self._grouped(ids, self._placement.owners(places))
+        owned = self._grouped(ids, self._placement.owners(ids))
         return [(name, some) for name, some in owned if name != self._me]
 
-    def after(self, ids: Longs, places: Longs, turn: int) -> list[Owned]:
+    def after(self, ids: Longs, turn: int) -> list[Owned]:
         """The machines, this one too, that come so many places after these samples' owners, and for which."""
         if self._placement is None or turn > FURTHER or not len(ids):
             return []
-        order = self._placement.order(places, turn + 1)
+        order = self._placement.order(ids, turn + 1)
         return self._grouped(ids, order[:, turn]) if order.shape[1] > turn else []
 
     def _grouped(self, ids: Longs, owners: Longs) -> list[Owned]:

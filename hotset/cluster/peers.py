@@ -13,7 +13,7 @@ from hotset.cluster.membership import PATIENCE, Membership, MembershipFile
 from hotset.cluster.ownership import Owned, Ownership
 from hotset.cluster.peer_stats import PeerStats
 from hotset.cluster.peer_stats_file import Tally, read_tally
-from hotset.cluster.wire_records import CacheIdentity, Longs
+from hotset.cluster.wire_records import Longs
 
 __all__ = ["Peers"]
 
@@ -88,19 +88,19 @@ class Peers:
         assert self._roster is not None
         return next((m.patience for m in self._roster.members if m.name == name), PATIENCE)
 
-    def others(self, cache: CacheIdentity, ids: Longs) -> list[Owned]:
+    def others(self, ids: Longs) -> list[Owned]:
         """The other machines that own some of these samples, and which."""
         assert self.owners is not None
-        return self.owners.others(ids, cache.partitions(ids))
+        return self.owners.others(ids)
 
-    def after(self, cache: CacheIdentity, ids: Longs, turn: int) -> list[Owned]:
+    def after(self, ids: Longs, turn: int) -> list[Owned]:
         """The machines, this one too, that come so many places after these samples' owners."""
         assert self.owners is not None
-        return self.owners.after(ids, cache.partitions(ids), turn)
+        return self.owners.after(ids, turn)
 
-    def former(self, cache: CacheIdentity, ids: Longs) -> list[Owned]:
+    def former(self, ids: Longs) -> list[Owned]:
         """Who owned these samples before the roster changed, as far as they are still there, and not this."""
-        owners = self._former.others(ids, cache.partitions(ids)) if self._former is not None else []
+        owners = self._former.others(ids) if self._former is not None else []
         return [(name, some) for name, some in owners if name in self.peers]
 
     def gone(self) -> list[str]:

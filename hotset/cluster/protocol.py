@@ -6,14 +6,13 @@ was read before it: what has another length is refused with a reason. ::
     get        header | ids                                     sample numbers, i64 each
     claim      the same; what is absent the asker will bring
     clear      header | a word, i64: how often, by now          forget all
-    window     header | words, i64 each                         see hotset.cluster.boundary
     put        header | ids | entries | rows | tails
-    answer     header | entries | rows | tails                  of a put: header | entries; words of words
+    answer     header | entries | rows | tails                  of a put: header | entries; of a clear: it
     refusal    header                                           with a status other than OK
 
     header     +0   magic        8 B
                +8   version      u16
-               +10  operation    u8    1 get, 2 put, 3 claim, 4 clear, 5 window; 0x80 is set in answers
+               +10  operation    u8    1 get, 2 put, 3 claim, 4 clear; 0x80 is set in answers
                +11  status       u8    of an answer; 0 in a request
                +12  count        u32   of samples, or words
                +16  number       u64   of the request, which its answer repeats
@@ -57,6 +56,7 @@ __all__ = [
     "Operation",
     "Status",
     "answer",
+    "clear",
     "get",
     "parse_head",
     "parse_ids",
@@ -65,7 +65,6 @@ __all__ = [
     "put",
     "refusal",
     "refusal_of",
-    "words",
     "words_answer",
 ]
 
@@ -89,9 +88,9 @@ class Malformed(ValueError):
 
 
 class Operation(IntEnum):
-    """What a request asks for: records; to keep some; some, and to promise others; to forget; a window."""
+    """What a request asks for: records; to keep some; some, and to promise others; to forget all."""
 
-    GET, PUT, CLAIM, CLEAR, WINDOW = 1, 2, 3, 4, 5
+    GET, PUT, CLAIM, CLEAR = 1, 2, 3, 4
 
 
 class Status(IntEnum):
@@ -149,9 +148,9 @@ def put(number: int, cache: CacheIdentity, ids: Longs, records: WireRecords) -> 
     return [_header(Operation.PUT, 0, len(ids), number, cache), _little(ids), *_frames(records)]
 
 
-def words(number: int, cache: CacheIdentity, said: Longs, operation: Operation) -> list[Any]:
-    """Frames that ask about a window, or move it; or that have a cache cleared."""
-    return [_header(operation, 0, len(said), number, cache), _little(said)]
+def clear(number: int, cache: CacheIdentity, said: Longs) -> list[Any]:
+    """Frames that have a cache cleared; ``said`` is one word, see the module's table."""
+    return [_header(Operation.CLEAR, 0, len(said), number, cache), _little(said)]
 
 
 def words_answer(head: Head, cache: CacheIdentity, said: Longs) -> list[Any]:
@@ -237,7 +236,7 @@ def parse_ids(head: Head, frame: Frame, cache: CacheIdentity) -> Longs:
     if len(frame) != head.samples * 8:
         raise Malformed(f"speaks of {head.samples} samples, and names {len(frame) / 8:g}")
     ids = np.frombuffer(frame, "<i8")
-    if head.samples and (int(ids.min()) < 0 or int(ids.max()) >= cache.numbers):
+    if head.samples and (int(ids.min()) < 0 or int(ids.max()) >= cache.samples):
         raise Malformed(f"names a sample that is none of the {cache.samples:,} of this cache")
     return ids
 

@@ -123,10 +123,6 @@ class NodeActor:
         """See :meth:`Node.clear`."""
         return self._node.clear(cache, clears)
 
-    def window(self, cache: CacheIdentity, words: Longs) -> Longs:
-        """See :meth:`Node.window`."""
-        return self._node.window(cache, words)
-
     def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
         """See :meth:`Node.put`."""
         return self._node.put(cache, ids, records)
@@ -160,13 +156,6 @@ class _ByRay:
 
         node = ray.get_actor(member.actor, namespace=NAMESPACE)
         return bool(ray.get(node.clear.remote(cache, clears), timeout=_RELAY_SECONDS))
-
-    def window(self, member: Member, cache: CacheIdentity, words: Longs) -> Longs:
-        import ray
-
-        node = ray.get_actor(member.actor, namespace=NAMESPACE)
-        said: Longs = ray.get(node.window.remote(cache, words), timeout=_RELAY_SECONDS)
-        return said
 
     def put(
         self, member: Member, cache: CacheIdentity, ids: Longs, records: WireRecords

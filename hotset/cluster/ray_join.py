@@ -108,13 +108,6 @@ class Joined:
         roster = read_membership(self.number)
         return roster.me if roster is not None else ""
 
-    def capacity(self) -> int:
-        """Bytes that all machines can hold together, as far as this one knows."""
-        deadline = time.monotonic() + _READY_SECONDS
-        while (roster := read_membership(self.number)) is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return roster.capacity if roster is not None else 0
-
     def publish(self, described: Described) -> None:
         """Say how a data set is cached."""
         import ray

@@ -49,10 +49,6 @@ class Remote(Protocol):
         """See :meth:`Shelf.clear`; raises whatever goes wrong."""
         ...
 
-    def window(self, member: Member, cache: CacheIdentity, words: Longs) -> Longs:
-        """See :meth:`Shelf.window`; raises whatever goes wrong."""
-        ...
-
     def put(
         self, member: Member, cache: CacheIdentity, ids: Longs, records: WireRecords
     ) -> npt.NDArray[np.bool_]:
@@ -149,9 +145,6 @@ class _RemoteShelf:
 
     def clear(self, clears: int) -> bool:
         return self._remote.clear(self._member, self.cache, clears)
-
-    def window(self, words: Longs) -> Longs:
-        return self._remote.window(self._member, self.cache, words)
 
     def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
         return self._remote.put(self._member, self.cache, ids, records)

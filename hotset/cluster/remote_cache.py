@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ import numpy as np
 from hotset.cluster.batch_fetch import BatchFetch, Brought, Read, parts
 from hotset.cluster.client import Peer
 from hotset.cluster.membership import PATIENCE, Membership
-from hotset.cluster.ownership import Ownership
 from hotset.cluster.peer_stats import PeerStats
 from hotset.cluster.peers import Peers
 from hotset.cluster.pending_request import PendingRequest
@@ -141,7 +140,7 @@ class RemoteCache:
             cache, era = self.cache(store), store.era()
             tickets = [
                 self._company.peers[name].ask(cache, part)
-                for name, some in self._company.others(cache, missing)
+                for name, some in self._company.others(missing)
                 for part in parts(cache, some)
             ]
             self._ahead[ids.tobytes()] = _Ahead(era, tickets)
@@ -168,36 +167,6 @@ class RemoteCache:
         if self._pid == os.getpid():
             self._company.count(now=True)
         return self._company.traffic()
-
-    # ---- of a window, see hotset.cluster.boundary ------------------------------------------------------
-
-    def owners(self, store: Store) -> Ownership | None:
-        """Who owns what, as far as this process knows; another object whenever that has changed."""
-        with self._looked(store):
-            return self._company.owners
-
-    def me(self, store: Store) -> str:
-        """This machine's name."""
-        with self._looked(store):
-            return self._company.me
-
-    def names(self, store: Store) -> list[str]:
-        """The other machines."""
-        with self._looked(store):
-            return list(self._company.peers)
-
-    def say(self, store: Store, words: Longs, names: Sequence[str] | None = None) -> dict[str, Longs]:
-        """Ask these machines, or all others, about a window; the words of those that answer, by name."""
-        with self._looked(store):
-            cache = self.cache(store)
-            peers = self._company.peers
-            wanted = peers if names is None else [name for name in names if name in peers]
-            asked = {name: peers[name].window(cache, words) for name in wanted}
-            begun = time.monotonic()
-            found = {
-                name: ticket.words(begun + self._company.patience(name)) for name, ticket in asked.items()
-            }
-        return {name: said for name, said in found.items() if said is not None}
 
     @contextlib.contextmanager
     def _looked(self, store: Store) -> Iterator[None]:
@@ -278,7 +247,7 @@ class RemoteCache:
             if total > _ESTIMATE:
                 ids = np.random.default_rng().integers(total, size=_ESTIMATE)
             missing = ids[store.index.missing(ids)]
-            others = sum(len(some) for _, some in self._company.others(self.cache(store), missing))
+            others = sum(len(some) for _, some in self._company.others(missing))
             self._estimated = now, (len(missing) - others) / len(ids) * total
         return self._estimated[1]
 

@@ -87,10 +87,6 @@ class Shelf(Protocol):
         """
         ...
 
-    def window(self, words: Longs) -> Longs:
-        """Say where a window stands, or move it: see :mod:`hotset.cluster.boundary`; raises without one."""
-        ...
-
     def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
         """Store what another machine brings, which is sound; returns which samples are there now.
 
@@ -327,9 +323,8 @@ class Serving:
 
     def _frames_of(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> list[Any]:
         head = request.head
-        if head.operation in (Operation.WINDOW, Operation.CLEAR):
-            words = messages.parse_words(head, request.frames)
-            said = shelf.window(words) if head.operation is Operation.WINDOW else _cleared(shelf, words)
+        if head.operation is Operation.CLEAR:
+            said = _cleared(shelf, messages.parse_words(head, request.frames))
             return messages.words_answer(head, shelf.cache, said)
         return messages.answer(head, shelf.cache, self._records(shelf, request, buffer))
 

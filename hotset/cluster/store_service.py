@@ -29,7 +29,6 @@ from hotset.cluster.wire_records import (
     Longs,
     WireRecords,
 )
-from hotset.errors import SegmentError
 from hotset.session.free_cache import DESTROYED
 from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK, Live
 from hotset.store.record_batch import ReceivedRecords, runs
@@ -50,13 +49,9 @@ _CLEAR_SECONDS = 0.5
 
 def cache_of(store: Store, fingerprint: bytes) -> CacheIdentity:
     """A store's cache, as machines must agree on it."""
-    schema, about = store.schema, store.segment.metadata
+    schema = store.schema
     return CacheIdentity.of(
-        fingerprint,
-        samples=len(store),
-        stride=schema.stride,
-        schema=[schema.to_json(), about.get("window")],  # which sample an entry is, too
-        ring=bool(about.get("ring")),
+        fingerprint, samples=len(store), stride=schema.stride, schema=[schema.to_json(), None]
     )
 
 
@@ -64,7 +59,7 @@ class StoreService:
     """One store, to be served (:class:`hotset.cluster.server.Shelf`), by any thread.
 
     Args:
-        store: of samples, or of a ring's entries.
+        store: of samples.
         fingerprint: of its cache, 16 bytes.
 
     Attributes:
@@ -189,19 +184,6 @@ class StoreService:
         rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
         return WireRecords(np.full(count, ABSENT, np.int64), np.zeros(count, np.int64), rows, tails)
 
-    def end_all_leases(self) -> None:
-        """Give back all claims: a clear waits for who is reading."""
-        with self._lock:
-            self.end_leases(np.fromiter(self._leases, np.int64))
-
-    def window(self, words: Longs) -> Longs:
-        """Here is none.
-
-        Raises:
-            SegmentError: always.
-        """
-        raise SegmentError("this cache has no window.")
-
     @property
     def clears(self) -> int:
         """How often the cluster has cleared this cache, as far as what is here has been."""
@@ -214,7 +196,7 @@ class StoreService:
             clears: see :attr:`clears`; what it is from then on, if that is more.
         """
         with self._lock:
-            self.end_all_leases()
+            self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for who is reading
             if self._store.segment.live[Live.INVALIDATED] == DESTROYED:
                 return True  # nothing is there, and nobody is to bring anything
             cleared = self._store.clear(_CLEAR_SECONDS)

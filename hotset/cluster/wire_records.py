@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hotset.errors import ArgumentError
 from hotset.store import format as fmt
-from hotset.store.format import GENERATION_MASK, LINE, OWN_STAMP, RECORD_HEADER, TAIL_COUNT_BITS
+from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL_COUNT_BITS
 
 __all__ = [
     "ABSENT",
@@ -28,7 +28,6 @@ __all__ = [
     "Longs",
     "WireRecords",
     "only",
-    "partitions",
     "sound",
 ]
 
@@ -42,8 +41,6 @@ LEFT = -2
 PROMISED = -3
 ROOMLESS = -4
 
-_LOT_BYTES = 1 << 14
-_FEWEST_LOTS = 1 << 15
 _TAIL_MASK = (1 << TAIL_COUNT_BITS) - 1
 
 
@@ -56,8 +53,6 @@ class CacheIdentity:
         layout: 16 bytes; of how a record is laid out.
         samples: length of the data set.
         stride: bytes of a row.
-        ring: whether rows are used again, in turn, so that numbers are entries (:mod:`hotset.store.ring`), of
-            which there is no end, and ``samples`` is how many there is room for.
 
     Example:
         >>> one = CacheIdentity.of(bytes(16), samples=10, stride=64, schema={"kind": "tensor"})
@@ -70,57 +65,17 @@ class CacheIdentity:
     layout: bytes
     samples: int
     stride: int
-    ring: bool = False
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != 16 or len(self.layout) != 16:
             raise ArgumentError("a cache's fingerprint and its layout's digest have 16 bytes each.")
 
     @classmethod
-    def of(
-        cls,
-        fingerprint: bytes,
-        *,
-        samples: int,
-        stride: int,
-        schema: Any,
-        ring: bool = False,
-    ) -> CacheIdentity:
+    def of(cls, fingerprint: bytes, *, samples: int, stride: int, schema: Any) -> CacheIdentity:
         """Describe a cache; ``schema`` is of JSON's types."""
-        said = json.dumps([fmt.VERSION, samples, stride, schema, ring], sort_keys=True).encode()
+        said = json.dumps([fmt.VERSION, samples, stride, schema, False], sort_keys=True).encode()
         layout = hashlib.blake2b(said, digest_size=16).digest()
-        return cls(fingerprint, layout, samples, stride, ring)
-
-    @property
-    def numbers(self) -> int:
-        """What the numbers of its samples are below."""
-        return 1 << 62 if self.ring else self.samples
-
-    def places(self, ids: Longs) -> Longs:
-        """Where these samples' words are in the index."""
-        return ids % self.samples if self.ring else ids
-
-    def partitions(self, ids: Longs) -> Longs:
-        """What decides about these samples' owners: see :func:`partitions`."""
-        return partitions(self.places(ids), self.stride, self.samples) if self.ring else ids
-
-    def laps(self, ids: Longs, generations: Longs) -> Longs:
-        """The generations that these samples' records must have; without a ring, those that they say."""
-        return ids // self.samples & GENERATION_MASK if self.ring else generations
-
-
-def partitions(slots: Longs, stride: int, count: int) -> Longs:
-    """The lots by which a ring's slots are dealt to machines.
-
-    A slot's row has its place, on each machine, so neighbours whose rows share pages go together: else each
-    machine would have a page for each row. There are thousands of lots, or the shares would not be equal.
-
-    Example:
-        >>> partitions(np.array([0, 15, 16, 999_999]), stride=1024, count=1_000_000).tolist()
-        [0, 0, 1, 62499]
-    """
-    together = min(_LOT_BYTES // stride, count // _FEWEST_LOTS)
-    return slots // max(together, 1)
+        return cls(fingerprint, layout, samples, stride)
 
 
 class WireRecords(NamedTuple):
@@ -159,29 +114,26 @@ def sound(cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray
     lines = records.lines[found]
     tail_bytes = lengths - (cache.stride - RECORD_HEADER)
     spare = lines * LINE - tail_bytes
-    expected = cache.laps(ids[found], records.generations[found])
     fits = (
         (stamps & ~OWN_STAMP == records.generations[found])
-        & (records.generations[found] == expected)
         & (_tails(records) == lines)  # what a row says of its tail must be what its entry says
         & (tail_bytes >= 0)
         & (spare >= 0)
         & (spare < LINE)
     )
-    places = cache.places(ids[found])
     if not lines.any():
-        fits &= np.array(fmt.checksums(places, lengths, stamps, records.rows)) == heads[:, 2]
+        fits &= np.array(fmt.checksums(ids[found], lengths, stamps, records.rows)) == heads[:, 2]
         found[found] = fits
         return found
     row_at = 0
     starts = (np.cumsum(lines) - lines) * LINE
     rows, tails = records.rows.reshape(-1).data, records.tails.reshape(-1).data
-    said = zip(places.tolist(), heads.tolist(), tail_bytes.tolist(), starts.tolist(), strict=True)
-    for number, (place, (length, stamp, crc), size, start) in enumerate(said):
+    said = zip(ids[found].tolist(), heads.tolist(), tail_bytes.tolist(), starts.tolist(), strict=True)
+    for number, (sample, (length, stamp, crc), size, start) in enumerate(said):
         if fits[number]:
             row = rows[row_at + RECORD_HEADER : row_at + cache.stride]
             tail = tails[start : start + size] if size else None
-            fits[number] = fmt.checksum(place, length, stamp, row, tail) == crc
+            fits[number] = fmt.checksum(sample, length, stamp, row, tail) == crc
         row_at += cache.stride
     found[found] = fits
     return found

@@ -10,9 +10,6 @@
 comes to the boundary; the others find it moved and take it as it is. Each main process puts its epoch and
 cursor into its own slot, where its workers read them: ranks may be some batches apart.
 
-**Several machines** that share a window agree on the cursor at each boundary
-(:mod:`hotset.cluster.boundary`). Each prepares what it owns.
-
 **Ready** are the next samples up to the first that is missing. So the order never depends on speed; speed
 only decides how far the cursor goes. What is late is due again at the next boundary, together with that
 one's own R. A sample that cannot be read, or cannot be stored, is not waited for: it comes in, and is read
@@ -28,7 +25,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,9 +38,6 @@ from hotset.policy.window import epoch_order
 from hotset.store.claims import Ids
 from hotset.store.format import Live, Slot
 from hotset.store.ring import Ring, WindowState
-
-if TYPE_CHECKING:  # what it needs is an extra
-    from hotset.cluster.boundary import Boundary, Seen
 
 __all__ = ["ActiveWindow", "WindowPosition", "positions_of"]
 
@@ -73,7 +67,6 @@ class ActiveWindow:
     Args:
         sizes: of the window.
         wait, prefill: see :class:`Window`.
-        boundary: how the cursor moves on several machines; None on one.
         ring: holds the entries; None if nothing can be cached.
         read: gives the sample of a number of the data set, up to the cut.
         name: of the data set, for people.
@@ -88,7 +81,6 @@ class ActiveWindow:
         *,
         wait: bool = False,
         prefill: bool = False,
-        boundary: Boundary | None = None,
     ) -> None:
         self.sizes = sizes
         self._policy = sizes.policy()
@@ -96,7 +88,6 @@ class ActiveWindow:
         self._name = name
         self._wait = wait
         self._prefill = prefill
-        self._boundary = boundary
         self._background: PrefetchPool | None = None
         self._pid = os.getpid()
         # The slot of the process that announces epochs; its workers inherit the number.
@@ -199,8 +190,6 @@ class ActiveWindow:
         self._start_workers(ring, processes, context)
         self.raise_errors()
         live = ring.segment.live
-        if self._offset is None and self._boundary is not None:
-            self._boundary.furthest(ring).advance(ring)
         if self._offset is None:  # a job that comes later counts from 0, where others are far ahead
             self._offset = max(int(live[Live.EPOCH]) - 1 - epoch, 0)
         elif epoch < self._here.epoch:  # counted from 0 again: another training, whose epochs are new ones
@@ -208,25 +197,22 @@ class ActiveWindow:
         number = epoch + self._offset
         # The word counts from 1, so that 0 is: none has begun yet, and nothing is due.
         if self._wait and not ring.invalidated and 0 < int(live[Live.EPOCH]) <= number:
-            due = self._mine(ring, self._due(ring))
+            due = self._due(ring)
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
-        if self._boundary is not None:
-            self._move_together(ring, number, self._boundary, tell)
-        else:
-            self._move(ring, number, tell)
+        self._move(ring, number, tell)
         self._here = WindowPosition(epoch, int(live[Live.CURSOR]), int(live[Live.BEHIND]))
         self._say_where(ring)
         if self._background is not None:
             if self._prefill and first:
                 self._fill_first(ring)
-            self._background.ask(self._mine(ring, self._due(ring)))
+            self._background.ask(self._due(ring))
 
     def prepare(self, ring: Ring | None, processes: int, context: Any) -> None:
         """Have the samples prepared that are due at the next boundary; see :meth:`begin`."""
         if ring is not None:
             self._start_workers(ring, processes, context)
             if self._background is not None:
-                self._background.ask(self._mine(ring, self._due(ring)))
+                self._background.ask(self._due(ring))
 
     def _start_workers(self, ring: Ring, processes: int, context: Any) -> None:
         """Have helpers, if there are none and they will have something to do."""
@@ -236,17 +222,13 @@ class ActiveWindow:
             self._background = PrefetchPool(ring, self.read, processes=processes, context=context)
             self._started = time.monotonic()
 
-    def _mine(self, ring: Ring, entries: Ids) -> Ids:
-        """Those of these entries that this machine prepares."""
-        return entries if self._boundary is None else self._boundary.mine(ring, entries)
-
     def _due(self, ring: Ring) -> Ids:
         """The entries that are to go in at the next boundary."""
         now = WindowState.of(ring)
         return _run(now.cursor + self.sizes.resident, self.sizes.due(now.behind))
 
     def _move(self, ring: Ring, epoch: int, tell: Callable[[str], None]) -> None:
-        """Move the cursor on this machine, if nobody has moved it there already."""
+        """Move the cursor, if no other process has moved it there already."""
         with ring.member.short_lock() as held:
             now = WindowState.of(ring)
             if held and epoch >= now.epoch:
@@ -257,28 +239,6 @@ class ActiveWindow:
                 after = self.sizes.moved(now, epoch, len(due) if self._wait or fresh else ready)
                 after.put(ring)
                 self._tell_late(ring, now, after, tell)
-
-    def _move_together(self, ring: Ring, epoch: int, boundary: Boundary, tell: Callable[[str], None]) -> None:
-        """Move the cursor on all machines, if nobody has moved it there already."""
-        while epoch >= (now := WindowState.of(ring)).epoch:
-            seen = self._look(ring, boundary)
-            furthest = max(each.standing for each in seen)
-            if furthest > now:  # what is ready was asked of other entries
-                if furthest.advance(ring) == now:  # the short lock cannot be had
-                    return
-                continue
-            due = self._due(ring)
-            ready = min(each.ready for each in seen)
-            fresh = all(each.fresh for each in seen)
-            after = self.sizes.moved(now, epoch, len(due) if self._wait or fresh else ready)
-            boundary.move(ring, after)
-            self._tell_late(ring, now, after, tell)
-            return
-
-    def _look(self, ring: Ring, boundary: Boundary) -> list[Seen]:
-        """What all machines say of the window, this one first."""
-        residents = _run(int(ring.segment.live[Live.CURSOR]), self.sizes.resident)
-        return boundary.look(ring, self._due(ring), residents)
 
     def _tell_late(
         self, ring: Ring, before: WindowState, after: WindowState, tell: Callable[[str], None]
@@ -300,7 +260,7 @@ class ActiveWindow:
     def _fill_first(self, ring: Ring) -> None:
         """Fill the residents before the first epoch, and show how far that is."""
         assert self._background is not None
-        wanted = self._mine(ring, _run(self._here.cursor, self.sizes.resident))
+        wanted = _run(self._here.cursor, self.sizes.resident)
         self._background.ask(wanted)
         with counted(self._name, len(wanted), "samples") as show:
             while not (settled := ring.settled(wanted)).all() and not self._background.idle:
@@ -348,14 +308,10 @@ class ActiveWindow:
             return
         self._settle(ring)
         self.close()  # the helpers are filling what was due elsewhere, and must not go on after the clear
-        now = WindowState.of(ring) if self._boundary is None else self._boundary.furthest(ring)
+        now = WindowState.of(ring)
         to = WindowState(now.loads + 1, position.epoch + 1, position.cursor, position.behind, now.late)
         # Another rank may have loaded it, and begun: what has come in since is not to be forgotten.
-        if self.sizes.leads(to, now):
-            now.advance(ring)
-        elif self._boundary is not None:
-            self._boundary.put_back(ring, to)
-        else:
+        if not self.sizes.leads(to, now):
             to.put_back(ring)
         self._say_where(ring)
 
@@ -366,10 +322,9 @@ class ActiveWindow:
             self._bare[0], self._bare[1] = max(position.epoch, 0), position.cursor
 
     def _say_where(self, ring: Ring) -> None:
-        """Tell this process's workers which epoch they are in, and all that it trains."""
+        """Tell this process's workers which epoch they are in."""
         row = ring.member.row
         row[Slot.CURSOR], row[Slot.EPOCH] = self._here.cursor, self._here.epoch
-        row[Slot.BEGUN] = ring.segment.live[Live.EPOCH]
 
     def _settle(self, ring: Ring) -> None:
         """Have the slot from which this process's workers read the epoch."""

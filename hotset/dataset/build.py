@@ -18,7 +18,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from torch.utils.data import Dataset
 
@@ -27,13 +27,7 @@ from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
-from hotset.dataset.cluster_setup import (
-    boundary_of,
-    join_machines,
-    neighbours_of,
-    planned_by_all,
-    require_machines,
-)
+from hotset.dataset.cluster_setup import join_machines, neighbours_of, planned_by_all, require_machines
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Pipeline
 from hotset.dataset.planner import CacheOptions, PlanResult, found_plan, joined_plan, make_plan, own_memory
@@ -47,14 +41,11 @@ from hotset.session.session_cache import CacheLocation, SessionCacheHandle, shar
 from hotset.session.sessions import find
 from hotset.session.spill_dirs import open_spill, spill_path
 from hotset.store.locks import can_reopen
-from hotset.store.ring import Ring, attach_store, is_shared
+from hotset.store.ring import Ring, attach_store
 from hotset.store.segment import Address
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 from hotset.units import parse_bytes
-
-if TYPE_CHECKING:  # what it needs is an extra
-    from hotset.cluster.boundary import Boundary
 
 __all__ = ["cache"]
 
@@ -140,13 +131,12 @@ def cache(
             has one key, one length, and a live part or none.
         window: keep only a part of the samples in memory, which runs over all of them: see
             :class:`hotset.Window`. An epoch uses just those, and ``len()`` is their number. Where that is
-            given as an amount of memory, ``memory`` is not looked at. With ``cluster`` it is one window for
-            all machines, whose cursor they agree on at each boundary.
+            given as an amount of memory, ``memory`` is not looked at. Not with ``cluster``: there give each
+            machine a window over its own :class:`torch.utils.data.Subset`.
         cluster: share the session with the other machines of a Ray cluster, so that their memories hold the
             data together, each sample once: its address, or ``"auto"`` for the one that this process or
             machine belongs to. Where a machine has no such session it is made there, with ``memory``.
-        replicate: keep samples that other machines sent in the memory that this one has left over; not with
-            a window.
+        replicate: keep samples that other machines sent in the memory that this one has left over.
         strict: leave live what is known to be deterministic by its trial only.
         cut: how many transforms are cached, the data set's own ``transform`` first; instead of what hotset
             would choose.
@@ -313,10 +303,10 @@ def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Curre
                 f"{name}: an audit has found that what is cached of it in {where} is not what the source "
                 "gives, so samples come from the source; call clear() to cache them anew."
             )
-        elif store.segment.trusted and not is_shared(store.segment):
+        elif store.segment.trusted:
             map_ahead(store.segment)
     neighbours = neighbours_of(wanted, identity, store)
-    residents = _residents(made, wanted.window, store, boundary_of(neighbours))
+    residents = _residents(made, wanted.window, store)
     attachment = Attachment(store, registration, made.plan.name)
     supply = SampleAccess(made.source, made.plan, attachment, residents, neighbours)
     return Current(made.source, made.plan, supply, residents, neighbours, identity.lookup_key)
@@ -378,7 +368,7 @@ def _require_sense(
         ArgumentError: see :func:`cache`.
     """
     if cluster is not None:
-        require_machines(cluster, session, window, replicate)
+        require_machines(cluster, session, window)
     elif replicate:
         raise ArgumentError("replicate= is for cluster=, and there are no other machines; leave it out.")
     if window is not None and spill is not None:
@@ -390,7 +380,7 @@ def _require_sense(
         if spill is False:
             raise ArgumentError("spill=False is for a session that spills; leave it out.")
         return
-    if window is not None and cluster is None:
+    if window is not None:
         raise ArgumentError(
             "a window belongs to one job, which moves it, and a session to all; leave out session= or "
             "window=."
@@ -453,19 +443,11 @@ def _spill_to(name: str, wanted: CacheOptions, place: CacheLocation | None) -> S
     return SpillTo(str(spill_path(folder)))
 
 
-def _residents(
-    made: PlanResult, window: Window | None, store: Store | None, boundary: Boundary | None
-) -> ActiveWindow | None:
+def _residents(made: PlanResult, window: Window | None, store: Store | None) -> ActiveWindow | None:
     plan = made.plan
     if plan.window is None or window is None:
         return None
     ring = store if isinstance(store, Ring) else None
     return ActiveWindow(
-        plan.window,
-        ring,
-        made.source.read,
-        plan.name,
-        wait=window.wait,
-        prefill=window.prefill,
-        boundary=boundary,
+        plan.window, ring, made.source.read, plan.name, wait=window.wait, prefill=window.prefill
     )

@@ -21,14 +21,13 @@ from hotset.store.store import Store
 from hotset.units import parse_bytes
 
 if TYPE_CHECKING:  # what they need is an extra
-    from hotset.cluster.boundary import Boundary
     from hotset.cluster.ray_join import Joined
     from hotset.cluster.remote_cache import RemoteCache
 
-__all__ = ["boundary_of", "join_machines", "neighbours_of", "planned_by_all", "require_machines"]
+__all__ = ["join_machines", "neighbours_of", "planned_by_all", "require_machines"]
 
 
-def require_machines(cluster: object, session: object, window: object, replicate: bool) -> None:
+def require_machines(cluster: object, session: object, window: object) -> None:
     """Refuse what machines cannot share.
 
     Raises:
@@ -36,13 +35,14 @@ def require_machines(cluster: object, session: object, window: object, replicate
     """
     if not isinstance(cluster, str) or not cluster:
         raise ArgumentError(f'cluster={cluster!r} is no address; write cluster="auto", or host:port.')
+    if window is not None:
+        raise ArgumentError(
+            "window= and cluster= cannot be combined; give each machine its own torch.utils.data.Subset of "
+            "the dataset with its own window=, and leave out cluster= and session=."
+        )
     if not isinstance(session, str):
         raise ArgumentError(
             'the machines of a cluster find each other by their session\'s name; write session="...".'
-        )
-    if window is not None and replicate:
-        raise ArgumentError(
-            "replicate= keeps what other machines sent, and a window's samples leave again; leave out one."
         )
 
 
@@ -79,18 +79,13 @@ def planned_by_all(
     """
     from hotset.cluster.directory import Described
 
-    def sharing(made: PlanResult) -> PlanResult:
-        metadata = {"meeting": identity.lookup_key, "maker": joined.machine}
-        return made._replace(
-            metadata={**metadata, "shared": True} if made.plan.window is not None else metadata
-        )
-
+    metadata = {"meeting": identity.lookup_key, "maker": joined.machine}
     with joined.planning(identity.lookup_key) as described:
         if described is not None:
             made = joined_plan(uncut, wanted, identity, described.about)
-            made = sharing(made._replace(schema=Schema.from_json(described.schema)))
+            made = made._replace(schema=Schema.from_json(described.schema), metadata=metadata)
             return made, create(made)
-        made = sharing(make_plan(uncut, wanted, identity))
+        made = make_plan(uncut, wanted, identity)._replace(metadata=metadata)
         if joined.has_alike(made.plan.name, made.plan.samples):
             warn(
                 f"{made.plan.name}: another machine caches a data set of this class and length under another "
@@ -113,12 +108,3 @@ def neighbours_of(wanted: CacheOptions, identity: Identity, store: Store | None)
 
     joined.wait_for_all(identity.lookup_key)
     return RemoteCache(joined.number, fingerprint_of(store.segment.metadata), replicate=wanted.replicate)
-
-
-def boundary_of(neighbours: RemoteCache | None) -> Boundary | None:
-    """How these machines move a window that they share; None if there are none."""
-    if neighbours is None:
-        return None
-    from hotset.cluster.boundary import Boundary
-
-    return Boundary(neighbours)

@@ -278,11 +278,9 @@ def own_memory(options: CacheOptions) -> int:
     return parse_bytes(options.memory, whole=lambda: whole)
 
 
-def _resident_bytes(resident: str, options: CacheOptions) -> str:
-    """A window's amount of memory as bytes: a share is of what ``memory`` is of, or of all machines'."""
-    joined = options.joined
-    whole = machine.headroom().bytes if joined is None else joined.capacity()
-    return f"{parse_bytes(resident, name='resident', whole=lambda: whole)}B"
+def _resident_bytes(resident: str) -> str:
+    """A window's amount of memory as bytes; a share is of what ``memory`` is of."""
+    return f"{parse_bytes(resident, name='resident', whole=lambda: machine.headroom().bytes)}B"
 
 
 def _spill_folder(options: CacheOptions) -> str | None:
@@ -298,7 +296,7 @@ def _window(
     window = options.window
     assert window is not None
     if isinstance(window.resident, str):
-        window = replace(window, resident=_resident_bytes(window.resident, options))
+        window = replace(window, resident=_resident_bytes(window.resident))
     sizes = Sizes.of(window, samples, sample_bytes or 1)
     if sizes.resident == samples:
         larger = isinstance(window.resident, int) and window.resident > samples
@@ -307,22 +305,18 @@ def _window(
         return None, limit, [told] if larger else []
     room = machine.headroom()
     needed = sizes.slots * sample_bytes
-    if options.joined is not None:
-        there = options.joined.capacity()
-        knob = "`--memory` of the session"
-        return sizes, limit, [_too_small(sizes, needed, there, knob)] if needed > there else []
     if isinstance(window.resident, str):
         limit = min(max(parse_bytes(window.resident, name="resident"), needed), room.bytes)
     if needed <= limit:
         return sizes, limit, []
-    return sizes, limit, [_too_small(sizes, needed, limit, "`memory=` if there is more")]
+    return sizes, limit, [_too_small(sizes, needed, limit)]
 
 
-def _too_small(sizes: Sizes, needed: int, there: int, knob: str) -> str:
+def _too_small(sizes: Sizes, needed: int, there: int) -> str:
     return (
         f"a window of {sizes.resident:,} samples, and {sizes.ahead:,} beside them, takes "
         f"{format_bytes(needed)}, and there are {format_bytes(there)} for it: what has no room comes from "
-        f"the source, as the machine would swap. Lower `resident=`, or raise {knob}."
+        f"the source, as the machine would swap. Lower `resident=`, or raise `memory=` if there is more."
     )
 
 

@@ -689,8 +689,8 @@ def test_a_lease_that_could_not_be_ended_is_ended_later(monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             patch.setattr(store.filler.claims, "release", raising(OSError("too many open files")))
             with pytest.raises(OSError, match="too many"):
-                shelves.end_all_leases()
-        shelves.end_all_leases()
+                shelves.end_leases(ids(1))
+        shelves.end_leases(ids(1))
         assert take(shelves, 1) == [ABSENT], "or it would be promised for ever"
 
 

@@ -110,14 +110,14 @@ def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: i
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8), st.integers(0, 2**64 - 1))
-def test_words_of_a_window_come_and_go(words: list[int], number: int) -> None:
-    asked = [bytes(frame) for frame in messages.words(number, PLAIN, numbers(*words), Operation.WINDOW)]
+def test_words_come_and_go(words: list[int], number: int) -> None:
+    asked = [bytes(frame) for frame in messages.clear(number, PLAIN, numbers(*words))]
     head = messages.parse_head(asked, answers=False)
-    assert (head.operation, head.number, head.samples) == (Operation.WINDOW, number, len(words))
+    assert (head.operation, head.number, head.samples) == (Operation.CLEAR, number, len(words))
     assert messages.parse_words(head, asked[1:]).tolist() == words
     said = [bytes(frame) for frame in messages.words_answer(head, PLAIN, numbers(*words[:1]))]
     answer = messages.parse_head(said, answers=True)
-    assert (answer.operation, answer.number, answer.samples) == (Operation.WINDOW, number, len(words[:1]))
+    assert (answer.operation, answer.number, answer.samples) == (Operation.CLEAR, number, len(words[:1]))
     for frames in (asked, [asked[0], asked[1] + b"x"], [*asked, b""]):
         with pytest.raises(Malformed, match="words, and sends others"):
             messages.parse_words(head, frames)
@@ -315,10 +315,10 @@ def test_a_length_that_does_not_fit_the_lines_is_not_sound() -> None:
 
 
 def test_the_layout_tells_schemas_apart() -> None:
-    made = {"samples": 10, "stride": 64, "ring": False, "schema": ["a"]}
+    made = {"samples": 10, "stride": 64, "schema": ["a"]}
     layouts = {
         CacheIdentity.of(bytes(16), **{**made, **change}).layout  # type: ignore[arg-type]
-        for change in ({}, {"samples": 11}, {"stride": 72}, {"ring": True}, {"schema": ["b"]})
+        for change in ({}, {"samples": 11}, {"stride": 72}, {"schema": ["b"]})
     }
-    assert len(layouts) == 5
+    assert len(layouts) == 4
     assert CacheIdentity.of(bytes(16), **made).layout in layouts  # type: ignore[arg-type]

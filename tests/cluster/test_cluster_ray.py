@@ -282,7 +282,8 @@ def test_no_cluster_at_an_address_is_said_at_once(said: Said) -> None:
         ({"cluster": "ray://10.0.0.1:10001"}, hotset.ClusterError, "Ray Client"),
         ({"session": None}, hotset.ArgumentError, 'write session="..."'),
         ({"session": 7}, hotset.ArgumentError, 'write session="..."'),
-        ({"window": hotset.Window(10), "replicate": True}, hotset.ArgumentError, "leave out one"),
+        ({"window": hotset.Window(10)}, hotset.ArgumentError, "own torch.utils.data.Subset"),
+        ({"window": hotset.Window(10), "session": None}, hotset.ArgumentError, "own torch.utils.data.Subset"),
         (
             {"window": hotset.Window(10), "cluster": None},
             hotset.ArgumentError,

@@ -20,10 +20,10 @@ from stores import ids, in_child, opened
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
+
 from hotset.cluster import node as nodes
 from hotset.cluster import sockets
 from hotset.cluster import store_service as shelves
-from hotset.cluster.boundary import RingShelf
 from hotset.cluster.client import Peer, PeerClients
 from hotset.cluster.directory import Described, HeartbeatReply
 from hotset.cluster.encode_records import pack
@@ -36,7 +36,6 @@ from hotset.cluster.wire_records import Bytes, CacheIdentity, Longs, WireRecords
 from hotset.errors import HotsetWarning
 from hotset.session import sessions
 from hotset.store.record_batch import ReceivedRecords
-from hotset.store.ring import Ring
 from hotset.store.store import Store
 
 FINGERPRINT = b"0123456789abcdef"
@@ -76,10 +75,6 @@ class ByHand:
         self._go("clear", member)
         return self.shelf.clear(clears)
 
-    def window(self, member: Member, cache: CacheIdentity, words: Longs) -> Longs:
-        self._go("window", member)
-        return self.shelf.window(words)
-
 
 @contextlib.contextmanager
 def relayed(keys: Keys = KEYS) -> Iterator[tuple[Peer, ByHand, Store, Relays]]:
@@ -117,51 +112,13 @@ def test_records_come_and_go_through_a_stand_in() -> None:
         assert wait(peer.ask(cache, ids(12), claim=True)).answered
         assert wait(peer.ask(cache, ids(12), claim=True)).promised.all(), "the claim came through"
         records = remote.shelf.take(ids(3), np.empty(1 << 20, np.uint8))
-        remote.shelf.end_all_leases()  # a clear waits for who is reading
+        remote.shelf.end_leases(ids(12))  # a clear waits for who is reading
         assert store.clear()
         assert wait(peer.put(cache, ids(3), records)).present.all()
         assert store.holds(ids(3))
         assert words_of(peer.clear(cache, 1)) == [1]
         assert not store.holds(ids(3))
         assert remote.calls == ["take", "claim", "claim", "put", "clear"]
-
-
-def test_a_window_is_asked_about_through_a_stand_in() -> None:
-    with relayed() as (peer, remote, _, _):
-        with pytest.warns(HotsetWarning, match="could not get at its own records"):
-            assert peer.window(remote.shelf.cache, ids(0, 1, 2)).words(time.monotonic() + SOON) is None
-        assert remote.calls == ["window"], "a cache without one says so"
-
-
-def test_a_windows_place_comes_and_goes_through_a_stand_in() -> None:
-    with opened(image, 8) as probe, PeerClients(KEYS) as peers:
-        about = {"name": "far", "ring": True, "shared": True, "window": [20, 6, 1, 2, 0, True, False]}
-        with contextlib.closing(Ring.create(probe.schema, 8, 1 << 20, about=about)) as ring:
-            shelf = RingShelf(ring, FINGERPRINT, lambda: None)
-            remote = ByHand(shelf)
-            relays = Relays({FINGERPRINT: shelf}, KEYS, remote)
-            try:
-                member = relays.stand_in(FAR)
-                peer = peers.add("far", member.endpoint, member.key.encode())
-
-                def said(*words: int) -> Any:
-                    found = peer.window(shelf.cache, ids(*words)).words(time.monotonic() + SOON)
-                    return found if found is None else found.tolist()
-
-                assert said(1, 0, 5, 12, 1, 2) == [0, 5, 12, 1, 2]
-                assert said(1, 0, 4, 99, 0, 0) == [0, 5, 12, 1, 2], "it stands further"
-                assert said(1, 0, 5, 14, 0, 0) == [0, 5, 12, 1, 2], "who came first decides"
-                assert said(0, 18, 2, 12, 6) == [0, 5, 12, 1, 2, 2, 1], "nobody prepares samples there"
-                assert said(2, 1, 3, 8, 0, 0) == [1, 3, 8, 0, 0]
-                assert wait(peer.put(shelf.cache, ids(9), brought(shelf.cache, probe, 9))).present.all()
-                assert wait(peer.ask(shelf.cache, ids(9, 10))).present.tolist() == [True, False]
-                assert wait(peer.ask(shelf.cache, ids(17))).present.tolist() == [False], (
-                    "the same slot's next"
-                )
-                with pytest.warns(HotsetWarning, match="could not get at its own records"):
-                    assert said(7) is None
-            finally:
-                relays.close()
 
 
 def brought(cache: CacheIdentity, store: Store, *numbers: int) -> WireRecords:
@@ -260,7 +217,6 @@ class Nowhere:
     def take(self, *_: Any) -> Any: ...
     def put(self, *_: Any) -> Any: ...
     def clear(self, *_: Any) -> Any: ...
-    def window(self, *_: Any) -> Any: ...
 
 
 @contextlib.contextmanager

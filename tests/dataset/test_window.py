@@ -48,8 +48,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import hotset
 from hotset.dataset import active_window as residents
+from hotset.dataset.window import Sizes
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, StateError
 from hotset.policy.window import RunningWindow, epoch_order
+from hotset.store.ring import WindowState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -1040,6 +1042,41 @@ def test_going_back_in_one_cache(make: Make) -> None:
         assert numbers(loader) == used
         assert cached.stats().cached == N, "nothing that is further on is in the way"
     assert cached.check() == []
+
+
+def test_a_state_that_another_rank_has_loaded_already_empties_nothing(make: Make) -> None:
+    """Ranks load one state one after the other, and the first may have begun its epoch by then."""
+    first = make()
+    with pickle.loads(pickle.dumps(first)) as second:
+        loaders = [loader_over(first), loader_over(second)]
+        assert numbers(loaders[0]) == numbers(loaders[1])
+        state = through_a_checkpoint(loaders[0].state_dict())
+        expected = [numbers(loaders[0]), numbers(loaders[0])]
+        for loader in loaders:
+            loader.load_state_dict(state)
+            assert numbers(loader) == expected[0]
+            assert first.stats().cached == N
+        assert [numbers(loader) for loader in loaders] == [expected[1]] * 2
+        assert cursor_of(first) == cursor_of(second) == 2 * R
+
+
+def test_a_window_leads_from_one_place_to_the_next_and_no_further() -> None:
+    sizes = Sizes.of(QUARTER, D, 1)
+    at = WindowState(1, 3, 2 * R, 0, 0)
+    for epoch, cursor, behind, leads in [
+        (3, 2 * R, 0, True),
+        (3, 2 * R + 1, 0, False),
+        (3, 2 * R - 1, 1, False),
+        (4, 3 * R, 0, True),
+        (4, 3 * R - 1, 1, True),
+        (4, 2 * R, R, True),
+        (4, 2 * R, 0, False),
+        (4, 3 * R + 1, 0, False),
+        (5, 4 * R, 0, False),
+        (5, 3 * R, 0, False),
+        (2, R, 0, False),
+    ]:
+        assert sizes.leads(at, WindowState(0, epoch, cursor, behind, 9)) == leads
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,384 @@
+"""Fetching a batch: who is asked for a sample, in which order, and what becomes of one that has no room.
+
+The logic first, over four stores in one process and messages that are calls; then real processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import big_image_and_label as image
+from stores import ids
+from torch.utils.data.distributed import DistributedSampler
+
+pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
+
+import machines
+from machines import NEVER, town
+
+import hotset
+from hotset.cluster import batch_fetch as errands
+from hotset.cluster import store_service as shelf
+from hotset.cluster.batch_fetch import BatchFetch, Brought
+from hotset.cluster.keys import Keys
+from hotset.cluster.membership import Member, Membership
+from hotset.cluster.ownership import Ownership
+from hotset.cluster.peers import Peers
+from hotset.cluster.pending_request import Answer
+from hotset.cluster.remote_cache import RemoteCache
+from hotset.cluster.store_service import StoreService
+from hotset.cluster.wire_records import (
+    ABSENT,
+    LEFT,
+    PROMISED,
+    ROOMLESS,
+    CacheIdentity,
+    Longs,
+    WireRecords,
+    sound,
+)
+from hotset.policy.rendezvous import Placement
+from hotset.store.format import LINE
+from hotset.store.schema import Schema
+from hotset.store.store import Store
+
+D = 240
+
+# ---- what an owner has no room for -----------------------------------------------------------------------
+
+FOUR = ("a", "b", "c", "d")
+SMALL, LARGE = 1, 60  # lines of a tail
+
+
+class Ticket:
+    """A request to a shelf, which is answered when it is waited for."""
+
+    def __init__(self, name: str, wanted: Longs, answer: Callable[[], Answer]) -> None:
+        self.name, self.ids, self._answer = name, wanted, answer
+
+    def wait(self, deadline: float) -> Answer:
+        return self._answer()
+
+
+class Peer:
+    """A machine's store, as another one's errand asks it."""
+
+    def __init__(self, name: str, store: Store) -> None:
+        self.name, self.store = name, store
+        self.shelf = StoreService(store, bytes(16))
+        self.asked: list[list[int]] = []
+
+    def ask(self, cache: CacheIdentity, wanted: Longs, *, claim: bool = False) -> Ticket:
+        self.asked.append(wanted.tolist())
+
+        def answer() -> Answer:
+            found = self.shelf.take(wanted, np.empty(1 << 20, np.uint8), claim=claim)
+            states = [found.generations == state for state in (LEFT, PROMISED, ROOMLESS)]
+            return Answer(sound(cache, wanted, found), *states, True, found.lines, found.rows, found.tails)
+
+        return Ticket(self.name, wanted, answer)
+
+    def put(self, cache: CacheIdentity, brought: Longs, records: WireRecords) -> Ticket:
+        good = sound(cache, brought, records)
+
+        def answer() -> Answer:
+            there, no = self.shelf.put(brought, records), np.zeros(len(brought), np.bool_)
+            return Answer(there, no, no, good & ~there, True, records.lines, records.rows, records.tails)
+
+        return Ticket(self.name, brought, answer)
+
+
+class Four:
+    """Four machines without processes; ``limits`` says what some may hold, all others hold anything."""
+
+    def __init__(self, **limits: int) -> None:
+        schema = Schema.infer([self.text(0), self.text(1)], as_lies=True)
+        self.reads: list[int] = []
+        self.members = tuple(Member(name, "", "", "", 1 << 20) for name in FOUR)
+        self.peers = {
+            name: Peer(name, Store.create(schema, D, limits.get(name, 1 << 20), about={"name": "test"}))
+            for name in FOUR
+        }
+        orders = Placement(FOUR, [1] * 4).order(np.arange(D), 4).tolist()
+        self.orders = ["".join(FOUR[number] for number in order) for order in orders]
+
+    @staticmethod
+    def text(index: int) -> str:
+        return f"{index} ".ljust((LARGE if index % 5 == 4 else SMALL) * LINE - 1, "x")
+
+    def sample(self, order: str, large: bool = False) -> int:
+        """One whose owner, and those that come next, are these."""
+        return next(
+            i for i in range(D) if self.orders[i].startswith(order) and (i % 5 == 4) == large and i > 1
+        )
+
+    def _read(self, index: int) -> str:
+        self.reads.append(index)
+        return self.text(index)
+
+    def errand(self, me: str) -> BatchFetch:
+        peer = self.peers[me]
+        company: Any = Peers(0)
+        company._roster = Membership(me, Keys(b"", b""), self.members)
+        company.owners = Ownership(me, self.members)
+        company.peers = {name: other for name, other in self.peers.items() if name != me}
+        return BatchFetch(company, peer.shelf.cache, peer.store, self._read, lambda count: False)
+
+    def bring(self, me: str, *wanted: int) -> Brought:
+        return self.errand(me).run(np.array(sorted(wanted)), [])
+
+    def holders(self, index: int) -> str:
+        return "".join(name for name in FOUR if self.peers[name].store.holds(np.array([index])))
+
+
+@contextlib.contextmanager
+def four(**limits: int) -> Iterator[Four]:
+    made = Four(**limits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shelf, "LEASE", NEVER)
+        try:
+            yield made
+        finally:
+            for peer in made.peers.values():
+                peer.store.close()
+
+
+@pytest.mark.parametrize(
+    ("order", "full", "holder"),
+    [("bcd", "", "b"), ("bcd", "b", "c"), ("bcd", "bc", "d"), ("abc", "a", "b"), ("abc", "ab", "c")],
+)
+def test_the_next_machine_with_room_keeps_it_and_all_find_it_there(
+    order: str, full: str, holder: str
+) -> None:
+    with four(**dict.fromkeys(full, 0)) as made:
+        wanted = made.sample(order)
+        found = made.bring("a", wanted)
+        assert found.read == {wanted: made.text(wanted)}
+        assert not found.unkept
+        assert made.holders(wanted) == holder
+        for name in FOUR:
+            if name != holder:
+                assert made.bring(name, wanted).ids().tolist() == [wanted]
+        assert made.reads == [wanted]
+
+
+def test_what_three_machines_have_no_room_for_is_read_and_kept_nowhere() -> None:
+    with four(b=0, c=0, d=0) as made:
+        wanted = made.sample("bcd")
+        found = made.bring("a", wanted)
+        assert found.read == {wanted: made.text(wanted)}
+        assert found.unkept, "which is told"
+        assert made.holders(wanted) == ""
+
+
+@pytest.mark.parametrize("order", ["bac", "bca"])
+def test_where_the_asker_itself_comes_next_it_is_left_to_its_store(order: str) -> None:
+    with four(b=0, c=0) as made:
+        wanted = made.sample(order)
+        found = made.bring("a", wanted)
+        assert found.ids().tolist() == []
+        assert not found.unkept
+
+
+def test_what_two_machines_have_no_room_for_comes_in_the_order_of_its_numbers() -> None:
+    with four(b=0, c=0) as made:
+        wanted = [sample for sample in range(D) if made.orders[sample] in ("bcda", "cbda")]
+        made.peers["d"].store.fill(np.array(wanted), made.text)
+        (found,) = made.bring("a", *wanted).records
+        assert found.ids.tolist() == wanted, "as a gather looks for them"
+
+
+def test_all_that_was_asked_ahead_is_waited_for_together() -> None:
+    with four() as made:
+        waits: list[float] = []
+        wanted = np.array([made.sample("bc")])
+
+        class Watched(Ticket):
+            def wait(self, deadline: float) -> Answer:
+                waits.append(deadline)
+                return super().wait(deadline)
+
+        peers = made.peers.values()
+        tickets: Any = [
+            Watched(peer.name, wanted, peer.ask(peer.shelf.cache, wanted)._answer) for peer in peers
+        ]
+        made.errand("a").run(wanted, tickets[1:])
+        assert len(waits) == 3
+        assert len(set(waits)) == 1, "one deadline, and not one after the other"
+
+
+def test_what_is_larger_than_any_answer_is_read_at_once() -> None:
+    with four() as made:
+        wanted = np.array([made.sample("bc", large=True)])
+        peer = made.peers["b"]
+        peer.store.fill(wanted, made.text)
+        memory = np.empty(LARGE * LINE // 2, np.uint8)
+        for _ in range(2):
+            found = peer.shelf.take(wanted, memory, claim=True)
+            assert found.generations.tolist() == [ABSENT]
+
+
+def test_where_the_asker_comes_next_and_is_full_the_one_after_it_keeps_it() -> None:
+    with four(a=0, b=0) as made:
+        wanted = made.sample("bac")
+        assert not made.bring("a", wanted).unkept
+        assert made.holders(wanted) == "c"
+
+
+@pytest.mark.parametrize(
+    ("order", "small", "holder"), [("bac", "b", "a"), ("bac", "ab", "c"), ("bcd", "bc", "d")]
+)
+def test_what_turns_out_too_large_for_who_promised_to_keep_it_goes_further(
+    order: str, small: str, holder: str
+) -> None:
+    with four(**dict.fromkeys(small, LARGE // 2 * LINE)) as made:
+        wanted = made.sample(order, large=True)
+        found = made.bring("a", wanted)
+        assert not found.unkept
+        assert made.holders(wanted) == holder
+        assert made.reads == [wanted]
+
+
+def test_what_is_too_large_for_all_is_kept_nowhere_and_that_is_told() -> None:
+    with four(**dict.fromkeys("bcd", LARGE // 2 * LINE)) as made:
+        wanted = made.sample("bcd", large=True)
+        assert made.bring("a", wanted).unkept
+        assert made.holders(wanted) == ""
+
+
+def test_what_another_one_promised_and_does_not_bring_is_read_and_brought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(errands, "PATIENCE", 0.0)
+    with four() as made:
+        wanted = made.sample("b")
+        made.peers["b"].ask(made.peers["b"].shelf.cache, np.array([wanted]), claim=True).wait(0.0)
+        assert made.bring("a", wanted).read == {wanted: made.text(wanted)}
+        assert made.holders(wanted) == "b"
+
+
+def test_what_could_not_be_read_is_promised_no_longer() -> None:
+    with four() as made:
+        good, bad = sorted(made.sample(order) for order in ("bc", "bd"))
+
+        def read(index: int) -> str:
+            if index == bad:
+                raise OSError("no such sample")
+            return made.text(index)
+
+        errand = made.errand("a")
+        errand._read = read
+        with pytest.raises(OSError, match="no such sample"):
+            errand.run(ids(good, bad), [])
+        errand._settle()
+        memory = np.empty(1 << 16, np.uint8)
+        found = made.peers["b"].shelf.take(ids(good, bad), memory, claim=True).generations.tolist()
+        assert found[0] >= 0
+        assert found[1] == ABSENT, "who asks next may read it at once"
+
+
+# ---- what is asked for before it is wanted -----------------------------------------------------------------
+
+
+def neighbours(made: Four, me: str) -> RemoteCache:
+    """A machine's way to the other three."""
+    found = RemoteCache(0, bytes(16))
+    company: Any = made.errand(me)._company
+    company.look = company.count = lambda **how: None  # whom it knows it was told, and nobody adds up
+    found._company = company
+    return found
+
+
+def asked(made: Four) -> list[int]:
+    """What the machines were asked for, however often."""
+    return sorted(sample for peer in made.peers.values() for some in peer.asked for sample in some)
+
+
+def test_what_was_asked_for_ahead_is_not_asked_for_again() -> None:
+    with four() as made:
+        here, *there = (made.sample(order) for order in ("bd", "bc", "c"))
+        for name, sample in zip("abc", (here, *there), strict=True):  # a replica is here
+            made.peers[name].store.fill(ids(sample), made.text)
+        store, way = made.peers["a"].store, neighbours(made, "a")
+        batch = ids(there[1], here, there[0], there[1])  # in no order, one is here, and one comes twice
+        way.announce(store, batch)
+        assert asked(made) == sorted(there), "each once, and what is here not at all"
+        assert sorted(way.bring(store, batch, made.text).ids().tolist()) == sorted(there)
+        assert asked(made) == sorted(there)
+        assert sorted(way.bring(store, batch, made.text).ids().tolist()) == sorted(there)
+        assert asked(made) == sorted(2 * there), "what has come was for one batch"
+        assert made.reads == []
+
+
+def test_only_what_has_no_room_here_is_passed_on() -> None:
+    with four() as made:
+        kept, other = made.sample("ab"), made.sample("ac")
+        store = made.peers["a"].store
+        store.fill(ids(kept), made.text)
+        store.room.why_full = "its memory limit is reached"
+        assert neighbours(made, "a").pass_on(store, {each: made.text(each) for each in (kept, other)})
+        assert (made.holders(kept), made.holders(other)) == ("a", "c")
+
+
+class _Asking(machines._Trainer):
+    def asks(self, dealt: bool) -> list[list[int]]:
+        """What a loader whose order is known asks for ahead in an epoch."""
+        found: list[list[int]] = []
+        way = self._cached._remote
+        announce = way.announce
+
+        def heard(store: Store, wanted: Any) -> None:
+            found.append(wanted.tolist())
+            announce(store, wanted)
+
+        way.announce = heard
+        try:
+            sampler: Any = DistributedSampler(self._cached, 1, 0, shuffle=False) if dealt else None
+            for data, labels in hotset.DataLoader(self._cached, batch_size=10, sampler=sampler):
+                batch = labels.tolist()
+                assert self._differing(batch, list(zip(data, batch, strict=True))) == []
+        finally:
+            del way.announce
+        return found
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_next_batch_is_asked_for_ahead_unless_it_is_gathered_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, dealt: bool
+) -> None:
+    monkeypatch.setattr(machines, "_Trainer", _Asking)
+    with town(tmp_path, image, 120, count=count) as made:
+        trainer = made.trainers()[0]
+        later = np.arange(10, 120).reshape(-1, 10).tolist()
+        assert trainer.call("asks", dealt) == later, "not all of any batch is here"
+        assert made.reads() == 120
+        found = trainer.call("asks", dealt)
+        if count == 1:  # all is here, and several batches are gathered at once
+            assert len(found) < len(later) // 2
+        else:
+            assert found == later
+        assert made.reads() == 0
+
+
+class _Full(machines._Trainer):
+    def was_full(self) -> None:
+        """As if a larger sample had once found no room."""
+        self._cached._store.room.why_full = "it was full"
+
+
+def test_nobody_is_told_that_no_more_fit_where_all_have_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "_Trainer", _Full)
+    with town(tmp_path, image, D, count=2) as made:
+        trainer = made.trainers()[0]
+        trainer.call("was_full")
+        walk = trainer.walk(made.order(0))
+        assert set.union(*(machine.holds() for machine in made.machines)) == set(range(D))
+        assert walk.warnings == []
