@@ -17,9 +17,13 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/hotset demo
 
-# Four at once, on two cores too: the tests wait for processes most of the time.
+# Four at once, on two cores too: the tests wait for processes most of the time. The tests of other
+# libraries run on their own: a process that has imported them takes three times as long to fork.
+# Bytecode is written in any case: each worker, and hundreds of processes that tests start, would compile all.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n 4 --dist loadfile
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/integrations
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integrations
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

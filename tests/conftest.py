@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
@@ -43,6 +44,38 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     item.stash[_failed] = item.stash.get(_failed, False) or report.failed
     return report
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file all of whose tests are left out, for the sake of what it imports."""
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    found = re.search(r"^pytestmark = .*pytest\.mark\.(benchmark|chaos)\b", collection_path.read_text(), re.M)
+    return True if found and f"not {found[1]}" in config.option.markexpr else None
+
+
+# Files that take longest come first, so that no worker is left alone with one of them at the end. Then comes
+# what forks most, as long as processes are small, and last what imports many libraries and makes them large.
+_FIRST = ("docs/test_example_cluster.py", "docs/test_examples_sessions.py", "cluster/test_cluster_ray.py")
+_FOLDERS = ("docs", "cluster", "session", "loader", "dataset", "store", "demo", "server", "cli")
+_LAST = (
+    *("store/test_gather.py", "store/test_schema.py", "dataset/test_audit.py", "dataset/test_cut_search.py"),
+    *("dataset/test_cache_dataset.py", "determinism/test_chain.py", "determinism/test_libraries.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> tuple[int, int]:
+        path = item.path.relative_to(folder) if item.path.is_relative_to(folder) else item.path
+        if str(path) in _FIRST:
+            return 0, _FIRST.index(str(path))
+        if str(path) in _LAST:
+            return 2, _LAST.index(str(path))
+        return 1, _FOLDERS.index(path.parts[0]) if path.parts[0] in _FOLDERS else len(_FOLDERS)
+
+    items.sort(key=rank)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,8 @@
-"""Samples of tensor subclasses from torchvision and MONAI, and PIL images; imported only where needed."""
+"""Samples of tensor subclasses from torchvision and MONAI, and PIL images.
+
+Both libraries are imported as samples are made: a process that has imported MONAI takes three times as long
+to fork, and all test files are imported before any test runs.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.data.meta_tensor import MetaTensor
 from PIL import Image
-from torchvision import tv_tensors
 
 
 def boxes_and_masks(index: int) -> dict[str, Any]:
+    from torchvision import tv_tensors
+
     pixels = (torch.arange(3 * 4 * 5) + index).reshape(3, 4, 5).to(torch.uint8)
     boxes = torch.tensor([[0, 1, 2, 3], [1, 1, 3, index % 4 + 1]])
     return {
@@ -25,11 +29,15 @@ def boxes_and_masks(index: int) -> dict[str, Any]:
 
 def boxes_that_vary(index: int) -> Any:
     """Another canvas and format for some samples: attributes, not values."""
+    from torchvision import tv_tensors
+
     form, canvas = ("XYXY", (4, 5)) if index % 3 else ("XYWH", (9, 9))
     return tv_tensors.BoundingBoxes(torch.tensor([[0, 1, 2, index]]), format=form, canvas_size=canvas)
 
 
 def meta_tensors(index: int) -> dict[str, Any]:
+    from monai.data.meta_tensor import MetaTensor
+
     affine = torch.diag(torch.tensor([2.0, 2.0, 3.0 + index, 1.0], dtype=torch.float64))
     volume = torch.full((1, 3, 4, 2), float(index))
     meta = {"filename_or_obj": f"/data/{index}.nii", "spatial_shape": np.array([3, 4, 2])}
