@@ -461,7 +461,7 @@ class Machine:
 
     def patience(self) -> list[float]:
         """How long it waits for an answer of each machine that it knows of."""
-        return [each[6] for file in self.folder.glob("*.cluster") for each in self._members(file)]
+        return [each[-1] for file in self.folder.glob("*.cluster") for each in self._members(file)]
 
     def shared(self) -> list[Path]:
         """Its parts of caches; caches of its own are none."""

@@ -16,5 +16,5 @@ HOOK = {"worker_process_setup_hook": "ray_patient.be_patient"}
 
 def be_patient() -> None:
     """Have a node that begins in this process be waited for, and others not be missed here."""
-    Member.__new__.__defaults__ = "", PATIENCE
+    Member.__new__.__defaults__ = (PATIENCE,)
     sockets._HEARTBEAT = sockets._HANDSHAKE = 0

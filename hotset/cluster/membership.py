@@ -42,7 +42,6 @@ class Member(NamedTuple):
         endpoint: where its node serves, ``"tcp://10.0.0.7:41173"``.
         key: its public key; Z85.
         capacity: bytes that it can hold.
-        actor: what Ray knows its node by; empty without Ray.
         patience: seconds that an answer of it is waited for.
     """
 
@@ -51,7 +50,6 @@ class Member(NamedTuple):
     endpoint: str
     key: str
     capacity: int
-    actor: str = ""
     patience: float = PATIENCE
 
 
@@ -120,8 +118,8 @@ def _parsed(said: Any) -> Membership:
 
 
 def _member(said: Any) -> Member:
-    name, host, endpoint, key, capacity, actor, patience = said
-    return Member(str(name), str(host), str(endpoint), str(key), int(capacity), str(actor), float(patience))
+    name, host, endpoint, key, capacity, *_, patience = said
+    return Member(str(name), str(host), str(endpoint), str(key), int(capacity), float(patience))
 
 
 class MembershipFile:

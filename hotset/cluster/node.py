@@ -3,7 +3,6 @@
 It owns the session on its machine: it makes it if it is not there, and anew if it is gone; makes this
 machine's part of each cache that any machine has, and serves what is in them. Who is there it hears from the
 directory, once a second, and writes it down for the machine's processes (:mod:`hotset.cluster.membership`).
-For a machine whose port is closed to this one it stands in (:mod:`hotset.cluster.relay`).
 
 It runs in an actor of Ray's on that machine, which begins again when it dies: the session, what is in it, the
 machine's name and its keys are where they were, and only the port is another.
@@ -24,18 +23,12 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from hotset.cluster.directory import Described, Heartbeat, HeartbeatReply
 from hotset.cluster.keys import Keys
 from hotset.cluster.membership import Member, Membership, read_membership, write_membership
 from hotset.cluster.peer_stats_file import make_tally, read_tally
-from hotset.cluster.protocol import LARGEST
-from hotset.cluster.relay import Relays, Remote, reachable
-from hotset.cluster.server import Serving, Shelf
+from hotset.cluster.server import Serving
 from hotset.cluster.store_service import StoreService, StoreServices
-from hotset.cluster.wire_records import CacheIdentity, Longs, WireRecords, only, sound
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
 from hotset.session.file_names import CACHE, runtime
@@ -55,12 +48,8 @@ __all__ = ["Node", "find_or_make", "fingerprint_of"]
 BEAT_SECONDS = 1.0
 _TTL = 3600.0
 _LONGEST = 39  # of a host's name: with what is drawn behind it, as much as a tally's row has room for
-# How long it is believed that a machine can be connected to, or cannot: a port may be closed later, too.
-_LOOK_SECONDS = 30.0
 # How long after another machine's last request the node counts as a user of a cache.
 _UNASKED_SECONDS = 60.0
-# What is offered for a record's tail in an answer to a relay: who has more asks again.
-_TAIL_BYTES = 64 << 10
 
 
 def fingerprint_of(about: dict[str, Any]) -> bytes:
@@ -89,8 +78,6 @@ class Node:
         memory: bytes that it may hold here, if it has to be made; None: half of what is free.
         host: this machine's address in the cluster, to which alone it is bound.
         beat: tells the directory, and returns what that says.
-        remote: another way to the other machines than their ports; None: there is none.
-        actor: what Ray knows it by.
 
     Attributes:
         session: on this machine; another one once that was made anew.
@@ -107,8 +94,6 @@ class Node:
         memory: int | None,
         host: str,
         beat: Callable[[Heartbeat], HeartbeatReply],
-        remote: Remote | None = None,
-        actor: str = "",
     ) -> None:
         self._name = name
         self.session = find_or_make(name, memory)
@@ -129,10 +114,8 @@ class Node:
         self._adopt_what_is_there()
         self._serving = Serving(host, self._shelves, self._keys, self._allowed)
         self.member = Member(
-            self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity(), actor
+            self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity()
         )
-        self._relays = Relays(self._shelves, self._keys, remote) if remote is not None else None
-        self._looked: dict[str, tuple[bool, float]] = {}  # by endpoint: whether it opens, and since when
         self._has_ended = False  # the session, on purpose
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotset node", daemon=True)
@@ -150,8 +133,6 @@ class Node:
         """Serve no more; the session stays."""
         self._stop.set()
         self._thread.join()
-        if self._relays is not None:
-            self._relays.close()
         self._serving.close()
         self._shelves.close()
         for part in self._parts.values():
@@ -276,58 +257,10 @@ class Node:
                     shelf.clear(clears)
         if heard.members is None:
             return
-        roster = Membership(self._me, self._keys, self._within_reach(heard.members), heard.former)
+        roster = Membership(self._me, self._keys, heard.members, heard.former)
         if roster != self._roster and self._is_there():
             write_membership(self.session.number, roster)
             self._roster = roster
-
-    def _within_reach(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
-        """The machines as this machine's processes reach them."""
-        if self._relays is None:
-            return members
-        others = [member for member in members if member.name != self._me]
-        now = time.monotonic()
-        known = {end: seen for end, seen in self._looked.items() if now - seen[1] < _LOOK_SECONDS}
-        new = [member for member in others if member.endpoint not in known]
-        opens = reachable(new)
-        self._looked = known | {member.endpoint: (member.endpoint in opens, now) for member in new}
-        closed = [member for member in others if not self._looked[member.endpoint][0]]
-        self._relays.keep(closed)
-        return tuple(self._relays.stand_in(member) if member in closed else member for member in members)
-
-    # ---- for other machines' relays --------------------------------------------------------------------
-
-    def take(self, cache: CacheIdentity, ids: Longs, claim: bool) -> WireRecords:
-        """Records of a cache, in memory of their own: see :meth:`Shelf.take`.
-
-        Raises:
-            SegmentError: this machine has no such cache.
-        """
-        size = min(LARGEST, max(1, len(ids)) * (cache.stride + _TAIL_BYTES))
-        return self._shelf(cache).take(ids, np.empty(size, np.uint8), claim=claim)
-
-    def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-        """Store another machine's records: see :meth:`Shelf.put`.
-
-        Raises:
-            SegmentError: this machine has no such cache.
-        """
-        shelf = self._shelf(cache)
-        return shelf.put(ids, only(records, sound(cache, ids, records)))
-
-    def clear(self, cache: CacheIdentity, clears: int) -> bool:
-        """Forget a cache's records: see :meth:`Shelf.clear`.
-
-        Raises:
-            SegmentError: this machine has no such cache.
-        """
-        return self._shelf(cache).clear(clears)
-
-    def _shelf(self, cache: CacheIdentity) -> Shelf:
-        shelf = self._shelves.get(cache.fingerprint)
-        if shelf is None or shelf.cache != cache:
-            raise SegmentError("this machine has no such cache.")
-        return shelf
 
     # ---- caches --------------------------------------------------------------------------------------
 

@@ -19,19 +19,13 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from hotset.cluster.directory import Directory, Heartbeat, HeartbeatReply
-from hotset.cluster.membership import Member
-from hotset.cluster.wire_records import CacheIdentity, Longs, WireRecords
 
 __all__ = ["ANSWER_SECONDS", "NAMESPACE", "DirectoryActor", "directory_name", "node_name"]
 
 NAMESPACE = "hotset"
 _LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
-_RELAY_SECONDS = 4.0
 
 
 class DirectoryActor(Directory):
@@ -112,20 +106,7 @@ class NodeActor:
                 raise
             return heard
 
-        actor = node_name(session, ray.get_runtime_context().get_node_id())
-        self._node = Node(session, memory, host, beat, _ByRay(), actor)
-
-    def take(self, cache: CacheIdentity, ids: Longs, claim: bool) -> WireRecords:
-        """See :meth:`Node.take`."""
-        return self._node.take(cache, ids, claim)
-
-    def clear(self, cache: CacheIdentity, clears: int) -> bool:
-        """See :meth:`Node.clear`."""
-        return self._node.clear(cache, clears)
-
-    def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-        """See :meth:`Node.put`."""
-        return self._node.put(cache, ids, records)
+        self._node = Node(session, memory, host, beat)
 
     def ping(self) -> int:
         """The number of the process."""
@@ -139,32 +120,6 @@ class NodeActor:
         """Serve no more, and destroy the session; returns the bytes that were freed."""
         self._node.close()
         return self._node.destroy()
-
-
-class _ByRay:
-    """The way to other nodes by Ray's objects: see :class:`hotset.cluster.relay.Remote`."""
-
-    def take(self, member: Member, cache: CacheIdentity, ids: Longs, claim: bool) -> WireRecords:
-        import ray
-
-        node = ray.get_actor(member.actor, namespace=NAMESPACE)
-        found: WireRecords = ray.get(node.take.remote(cache, ids, claim), timeout=_RELAY_SECONDS)
-        return found
-
-    def clear(self, member: Member, cache: CacheIdentity, clears: int) -> bool:
-        import ray
-
-        node = ray.get_actor(member.actor, namespace=NAMESPACE)
-        return bool(ray.get(node.clear.remote(cache, clears), timeout=_RELAY_SECONDS))
-
-    def put(
-        self, member: Member, cache: CacheIdentity, ids: Longs, records: WireRecords
-    ) -> npt.NDArray[np.bool_]:
-        import ray
-
-        node = ray.get_actor(member.actor, namespace=NAMESPACE)
-        there: npt.NDArray[np.bool_] = ray.get(node.put.remote(cache, ids, records), timeout=_RELAY_SECONDS)
-        return there
 
 
 def _machines() -> list[dict[str, Any]]:

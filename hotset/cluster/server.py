@@ -36,7 +36,7 @@ import numpy.typing as npt
 import zmq
 
 from hotset.cluster import protocol as messages
-from hotset.cluster.auth import Hall, ZapAuthenticator
+from hotset.cluster.auth import ZapAuthenticator
 from hotset.cluster.keys import Keys
 from hotset.cluster.protocol import LARGEST, Head, Malformed, Operation, Status
 from hotset.cluster.sockets import close, open_socket, require_descriptors
@@ -155,7 +155,6 @@ class Serving:
         shelves: the caches by fingerprint; looked at anew with each request.
         keys: this machine's; None: no keys at all (:mod:`hotset.cluster.sockets`).
         allowed: public keys of who is let in; looked at anew with each connection.
-        hall: whose context and door it has, in place of its own and of ``allowed``; it is closed first.
 
     Attributes:
         endpoint: where others reach it, ``"tcp://10.0.0.7:41173"``; the port is the system's choice.
@@ -171,17 +170,14 @@ class Serving:
         shelves: Mapping[bytes, Shelf],
         keys: Keys | None,
         allowed: Collection[bytes] = (),
-        hall: Hall | None = None,
     ) -> None:
         require_descriptors()
         self.served = Served()
         self._shelves = shelves
         self._pid = os.getpid()
-        self._context: zmq.Context[Any] = (
-            zmq.Context(io_threads=min(4, os.cpu_count() or 1)) if hall is None else hall.context
-        )
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
         # Before the address is bound: who comes first is asked for a key too.
-        self._door = ZapAuthenticator(self._context, allowed) if hall is None else None
+        self._door = ZapAuthenticator(self._context, allowed)
         self._socket = open_socket(self._context, zmq.ROUTER, keys, None)
         self._socket.router_mandatory = True
         try:
@@ -218,7 +214,7 @@ class Serving:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._stop, self._socket, *([self._door.socket] if self._door is not None else [])):
+        for source in (self._stop, self._socket, self._door.socket):
             poller.register(source, zmq.POLLIN)
         try:
             while True:
@@ -234,7 +230,7 @@ class Serving:
             self._close()
 
     def _go_on(self, ready: Mapping[Any, int]) -> None:
-        if self._door is not None and self._door.socket in ready:
+        if self._door.socket in ready:
             self._door.admit()
             self.served.strangers = self._door.strangers
         if self._socket in ready:
@@ -242,10 +238,7 @@ class Serving:
         self._answer()
 
     def _close(self) -> None:
-        """Close what is this one's own."""
-        self._socket.close(0)
-        if self._door is not None:
-            close(self._context, self._door.socket)
+        close(self._context, self._socket, self._door.socket)
 
     def _read(self) -> None:
         """Read what came, and queue it or refuse it."""

@@ -1,0 +1,97 @@
+"""A machine's node by itself: it outlives what goes wrong, and makes its session anew."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import eventually
+
+pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
+
+from hotset.cluster import node as nodes
+from hotset.cluster.directory import Described, HeartbeatReply
+from hotset.cluster.membership import read_membership
+from hotset.cluster.node import Node
+from hotset.cluster.store_service import StoreServices
+from hotset.session import sessions
+
+
+class Alone:
+    """A directory that knows of one machine, the one that beats."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+
+    def beat(self, said: Any) -> HeartbeatReply:
+        self.beats += 1
+        return HeartbeatReply({said.member.name: said.member.key}, (said.member,), (), (), (), {})
+
+    def goes_on(self) -> bool:
+        begun = self.beats
+        return eventually(lambda: self.beats > begun + 2)
+
+
+@pytest.mark.parametrize("of", [(nodes, "open_ledger"), (StoreServices, "end_leases"), (Alone, "beat")])
+def test_a_node_outlives_what_goes_wrong_in_a_beat(
+    of: tuple[Any, str], runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
+    post, failures = Alone(), []
+
+    def fail(*_: Any) -> Any:
+        failures.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Node("one", 1 << 20, "127.0.0.1", lambda said: post.beat(said)) as made:
+        assert post.goes_on()
+        session = made.session
+        with monkeypatch.context() as patch:
+            patch.setattr(*of, fail)
+            assert eventually(lambda: len(failures) > 2)
+            assert of[1] == "beat" or post.goes_on(), "it is heard all the same"
+        assert post.goes_on()
+        assert made.session == session, "nothing has happened to it"
+        assert made.member.capacity > 0
+        made.destroy()
+
+
+class Strange(Alone):
+    """One that tells of a cache that cannot be made here."""
+
+    def beat(self, said: Any) -> HeartbeatReply:
+        return super().beat(said)._replace(caches=(Described("there", 10, {}, {}),))
+
+
+def test_a_node_that_cannot_make_a_cache_knows_who_is_there(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("whatever the import of a sample's type may raise")
+
+    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(Node, "_make", fail)
+    with Node("one", 1 << 20, "127.0.0.1", Strange().beat) as made:
+        assert eventually(lambda: read_membership(made.session.number) is not None)
+        made.destroy()
+
+
+def test_a_session_that_has_expired_is_made_anew(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(nodes, "_TTL", 0.1)
+    post = Alone()
+    with Node("one", 1 << 20, "127.0.0.1", post.beat) as made:
+        assert eventually(lambda: read_membership(made.session.number) is not None)
+        first, member = made.session, made.member
+        roster = read_membership(first.number)
+        assert eventually(sessions.expire), "nobody has used it"
+        assert eventually(lambda: made.session != first)
+        assert sessions.find("one") == made.session
+        assert made.session.memory == first.memory
+        assert eventually(lambda: made.member == member), "the same machine, which holds as much"
+        assert eventually(lambda: read_membership(made.session.number) == roster)
+        made.destroy()
+        assert post.goes_on()
+        assert sessions.sessions() == [], "that was on purpose"
