@@ -32,9 +32,10 @@ from hotset.cluster.store_service import StoreService, StoreServices
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
 from hotset.session.file_names import CACHE, runtime
+from hotset.session.find_or_create import CacheLocation, find_or_create_in_session
 from hotset.session.free_cache import DESTROYED
 from hotset.session.runtime_dir import runtime_folder
-from hotset.session.session_cache import CacheLocation, SessionCacheHandle, share_in
+from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_ledger, session_of
 from hotset.store import memory_limits as machine
 from hotset.store.format import Live
@@ -302,7 +303,7 @@ class Node:
                 raise SegmentError("other samples are cached there.")
             return store
 
-        shared = share_in(
+        shared = find_or_create_in_session(
             self.session, described.meeting, described.about["name"], create=create, attach=attach
         )
         store, use = shared.value, shared.registration

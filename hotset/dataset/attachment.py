@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 from hotset._warnings import warn
 from hotset.determinism.draw_watch import DrawWatch
 from hotset.errors import SegmentError
-from hotset.session.job_cache import CacheHandle, attach_again
+from hotset.session.find_or_create import CacheHandle, attach_again
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.store.format import LINE, Live
 from hotset.store.ring import attach_store

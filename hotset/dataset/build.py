@@ -5,8 +5,8 @@ its chains are cut, and are read twice up to there (the probe: does the source d
 readings agree?), the samples give the schema, and an empty segment is made. Nothing else is read. From then
 on every process that has the object, by fork or by pickle, shares that segment: who needs an absent sample
 reads it and leaves it there for all. Ranks of one job each call :func:`cache` themselves; by the identity
-they find the segment that the first of them has made (:mod:`hotset.session.job_cache`), and take it without
-reading a sample. In a session all jobs do (:mod:`hotset.session.session_cache`).
+they find the segment that the first of them has made (:mod:`hotset.session.find_or_create`), and take it
+without reading a sample. In a session all jobs do.
 """
 
 from __future__ import annotations
@@ -35,9 +35,14 @@ from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, FolderError, SegmentError, SessionError, UnsupportedPlatform
+from hotset.session.find_or_create import (
+    CacheLocation,
+    Shared,
+    find_or_create_in_job,
+    find_or_create_in_session,
+)
 from hotset.session.job import is_rank, this_job
-from hotset.session.job_cache import Shared, share
-from hotset.session.session_cache import CacheLocation, SessionCacheHandle, share_in
+from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.sessions import find
 from hotset.session.spill_dirs import open_spill, spill_path
 from hotset.store.locks import can_reopen
@@ -271,7 +276,7 @@ def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Curre
         try:
             if identity.unknowns:
                 raise NotShared(unshareable(identity.unknowns))
-            shared = share_in(found, identity.lookup_key, name, create=create, attach=attach)
+            shared = find_or_create_in_session(found, identity.lookup_key, name, create=create, attach=attach)
         except OSError as error:
             if error is theirs:
                 raise
@@ -282,7 +287,7 @@ def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Curre
                 f"{name} is cached for this process alone, and not for all ranks: "
                 f"{unshareable(identity.unknowns)}."
             )
-        shared = share(identity.lookup_key, name, create=create, attach=attach)
+        shared = find_or_create_in_job(identity.lookup_key, name, create=create, attach=attach)
     store, registration, is_found = shared.value, shared.registration, shared.joined
     if found is not None and is_found and isinstance(registration, SessionCacheHandle):
         _compare_with_source(made, shared)

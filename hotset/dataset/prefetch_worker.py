@@ -24,7 +24,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from hotset.dataset.prefetch_queue import PrefetchQueue, QueueAddress
-from hotset.session.job_cache import attach_again
+from hotset.session.find_or_create import attach_again
 from hotset.store.claims import Ids
 from hotset.store.format import CLAIMED, PRESENT
 from hotset.store.memory_limits import keep_freed_memory

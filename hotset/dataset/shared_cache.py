@@ -31,7 +31,7 @@ from torch.utils.data import get_worker_info
 from hotset._warnings import warn
 from hotset.dataset.sample_spec import SampleSpec, limit_in_bytes, sample_count
 from hotset.errors import ArgumentError, SegmentError, UnsupportedPlatform
-from hotset.session.job_cache import CacheHandle, attach_again, share
+from hotset.session.find_or_create import CacheHandle, attach_again, find_or_create_in_job
 from hotset.store.format import PRESENT, Live
 from hotset.store.segment import Address, Words
 from hotset.store.slots import Slots
@@ -326,7 +326,7 @@ class SharedCache:
 
         content = json.dumps([key, self._samples, self._length, lines, form.dims, str(form.dtype)])
         content = f"hotset.SharedCache {content}"
-        shared = share(content, name, create=create, attach=Slots.attach)
+        shared = find_or_create_in_job(content, name, create=create, attach=Slots.attach)
         self._slots, self._registration = shared.value, shared.registration
         if self._slots is not None:
             self._slots.store.room.knob = "`size_limit_gib=`"

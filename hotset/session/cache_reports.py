@@ -16,8 +16,8 @@ from hotset.session import catalog as registry
 from hotset.session import recovery, sessions
 from hotset.session.entry import Entry
 from hotset.session.file_names import CACHE
+from hotset.session.find_or_create import address_of
 from hotset.session.free_cache import DESTROYED
-from hotset.session.job_cache import address_of
 from hotset.session.runtime_dir import runtime_folder
 from hotset.store.format import PRESENT, Live
 from hotset.store.fsck import check_segment, check_tiers

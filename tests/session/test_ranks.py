@@ -32,8 +32,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import hotset
 from hotset.session import catalog as registry
-from hotset.session import job
-from hotset.session import job_cache as share
+from hotset.session import find_or_create, job
 from hotset.session.named_lock import TURNS
 from hotset.store.format import Geometry
 from hotset.store.segment import Segment
@@ -181,7 +180,7 @@ def close(state: dict[str, Any], name: str = "cached") -> None:
 
 
 def quick(state: dict[str, Any], seconds: float) -> None:
-    share.PATIENCE_SECONDS = seconds
+    find_or_create.PATIENCE_SECONDS = seconds
 
 
 def holders(folder: Path) -> list[str]:
@@ -515,14 +514,14 @@ def _share_and_fork(state: dict[str, Any], told: Path) -> None:
         told.with_suffix(".part").rename(told)
         signal.pause()
 
-    share.share("thing", "thing", create=create, attach=_no)
+    find_or_create.find_or_create_in_job("thing", "thing", create=create, attach=_no)
 
 
 def _share_thing(state: dict[str, Any]) -> list[str]:
     """Share a bare segment under the key "thing"; return the warnings."""
     made = Bare(Segment.create(Geometry(8, 64, 8, 0, 0), limit=1 << 20))
     with recorded() as caught:
-        shared = share.share("thing", "thing", create=lambda: made, attach=_no)
+        shared = find_or_create.find_or_create_in_job("thing", "thing", create=lambda: made, attach=_no)
     assert shared.value is made
     assert not shared.joined
     state["thing"], state["registration"] = made, shared.registration
@@ -553,7 +552,9 @@ def _share_failing(state: dict[str, Any]) -> str:
     def create() -> None:
         raise PlainError("broken")
 
-    return failure(lambda: share.share("thing", "thing", create=create, attach=_no)).kind.__name__
+    return failure(
+        lambda: find_or_create.find_or_create_in_job("thing", "thing", create=create, attach=_no)
+    ).kind.__name__
 
 
 # Not being able to meet
@@ -867,7 +868,7 @@ def test_ranks_that_torchrun_restarts_share_anew(folder: Path, tmp_path: Path) -
 # Without torch, whose import takes longer than all of this. Both ranks have joined when one of them dies.
 RESTARTED = """
 import os, time
-from hotset.session.job_cache import share
+from hotset.session.find_or_create import find_or_create_in_job
 from hotset.store.format import Geometry
 from hotset.store.segment import Segment
 
@@ -875,7 +876,7 @@ class Bare:
     def __init__(self, segment):
         self.segment = segment
 
-shared = share(
+shared = find_or_create_in_job(
     "thing", "thing",
     create=lambda: Bare(Segment.create(Geometry(8, 64, 8, 0, 0), limit=1 << 20)),
     attach=lambda address: Bare(Segment.attach(address)),

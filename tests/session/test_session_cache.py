@@ -36,9 +36,8 @@ from hotset import HotsetWarning, Window
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
 from hotset.loader import local_batches as local
 from hotset.session import cache_reports as care
+from hotset.session import find_or_create, sessions
 from hotset.session import free_cache as retire_module
-from hotset.session import session_cache as within
-from hotset.session import sessions
 from hotset.session import spill_dirs as spills
 from hotset.session.free_cache import retire
 from hotset.session.reports import report
@@ -513,14 +512,14 @@ def test_a_session_that_is_being_destroyed_gets_no_cache(log: ReadLog, disk: str
 
 def test_a_stopped_job_holds_up_nobody_for_ever(log: ReadLog, monkeypatch: pytest.MonkeyPatch) -> None:
     sessions.create("shared", memory=MIB)
-    monkeypatch.setattr("hotset.session.session_cache.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("hotset.session.find_or_create.PATIENCE_SECONDS", 0.2)
 
     def stall() -> None:
         def never(*_: Any) -> None:
             os.write(tell, b"x")
             signal.pause()
 
-        within._join = never  # type: ignore[assignment]
+        find_or_create._SessionCaches.find = never  # type: ignore[assignment]
         job(mapping, log)
 
     ready, tell = os.pipe()

@@ -1,0 +1,488 @@
+"""Find or create: of all processes that want the same cache, the first creates it, and the others join it.
+
+::
+
+    process ── its turn ── is there one? ── yes ── take a share, attach ─────────────> joined
+                                └── no ── create (reads the source) ── list it ─────> created
+
+Creating takes seconds and all processes come at once, so they take turns (:mod:`hotset.session.named_lock`).
+The ranks of a job and the jobs of a session go the same way, and look in different places:
+
+====================  ==========================================  =========================================
+..                    the ranks of one job                        the jobs of a session
+====================  ==========================================  =========================================
+where a cache is      a memfd, in the list of                     a file of the runtime folder, by its name
+                      :mod:`hotset.session.catalog`
+what lists it         the catalog's file                          the file's name, given under the quota's
+                                                                  lock: a session that is being destroyed
+                                                                  gets no new cache
+its creator dies      the memory dies with it, unless another     the unfinished file is left; the next
+                      rank has joined: that one has it open       process creates one
+no turn for 120 s     the rank creates one of its own: that       SessionError
+                      costs memory and one warning
+====================  ==========================================  =========================================
+
+Waiting is bounded because a creator may be stopped. A session's cache that was spilled before a reboot is
+found by its key too: its memory's part is created anew, and says of each sample that it is on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from hotset._warnings import warn
+from hotset.errors import SegmentError, SessionError
+from hotset.session import catalog
+from hotset.session.entry import Entry
+from hotset.session.file_names import CACHE, is_there, member_of, runtime
+from hotset.session.free_cache import is_retired
+from hotset.session.job import this_job
+from hotset.session.named_lock import Turns
+from hotset.session.runtime_dir import KNOB
+from hotset.session.session_cache import SessionCacheHandle
+from hotset.session.session_definition import Session, open_ledger
+from hotset.session.spill_dirs import open_spill, spill_path
+from hotset.store import memory_limits as machine
+from hotset.store.allocator import distrust_allocator
+from hotset.store.claims import Participant
+from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry, Live
+from hotset.store.segment import Address, Segment
+from hotset.units import parse_bytes
+
+__all__ = [
+    "CacheHandle",
+    "CacheLocation",
+    "HasSegment",
+    "Shared",
+    "address_of",
+    "attach_again",
+    "find_or_create_in_job",
+    "find_or_create_in_session",
+]
+
+PATIENCE_SECONDS = 120.0
+
+
+class HasSegment(Protocol):
+    """What is found or created: something over a segment, such as a :class:`~hotset.store.store.Store`."""
+
+    segment: Segment
+
+
+class CacheHandle(Protocol):
+    """A process's share in a cache that other processes use too."""
+
+    def join(self, memory: int = -1) -> bool:
+        """Take a share of this process's own; False if the cache is gone."""
+
+    def close(self) -> None:
+        """Give the share back."""
+
+
+S = TypeVar("S", bound=HasSegment)
+
+
+@dataclass(frozen=True)
+class Shared(Generic[S]):  # Python 3.10 has no generic named tuples
+    """What was found or created.
+
+    Attributes:
+        value: what ``create`` or ``attach`` returned; None only if ``create`` did.
+        registration: this process's share in it; close it when ``value`` is closed. None without a value.
+        joined: whether another one's was attached, and ``create`` was not called.
+    """
+
+    value: S | None
+    registration: CacheHandle | None
+    joined: bool
+
+
+class _Caches(Protocol[S]):
+    """Where caches for one key are looked up and created."""
+
+    turns: list[str]
+
+    def without_turn(self, error: OSError | None) -> None:
+        """Note, or raise, that the turn could not be had; None: another process did not end its own."""
+
+    def find(self) -> Shared[S] | None:
+        """Attach to a cache that is there; None if there is none."""
+
+    def create(self) -> Shared[S]:
+        """Create one, so that others find it."""
+
+
+class _Turn(Turns):
+    def __init__(self, caches: _Caches[Any]) -> None:
+        super().__init__(caches.turns, PATIENCE_SECONDS)
+        self._caches = caches
+
+    def take(self) -> bool:
+        error = None
+        try:
+            if super().take():
+                return True
+        except OSError as refused:
+            error = refused
+        self._caches.without_turn(error)
+        return False
+
+
+def _find_or_create(caches: _Caches[S]) -> Shared[S]:
+    with _Turn(caches):
+        return caches.find() or caches.create()
+
+
+def find_or_create_in_job(
+    key: str, name: str, *, create: Callable[[], S | None], attach: Callable[[Address], S]
+) -> Shared[S]:
+    """Return what another rank of this job has created for ``key`` here; if none has, create and list it.
+
+    A process that is no rank always creates its own. What one rank asks for twice is shared as well.
+
+    Args:
+        key: what is in it, all of it: two processes with one key must want the same. Any length.
+        name: a label for people.
+        create: creates it, or returns None if that cannot be done: then the next rank tries. Nobody else in
+            the job creates for this key meanwhile.
+        attach: attaches to one that lives.
+
+    Returns:
+        The value, and this process's share in it.
+
+    Raises:
+        Whatever ``create`` raises, untouched; the next rank creates then.
+
+    Warns:
+        HotsetWarning: the ranks could not meet, so that this one created its own, or it could not be listed.
+    """
+    caches = _JobCaches(key, name, create, attach)
+    return _find_or_create(caches) if caches.turns else caches.create()
+
+
+class _JobCaches(Generic[S]):
+    """The caches for one key that ranks of this job have listed."""
+
+    def __init__(
+        self, key: str, name: str, create: Callable[[], S | None], attach: Callable[[Address], S]
+    ) -> None:
+        self._job = this_job()
+        self._key, self._name = _digest(key), name
+        self._create, self._attach = create, attach
+        self._why = ""
+        # A process that is no rank shares with nobody, and waits for nobody.
+        launchers = self._job.launchers if self._job.takes else ()
+        self.turns = [_digest(launcher, self._key) for launcher in launchers]
+
+    def without_turn(self, error: OSError | None) -> None:
+        """Note why the cache will be this rank's own."""
+        if error is not None:
+            self._why = f"the runtime folder cannot be used; set {KNOB} to a folder of your own: {error}"
+        else:
+            self._why = (
+                f"another rank began to make it and has not ended for {PATIENCE_SECONDS:.0f} s; look "
+                "whether one is stopped, or reads its first samples that slowly"
+            )
+
+    def find(self) -> Shared[S] | None:
+        """Attach to the oldest one that is offered to this job and can be reached."""
+        try:
+            return self._join()
+        except OSError as error:
+            self.without_turn(error)
+            return None
+
+    def _join(self) -> Shared[S] | None:
+        for entry in catalog.entries():
+            if entry.key != self._key or not set(entry.groups) & set(self._job.takes):
+                continue
+            registration = catalog.CatalogHandle(entry.nonce, entry.name)
+            # The share first: what is attached and not listed could be collected, and created a second time.
+            if registration.join():
+                with contextlib.suppress(OSError):
+                    value = self._attach(address_of(entry))
+                    registration.join(value.segment.fd)
+                    return Shared(value, registration, joined=True)
+                registration.close()  # of a dead one, that removes what it has left
+        return None
+
+    def create(self) -> Shared[S]:
+        """Create one and list it; with a warning if it is this rank's own, though others could use it."""
+        value = self._create()
+        if value is None:
+            return Shared(None, None, joined=False)
+        with contextlib.suppress(OSError):
+            catalog.gc()  # what dead processes left; whether the folder is usable, register says
+        address = value.segment.address
+        registration = catalog.register(
+            pid=address.pid,
+            fd=address.fd,
+            inode=address.inode,
+            nonce=address.nonce.hex(),
+            name=self._name,
+            key=self._key,
+            groups=self._job.offers,
+        )
+        if self._why and registration.joined:  # else it has warned of the same folder
+            warn(
+                f"The cache {self._name!r} is this rank's own, and takes memory besides the other ranks' "
+                f"one: {self._why}."
+            )
+        return Shared(value, registration, joined=False)
+
+
+class CacheLocation(NamedTuple):
+    """Where a cache of a session is to be made.
+
+    Attributes:
+        path: of its file, while it is made.
+        name: of its file, once it is whole.
+        spill: the path of its second tier's; None if the session has none.
+        folder: the folder of that.
+        persist: whether the second tier gets every record.
+        limit: bytes that a cache there may ever hold, unless its user said less: what the session may hold
+            now is bounded by its ledger, and a resize changes that.
+    """
+
+    path: str
+    name: str
+    spill: str | None
+    folder: str
+    persist: bool
+    limit: int
+
+
+def find_or_create_in_session(
+    session: Session,
+    key: str,
+    name: str,
+    *,
+    create: Callable[[CacheLocation], S | None],
+    attach: Callable[[str], S],
+) -> Shared[S]:
+    """Return the session's cache of that key; if there is none, create it.
+
+    Args:
+        session: which.
+        key: what is in the cache, all of it: two jobs with one key must want the same. Any length.
+        name: a label for people.
+        create: creates it where it is told, or returns None if that cannot be done.
+        attach: attaches to one that is there. What it refuses is somebody else's.
+
+    Returns:
+        The value, and this process's use of the session; None without a value.
+
+    Raises:
+        SessionError: the session is gone, or another job creates the cache and does not end.
+        Whatever ``create`` raises, untouched.
+    """
+    return _find_or_create(_SessionCaches(session, key, name, create, attach))
+
+
+class _SessionCaches(Generic[S]):
+    """The caches of a session for one key."""
+
+    def __init__(
+        self,
+        session: Session,
+        key: str,
+        name: str,
+        create: Callable[[CacheLocation], S | None],
+        attach: Callable[[str], S],
+    ) -> None:
+        self._session, self._name = session, name
+        self._create, self._attach = create, attach
+        self._digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        turn = f"{session.number} {self._digest}"
+        self.turns = [hashlib.blake2b(turn.encode(), digest_size=16).hexdigest()]
+
+    def without_turn(self, error: OSError | None) -> None:
+        """Raise."""
+        raise error or SessionError(
+            f"another process began to make the cache {self._name!r} in session {self._session.name!r} and "
+            f"has not ended for {PATIENCE_SECONDS:.0f} s; look whether one is stopped, or reads its first "
+            "samples that slowly."
+        )
+
+    def find(self) -> Shared[S] | None:
+        """Attach to one, in memory or, after a reboot, on disk."""
+        with runtime() as folder:
+            found = self._join(folder)
+            if found is None and self._revive(folder):
+                found = self._join(folder)
+        return found
+
+    def _join(self, folder: int) -> Shared[S] | None:
+        # Where there are several, they are of other transforms, but for one.
+        place = _path(folder)
+        for file in sorted(file for file in os.listdir(folder) if self._is_for(file, "cache")):
+            use = _use(self._session, file)
+            # The use first: what is attached and not used could expire. A process that was making room with
+            # it, and died over that, has left it invalidated.
+            if use.join() and not is_retired(f"{place}/{file}"):
+                with contextlib.suppress(SegmentError, FileNotFoundError):
+                    return Shared(self._attach(f"{place}/{file}"), use, joined=True)
+            use.close()
+        return None
+
+    def create(self) -> Shared[S]:
+        """Create one under another name, then give it its own."""
+        session = self._session
+        base = f"{session.number}-{self._digest}-{secrets.token_hex(8)}"
+        spill, beside = None, ""
+        if session.spill is not None:
+            os.close(open_spill(session.spill, make=True))
+            beside = str(spill_path(session.spill))
+            spill = f"{beside}/{base}.spill"
+        with runtime() as folder, _unfinished(folder, f"{base}.cache") as temporary:
+            place = _path(folder)
+            path, whole = f"{place}/{temporary}", f"{place}/{base}.cache"
+            value = self._create(CacheLocation(path, whole, spill, beside, session.persist, _most(session)))
+            if value is None:
+                return Shared(None, None, joined=False)
+            return Shared(value, _name(session, folder, temporary, f"{base}.cache"), joined=False)
+
+    def _revive(self, folder: int) -> bool:
+        """Create memory's part of the caches of that key whose spilled records have outlived a reboot."""
+        session, revived = self._session, False
+        if not session.persist or session.spill is None:
+            return False
+        with contextlib.suppress(OSError):
+            beside = open_spill(session.spill)
+            try:
+                files = [file for file in os.listdir(beside) if self._is_for(file, "spill")]
+            finally:
+                os.close(beside)
+            for file in files:
+                path, cache = f"{spill_path(session.spill)}/{file}", file.removesuffix("spill") + "cache"
+                if is_there(folder, cache):
+                    continue
+                try:
+                    with _unfinished(folder, cache) as temporary:
+                        _revive_one(session, path, f"{_path(folder)}/{temporary}")
+                        _name(session, folder, temporary, cache).close()
+                        revived = True
+                except SegmentError as error:
+                    os.unlink(path)
+                    kept = f"what session {session.name!r} kept on disk"
+                    warn(f"{kept} cannot be used, and is read again: {error}")
+        return revived
+
+    def _is_for(self, file: str, kind: str) -> bool:
+        found = CACHE.fullmatch(file)
+        wanted = (self._session.number, self._digest, kind)
+        return found is not None and (int(found[1]), found[2], found[4]) == wanted
+
+
+def _path(folder: int) -> str:
+    return os.readlink(f"/proc/self/fd/{folder}")
+
+
+@contextlib.contextmanager
+def _unfinished(folder: int, file: str) -> Iterator[str]:
+    """A name for a file that is being made; nothing is left under it."""
+    temporary = f"{file}.{secrets.token_hex(4)}.new"
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+
+
+def _name(session: Session, folder: int, temporary: str, file: str) -> SessionCacheHandle:
+    """Give a cache its name, and use it, unless the session is being destroyed.
+
+    Raises:
+        SessionError: it is.
+    """
+    use = _use(session, file)
+    with open_ledger(session) as ledger, ledger.lock():
+        ledger.enter(member_of(file))
+        # Before it has its name, under the lock: a moment without a user, and another job might drop it.
+        use.join()
+        os.rename(temporary, file, src_dir_fd=folder, dst_dir_fd=folder)
+    return use
+
+
+def _revive_one(session: Session, spilled: str, path: str) -> None:
+    second = Segment.attach(spilled)
+    member = Participant(second)
+    try:
+        if second.live[Live.INVALIDATED]:
+            raise SegmentError("an audit had found that the source no longer gives what is in it.")
+        distrust_allocator(member)
+        old = second.geometry
+        metadata = {**second.metadata, "spill": {"path": spilled, "keeps_all": session.persist}}
+        encoded = json.dumps(metadata).encode()
+        limit = _most(session)
+        if isinstance(said := metadata.get("memory"), (int, str)) and said != "auto":
+            limit = min(parse_bytes(said, whole=lambda: session.memory), limit)
+        rows = min(old.samples, limit // old.stride) + SLOTS
+        lines = max(limit // LINE, 1)
+        geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
+        first = Segment.create(geometry, encoded, path=path, limit=limit)
+        try:
+            words = second.index.copy()
+            first.index[:] = np.where(words >= PRESENT, words | ON_DISK, 0)
+        finally:
+            first.close()
+    finally:
+        member.leave()
+        second.close()
+
+
+def _most(session: Session) -> int:
+    """Bytes for which a cache gets address space: as many as the machine has, as a session can grow."""
+    return max(session.memory, machine.total())
+
+
+def _use(session: Session, file: str) -> SessionCacheHandle:
+    return SessionCacheHandle(session.number, member_of(file))
+
+
+def attach_again(address: Any, attach: Callable[[Any], S]) -> S:
+    """Attach to a cache where it was when its address was sent, or to whoever has its memory open by now.
+
+    Args:
+        address: an :class:`Address`, or the path of a session's.
+        attach: takes that.
+
+    Raises:
+        OSError: what ``attach`` raises, if nobody within reach has.
+    """
+    try:
+        return attach(address)
+    except OSError:
+        entry = catalog.find(address.nonce.hex()) if isinstance(address, Address) else None
+        if entry is None:
+            raise
+        return attach(address_of(entry))
+
+
+def address_of(entry: Entry) -> Address:
+    """Return where the memory of a listed cache can be had now.
+
+    Raises:
+        SegmentError: nobody within reach has it open.
+    """
+    if entry.at is None:
+        raise SegmentError(f"the memory of {entry.name!r} is out of reach: nobody here has it open any more.")
+    return Address(*entry.at, entry.inode, bytes.fromhex(entry.nonce))
+
+
+def _digest(*parts: str) -> str:
+    """Return 32 hexadecimal digits for these texts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
