@@ -2,30 +2,22 @@
 
 A DataLoader prepares its batches in workers or threads of its own, and draws random numbers where it is
 asked for the next one: it is asked in the consumer's thread, as a thread of ours would race the model's
-dropout. Any other iterable (a generator that reads a socket, a list) has nobody who works for it, so a thread
-does, up to ``depth`` batches ahead. An iterable that draws from global generators wants ``depth=0``.
+dropout. Any other iterable (a generator that reads a socket, a list) prepares nothing by itself, so a thread
+reads it, up to ``depth`` items ahead. An iterable that draws from global generators wants ``depth=0``.
 
-What it raises is raised at the consumer when its turn comes, with its own traceback. The thread ends with
-the iterable, or with the iterator; it holds nothing of the latter, so that a consumer that just stops leaves
-no thread behind.
+What the iterable raises is raised at the consumer when its turn comes, with its own traceback. The thread
+ends with the iterable, or with the iterator over it; it holds nothing of the latter, so that a consumer that
+stops early leaves no thread behind.
 """
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hotset.store.torch_threads import start_thread
+from hotset.store.torch_threads import HelperThread
 
 __all__ = ["PrefetchThread"]
-
-
-class _End:
-    """What the thread puts last: the exception that ended it, if one did."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
 
 
 class PrefetchThread:
@@ -37,18 +29,16 @@ class PrefetchThread:
     """
 
     def __init__(self, iterable: Iterable[Any], depth: int) -> None:
-        # SimpleQueue.put may be called by a destructor that runs inside another put; Queue's may not.
-        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._reader = _Reader(iterable)
+        self._thread: HelperThread[Any] = HelperThread("hotset-ahead", self._reader.close)
         self._over = False
         for _ in range(depth):
-            self._asked.put(True)
-        start_thread("hotset-ahead", _read, iterable, self._asked, self._made)
+            self._thread.ask(self._reader)
 
     @property
     def waiting(self) -> int:
         """How many items wait to be taken."""
-        return self._made.qsize()
+        return self._thread.ready
 
     def __iter__(self) -> PrefetchThread:
         return self
@@ -56,41 +46,58 @@ class PrefetchThread:
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
-        item = self._made.get()
+        item = self._thread.next()
         if not isinstance(item, _End):
-            self._asked.put(True)
+            self._thread.ask(self._reader)
             return item
-        self._over = True
+        self.stop()
         try:
             raise item.error or StopIteration
         finally:
             del item  # its traceback holds this frame, and who reads waits for no garbage collector
 
     def stop(self) -> None:
-        """Have the thread end, after the item that it is reading."""
-        self._asked.put(False)
-
-    def __del__(self) -> None:
-        self.stop()
+        """End the thread, after the item that it is reading; there are no more items."""
+        self._over = True
+        self._thread.stop()
 
 
-def _read(iterable: Iterable[Any], asked: queue.SimpleQueue[bool], made: queue.SimpleQueue[Any]) -> None:
-    ended: BaseException | None = None
-    iterator: Iterator[Any] | None = None
-    try:
-        iterator = iter(iterable)
-        while asked.get():
-            made.put(next(iterator))
-    except StopIteration:
-        pass
-    except BaseException as error:
-        ended = error
-    try:
-        # A generator's `finally` runs here and now, not when somebody collects it.
+class _End:
+    """What comes after the last item: the exception that ended the iterable, if one did."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class _Reader:
+    """What the thread calls for each item; the iterator lives in the thread alone."""
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self._iterable = iterable
+        self._iterator: Iterator[Any] | None = None
+        self._over = False
+
+    def __call__(self) -> Any:
+        if self._over:
+            return _End(None)
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._iterable)
+            return next(self._iterator)
+        except StopIteration:
+            ended = _End(None)
+        except BaseException as error:
+            ended = _End(error)
+        try:
+            self.close()
+        except BaseException as error:
+            ended.error = ended.error or error
+        return ended
+
+    def close(self) -> None:
+        """Run a generator's ``finally`` here and now, not when its garbage is collected."""
+        self._over = True
+        iterator, self._iterator = self._iterator, None
         close = getattr(iterator, "close", None)
-        if close is not None and iterator is not iterable:
+        if close is not None and iterator is not self._iterable:
             close()
-    except BaseException as error:
-        ended = ended or error
-    made.put(_End(ended))
-    del ended  # its traceback holds this frame

@@ -20,24 +20,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hotset.loader.batch_order import BatchOrder
-from hotset.loader.copy_thread import Copying
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import Route, samples_in
 from hotset.loader.local_gather import LocalGather
-from hotset.loader.readahead_thread import Fetching
 from hotset.loader.state import EpochProgress
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy
-from hotset.store.torch_threads import one_thread
+from hotset.store.torch_threads import HelperThread, one_thread
 
 __all__ = ["LocalBatches"]
 
@@ -104,14 +102,13 @@ class LocalBatches:
         self._build = build
         self._run = run
         self._summary = summary
-        self._ahead: Copying | None = None
+        self._ahead: HelperThread[Copy | None] = HelperThread("hotset-gather")
         self._several: _Several | None = None
         self._handed_over = math.inf  # when the last batch was: before the first, nobody has been away
         self._cost = float("inf")  # seconds that gathering one took; unknown at first
-        self._pid = os.getpid()
         self._selected: Any = None
         self._announced = 0 if route.spills else None  # how many of the next batches
-        self._fetching: Fetching | None = None
+        self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
 
     def __iter__(self) -> LocalBatches:
@@ -133,7 +130,8 @@ class LocalBatches:
         try:
             return self._draws.take()
         except StopIteration:
-            self._stop()
+            self._readahead.stop()
+            self._ahead.stop()
             self._run.over = True
             self._summary._end()
             raise
@@ -210,9 +208,9 @@ class LocalBatches:
             batches.append(later)
             known += 1
         if batches:
-            if self._fetching is None:
-                self._fetching = Fetching(self._route.announce)
-            self._fetching.ask(np.concatenate(batches))
+            # The kernel's queue is short: a process that announces more than it has room for waits, for up to
+            # half of the time that an epoch takes. So a thread announces.
+            self._readahead.tell(partial(self._route.announce, np.concatenate(batches)))
         return known
 
     def _ask_ahead(self) -> None:
@@ -234,11 +232,11 @@ class LocalBatches:
         if ids is None or self._gather is None:
             return self._build(indices, ids, None)
         local = self._route.local(ids)
-        pending = self._ahead.pending if self._ahead is not None else 0
+        pending = self._ahead.pending
         # A disk is waited for in the thread while the next batches are announced here.
         gains = away > self._cost / 2 or self._announced is not None
         worth = self._gather.size(len(ids)) >= _WORTH_A_THREAD and gains
-        if (pending or worth) and self._pid == os.getpid():  # a forked child has not got the thread
+        if pending or worth:
             batch = self._gather_ahead(local, _AHEAD if worth else 0)
         else:
             batch = self._gather_here(local)
@@ -303,31 +301,25 @@ class LocalBatches:
     def _gather_ahead(self, local: Ids, distance: int) -> Any | None:
         """The batch from the thread, which is asked for up to ``distance`` batches, this one counted."""
         assert self._gather is not None
-        if self._ahead is None:
-            self._ahead = Copying()
         ahead = self._ahead
         if ahead.pending == 0:
-            ahead.ask(self._gather.prepare(local))
+            ahead.ask(partial(_copied, self._gather.prepare(local)))
         # The next batches are asked for before this one is waited for, so that the thread never idles.
         while ahead.pending < distance:
             later = self._draws.peek(ahead.pending - 1)
             resolved = self._route.resolve(later) if later is not None else None
             if resolved is None:
                 break
-            ahead.ask(self._gather.prepare(self._route.local(resolved)))
+            ahead.ask(partial(_copied, self._gather.prepare(self._route.local(resolved))))
         copy = ahead.next()
         return self._gather.finish(copy) if copy is not None else None
-
-    def _stop(self) -> None:
-        if self._fetching is not None:
-            self._fetching.stop()
-            self._fetching = None
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
 
     def __len__(self) -> int:
         return self._summary.batches_expected
 
-    def __del__(self) -> None:
-        self._stop()
+
+def _copied(copy: Copy | None) -> Copy | None:
+    """Run a copy, in the thread; None if the batch is made otherwise."""
+    if copy is not None:
+        copy.run()
+    return copy

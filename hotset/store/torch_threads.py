@@ -7,13 +7,16 @@ one, and copies in the user's thread are made by it alone.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["one_thread", "start_thread"]
+__all__ = ["HelperThread", "one_thread"]
 
 T = TypeVar("T")
 
@@ -34,20 +37,110 @@ def one_thread(run: Callable[[], T]) -> T:
         torch.set_num_threads(threads)
 
 
-def start_thread(name: str, run: Callable[..., None], *arguments: Any) -> None:
-    """Run ``run(*arguments)`` in a daemon thread in which torch uses one thread only."""
-    threads = torch.get_num_threads()  # asked for now, the caller's own number is fixed
-    started = threading.Event()
+class HelperThread(Generic[T]):
+    """A daemon thread that runs jobs in order and hands back what they return or raise.
 
-    def begin() -> None:
-        torch.set_num_threads(1)
-        # A thread's number is set from the process-wide default when it first asks: let that happen now,
-        # while the default is ours.
-        torch.get_num_threads()
-        started.set()
-        run(*arguments)
+    The thread starts with the first job. It holds its queues and the jobs, not this object, and ends when
+    this object is stopped or collected. A forked child has no such thread: nothing is pending there, and the
+    child's first job starts a thread of its own.
 
-    threading.Thread(target=begin, name=name, daemon=True).start()
-    started.wait()
-    # The thread has set its own number of threads, and with it the default of threads yet to come.
-    torch.set_num_threads(threads)
+    Args:
+        name: of the thread.
+        at_end: called in the thread as its last job; what it raises is dropped.
+    """
+
+    def __init__(self, name: str, at_end: Callable[[], object] | None = None) -> None:
+        self._name = name
+        self._at_end = at_end
+        self._pid = 0  # of the process in which the thread runs
+
+    @property
+    def pending(self) -> int:
+        """How many results were asked for and not taken."""
+        return self._pending if self._pid == os.getpid() else 0
+
+    @property
+    def ready(self) -> int:
+        """How many results can be taken without waiting."""
+        return self._results.qsize() if self._pid == os.getpid() else 0
+
+    def ask(self, job: Callable[[], T]) -> None:
+        """Run a job after those before it; :meth:`next` gives its result."""
+        self._put(job, wanted=True)
+        self._pending += 1
+
+    def tell(self, job: Callable[[], object]) -> None:
+        """Run a job after those before it; what it returns or raises is dropped."""
+        self._put(job, wanted=False)
+
+    def next(self) -> T:
+        """The result of the first job that was asked for and whose result was not taken; waits for it.
+
+        Raises:
+            BaseException: what the job has raised.
+        """
+        result, error = self._results.get()
+        self._pending -= 1
+        if error is None:
+            return result  # type: ignore[no-any-return]
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    def stop(self) -> None:
+        """End the thread after the jobs that it has."""
+        if self._pid:
+            self._pid = 0
+            self._jobs.put(None)
+
+    def __del__(self) -> None:
+        self.stop()
+
+    def _put(self, job: Callable[[], object], *, wanted: bool) -> None:
+        if self._pid != os.getpid():
+            self._start()
+        self._jobs.put((job, wanted))
+
+    def _start(self) -> None:
+        # SimpleQueue.put may be called by a destructor that runs inside another put; Queue's may not.
+        jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs, self._results, self._pending, self._pid = jobs, results, 0, os.getpid()
+        at_end = self._at_end
+        threads = torch.get_num_threads()  # asked for now, the caller's own number is fixed
+        started = threading.Event()
+
+        def run() -> None:
+            torch.set_num_threads(1)
+            # A thread's number is set from the process-wide default when it first asks: let that happen now,
+            # while the default is ours.
+            torch.get_num_threads()
+            started.set()
+            _run_jobs(jobs, results)
+            if at_end is not None:
+                with contextlib.suppress(BaseException):
+                    at_end()
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        started.wait()
+        # The thread has set its own number of threads, and with it the default of threads yet to come.
+        torch.set_num_threads(threads)
+
+
+# A job and whether its result is wanted; or the end.
+_Job = tuple[Callable[[], object], bool] | None
+
+
+def _run_jobs(jobs: queue.SimpleQueue[_Job], results: queue.SimpleQueue[Any]) -> None:
+    while (taken := jobs.get()) is not None:
+        job, wanted = taken
+        result: tuple[Any, BaseException | None]
+        try:
+            result = (job(), None)
+        except BaseException as error:
+            result = (None, error)
+        if wanted:
+            results.put(result)
+        # Kept until the next job comes, they would keep a batch's block lent, and this frame in a traceback.
+        del taken, job, result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ import pytest
 import torch
 from helpers import eventually
 
-from hotset.store.torch_threads import one_thread, start_thread
+from hotset.store.torch_threads import HelperThread, one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +33,16 @@ def in_a_new_thread(ask: Callable[[], Any]) -> Any:
 
 
 def test_a_helper_thread_has_a_team_of_one_and_others_keep_theirs() -> None:
-    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    start_thread("hotset-test", lambda *given: found.put((*given, torch.get_num_threads())), "a", "b")
-    assert found.get(timeout=60) == ("a", "b", 1)
+    thread: HelperThread[int] = HelperThread("hotset-test")
+    thread.ask(torch.get_num_threads)
+    assert thread.next() == 1
     assert torch.get_num_threads() == 3
     assert in_a_new_thread(torch.get_num_threads) == 3
 
 
 def test_a_thread_that_has_not_used_torch_yet_keeps_its_team_too() -> None:
     def start_one() -> int:
-        start_thread("hotset-test", lambda: None)
+        HelperThread("hotset-test").tell(lambda: None)
         return torch.get_num_threads()
 
     assert in_a_new_thread(start_one) == 3
@@ -49,11 +51,59 @@ def test_a_thread_that_has_not_used_torch_yet_keeps_its_team_too() -> None:
 
 def test_a_helper_thread_is_named_and_holds_no_process_back() -> None:
     go = threading.Event()
-    start_thread("hotset-test", go.wait, 60)
+    helper: HelperThread[Any] = HelperThread("hotset-test")
+    helper.tell(lambda: go.wait(60))
     (thread,) = [one for one in threading.enumerate() if one.name == "hotset-test"]
     assert thread.daemon
     go.set()
+    del helper
     assert eventually(lambda: not thread.is_alive())
+
+
+def test_a_helper_thread_gives_results_and_errors_in_order_and_drops_what_nobody_asked_for() -> None:
+    helper: HelperThread[Any] = HelperThread("hotset-test")
+    assert (helper.pending, helper.ready) == (0, 0)
+    helper.ask(lambda: "first")
+    helper.tell(lambda: 1 / 0)
+    helper.ask(lambda: 1 / 0)
+    helper.ask(lambda: "last")
+    assert helper.pending == 3
+    assert eventually(lambda: helper.ready == 3)
+    assert helper.next() == "first"
+    with pytest.raises(ZeroDivisionError):
+        helper.next()
+    assert helper.next() == "last"
+    assert helper.pending == 0
+
+
+def test_a_helper_thread_ends_with_its_last_job_and_begins_anew() -> None:
+    ended: list[str] = []
+    helper: HelperThread[str] = HelperThread(
+        "hotset-test", lambda: ended.append(threading.current_thread().name)
+    )
+    helper.stop()
+    assert not ended, "it never began"
+    for count in (1, 2):
+        helper.ask(lambda: "done")
+        assert helper.next() == "done"
+        helper.stop()
+        assert eventually(lambda: ended == ["hotset-test"] * count)  # noqa: B023
+
+
+def test_a_forked_child_has_a_helper_thread_of_its_own() -> None:
+    helper: HelperThread[int] = HelperThread("hotset-test")
+    helper.ask(os.getpid)
+
+    def in_child() -> None:
+        assert helper.pending == 0
+        helper.ask(os.getpid)
+        assert helper.next() == os.getpid()
+
+    process = multiprocessing.get_context("fork").Process(target=in_child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert helper.next() == os.getpid()
 
 
 def test_one_thread_is_for_a_while() -> None:
