@@ -35,12 +35,12 @@ from hotset._warnings import warn
 from hotset.dataset.cached_dataset import CachedDataset, Current
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError
+from hotset.loader.batch_builder import BatchBuilder, LocalGather, make_gather
 from hotset.loader.batch_order import BatchOrder, draw_base_seed
 from hotset.loader.collate import bound, is_known
 from hotset.loader.epoch_summary import EpochSummary
-from hotset.loader.index_route import Route, fetched, route_to
+from hotset.loader.index_route import Route, route_to
 from hotset.loader.local_batches import LocalBatches
-from hotset.loader.local_gather import LocalGather
 from hotset.loader.remaining_batches import RemainingBatches, cut_of
 from hotset.loader.rng_state import Beginning, InProcess
 from hotset.loader.state import (
@@ -60,10 +60,8 @@ from hotset.loader.worker_process import (
     BatchMaker,
     TaskSampler,
     WorkerInit,
-    make_gather,
     random_parts,
 )
-from hotset.store.claims import Ids
 
 __all__ = ["DataLoader"]
 
@@ -183,7 +181,8 @@ class DataLoader(TorchDataLoader[T]):
             if self._desks is not None:
                 self._desks.rest()
             draws = self._draws(run, batches)
-            return LocalBatches(draws, route, gather, self._builder(route), run, summary)
+            builder = BatchBuilder(self.dataset, route, batched=self.batch_sampler is not None)
+            return LocalBatches(draws, route, gather, builder, self._collate(route), run, summary)
         return self._from_workers(route, run, batches, summary)
 
     # ---- going on ------------------------------------------------------------------------------------
@@ -396,24 +395,12 @@ class DataLoader(TorchDataLoader[T]):
             draws.begin()
         return draws
 
-    def _builder(self, route: Route) -> Callable[[Any, Ids | None, dict[int, Any] | None], Any]:
-        collate_fn = bound(self.collate_fn, route.schema)[0]
-        pinned = self.pin_memory and torch.accelerator.is_available()
-
-        def build(indices: Any, ids: Ids | None, in_hand: dict[int, Any] | None) -> Any:
-            samples: Any
-            if self.batch_sampler is None:
-                samples = self.dataset[indices]
-            elif ids is None:
-                samples = fetched(self.dataset, indices)
-            else:
-                samples = route.samples(ids, in_hand)
-            batch = collate_fn(samples)
-            if pinned:
-                batch = pin_memory(batch)  # type: ignore[no-untyped-call]
-            return batch
-
-        return build
+    def _collate(self, route: Route) -> Callable[[Any], Any]:
+        """The collate function, which pins what it makes where torch's loader would."""
+        collate_fn: Callable[[Any], Any] = bound(self.collate_fn, route.schema)[0]
+        if not (self.pin_memory and torch.accelerator.is_available()):
+            return collate_fn
+        return lambda samples: pin_memory(collate_fn(samples))  # type: ignore[no-untyped-call]
 
     # ---- by workers ----------------------------------------------------------------------------------
 

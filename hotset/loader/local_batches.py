@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hotset.loader.batch_builder import BatchBuilder, LocalGather
 from hotset.loader.batch_order import BatchOrder
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import Route, samples_in
-from hotset.loader.local_gather import LocalGather
 from hotset.loader.state import EpochProgress
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy
@@ -81,8 +81,8 @@ class LocalBatches:
         draws: the epoch's indices, and when to draw them.
         route: to the caches.
         gather: for wholly cached batches without a live part; None if there is no such thing.
-        build: makes a batch of indices the slow way: samples read one by one, but for those that it is given
-            in hand, then collated.
+        builder: builds all other batches.
+        collate: makes a batch of samples.
         run: counts what was consumed, for who goes on from there.
         summary: counts batches, samples and waiting.
     """
@@ -92,14 +92,16 @@ class LocalBatches:
         draws: BatchOrder,
         route: Route,
         gather: LocalGather | None,
-        build: Callable[[Any, Ids | None, dict[int, Any] | None], Any],
+        builder: BatchBuilder,
+        collate: Callable[[Any], Any],
         run: EpochProgress,
         summary: EpochSummary,
     ) -> None:
         self._draws = draws
         self._route = route
         self._gather = gather
-        self._build = build
+        self._builder = builder
+        self._collate = collate
         self._run = run
         self._summary = summary
         self._ahead: HelperThread[Copy | None] = HelperThread("hotset-gather")
@@ -188,7 +190,7 @@ class LocalBatches:
 
     def build(self) -> Any:
         """The batch that :meth:`select` gave last, made the slow way."""
-        return self._build(self._selected, self._route.resolve(self._selected), None)
+        return self._build(self._selected, self._route.resolve(self._selected))
 
     # ---- making --------------------------------------------------------------------------------------
 
@@ -228,9 +230,9 @@ class LocalBatches:
             if made.batch is not None:
                 return self._counted(made.batch, made.ids)
             self._several = None  # the store was cleared, and what was gathered with this is no good either
-        ids = self._route.resolve(indices)
+        ids = self._builder.resolve(indices)
         if ids is None or self._gather is None:
-            return self._build(indices, ids, None)
+            return self._build(indices, ids)
         local = self._route.local(ids)
         pending = self._ahead.pending
         # A disk is waited for in the thread while the next batches are announced here.
@@ -242,24 +244,16 @@ class LocalBatches:
             batch = self._gather_here(local)
         if batch is not None:
             return self._counted(batch, local)
-        if self._route.has_neighbours:
-            return self._gather_brought(indices, ids, local)
-        return self._build(indices, ids, None)
-
-    def _gather_brought(self, indices: Any, ids: Ids, local: Ids) -> Any:
-        """The batch with what other machines have sent for it, copied to its place from where it came in."""
-        single = self._route.single
-        assert single is not None
-        assert self._gather is not None
-        records, in_hand = single._access.bring(local)
-        copy = self._gather.prepare(local, records) if not in_hand else None
-        if copy is not None:
-            one_thread(copy.run)
-            batch = self._gather.finish(copy)
+        in_hand = None
+        if self._route.has_neighbours:  # what they have sent is copied to its place from where it came in
+            batch, in_hand = self._builder.filled(local, self._gather.prepare, self._gather.finish)
             if batch is not None:
-                single._access.count_hits(local, less=sum(len(each.ids) for each in records))
                 return batch
-        return self._build(indices, ids, {**single._access.taken_apart(records), **in_hand})
+        return self._build(indices, ids, in_hand)
+
+    def _build(self, indices: Any, ids: Ids | None, in_hand: dict[int, Any] | None = None) -> Any:
+        """The batch, collated from its samples."""
+        return self._collate(self._builder.samples(indices, ids, in_hand))
 
     def _counted(self, batch: Any, local: Ids) -> Any:
         single = self._route.single

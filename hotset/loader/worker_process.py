@@ -21,6 +21,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,14 +31,14 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.determinism.rng import Generators
+from hotset.loader.batch_builder import BatchBuilder, make_gather
 from hotset.loader.collate import bound, is_known
-from hotset.loader.index_route import Route, fetched, route_to, samples_in
+from hotset.loader.index_route import Route, route_to, samples_in
 from hotset.loader.rng_state import pack, put
 from hotset.loader.worker_messages import BatchMessage, TensorRef, WorkerReport, message_pool
-from hotset.store.batch_layout import NotGathered
 from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
-from hotset.store.gather import Gather
+from hotset.store.gather import Copy, Gather
 from hotset.store.locks import can_reopen
 from hotset.store.memory_limits import keep_freed_memory
 from hotset.store.record_batch import ReceivedRecords
@@ -50,7 +51,6 @@ __all__ = [
     "Task",
     "TaskSampler",
     "WorkerInit",
-    "make_gather",
     "random_parts",
 ]
 
@@ -192,10 +192,10 @@ class _InWorker:
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], batched: bool) -> None:
         route = route_to(dataset)
         assert route is not None
-        self.dataset = dataset
         self.route: Route = route
         self.collate_fn = collate_fn
         self._batched = batched
+        self._builder = BatchBuilder(dataset, route, batched=batched)
         self._gather: Gather | None = None
         self._not_gathered = not is_known(collate_fn)
         self._pools: dict[Address, SharedBlocks] = {}
@@ -243,27 +243,17 @@ class _InWorker:
         self._told.append((sentence, about))
 
     def _batch(self, indices: Any, desk: _BatchBuffer) -> Any:
-        if not self._batched:
-            return desk.lay(self.collate_fn(self.dataset[indices]))
-        ids = self.route.resolve(indices)
-        if ids is None:  # not numbers, or out of range: whatever the data set says to that
-            return self._collate(fetched(self.dataset, indices), desk)
+        ids, in_hand = self._builder.resolve(indices), None
         single = self.route.single
-        if single is None or single._source.live or not is_known(self.collate_fn):
-            return self._collate(self.route.samples(ids), desk)
-        supply, store, local = single._access, single._store, self.route.local(ids)
-        before = store.filler.reads if store is not None else 0
-        records, in_hand = supply.bring(local)
-        # What was just read is collated as it is: its record's pages were written, and are not mapped yet.
-        batch = self._gathered(local, desk, records) if 2 * len(in_hand) < len(ids) else None
-        if batch is None:
-            return self._collate(self.route.samples(ids, {**supply.taken_apart(records), **in_hand}), desk)
-        if store is not None:
-            theirs = sum(len(each.ids) for each in records)
-            supply.count_hits(local, less=store.filler.reads - before + theirs)
-        return batch
+        if ids is not None and single is not None and not single._source.live and is_known(self.collate_fn):
+            batch, in_hand = self._builder.filled(
+                self.route.local(ids), partial(self._prepare, desk), partial(self._finish, desk)
+            )
+            if batch is not None:
+                return batch
+        return self._collate(self._builder.samples(indices, ids, in_hand), desk)
 
-    def _gathered(self, local: Ids, desk: _BatchBuffer, records: Sequence[ReceivedRecords]) -> Any | None:
+    def _prepare(self, desk: _BatchBuffer, local: Ids, records: Sequence[ReceivedRecords]) -> Copy | None:
         single = self.route.single
         assert single is not None
         if self._gather is None and not self._not_gathered and single._store is not None:
@@ -272,14 +262,14 @@ class _InWorker:
                 return None
             self._gather = make_gather(single, self.collate_fn, int(here[0]))
             self._not_gathered = self._gather is None
-        copy = self._gather.prepare(local, desk.whole, records) if self._gather is not None else None
-        if self._gather is None or copy is None:
-            return None
-        copy.run()
+        return self._gather.prepare(local, desk.whole, records) if self._gather is not None else None
+
+    def _finish(self, desk: _BatchBuffer, copy: Copy) -> Any | None:
+        assert self._gather is not None
         return self._gather.finish(copy, desk.placed)
 
-    def _collate(self, samples: list[Any], desk: _BatchBuffer) -> Any:
-        if self.collate_fn is not default_collate:
+    def _collate(self, samples: Any, desk: _BatchBuffer) -> Any:
+        if self.collate_fn is not default_collate or not self._batched:
             return desk.lay(bound(self.collate_fn, self.route.schema)[0](samples))
         kinds = {
             kind: _onto(desk, function) if kind in _NUMBERS else function
@@ -308,20 +298,6 @@ def _onto(desk: _BatchBuffer, function: Callable[..., Any]) -> Callable[..., Any
         return desk.put(function(batch, collate_fn_map=collate_fn_map))
 
     return collated
-
-
-def make_gather(cached: Any, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
-    """The gather for this cache and collate function, compared on one sample; None if there is none."""
-    store = cached._store
-    if store is None or cached._source.live:
-        return None
-    collate_samples, variable = bound(collate_fn, store.schema)
-    try:
-        gather = Gather(store, collate_samples, variable)
-        gather.compare(sample)
-    except NotGathered:
-        return None
-    return gather
 
 
 class _BatchBuffer:
