@@ -92,7 +92,10 @@ class _Reader:
             self.close()
         except BaseException as error:
             ended.error = ended.error or error
-        return ended
+        try:
+            return ended
+        finally:
+            del ended  # its traceback holds this frame
 
     def close(self) -> None:
         """Run a generator's ``finally`` here and now, not when its garbage is collected."""
