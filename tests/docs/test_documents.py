@@ -85,6 +85,28 @@ def test_programs_in_documents_run(page: str, tmp_path: Path, monkeypatch: pytes
         run([str(file)], tmp_path)
 
 
+def test_each_machine_has_a_window_over_its_own_subset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program in docs/cluster.md, as the one rank of each of two machines runs it."""
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)
+    (program,) = [each for each in programs if "Subset" in each]
+    file = tmp_path / "program.py"
+    file.write_text(program + "\nprint(*sorted(part.indices))\n")
+    parts: list[set[str]] = []
+    for machine in range(2):
+        monkeypatch.setenv("RANK", str(machine))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        *said, indices = run([str(file)], tmp_path).splitlines()
+        assert [line.rpartition(":")[0] for line in said] == [
+            f"machine {machine}, rank {machine}, epoch {epoch}" for epoch in range(3)
+        ]
+        assert int(said[-1].split()[-2]) > 0
+        parts.append(set(indices.split()))
+    assert [len(part) for part in parts] == [300, 300]
+    assert parts[0].isdisjoint(parts[1])
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_are_true(name: str) -> None:
     failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
