@@ -1,4 +1,4 @@
-"""The progress bar that all of hotset's long work shows: how much of it is done, and how fast it goes."""
+"""The progress bar of hotset's long operations: how much is done, and how fast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
         period: seconds over which the rate is measured.
         fields: names of a task's fields, each shown in a column of its own.
     """
-    # Here, as rich takes a while to be imported, and most processes show no bar.
+    # Imported here, as importing rich takes a while, and most processes show no bar.
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -54,7 +54,7 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
 
 @contextlib.contextmanager
 def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar on the standard error, if that is a terminal; yields what is told how many are done."""
+    """Show a bar on standard error if that is a terminal; yields a function that takes how many are done."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda done: None
         return

@@ -1,4 +1,4 @@
-"""What is said to people: warnings, each at their own line however deep it is found, and names made safe."""
+"""Warnings that point at the user's own line, and text made safe to print."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hotset.errors import HotsetWarning
 __all__ = ["Warner", "printable", "warn"]
 
 _OURS = os.path.dirname(__file__) + os.sep
-# Through whose functions hotset is called: no line of theirs is the user's.
+# Libraries that call hotset on the user's behalf: none of their lines is the user's.
 _BETWEEN = ("torch", "typer", "click", "contextlib", "multiprocessing", "concurrent.futures", "threading")
 
 
 def warn(sentence: str) -> None:
-    """Warn of something, as from the user's line: the innermost that is none of hotset's, torch's or such.
+    """Warn at the user's line: the innermost that does not belong to hotset, torch or another library.
 
     (``skip_file_prefixes`` of :func:`warnings.warn` does this from Python 3.12 on.)
     """
@@ -28,13 +28,13 @@ def warn(sentence: str) -> None:
 
 
 def _code_of(module: str) -> str:
-    """Where the code of a module lies, if it is loaded: its folder, or its file."""
+    """The folder or the file of a module's code, if it is loaded; else an empty string."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return os.path.dirname(file) + os.sep if os.path.basename(file) == "__init__.py" else file
 
 
 class Warner:
-    """Warns of something, and of what bears a name only once."""
+    """Warns; only once about each name in ``about``."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

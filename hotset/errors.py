@@ -1,23 +1,23 @@
 """Every error and warning of hotset, drawn as one tree.
 
-Each message is a sentence that says what happened and which knob to turn. An error is raised only where
-the user asked for something that cannot be done; a cache that merely does not work (no room, a corrupt
-file, an owner that died) is a :class:`HotsetWarning`, and samples come from the source.
+Each message is a sentence that says what happened and what to do. An error is raised only where the user
+asked for something that cannot be done; if only the cache does not work (no room, a corrupt file, a dead
+owner), that is a :class:`HotsetWarning`, and samples come from the source.
 
 ::
 
     HotsetError
      ├── QuantityError      (ValueError)   "12 parsecs" is not an amount of memory
-     ├── ArgumentError      (ValueError)   an argument outside its range, an empty data set
+     ├── ArgumentError      (ValueError)   an argument outside its range, an empty dataset
      ├── StateError         (ValueError)   a loader's state that is damaged, or another loader's
-     ├── LossNotFinite      (ArithmeticError)  training that no later step can mend
+     ├── LossNotFinite      (ArithmeticError)  a loss that is NaN or infinite
      ├── NotCacheable       (TypeError)    the source draws random numbers, or cannot be read twice alike
      ├── UnsupportedPlatform (OSError)     not Linux
      ├── SegmentError       (OSError)      a segment that is truncated, corrupt, or of another format
-     ├── FolderError        (OSError)      the runtime folder is not safely ours
+     ├── FolderError        (OSError)      the runtime folder is not safe to use
      ├── SessionError       (OSError)      a session that is not there, or cannot be made
      └── ClusterError       (OSError)      no Ray cluster, or a session that its machines do not share
-    HotsetWarning           (UserWarning)  the cache stepped aside; training goes on
+    HotsetWarning           (UserWarning)  the cache is not used in part; training continues
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class HotsetError(Exception):
 
 
 class QuantityError(HotsetError, ValueError):
-    """A quantity that is no amount of memory, such as ``"12 parsecs"`` or ``-1``."""
+    """A quantity that is not an amount of memory, such as ``"12 parsecs"`` or ``-1``."""
 
 
 class ArgumentError(HotsetError, ValueError):
-    """An argument outside what it may be, or a data set with nothing in it."""
+    """An argument outside its range, or an empty dataset."""
 
 
 class StateError(HotsetError, ValueError):
-    """A loader cannot go on from this state: it is damaged, or of another data set, sampler or version."""
+    """A loader cannot go on from this state: it is damaged, or of another dataset, sampler or version."""
 
 
 class LossNotFinite(HotsetError, ArithmeticError):
@@ -59,7 +59,7 @@ class LossNotFinite(HotsetError, ArithmeticError):
 
 
 class NotCacheable(HotsetError, TypeError):
-    """The source gives another sample each time, and the part that does cannot be separated."""
+    """The source returns another sample at each reading, and its random part cannot be separated."""
 
 
 class UnsupportedPlatform(HotsetError, OSError):
@@ -71,7 +71,7 @@ class SegmentError(HotsetError, OSError):
 
 
 class FolderError(HotsetError, OSError):
-    """The runtime folder, or a file in it, is not safely this user's own."""
+    """The runtime folder, or a file in it, may be accessible to other users."""
 
 
 class SessionError(HotsetError, OSError):
@@ -83,4 +83,4 @@ class ClusterError(HotsetError, OSError):
 
 
 class HotsetWarning(UserWarning):
-    """The cache stepped aside: samples come from the source, and training goes on."""
+    """The cache does not work in part: samples come from the source, and training continues."""

@@ -1,9 +1,9 @@
 """Amounts of memory, ``"64GiB"`` or ``"50%"`` to bytes and back, and of time, for people to read.
 
 Binary suffixes (KiB, MiB, GiB, TiB) are powers of 1,024, decimal ones (KB, MB, GB, TB) powers of 1,000;
-a bare number is bytes. Lower and upper case mean the same, as nobody who types ``64gib`` means bits.
+a bare number is bytes. Case does not matter: ``64gib`` never means bits.
 
-A percentage is of what the caller says, which is looked up only then:
+A percentage is of an amount that depends on the caller, and is looked up only when needed:
 
 =============================================  ==========================================================
 ``hotset.cache(memory=)``, ``explain``         the memory that is free under the machine's and every control
@@ -40,8 +40,8 @@ def parse_bytes(quantity: int | str, *, name: str = "memory", whole: Callable[[]
 
     Args:
         quantity: an int (bytes) or a string such as ``"64GiB"``, ``"500MB"`` or ``"1.5 TiB"``.
-        name: the argument's name, for the error's sentence.
-        whole: returns the bytes of which ``"50%"`` is a half; None: there is nothing that it could be of.
+        name: the argument's name, for the error message.
+        whole: returns the bytes of which ``"50%"`` is a half; None if percentages are not allowed.
 
     Raises:
         QuantityError: not an int or a string of that form, or below zero; a percentage of nothing, or one
@@ -53,20 +53,20 @@ def parse_bytes(quantity: int | str, *, name: str = "memory", whole: Callable[[]
     """
     if isinstance(quantity, int) and not isinstance(quantity, bool):
         if quantity < 0:
-            raise QuantityError(f"{name}={quantity} is negative; give a number of bytes, zero or more.")
+            raise QuantityError(f"{name}={quantity} must be zero or more bytes.")
         return quantity
     if isinstance(quantity, str) and len(quantity) < 60 and (share := _SHARE.fullmatch(quantity)):
         if whole is None:
-            raise QuantityError(f"{name}={quantity!r} is a share of nothing here; give an amount of memory.")
+            raise QuantityError(f"{name}={quantity!r} must be an amount of memory here, not a share.")
         if not 0 < float(share[1]) <= 100:
-            raise QuantityError(f'{name}={quantity!r} must be above 0 % and at most 100 %; give "50%", say.')
+            raise QuantityError(f"{name}={quantity!r} must be above 0 % and at most 100 %.")
         return math.floor(float(share[1]) * whole() / 100)
-    # More digits than any memory has are no number that Python would read.
+    # Longer strings are refused, as Python limits the digits that it converts.
     match = _PATTERN.fullmatch(quantity) if isinstance(quantity, str) and len(quantity) < 60 else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise QuantityError(
-            f"{name}={reprlib.repr(quantity)} is not an amount of memory; give bytes as an int, "
+            f"{name}={reprlib.repr(quantity)} must be an amount of memory; give bytes as an int, "
             'or a string such as "64GiB" or "500MB"'
             + ("." if whole is None else ', or a share such as "50%".')
         )
@@ -89,7 +89,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time for a person to read, with two digits; never zero, as nothing takes no time.
+    """Return a time for a person to read, with two digits; at least "under 1 ms".
 
     Example:
         >>> format_seconds(0.0), format_seconds(0.0123), format_seconds(2.649), format_seconds(131.2)

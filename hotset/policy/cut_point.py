@@ -30,7 +30,7 @@ def cost_of_cut(
         read: seconds that reading a sample takes.
         seconds: of each transform that may be cached.
         sizes: bytes of a sample at each cut; one more than there are transforms.
-        samples: length of the data set.
+        samples: length of the dataset.
         limit: bytes that the cache may take.
 
     Example:

@@ -8,8 +8,8 @@ capacities::
     time of m for s  =  -ln(u) / capacity(m)          0 < u(s, m) < 1, uniform
 
 Then m is the first with the chance capacity(m) / sum of the capacities, and its time depends on no other
-member. So who leaves gives up what it owned and nothing else moves, who joins takes its share evenly from
-all, and one that grows only gains. Neither the order of the members nor the unit of the capacities matters.
+member. So when a member leaves, only its samples move; a member that joins takes its share evenly from all,
+and a member that grows only gains. Neither the order of the members nor the unit of the capacities matters.
 
 **The hash** has to be cheap, as one batch on a large cluster asks for 100,000s. A sample's id is mixed to a
 word (SplitMix64, see :mod:`hotset.policy.permutation`), a name to an odd one (BLAKE2b), and u is the top of
@@ -60,8 +60,8 @@ _PAIRS = 1 << 16
 _ODD = [1 / odd for odd in range(3, 33, 2)]
 _LN2 = 0.6931471805599453
 
-# When the filter looks who is home, in units of 1 / sum of the capacities. A time as close to it as _MARGIN
-# may be on either side of it by rounding, and isn't relied on.
+# The time up to which the filter finds members home, in units of 1 / sum of the capacities. A time as close
+# to it as _MARGIN may be on either side of it by rounding, and isn't relied on.
 _HORIZON = 8.0
 _MARGIN = 1 - 2.0**-20
 
@@ -101,7 +101,7 @@ class Placement:
         """Return the owner of each sample, as a position in ``names``.
 
         Args:
-            ids: shape ``[count]``, the samples' numbers.
+            ids: shape ``[count]``, sample ids.
 
         Returns:
             Shape ``[count]``.
@@ -115,10 +115,10 @@ class Placement:
         return self._members[first]
 
     def order(self, ids: _Ids, count: int) -> _Ids:
-        """Return who comes first for each sample, its owner, and who comes next.
+        """Return the members that come first for each sample: its owner, and the next ones.
 
         Args:
-            ids: shape ``[n]``, the samples' numbers; few, as here every member runs.
+            ids: shape ``[n]``, sample ids; few, as the time of every member is computed.
             count: how many of them.
 
         Returns:
@@ -137,7 +137,7 @@ class Placement:
         return first
 
     def _race(self, samples: _Words, least: _Words, horizon: float) -> _Ids:
-        """Return who is first for each sample, among those whose hash is at ``least`` so much."""
+        """Return the first member for each sample, among those whose hash is at least ``least``."""
         hashes = samples[:, None] * self._words
         pairs = np.flatnonzero(hashes >= least)
         sample, member = np.divmod(pairs, len(self._words))
@@ -156,20 +156,22 @@ class Placement:
 
 def _checked(names: Sequence[str], capacities: Sequence[int]) -> list[int]:
     if len(names) != len(capacities):
-        raise ArgumentError(f"{len(names)} names and {len(capacities)} capacities; give one for each member.")
+        raise ArgumentError(f"names and capacities must be as many, got {len(names)} and {len(capacities)}.")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ArgumentError(f"{twice!r} names two members; give each a name of its own.")
+        raise ArgumentError(f"names must differ, got {twice!r} twice; give each member a name of its own.")
     sizes = [operator.index(capacity) for capacity in capacities]
     if any(size < 0 for size in sizes):
-        raise ArgumentError(f"a capacity of {min(sizes)}; give 0 to a member that owns nothing.")
+        raise ArgumentError(
+            f"capacities must be 0 or more, got {min(sizes)}; give 0 to a member that owns nothing."
+        )
     if not any(sizes):
-        raise ArgumentError("no member has room for a sample; give one a capacity above 0.")
+        raise ArgumentError("a member must have a capacity above 0, got none; give one.")
     return sizes
 
 
 def _word(name: str) -> int:
-    """Odd, so that multiplying by it loses nothing."""
+    """The member's word, odd so that multiplying by it loses nothing."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 

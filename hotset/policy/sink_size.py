@@ -1,8 +1,8 @@
 """How many steps to sink: the smallest number past which throughput no longer grows.
 
-Each size is tried for a few calls, from one step on, doubled each time; the best of its calls counts, as what
-disturbs a measurement only ever makes it slower. A size that is not clearly faster than the best so far ends
-the search, if its double is not either: one poor measurement must not end it.
+Each size is measured for a few calls, starting at one step and doubled each time; the best of its calls
+counts, as disturbances only slow a call down. A size that is not clearly faster than the best so far ends the
+search, if its double is not either: one poor measurement must not end it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SizeSearch:
         self._calls = 0
 
     def record(self, size: int, rate: float) -> None:
-        """Take note of a call of ``size`` steps that ran at ``rate`` steps a second."""
+        """Record a call of ``size`` steps that ran at ``rate`` steps a second."""
         if self.done or size != self.size:
             return
         self._rates[size] = max(self._rates.get(size, 0.0), rate)

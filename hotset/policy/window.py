@@ -1,4 +1,4 @@
-"""A running window over a data set larger than memory: how large, which samples, how fast.
+"""A running window over a dataset larger than memory: how large, which samples, how fast.
 
 D samples are all there are, N of them are resident, and R more are prepared while an epoch uses the N.
 The samples enter in an endless sequence, cycle after cycle, each cycle a permutation of all D. The *cursor*
@@ -11,8 +11,8 @@ At an epoch's boundary the cursor moves by as many of the R as are ready. It is 
 else is a pure function of it, of the sizes and of the seed, so that processes agree without talking.
 
 Room is kept for ``ahead`` samples beside the N, twice R where that is possible. The second R of them is for
-those that were late at a boundary and are made up at the next, and while nothing is late it is where those
-that have just left can still be read by a process that has not come to the boundary yet.
+samples that were late at a boundary and are made up at the next; while nothing is late, samples that have
+just left stay there, for processes that have not come to the boundary yet.
 
 **What is promised.** Every sample enters once in a cycle, and stays for N/R epochs (rounded down or up, if R
 does not divide N). Where filling keeps up, ceil((D-N)/R) + 1 epochs from the beginning use every sample.
@@ -56,7 +56,7 @@ __all__ = [
     "resident_count",
 ]
 
-# In place of a rate: whatever is ready at a boundary goes in, up to half of the residents.
+# In place of a rate: all samples that are ready at a boundary enter, up to half of the residents.
 AUTO = "auto"
 
 # What a permutation is for, so that no two uses draw the same numbers.
@@ -76,12 +76,12 @@ def resident_count(
     Args:
         resident: a count (int), a fraction of the samples (float in (0, 1]) or an amount of memory (string).
         replace: r in [0, 1], the share of the residents that is replaced after an epoch, or ``"auto"``.
-        samples: D, the size of the data set.
+        samples: D, the size of the dataset.
         sample_bytes: what one sample takes, in bytes; needed for an amount of memory only.
 
     Raises:
         ArgumentError: a value outside its range, or memory for less than one sample and its replacement.
-        QuantityError: a string that is no amount of memory.
+        QuantityError: a string that is not an amount of memory.
 
     Example:
         >>> resident_count(50, 0.1, samples=100), resident_count(0.29, 0.1, samples=100)
@@ -98,14 +98,16 @@ def resident_count(
         return min(int(resident), samples)
     share = _share(resident, "resident", 'a count (int), a fraction in (0, 1], or memory such as "20GiB"')
     if not share:
-        raise ArgumentError(f"resident={resident} keeps no sample in memory; give a fraction above 0.")
+        raise ArgumentError(
+            f"resident={resident} must keep at least one sample in memory; give a fraction above 0."
+        )
     return max(1, math.floor(samples * share))
 
 
 def _count_in_memory(resident: str, replace: float | str, samples: int, sample_bytes: float) -> int:
     if not (sample_bytes > 0 and math.isfinite(sample_bytes)):
-        raise ArgumentError(f"sample_bytes={sample_bytes!r} is no size of a sample; give bytes, above 0.")
-    # A share is of a memory that is not known here; who knows it has made it bytes. It is only looked at.
+        raise ArgumentError(f"sample_bytes={sample_bytes!r} must be a finite number above 0.")
+    # The caller has made a percentage bytes already, as the memory that it is of is not known here.
     size = parse_bytes(resident, name="resident", whole=lambda: sys.maxsize)
     fit = math.floor(size / Fraction(sample_bytes))
     if fit >= samples:
@@ -137,7 +139,7 @@ def replaced_count(resident: int, replace: float | str, samples: int) -> int:
     Args:
         resident: N, a count of samples.
         replace: r in [0, 1]; 0 never replaces; or ``"auto"``.
-        samples: D, the size of the data set.
+        samples: D, the size of the dataset.
 
     Raises:
         ArgumentError: a value outside its range.
@@ -153,7 +155,7 @@ def replaced_count(resident: int, replace: float | str, samples: int) -> int:
 def ahead_count(resident: int, replace: float | str, samples: int) -> int:
     """Return for how many samples beside the residents room is kept: 2 R, and at most N and D - N.
 
-    With ``"auto"`` it is R, which is large then: what is late is not made up, as nothing is ever due.
+    With ``"auto"`` it is R, which is large then: late samples are not made up, as none is ever due.
 
     Takes and raises what :func:`replaced_count` does.
 
@@ -172,7 +174,7 @@ def epochs_until_all_seen(samples: int, resident: int, replaced: int) -> int | N
     """Return how many epochs use every sample, where filling keeps up: ceil((D-N)/R) + 1; None for never.
 
     Args:
-        samples: D, the size of the data set.
+        samples: D, the size of the dataset.
         resident: N, a count of samples.
         replaced: R, how many are replaced at each boundary.
 
@@ -199,11 +201,11 @@ class RunningWindow:
     Another ``samples``, ``resident``, ``ahead`` or ``seed`` is another sequence.
 
     Attributes:
-        samples: D, the size of the data set.
+        samples: D, the size of the dataset.
         resident: N, from 1 to D.
         ahead: R, the most that are ever prepared at once, from 0 to N, and to D - N.
         seed: any int, of which 64 bits count.
-        shuffle: whether each cycle is permuted; if not, samples enter in the data set's order.
+        shuffle: whether each cycle is permuted; if not, samples enter in the dataset's order.
 
     Raises:
         ArgumentError: sizes that no window has.
@@ -230,7 +232,7 @@ class RunningWindow:
         return -(-self.samples // longest)
 
     def members(self, cursor: int) -> npt.NDArray[np.int64]:
-        """Return the residents, longest-resident first: shape ``[N]``, indices into the data set.
+        """Return the residents, longest-resident first: shape ``[N]``, indices into the dataset.
 
         Raises:
             ArgumentError: ``cursor`` is negative.
@@ -246,8 +248,8 @@ class RunningWindow:
         count = self.ahead if count is None else count
         if not 0 <= count <= self.ahead:
             raise ArgumentError(
-                f"count={count} samples cannot be prepared in a window made for {self.ahead}; "
-                f"give 0 to {self.ahead}, or make it with a larger ahead."
+                f"count={count} must be from 0 to {self.ahead}, the window's ahead; "
+                "make the window with a larger ahead."
             )
         _check_cursor(cursor)
         return self.entries(cursor + self.resident, count)
@@ -299,29 +301,31 @@ def epoch_order(seed: int, epoch: int, cursor: int, resident: int) -> npt.NDArra
 
 def _check_samples(samples: int) -> None:
     if samples < 1:
-        raise ArgumentError(f"samples={samples} is an empty data set; a window needs at least one sample.")
+        raise ArgumentError(
+            f"samples={samples} must be 1 or more; a window needs a dataset that is not empty."
+        )
 
 
 def _check_resident(resident: int) -> None:
     if resident < 1:
-        raise ArgumentError(f"resident={resident} keeps no sample in memory; give at least 1.")
+        raise ArgumentError(f"resident={resident} must keep at least one sample in memory; give 1 or more.")
 
 
 def _check_sizes(samples: int, resident: int, ahead: int) -> None:
     _check_samples(samples)
     _check_resident(resident)
     if resident > samples:
-        raise ArgumentError(f"resident={resident} is more than all {samples} samples; give 1 to {samples}.")
+        raise ArgumentError(f"resident={resident} must be at most the number of samples, {samples}.")
     most = min(resident, samples - resident)  # more than N would leave again without having been used
     if not 0 <= ahead <= most:
         raise ArgumentError(
-            f"{ahead} samples cannot be prepared beside {resident} resident of {samples}; give 0 to {most}."
+            f"ahead={ahead} must be from 0 to {most} with {resident} of {samples} samples resident."
         )
 
 
 def _check_cursor(cursor: int) -> None:
     if cursor < 0:
-        raise ArgumentError(f"cursor={cursor} lies before the first entry; give 0 or more.")
+        raise ArgumentError(f"cursor={cursor} must be 0 or more, a count of entries.")
 
 
 def _rate(replace: float | str) -> Fraction:
@@ -333,7 +337,7 @@ def _rate(replace: float | str) -> Fraction:
 def _share(value: object, name: str, wanted: str = "a share of the residents, in [0, 1]") -> Fraction:
     """Return a share in [0, 1] as the fraction that was meant: 0.07 is 7/100, 0.8333333333333334 is 5/6."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) <= 1.0:
-        raise ArgumentError(f"{name}={value!r} is not {wanted}.")
+        raise ArgumentError(f"{name}={value!r} must be {wanted}.")
     # Fractions this simple are further apart than a float's rounding; only a tiny one has none but 0 near it.
     exact = Fraction(float(value))
     return exact.limit_denominator(10**9) or exact

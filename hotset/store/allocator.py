@@ -1,24 +1,23 @@
 """Room: memory is reserved in extents before it is touched, against the real limit.
 
-Two regions are handed out, rows and lines, each from its beginning to its end, in extents that belong to
-one slot. Inside its extent a process takes rows and lines without asking anyone. An extent is
+Two regions are allocated, rows and lines, each from its beginning to its end, in extents that belong to
+one slot. Inside its extent a process takes rows and lines without a lock. An extent is
 
-1. checked against the cache's own limit (the live word ``LIMIT``), to the byte, and where it is one of
-   several that share a budget (a session's), against what those have left;
-2. checked against what the machine and every enclosing control group still have: a control group's limit
-   gives no error when a page is touched, the kernel kills;
+1. checked against the cache's own limit (the live word ``LIMIT``), to the byte, and against the budget that
+   it may share with other caches (a session's);
+2. checked against what the machine and every enclosing control group still have: where a touched page exceeds
+   a control group's limit, the kernel kills the process;
 3. reserved with ``posix_fallocate``, so that a full tmpfs or disk is an error here and not SIGBUS later;
 4. only then entered in the shared words, so that a process killed in between has taken nothing.
 
-Extents grow with what was handed out so far (a quarter of it), so that a small cache takes little more than
-its data, and shrink as the end comes near (a sixteenth of what is left), so that little is stranded with
-processes that have no more to write. What a dead process left passes to its slot's next holder.
+Extents grow with what was allocated so far (a quarter of it), so that a small cache takes little more than
+its data, and shrink as the limit comes near (a sixteenth of what is left), so that processes which write no
+more strand little. A dead process's extent passes to its slot's next holder.
 
-First come, first kept: of a cache no sample is ever evicted to make room. With shuffled epochs every sample
-is as likely as any other to be next, and keeping what one has is optimal. What *other* caches of the budget
-hold that no process uses is another thing: where room is refused for want of that, they are asked to give it
-back (:meth:`Allowance.make_room`), and it is tried again. That may take seconds, so no lock of the segment's
-is held meanwhile.
+A cache never evicts a sample to make room for another: with shuffled epochs every sample is equally likely to
+be next, so evicting cannot raise the hit rate. But *other* caches of the budget that no process uses can be
+freed: where the budget is exhausted, they are asked to give their memory back (:meth:`Allowance.make_room`),
+and the extent is tried again. That may take seconds, so no lock of the segment is held meanwhile.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ class Allowance(Protocol):
         """Bytes that this segment may hold in all, with what :meth:`make_room` would give it."""
 
     def take(self, total: int) -> bool:
-        """Have this segment hold so many bytes in all; False if they are not there to be had."""
+        """Let this segment hold this many bytes in all; False if the budget has not that many."""
 
     def make_room(self, total: int, more: int = 0) -> str | None:
-        """Have others that nobody uses give back what they hold; it may take as long as that does.
+        """Free caches of the budget that no process uses; may take seconds.
 
         Args:
             total: bytes that this segment is to hold in all.
             more: bytes that are to be given back in any case.
 
         Returns:
-            A sentence for the user, which may be empty; None if there is nobody to give anything.
+            A sentence for the user, which may be empty; None if no cache can be freed.
         """
 
 
@@ -74,9 +73,9 @@ class _Lack(NamedTuple):
     """Why there is no extent.
 
     Attributes:
-        why: a sentence; None: it could not be found out now.
-        total: bytes that the segment would hold with it, if others might make room for that; else 0.
-        more: bytes that are lacking whatever the budget has.
+        why: a sentence; None if the short lock could not be had.
+        total: bytes that the segment would hold with the extent, if other caches might make room; else 0.
+        more: bytes that the machine lacks, whatever the budget has.
     """
 
     why: str | None = None
@@ -85,17 +84,17 @@ class _Lack(NamedTuple):
 
 
 class Allocator:
-    """Hands out rows and lines of a segment to this process.
+    """Allocates rows and lines of a segment to this process.
 
     Args:
-        member: this process's place in the segment.
+        member: this process's slot in the segment.
         free: what a disk has left; None in memory, which the machine and its control groups bound.
 
     Attributes:
-        knob: the argument that the user gave the limit by.
-        allowance: the budget that it shares with others; None if it is alone.
-        why_full: a sentence that says what stands in the way, once something did; else None.
-        notes: sentences for the user; whoever tells them takes them out.
+        knob: the argument by which the user set the limit.
+        allowance: the budget that it shares with other caches; None if it shares none.
+        why_full: a sentence that says why room was last refused; None if it never was.
+        notes: sentences for the user; the caller that shows them removes them.
     """
 
     def __init__(self, member: Participant, free: Callable[[], memory.Headroom] | None = None) -> None:
@@ -123,12 +122,12 @@ class Allocator:
         and has called :meth:`settle`.
 
         Args:
-            places: where their words are in the index (of no meaning here: rows go to who comes first).
+            places: where their words are in the index (ignored here: rows are allocated in order).
             tails: lines of each record's tail; 0 for none.
 
         Returns:
-            Row and first line of each record, in order; fewer than asked for where what can be given at once
-            ends, and none where room does.
+            Row and first line of each record, in order; fewer than asked for if an extent ends, and none if
+            there is no room.
         """
         given: list[tuple[int, int]] = []
         rows = self._take_rows(len(tails))
@@ -141,17 +140,17 @@ class Allocator:
         return given
 
     def settle(self) -> None:
-        """End what :meth:`lend` began. Here room is taken for good when it is given."""
+        """End what :meth:`lend` began. Here room is taken as soon as it is lent."""
 
     def take_lines(self, count: int) -> int:
-        """Take a run of lines, for a record whose row has its own place; its first, or -1 without room."""
+        """Take a run of lines for a record whose row is fixed; returns its first line, or -1 without room."""
         with self._member.one_thread:
             return self._take_lines(count)
 
     def place(self, row: int) -> bool:
-        """Whether this row, which no extent hands out, may be touched; False where room ends.
+        """Whether this row, which belongs to no extent, may be touched; False if there is no room.
 
-        For segments in which each sample has its row; the caller has claimed the sample.
+        For segments in which each sample has its own row; the caller has claimed the sample.
         """
         if not self._affords(self._geometry.stride):
             return False
@@ -160,7 +159,7 @@ class Allocator:
             return True
         with self._member.short_lock() as held:
             if held:
-                # A little beyond the row, so that rows written one after the other seldom come here.
+                # A little beyond the row, so that rows written one after the other seldom need the lock.
                 after = int(live[Live.ROWS_NEXT])
                 live[Live.ROWS_NEXT] = min(max(row + 1, after, after * 17 // 16), self._geometry.rows)
             return held
@@ -180,10 +179,10 @@ class Allocator:
         return True
 
     def has_room(self) -> bool:
-        """Whether one more record can be stored now: room for one of the smallest size is asked for.
+        """Whether one more record, of the smallest size, can be stored now.
 
-        Where room was refused to anybody, there is none until a part of all is free again: a record that was
-        refused and stored elsewhere is to be looked for there, though a smaller one would still fit.
+        Once room was refused to any process, this is False until a 64th of the limit is free again: the
+        refused record was stored elsewhere, and is looked for there, though a smaller one would still fit.
         """
         geometry, live = self._geometry, self._segment.live
         if self.is_full or (live[Live.FULL] and self._left_of_limit() < self._limit() // _PART):
@@ -212,7 +211,7 @@ class Allocator:
         return first if taken else -1
 
     def _give_back(self, rows: list[int]) -> None:
-        """Put back the rows that were taken last; those of an extent before this one are lost."""
+        """Return the rows that were taken last; rows of an earlier extent are lost."""
         row, known = self._member.row, (os.getpid(), Slot.ROW_NEXT)
         begin, end = int(row[Slot.ROW_NEXT]), int(row[Slot.ROW_END])
         while rows and rows[-1] == begin - 1:
@@ -230,8 +229,8 @@ class Allocator:
             return 0, 0
         begin, end = extent
         taken = min(most, end - begin)
-        # What is taken is entered before it is written: a process killed in between loses that; the other
-        # order could hand out a published row. No call lies between the two stores, so no interrupt either.
+        # The row is entered as taken before it is written: a process killed in between loses the row; the
+        # other order could allocate a published row. No call, so no interrupt, lies between the two stores.
         row, known, left = self._member.row, (os.getpid(), next_word), (begin + taken, end)
         row[next_word] = begin + taken
         self._left[known] = left
@@ -244,8 +243,8 @@ class Allocator:
         # The extent's end is the word after its next one.
         row = self._member.row
         begin, end = int(row[next_word]), int(row[next_word + 1])
-        # An extent that this process has not left there itself is believed if it lies in the region
-        # (a predecessor's); one that was changed behind its back (damage, a clear) is not.
+        # An extent that a predecessor left is believed if it lies in the region; an extent that has changed
+        # since this process wrote it (damage, a clear) is not.
         known = self._left.get((os.getpid(), next_word), (begin, end))
         sound = 0 <= begin <= end <= capacity and (begin, end) == known
         if end - begin < least or not sound:
@@ -280,7 +279,7 @@ class Allocator:
             left = min(capacity - first, self._left_of_limit() // size)
             units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
             free = self._free()
-            # The index is touched word by word, as samples come in: what it may still take is spoken for.
+            # The index is touched word by word, as samples come in: it may still take all its bytes.
             room = free.bytes - self._geometry.rows_at
             if units * size > room:
                 units = count
@@ -304,7 +303,7 @@ class Allocator:
         return None
 
     def _makes_room(self, lack: _Lack) -> bool:
-        """Whether others gave back something of what was lacking, so that it is worth another try."""
+        """Free other caches of the budget; whether that gave enough back for another try."""
         live = self._segment.live
         if self.allowance is None or not lack.total or (lack.more and live[Live.VAIN]):
             return False
@@ -312,7 +311,7 @@ class Allocator:
         note = self.allowance.make_room(lack.total, lack.more)
         if note:
             self.notes.append(note)
-        # What others hold may count in another control group than the one that is at its end.
+        # The memory of other caches may be charged to another control group than the one that is full.
         if lack.more and note is not None and self._free().bytes < before + lack.more // 2:
             live[Live.VAIN] = 1
         return note is not None
@@ -337,12 +336,12 @@ class Allocator:
         return f"{free.what} has no more to give; lower {self.knob} or free some"
 
     def reopen(self) -> None:
-        """Forget that there was no room: it was emptied."""
+        """Forget that room was refused: the segment was emptied."""
         self.why_full = None
         self._refused_until = 0.0
 
     def refuse(self, why: str) -> bool:
-        """Say that there is no room, and why; it is asked for again after half a second. Returns False."""
+        """Note why there is no room; it is tried again after half a second. Returns False."""
         self.why_full = why
         self._segment.live[Live.FULL] = 1
         self._refused_until = time.monotonic() + _RETRY_SECONDS
@@ -350,9 +349,9 @@ class Allocator:
 
 
 def distrust_allocator(member: Participant) -> None:
-    """In a file that may be damaged, never hand out room below what is in use, whatever its words say.
+    """In a file that may be damaged, raise the counters of allocated room above all records in use.
 
-    After a crash of the machine the words that count what was handed out may be older than the index.
+    After a crash of the machine these counters may be older than the index.
     """
     segment, geometry, live = member.segment, member.segment.geometry, member.segment.live
     words = segment.index[segment.index >= PRESENT]
@@ -368,7 +367,7 @@ def distrust_allocator(member: Participant) -> None:
 
 
 def _end_of_tail(member: Participant, row: int) -> int:
-    """The line after a record's tail; 0 if it says nothing sensible. Read past the mapping: maybe a disk."""
+    """The line after a record's tail; 0 if it is damaged. The file, not the mapping, is read."""
     segment, geometry = member.segment, member.segment.geometry
     word = os.pread(segment.fd, 8, geometry.rows_at + row * geometry.stride + RECORD_HEADER)
     place = int.from_bytes(word, "little")

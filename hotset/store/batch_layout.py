@@ -1,13 +1,13 @@
-"""Columns: what a batch consists of, worked out from the schema before there is any batch.
+"""The layout of batches, computed once from the schema.
 
 Samples that share a tree are collated to batches that share one too. Each fixed leaf becomes one tensor, a
-*column*, which lies as strided bytes in the rows. So all that is left to do for a batch is to copy its
-columns, and to put them into the containers that collating would make.
+*column*, which lies as strided bytes in the rows. So making a batch means copying its columns, and putting
+them into the containers that collating would make.
 
 The rules are those of ``default_collate``: tensors stacked, ints int64, floats float64, text in lists, tuples
 as lists, namedtuples kept, tv_tensors plain. Where a schema holds something that collating treats otherwise
-(None, PIL images, MetaTensors, a type that the user has taught ``default_collate``), there are no columns:
-:class:`NotGathered` says why, and the samples are read one by one and collated as ever.
+(None, PIL images, MetaTensors, a type that the user has registered with ``default_collate``),
+:class:`NotGathered` says why, and the samples are read one by one and collated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Column:
         width: bytes of the leaf.
         dtype: of the batch's tensor.
         shape: of one sample in it.
-        lies: stored shape and the permutation back from it, where samples are not stored as they count.
+        lies: stored shape and the permutation back from it, where samples are stored as they lie; else None.
     """
 
     offset: int
@@ -78,7 +78,7 @@ class BatchTree:
         self.assemble: Part = self._compile(schema.tree, iter(range(len(schema.leaves))))
 
     def views(self, rows: Any) -> list[torch.Tensor]:
-        """Each column as it lies in these rows (uint8, as many as a row has bytes): ``[rows, width]``."""
+        """Each column as it lies in these rows, which are uint8 of shape (n, stride): ``[n, width]``."""
         whole = torch.from_numpy(rows)
         return [whole[:, c.offset : c.offset + c.width] for c in self.columns]
 
@@ -96,7 +96,7 @@ class BatchTree:
     # ---- compiling -----------------------------------------------------------------------------------
 
     def _compile(self, node: Node, places: Iterator[int]) -> Part:
-        """What makes this node's part of a batch; enters its columns.
+        """Return the function that makes this node's part of a batch; enter its columns.
 
         Args:
             node: of the schema's tree.
@@ -135,7 +135,7 @@ class BatchTree:
             return self._compile_object(group, places)
         parts = [self._compile(child, places) for child in group.children]
         if group.kind in ("list", "tuple", "namedtuple"):
-            # Columns of text in a sequence are what ``zip`` made of it: tuples, and lists everywhere else.
+            # default_collate zips sequences: text in them becomes tuples, and lists everywhere else.
             parts = [
                 _as_tuple(part) if isinstance(child, TextLeaf) else part
                 for child, part in zip(group.children, parts, strict=True)
@@ -151,7 +151,7 @@ class BatchTree:
         raise NotGathered(f"it holds a {group.kind}")
 
     def _compile_object(self, group: Group, places: Iterator[int]) -> Part:
-        """An object of which collating stacks one part, and forgets the others."""
+        """An object of which collating stacks one part, and drops the others."""
         codec = codec_named(group.codec or "")
         if codec is None or codec.stacks is None or not isinstance(group.children[0], Group):
             raise NotGathered(f"it holds {group.codec}")
@@ -181,10 +181,10 @@ def _count_leaves(node: Node) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that collating gives to numpy's of that name.
+    """The dtype to which collating turns numpy's of that name.
 
     Raises:
-        NotGathered: torch has none (text, dates, another byte order).
+        NotGathered: torch has no such dtype (text, dates, another byte order).
 
     Example:
         >>> torch_dtype("float32")

@@ -6,14 +6,14 @@ cache. A block is lent as a ctypes array over the pool's mapping; tensors are ma
 dies with the last tensor, slice, numpy view or storage that refers to it, whoever holds that, and a weak
 reference's callback then puts the block's reference on a list of those that came back.
 
-That callback runs inside whatever allocation or collection happened to drop the last view, in any thread: it
-takes no lock, and is the list's own ``append``. Of Python code, an interrupt that comes in there would be
-lost, and the block with it.
+That callback runs in any thread, inside the allocation or collection that dropped the last view. So it takes
+no lock, and is the list's own ``append``: an interrupt inside Python code would be lost there, and the block
+with it.
 
 Fork: private pools (``MAP_PRIVATE``) are copied on write, so child and parent each keep what they saw.
-Pools that workers write into are shared, and a child might go on reading a batch that its parent has
-dropped: blocks that are lent at a fork are not recycled any more, unless the fork makes the pool's own
-workers, which look at no batches. A pool itself is its process's alone; a child makes one of its own.
+Pools that workers write into are shared, and a child might still read a batch that its parent has dropped. So
+blocks that are lent at a fork are never recycled, unless the fork makes the pool's own workers, which read no
+batches. A pool belongs to the process that made it; a child makes its own.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class BlockPool:
                 self._free.append(lent.number)
 
     def adopt(self, number: int) -> Any:
-        """The memory of a block that is lent already, or lent by this call."""
+        """Return the memory of a block; lends it unless it is lent already."""
         self._take_back()
         reference = self._lent.get(number)
         array = reference() if reference is not None else None
@@ -155,26 +155,26 @@ class BlockPool:
         return self.lend(number)
 
     def give_back(self, number: int) -> None:
-        """Put a block back that was taken and may not have been lent; nothing happens if it was."""
+        """Free a block that was taken; does nothing if the block was lent."""
         if number in self._out:
             self._out.discard(number)
             self._free.append(number)
 
     def trim(self) -> None:
-        """Give the memory of a shared pool's free blocks back; they can be taken as before."""
+        """Return the memory of a shared pool's free blocks to the kernel; they can be taken as before."""
         self._take_back()
         for number in list(self._free):
             self._maps[0].madvise(mmap.MADV_REMOVE, number * self.block_bytes, self.block_bytes)
 
     def retire_lent(self) -> None:
-        """Never recycle the blocks that are lent now: another process may look at them."""
+        """Never recycle the blocks that are lent now: another process may read them."""
         self._take_back()
         self._lent.clear()
 
 
 _shared_pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-# Whose owner is the thread that makes workers. A flag would have to be put back, and an interrupt may come
-# before that; this lock's end is C code, which none comes before.
+# Its owner is the thread that makes workers. A flag would have to be reset, and an interrupt may come before
+# that; the lock is released by C code, before which no interrupt comes.
 _making: Any = threading.RLock()
 
 
@@ -193,7 +193,7 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 def making_workers() -> contextlib.AbstractContextManager[object]:
-    """Forks inside this block make loader workers, which do not look at batches that are lent."""
+    """Forks inside this block make loader workers, which do not read lent batches."""
     return _making  # type: ignore[no-any-return]
 
 
@@ -209,7 +209,7 @@ class SharedBlocks:
         try:
             status = os.fstat(fd)
             if status.st_ino != address.inode:
-                raise OSError(f"process {address.pid} has another file there now")
+                raise OSError(f"process {address.pid} has closed its pool of blocks")
             self._map = mmap.mmap(fd, status.st_size)
         finally:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""Claims: who reads which sample, so that each is read from the source once.
+"""Claims: which process reads which sample, so that each is read from the source once.
 
 A process that attaches to write takes a *slot*: it holds an open-file-description lock on the slot's byte
 for as long as it lives, and the kernel drops it when the process dies, however it dies. A claim is an index
@@ -195,7 +195,7 @@ def _no_slot() -> Words:
 
 
 class Index:
-    """Which index word is whose: here each sample has its own. A ring's samples take turns."""
+    """Maps samples to index words. Here each sample has its own; in a ring they share words in turn."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -210,15 +210,15 @@ class Index:
         self._words[self.places(ids)] = words
 
     def places(self, ids: Ids) -> Ids:
-        """Where these samples' words are in the index; in a record's checksum this stands for the sample."""
+        """Positions of these samples' words in the index; a record's checksum covers this position."""
         return ids
 
     def generations(self, ids: Ids) -> Words:
-        """What tells records of these samples, written now, from earlier ones in the same places."""
+        """The generation of records written now, which tells them from earlier ones in the same rows."""
         return np.full(len(ids), int(self._segment.live[Live.ERA]) & GENERATION_MASK)
 
     def refusals(self, ids: Ids) -> Words:
-        """Index words that say "absent, and tried in vain"; zeros where nobody asks for the difference."""
+        """Index words that say "absent, and refused"; zeros where this is not distinguished from absent."""
         return np.zeros(len(ids), np.int64)
 
     def drawing(self, ids: Ids) -> npt.NDArray[np.bool_]:
@@ -226,13 +226,13 @@ class Index:
         return _says_draws(self.words(ids))
 
     def missing(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of these samples are to be brought: those that are not there, and may be stored."""
+        """Which of these samples are absent and may be stored."""
         words = self.words(ids)
         missing: npt.NDArray[np.bool_] = (words < PRESENT) & ~_says_draws(words)
         return missing
 
     def admit(self, ids: Ids) -> Ids:
-        """Those of these samples that may be claimed at all, now and together; under the short lock."""
+        """Those of these samples that may be claimed now and together; called under the short lock."""
         return ids
 
 
@@ -252,18 +252,18 @@ class Claims:
     def take(self, ids: Ids, most: int, *, alone: bool = False) -> Ids:
         """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
 
-        With ``alone`` nobody else claims in this process, so a claim of its own has been forgotten, and is
-        void as well.
+        With ``alone`` no other thread of this process claims, so a claim that this process holds is a
+        forgotten one, and void as well.
 
-        Returns an empty array also when no claim can be had (every slot held, or the short lock stuck).
+        Returns an empty array also if every slot is held, or the short lock cannot be had.
         """
         slot = self._member.slot
         if slot < 0:
             return ids[:0]
         mine = self._word(slot)
         with self._member.short_lock() as held:
-            # In the middle of a clear (the era is odd) nothing may be claimed: what is published now could
-            # land in a row that the clear's end hands to somebody else.
+            # During a clear (the era is odd) nothing may be claimed: a record published now could lie in a
+            # row that is given to another sample after the clear.
             if not held or int(self._member.segment.live[Live.ERA]) % 2:
                 return ids[:0]
             taken = self._free(ids, most, void=mine if alone else None)
@@ -276,19 +276,19 @@ class Claims:
         return ids[self._index.words(ids) == self._word(slot)] if slot >= 0 else ids[:0]
 
     def refuse(self, ids: Ids) -> None:
-        """Note of those of these samples that could be claimed that they were tried in vain."""
+        """Mark as refused those of these samples that could be claimed."""
         if self._index.refusals(ids).any():
             self._note(ids, self._index.refusals)
 
     def leave_out(self, ids: Ids) -> None:
-        """Note of those of these samples that could be claimed, or are, by this process, that they draw."""
+        """Mark as drawing those of these samples that this process has claimed or could claim."""
         mine = self.own(ids)
         self._index.put(mine, self._index.refusals(mine) | DRAWS)
         if len(mine) < len(ids):
             self._note(ids, lambda free: self._index.refusals(free) | DRAWS)
 
     def _note(self, ids: Ids, words: Callable[[Ids], Words]) -> None:
-        """Put down such words for those of these samples that could be claimed."""
+        """Store such words for those of these samples that could be claimed."""
         if self._member.slot < 0:
             return
         with self._member.short_lock() as held:
@@ -300,9 +300,9 @@ class Claims:
         """Up to ``most`` of those samples that are absent, claimed by the dead, or by this word."""
         ids = self._index.admit(ids)
         words = self._index.words(ids)
-        free = (words < CLAIMED) & ~_says_draws(words)  # absent; or damaged, and of no meaning
+        free = (words < CLAIMED) & ~_says_draws(words)  # absent, or a damaged word
         if int(free.sum()) < most:
-            # One look at its lock for each claimant, which has the same word on all its claims.
+            # One test of the lock for each claimant: all its claims have the same word.
             claimed = words[(words >= CLAIMED) & (words < PRESENT)]
             dead = [word for word in set(claimed.tolist()) if word == void or not self.is_open(word)]
             if dead:
@@ -312,7 +312,8 @@ class Claims:
     def take_one(self, sample: int, *, overwrite: bool) -> int | None:
         """Claim one sample that is absent, claimed by the dead, or, with ``overwrite``, present.
 
-        No other thread of this process claims meanwhile: a claim of its own has been forgotten, and is void.
+        No other thread of this process claims meanwhile, so a claim that this process holds is a forgotten
+        one, and void.
 
         Returns:
             The index word that it had, or None if no claim can be had.
@@ -343,11 +344,11 @@ class Claims:
         return incarnation == word & INCARNATION_MASK and self._member.is_alive(slot)
 
     def published(self, word: int) -> int:
-        """How many records the holder of this claim's slot has published: shows whether it gets on."""
+        """How many records the claim's holder has published. A count that stays means the holder is stuck."""
         return int(self._member.segment.slots[(word - CLAIMED) >> SLOT_SHIFT & (SLOTS - 1), Slot.STORED])
 
     def release(self, ids: Ids, tried: Sequence[int] = ()) -> None:
-        """Give back those of these claims that were not published, and note which were tried in vain."""
+        """Release those of these claims that were not published; those in ``tried`` are marked as refused."""
         if len(ids):
             open_ = self.own(ids)
             words = self._index.refusals(open_)

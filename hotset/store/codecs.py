@@ -1,11 +1,11 @@
-"""Codecs: objects that are taken apart into leaves, and put together again.
+"""Codecs: how objects are flattened to leaves and built again.
 
 A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and
-leaves; ``unflatten(tree)`` the object again. Ours cover PIL images, torchvision's tv_tensors and MONAI's
-MetaTensor. They are looked up by the type's module, so that no library is imported that the user has not
-imported already. Users add their own with :func:`register_codec`.
+leaves; ``unflatten(tree)`` the object again. The built-in ones cover PIL images, torchvision's tv_tensors and
+MONAI's MetaTensor. They are looked up by the type's module, so that hotset imports no library that the user
+has not imported already. Users add codecs with :func:`register_codec`.
 
-Nothing is pickled. A codec that uses pickle inside is its user's own choice.
+Nothing is pickled, unless a codec of the user's does so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Codec:
 
     Attributes:
         name: ``module:qualname`` of the type.
-        flatten: object to tree; may raise Misfit for an object that it could not give back.
+        flatten: object to tree; may raise SchemaMismatch for an object that could not come back as it was.
         unflatten: tree to object; the arrays in it are the object's own.
         stacks: which part of the tree ``default_collate`` stacks to a plain tensor; None if it needs objects.
     """
@@ -44,23 +44,25 @@ _registered: dict[str, Codec] = {}
 
 
 def register_codec(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any], Any]) -> None:
-    """Have objects of exactly this type cached.
+    """Make objects of exactly this type cacheable.
 
     Args:
         cls: the type; subclasses need a codec of their own.
         flatten: takes an object, returns a tree of dicts, lists, tuples, namedtuples and dataclasses over
-            tensors, numpy arrays, numbers, str, bytes and None that says all there is to know of it.
-        unflatten: takes such a tree, returns an equal object. Its arrays may be kept: they are copies.
+            tensors, numpy arrays, numbers, str, bytes and None that describes it completely.
+        unflatten: takes such a tree, returns an equal object. It may keep the arrays: they are copies.
 
     Raises:
-        ArgumentError: ``cls`` is no type, or one of the two cannot be called.
+        ArgumentError: ``cls`` is not a type, or one of the two cannot be called.
 
     Example:
         >>> from fractions import Fraction
         >>> register_codec(Fraction, lambda f: (f.numerator, f.denominator), lambda t: Fraction(*t))
     """
     if not isinstance(cls, type) or not callable(flatten) or not callable(unflatten):
-        raise ArgumentError("register_codec(cls, flatten, unflatten) takes a type and two callables.")
+        raise ArgumentError(
+            "register_codec(cls, flatten, unflatten): cls must be a type, and the other two callable."
+        )
     name = _name(cls)
     _registered[name] = Codec(name, flatten, unflatten)
 
@@ -91,7 +93,7 @@ def _flatten_image(image: Any) -> Any:
     info = repr(image.info)
     try:
         if ast.literal_eval(info) != image.info:
-            raise SchemaMismatch("a PIL image whose info does not survive being written down")
+            raise SchemaMismatch("a PIL image whose info cannot be stored as text")
     except (ValueError, SyntaxError) as error:
         raise SchemaMismatch("a PIL image with objects in its info") from error
     palette = image.getpalette(image.palette.mode) if image.palette is not None else None

@@ -4,15 +4,15 @@
 
     absent ── claim a few ── read them ── take room ── write their records ── publish their words
                                  │            │ none in memory: on the disk, if there is a spill
-                                 │            └── none there, or it cannot be kept: handed to the caller only
-                                 └── a generator moved: put back, and each of them read again, alone; those
-                                     that move one are never stored, and the caller reads them in their turn
+                                 │            └── none there, or it cannot be stored: only the caller gets it
+                                 └── a generator moved: it is put back, and each sample is read again alone;
+                                     samples that move one are never stored, and are read at each use
 
-Samples are claimed in chunks of about eight milliseconds' worth, so that processes which walk the same order
-share the work instead of waiting for one of them, and so that samples which cost nothing to read share the
-price of claiming and writing. A chunk holds no more than a megabyte, as what is read is kept until it is
-written. What another living process has claimed is waited for, boundedly, after all others; who has waited
-long enough reads the source himself.
+Samples are claimed in chunks that take about eight milliseconds to read, so that processes which walk the
+same order share the work instead of waiting for each other, and so that samples which are cheap to read share
+the cost of claiming and writing. A chunk holds at most a megabyte, as samples stay in memory until they are
+written. A sample that another living process has claimed is waited for after all others; after a bounded time
+this process reads it from the source itself.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _MOST_MISFITS = 1 << 14
 
 
 class DrawWatch(Protocol):
-    """Looks whether reading samples draws random numbers, of which one draw would be cached for all uses."""
+    """Detects whether reading samples draws random numbers; a cache would repeat one draw in all uses."""
 
     def begin(self) -> None:
-        """What is drawn from now on counts."""
+        """Start watching: draws from now on count."""
         ...
 
     def drew(self, read_again: Callable[[], object] | None = None) -> bool:
-        """Whether reading has moved a generator since :meth:`begin`, as far as is known; all are back there.
+        """Whether reading has moved a generator since :meth:`begin`; puts all generators back.
 
-        ``read_again`` tells this from what another thread draws at the same time.
+        ``read_again`` repeats the reading, which tells its draws from those of another thread.
         """
         ...
 
@@ -76,12 +76,12 @@ class Filler:
     """Fills one store on behalf of this process.
 
     Attributes:
-        watch: over what is read.
-        spill: the second tier, for what memory has no room for; None if there is none.
-        reads: how many samples this process has read from the source for it.
-        drawing: how many others of them it has found to draw random numbers.
-        mismatches: which of them cannot be kept, and why: the first thousands.
-        ahead: whether it reads ahead of use: what it reads is no miss then.
+        watch: detects samples that draw random numbers.
+        spill: the second tier, for records that memory has no room for; None if there is none.
+        reads: how many samples this process has read from the source for the store.
+        drawing: how many further samples it has found to draw random numbers.
+        mismatches: which samples cannot be stored, and why; at most the first 16,384.
+        ahead: whether this process reads ahead of use; its readings are then not counted as misses.
     """
 
     def __init__(self, member: Participant, index: Index, room: Allocator, schema: Schema) -> None:
@@ -96,10 +96,10 @@ class Filler:
         self._room = room
         self._schema = schema
         self._records = Records(member.segment, schema)
-        self._threads: set[int] = set()  # that are filling: a claim's word does not say whose it is
+        self._threads: set[int] = set()  # that are filling: a claim's word does not name the thread
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
         self._bytes = schema.stride  # of the largest record of the last chunk
-        # For each claimant that was waited for: what it had published, and since when.
+        # For each claimant that was waited for: how many records it had published, and since when.
         self._waits: dict[int, tuple[int, float]] = {}
 
     def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
@@ -109,7 +109,7 @@ class Filler:
             self._threads.add(thread)
             return self._fill(ids, read, keep)
         except BaseException:
-            # An interrupt comes at any instant, also between a claim and the block that gives it back.
+            # An interrupt may come between a claim and the block that releases it.
             if self._threads == {thread}:
                 self.claims.release(ids)
             raise
@@ -124,7 +124,7 @@ class Filler:
         while len(missing):
             taken = missing[:0] if self.is_full else self._claim(missing)
             if not len(taken):
-                # Whatever has come meanwhile, by others, is no longer missing.
+                # Other processes may have published some of them meanwhile.
                 missing = missing[self._index.missing(missing)]
                 taken = np.fromiter(self._unclaimable(missing), np.int64)[: self._chunk]
                 if len(taken):
@@ -139,8 +139,8 @@ class Filler:
     def _claim(self, missing: Ids) -> Ids:
         """Claim a chunk.
 
-        A claim of this process's own that no other thread can have made is void: an interrupt has kept it
-        from being given back.
+        If no other thread of this process is filling, a claim that this process holds already is void: an
+        interrupt has kept it from being released.
         """
         alone = self._threads <= {threading.get_ident()}
         return self.claims.take(missing, self._chunk, alone=alone)
@@ -186,14 +186,14 @@ class Filler:
             self.claims.release(rest, tried=list(values))
 
     def read(self, sample: int, read: Read) -> Any:
-        """Read a sample for who uses it now, and for nobody else: what is random draws here."""
+        """Read a sample for one use, without storing it; random draws are the caller's own."""
         self._member.row[Slot.MISSES] += 1
         return self._read({}, [sample], read)[sample]
 
     def _read_watched(self, samples: Ids, read: Read, values: dict[int, Any]) -> None:
-        """Enter the values of these samples; not of those that draw, whose places say so from then on.
+        """Enter the values of these samples, except those that draw, which the index marks as drawing.
 
-        No generator has moved when it returns or raises.
+        All generators are where they were when it returns or raises.
         """
         some = samples.tolist()
         found: dict[int, Any] = {}
@@ -208,7 +208,7 @@ class Filler:
                 if self.watch.drew(functools.partial(self._read, found, [sample], read)):
                     del found[sample]
                     drawing.append(sample)
-            if not drawing:  # only one of them, or none drew a second time: it is not known which is random
+            if not drawing:  # only one sample, or none drew a second time: any of them may be random
                 found.clear()
                 drawing = some
         except BaseException:
@@ -224,7 +224,7 @@ class Filler:
                 self.claims.leave_out(np.array(drawing, np.int64))
 
     def _read(self, values: dict[int, Any], samples: list[int], read: Read) -> dict[int, Any]:
-        """Enter the values of these samples; timed, so that the next chunk is as large as is right."""
+        """Enter the values of these samples, and measure the time that sizes the next chunk."""
         before, start = len(values), time.perf_counter_ns()
         try:
             for sample in samples:
@@ -237,14 +237,14 @@ class Filler:
         return values
 
     def _store(self, values: dict[int, Any], stored: set[int]) -> None:
-        """Write and publish these claimed samples, as far as they fit and there is room; enters which."""
+        """Write and publish these claimed samples as far as there is room; enters which were stored."""
         fitting = []
         for sample, value in values.items():
             try:
                 fitting.append((sample, forms.prepare(self._schema, value)))
-            except SchemaMismatch as misfit:
+            except SchemaMismatch as mismatch:
                 if len(self.mismatches) < _MOST_MISFITS:
-                    self.mismatches.setdefault(sample, str(misfit))
+                    self.mismatches.setdefault(sample, str(mismatch))
         if fitting:
             longest = max(prepared.tail_lines for _, prepared in fitting)
             self._bytes = self._schema.stride + longest * fmt.LINE
@@ -287,7 +287,7 @@ class Filler:
         given: list[tuple[int, int]],
     ) -> int:
         """Write records to where room was given for them, and publish their words; returns how many."""
-        # Large records are laid out in the mapping, whose pages may be given back under who looks at them.
+        # Large records are laid out in the mapping, whose pages another process may be giving back.
         with self._member.reading:
             if int(self._member.segment.live[Live.ERA]) % 2:
                 return 0
@@ -309,20 +309,20 @@ class Filler:
     def _unclaimable(self, missing: Ids) -> Iterator[int]:
         """Of samples that cannot be claimed, yield those to be read without a claim; wait for the others.
 
-        Without room nobody claims. Otherwise each is another process's, and waited for while that one gets
-        on: until it has published nothing for two seconds, or for five times what a sample takes.
+        Without room no process claims. Otherwise another process has claimed each of them, and this one waits
+        until that one has published nothing for two seconds, or for five times what a sample takes.
         """
         if self.is_full or self._member.slot < 0:
             yield from missing.tolist()
             return
         admitted = self._index.admit(missing)
         if len(admitted) < len(missing):
-            yield from _without(missing, admitted).tolist()  # whatever is claimed there, it is not these
+            yield from _without(missing, admitted).tolist()  # the claims in their slots are of other entries
             return
         words = self._index.words(missing)
         claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
         if not claimed.any():
-            # Absent, and yet not given: the short lock is stuck. Everything is absent to a lonely reader.
+            # Absent, and yet not claimed: the short lock cannot be had.
             yield from missing[words < fmt.CLAIMED].tolist()
             return
         now = time.monotonic()
@@ -348,5 +348,5 @@ def _without(ids: Ids, some: Ids) -> Ids:
 
 
 def _unique(ids: Ids) -> Ids:
-    """The distinct numbers, in the order in which they first come."""
+    """The distinct ids, in the order of their first occurrence."""
     return ids[np.sort(np.unique(ids, return_index=True)[1])] if len(ids) > 1 else ids

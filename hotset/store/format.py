@@ -24,7 +24,7 @@ Every region begins on a page. All integers are little-endian.
     1  | own | disk | generation:20 | row:40  present: in this segment, or in that on the disk; in the form
                                               that most samples have, or in one of its own
 
-The two top bits below the sign tell the state, so ``word >= PRESENT`` is one comparison for a whole batch,
+The two top bits below the sign say the state, so ``word >= PRESENT`` is one comparison for a whole batch,
 and ``word & ROW_MASK`` is its row number.
 
 **Record**: one row, ``stride`` bytes, and one run of lines, if it has a tail::
@@ -165,7 +165,7 @@ class Slot:
     """Positions of the words in a slot."""
 
     INCARNATION = 0
-    PID = 1  # for people who look; never used to decide anything
+    PID = 1  # for people who debug; no decision depends on it
     ROW_NEXT = 2
     ROW_END = 3
     LINE_NEXT = 4
@@ -251,9 +251,9 @@ def pack_header(geometry: Geometry, nonce: bytes) -> bytes:
 def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
     """Return geometry and nonce of a segment of ``size`` bytes, or refuse it.
 
-    Nothing in a header is believed before its checksum fits, and no offset is read from it at all: they
-    follow from the sizes, and must end exactly where the file does. So a forged header cannot make a
-    reader look outside the mapping.
+    A header is used only if its checksum matches, and no offset is read from it: offsets follow from the
+    sizes, and must end exactly where the file does. So a forged header cannot make a reader look outside the
+    mapping.
 
     Raises:
         SegmentError: naming the segment and what is wrong with it.
@@ -268,7 +268,7 @@ def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
     if magic != MAGIC:
         raise refuse("it does not begin with hotset's magic bytes")
     if _CRC.unpack_from(page, _HEADER.size)[0] != zlib.crc32(page[: _HEADER.size]):
-        raise refuse("its header's checksum does not fit")
+        raise refuse("its header's checksum does not match")
     if version != VERSION:
         raise refuse(f"it has format version {version}, and this hotset reads version {VERSION}")
     geometry = Geometry(samples, stride, rows, lines, metadata)
@@ -277,7 +277,7 @@ def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
     if flags:
         raise refuse("its header has unknown flags")
     if geometry.size != size:
-        raise refuse(f"its header speaks of {geometry.size} bytes, and the file has {size}")
+        raise refuse(f"its header says {geometry.size} bytes, and the file has {size}")
     return geometry, nonce
 
 

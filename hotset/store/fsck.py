@@ -1,10 +1,10 @@
-"""The check: every record, index word and extent of a segment, looked at and named if damaged.
+"""The check: verifies every record, index word and extent of a segment, and names those that are damaged.
 
-It knows the format and nothing of samples: which bytes a checksum covers does not depend on the schema. So
-``hotset check`` needs no torch, and can look at a segment whose types it could not import.
+It needs the format only: which bytes a checksum covers does not depend on the schema. So ``hotset check``
+needs no torch, and can verify a segment whose types it could not import.
 
-It may look while others write. What is wrong with a record whose word has changed by the time it was looked
-at is none of its concern: in a ring that is how a row gets its next record.
+It may run while other processes write. A problem with a record whose word has changed meanwhile is not
+reported: in a ring that is how a row gets its next record.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def record_problem(segment: Segment, sample: int, word: int) -> str | None:
 def _part(segment: Segment, offset: int, length: int) -> memoryview | None:
     """A part of the file; None if it cannot be read.
 
-    Past the mapping where a touch of it may be SIGBUS: a disk that fails, a full tmpfs whose pages were given
-    back meanwhile.
+    Not read through the mapping where a touch of that may be SIGBUS: a disk that fails, a full tmpfs whose
+    pages were given back meanwhile.
     """
     if not segment.bounded:
         return memoryview(segment.buffer)[offset : offset + length]
@@ -73,7 +73,7 @@ def content_problem(sample: int, word: int, row: memoryview, tail: memoryview | 
         return f"sample {sample}: its record's header is damaged"
     body = tail[:tail_bytes] if tail is not None and tail_bytes else None
     if fmt.checksum(sample, length, stamp, row[RECORD_HEADER:], body) != crc:
-        return f"sample {sample}: its record's checksum does not fit"
+        return f"sample {sample}: its record's checksum does not match"
     return None
 
 
@@ -90,9 +90,9 @@ def check_segment(segment: Segment) -> list[str]:
     for sample, word in enumerate(segment.index.tolist()):
         if word >= PRESENT:
             if word & fmt.ON_DISK:
-                # The other segment's, and looked at there.
+                # A record of the other segment, which is verified there.
                 if "spill" not in segment.metadata:
-                    problems.append(f"sample {sample}: its index word names a tier that there is not")
+                    problems.append(f"sample {sample}: its index word names a tier that does not exist")
                 continue
             row = word & ROW_MASK
             problem = record_problem(segment, sample, word)
@@ -111,14 +111,14 @@ def check_segment(segment: Segment) -> list[str]:
     for (_, end, one, word), (first, _, other, after) in itertools.pairwise(tails):
         if first < end and segment.index[one] == word and segment.index[other] == after:
             problems.append(f"samples {one} and {other} share line {first}")
-    # Looked at after the index: room only ever grows while others write.
+    # Read after the index: allocated room only grows while others write.
     live = segment.live
     rows = max((row + 1 for row in owners if row < geometry.rows), default=0)
     if segment.metadata.get("shared"):  # a ring whose rows lie apart
         rows = len(owners)
     lines = max((tail[1] for tail in tails), default=0)
     if rows > int(live[Live.ROWS_NEXT]) or lines > int(live[Live.LINES_NEXT]):
-        problems.append("rows or lines in use lie beyond what was handed out, and would be handed out again")
+        problems.append("rows or lines in use lie beyond what was allocated, and would be allocated again")
     used, limit = geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])), int(live[Live.LIMIT])
     if not 0 <= used <= limit:
         problems.append(f"the extents add up to {used:,} bytes, and {limit:,} are allowed")
@@ -128,7 +128,7 @@ def check_segment(segment: Segment) -> list[str]:
 def check_tiers(first: Segment, second: Segment) -> list[str]:
     """Verify that two tiers agree on what is in the second one; a sentence for each problem."""
     if os.fstat(second.fd).st_size < second.geometry.rows_at:
-        return []  # said already
+        return []  # check_segment has reported this
     words = first.index.copy()
     there = np.flatnonzero((words >= PRESENT) & (words & fmt.ON_DISK != 0))
     apart = there[words[there] & ~fmt.ON_DISK != second.index[there]]

@@ -1,8 +1,8 @@
-"""Forms: a sample that is not of the common form is kept in a form of its own.
+"""Irregular records: a sample that does not have the common form is stored in a form of its own.
 
 An optional field, a key that is missing now and then, a list of another length: such a sample does not fit
-the schema (:mod:`hotset.store.schema`). It gets a record like any other, a row of the common stride and a run
-of lines, in which not the schema says what lies where, but the record itself::
+the schema (:mod:`hotset.store.schema`). Its record is a row of the common stride and a run of lines like any
+other, but the record itself describes its layout::
 
     row      header | place of the tail | the body's beginning
     tail     the rest of the body
@@ -12,15 +12,15 @@ of lines, in which not the schema says what lies where, but the record itself::
              ...  the sample's row by that schema, without a header
              ...  its tail, on a multiple of 16
 
-Index word and header say which of the two kinds a record is (:mod:`hotset.store.format`). In everything else
-they are alike: room, checksums, tiers, rings, machines that send them to each other.
+The index word and the header say which of the two kinds a record is (:mod:`hotset.store.format`). In all else
+they are alike: room, checksums, tiers, rings, transfer between machines.
 
-The shapes of arrays are no part of a form, so that samples which differ in nothing else share one, and a
-reader has nearly always read it before. Nothing in it is believed: see :meth:`Schema.from_json`; and what
-lies where is looked for in a copy of this one record, beyond which nothing can be reached.
+The shapes of arrays are not part of a form, so that samples which differ in their shapes only share one form,
+and a reader has nearly always parsed it before. A form is verified: see :meth:`Schema.from_json`; and its
+record is read from a copy, beyond which a forged form cannot reach.
 
 Rejected: pickle, which is neither checked nor bounded; a list of forms in the metadata, which are written
-once and for all when the store is made; one tree of alternatives for all samples, which each new one widens.
+only once, when the store is made; one tree of alternatives for all samples, which each new one would widen.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ALIGN = 16
 # Text that a form may have before it is deflated, and forms that a process remembers.
 _LARGEST_FORM = 16 << 20
 _FORMS = 512
-# Those that it wrote last, and so tries first.
+# The forms that this process wrote last, which it tries first.
 _recent: deque[tuple[bytes, Schema]] = deque(maxlen=8)
 
 
@@ -60,8 +60,8 @@ class Own:
     """A sample in a form of its own, laid out: what :func:`write` writes.
 
     Attributes:
-        body: form, row and tail, in memory that is writable and nobody else's.
-        tail_bytes: how much of it the record's row has no room for.
+        body: form, row and tail, in writable memory of its own.
+        tail_bytes: how many bytes of it do not fit into the record's row.
     """
 
     body: memoryview
@@ -72,24 +72,24 @@ class Own:
         return -(-self.tail_bytes // LINE)
 
 
-# A sample taken apart: in the common form, or in its own.
+# A flattened sample: in the common form, or in its own.
 Taken = Prepared | Own
 
 
 def stamp(taken: Taken, generation: int) -> int:
-    """What a record's header and its index word say of its generation and of which kind it is."""
+    """The generation and the kind of a record, as its header and its index word hold them."""
     return generation | OWN_STAMP if isinstance(taken, Own) else generation
 
 
 def prepare(schema: Schema, sample: object) -> Taken:
-    """Take a sample apart, by the common schema or else in a form of its own.
+    """Flatten a sample, by the common schema or else in a form of its own.
 
     Args:
         schema: the common one.
         sample: anything; or an :class:`Own` from a cache of this very schema, which stays as it is.
 
     Raises:
-        Misfit: it holds something that cannot be cached, or more than 2 GiB; says where and what.
+        SchemaMismatch: it holds something that cannot be cached, or more than 2 GiB; says what and where.
     """
     if isinstance(sample, Own):
         return sample
@@ -113,7 +113,7 @@ def _lay_out(sample: object, stride: int) -> Own:
 
 
 def _recent_form(sample: object) -> tuple[bytes, Schema, Prepared] | None:
-    """A form that this process has written lately, if it fits: working one out takes as long as the rest."""
+    """A form that this process has written lately, if it fits: inferring one takes as long as the rest."""
     for form, own in tuple(_recent):
         try:
             return form, own, own.prepare(sample)
@@ -128,14 +128,14 @@ def _new_form(sample: object) -> tuple[bytes, Schema, Prepared]:
     try:
         own = _schema_of(form)  # as its readers will have it
     except SegmentError as error:
-        raise SchemaMismatch(f"its form cannot be written down ({error})") from error
+        raise SchemaMismatch(f"its form cannot be stored ({error})") from error
     prepared = own.prepare(sample)
     _recent.appendleft((form, own))
     return form, own, prepared
 
 
 def _places(form_bytes: int, own: Schema) -> tuple[int, int]:
-    """Where a body has its row, with the header that is not there, and its tail."""
+    """Offsets of a body's row, counted from the header that it lacks, and of its tail."""
     row_at = -(-(_LENGTH.size + form_bytes) // _ALIGN) * _ALIGN - RECORD_HEADER
     return row_at, -(-(row_at + own.stride) // _ALIGN) * _ALIGN
 
@@ -157,14 +157,14 @@ def write(schema: Schema, buffer: Any, row_at: int, taken: Taken, line: int = 0,
 def read(
     schema: Schema, buffer: Any, rows_at: int, tails_at: Sequence[int], *, decode: bool = True
 ) -> list[Any]:
-    """Put samples together again, of whichever form: see :meth:`Schema.read`.
+    """Build samples of either kind from their records: see :meth:`Schema.read`.
 
     Args:
         schema: the common one.
         buffer: writable memory that holds copies of rows, with their headers, and of tails.
         rows_at: offset of the first row; the others follow.
-        tails_at: offset of each record's tail (of no meaning where it has none).
-        decode: if False, samples with a form of their own are left packed, for :func:`prepare`.
+        tails_at: offset of each record's tail (ignored where it has none).
+        decode: if False, samples with a form of their own are returned as :class:`Own`, for :func:`prepare`.
 
     Raises:
         SegmentError: a form cannot be read, or does not describe its record.
@@ -191,7 +191,7 @@ def _packed(buffer: Any, row_at: int, stride: int, tail_at: int) -> Own:
     (length,) = _LENGTH.unpack_from(buffer, row_at)
     inside, tail_bytes = stride - _HEAD, length - (stride - RECORD_HEADER)
     if not 0 <= tail_bytes <= max(len(raw) - tail_at, 0):
-        raise SegmentError("a record is longer than what there is of it.")
+        raise SegmentError("a record's header says more bytes than the record has.")
     body = np.empty(inside + tail_bytes, np.uint8)
     body[:inside] = raw[row_at + _HEAD : row_at + stride]
     body[inside:] = raw[tail_at : tail_at + tail_bytes]
@@ -207,15 +207,15 @@ def _unpacked(packed: Own) -> Any:
         row_at, tail_at = _places(form_bytes, own)
         return own.read(body, row_at, [tail_at])[0]
     except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
-        raise SegmentError(f"a form does not describe its record: {error!r}.") from error
+        raise SegmentError(f"a sample's form does not describe its record: {error!r}.") from error
 
 
 @functools.lru_cache(_FORMS)
 def _schema_of(form: bytes) -> Schema:
-    """The schema that a form is.
+    """The schema that a form describes.
 
     Raises:
-        SegmentError: it is none.
+        SegmentError: it describes none.
     """
     try:
         inflating = zlib.decompressobj()

@@ -1,14 +1,13 @@
 """Leaves: a value in a sample's tree, and how it becomes bytes and a value again.
 
 A leaf is *fixed* (the same number of bytes in every sample, at one offset of the row) or *variable* (bytes
-in the tail, dimensions in the row). Which of the two, the first samples decide: see
-:mod:`hotset.store.schema`.
+in the tail, dimensions in the row). The first samples decide which: see :mod:`hotset.store.schema`.
 
-Whatever a leaf takes in comes out equal in type, dtype, shape, strides of dense arrays, and bytes; what it
-could not give back so, it refuses with :class:`SchemaMismatch`, and that sample stays uncached.
+A value that a leaf stores comes back equal in type, dtype, shape, strides of dense arrays, and bytes. A leaf
+refuses any other value with :class:`SchemaMismatch`, and that sample stays uncached.
 
-A tensor that requires a gradient, lies on a device, is sparse, or is a subclass that no codec knows, is
-refused, not flattened: its bytes would not say all there is to know.
+A tensor that requires a gradient, lies on a device, is sparse, or is a subclass without a codec, is refused,
+not flattened: its bytes alone do not describe it.
 
 Dense arrays whose dimensions lie in another order than they count (a picture read as HWC and permuted to
 CHW) keep that order: a live transform that sums over the picture would round otherwise. They are stored
@@ -88,7 +87,7 @@ class Leaf(Protocol):
         """Return the value in the form that :meth:`put` wants.
 
         Raises:
-            Misfit: the value is of another kind.
+            SchemaMismatch: the value is of another kind.
         """
 
     def measure(self, checked: Any) -> tuple[Shape, int]:
@@ -181,7 +180,7 @@ class TextLeaf:
             raise SchemaMismatch(f"{type(value).__name__} instead of {self.kind}")
         if isinstance(value, bytes):
             return value
-        # Paths that are no valid UTF-8 come as lone surrogates, and have to go back as such.
+        # A path that is not valid UTF-8 has lone surrogates, which must come back as such.
         return str(value).encode("utf-8", "surrogatepass")
 
     def measure(self, checked: bytes) -> tuple[Shape, int]:
@@ -249,7 +248,7 @@ class EnumLeaf:
         for place, member in enumerate(self.enum):  # type: ignore[var-annotated, arg-type]
             if member is value:
                 return place
-        raise SchemaMismatch(f"{value!r}, which is no single member of {self.enum.__name__}")
+        raise SchemaMismatch(f"{value!r}, which is not a single member of {self.enum.__name__}")
 
     def measure(self, checked: int) -> tuple[Shape, int]:
         return (), 8
@@ -275,7 +274,7 @@ def _number_kind(value: object) -> str | None:
     if kind in (bool, int, float, complex):
         return kind.__name__
     if isinstance(value, (np.bool_, np.number, np.datetime64, np.timedelta64)):
-        # Two of numpy's types may share a dtype (int64 and longlong): only the one that comes back is taken.
+        # Two of numpy's types may share a dtype (int64 and longlong): only the one that dtype gives is taken.
         return value.dtype.str if np.dtype(value.dtype.str).type is kind else None
     return None
 
@@ -469,7 +468,7 @@ def _numpy_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
 
 
 def refuse_tensor(value: torch.Tensor) -> None:
-    """Raise Misfit for a tensor that bytes alone do not describe."""
+    """Raise SchemaMismatch for a tensor that bytes alone do not describe."""
     if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or value.is_nested:
         raise SchemaMismatch(
             f"a {value.layout} tensor on {value.device}; only dense ones on the CPU are cached"
@@ -484,7 +483,7 @@ def array_leaf(value: object, *, as_lies: bool) -> ArrayLeaf | None:
     """Return the leaf that fits exactly this tensor or array; None if it is neither.
 
     Raises:
-        Misfit: it is one, and could not be given back as it was.
+        SchemaMismatch: it is one, and could not come back as it was.
     """
     if type(value) is torch.Tensor:
         refuse_tensor(value)
@@ -506,7 +505,7 @@ def array_from_json(described: Any) -> ArrayLeaf:
     """Return the leaf that ``to_json`` described.
 
     Raises:
-        ValueError, KeyError, TypeError: no array is like that.
+        ValueError, KeyError, TypeError: the description does not fit any array.
     """
     library, dtype, ndim, as_lies = (described[key] for key in ("library", "dtype", "ndim", "as_lies"))
     shape = None if described["shape"] is None else tuple(described["shape"])
@@ -514,23 +513,23 @@ def array_from_json(described: Any) -> ArrayLeaf:
     if library == "torch":
         TORCH_DTYPES[dtype]
     elif library != "numpy" or np.dtype(dtype).kind not in _CACHED_KINDS or np.dtype(dtype).str != dtype:
-        raise ValueError(f"no such array: {library}, {dtype}")
+        raise ValueError(f"an array must be of torch or numpy, with a known dtype, got {library}, {dtype}")
     if type(ndim) is not int or type(as_lies) is not bool or sorted(order) != list(range(ndim)):
-        raise ValueError("dimensions in no order")
+        raise ValueError(f"the order must be a permutation of {ndim!r} dimensions, got {order}")
     sizes = () if shape is None else shape
     if any(type(n) is not int or not 0 <= n <= _LARGEST_DIMENSION for n in sizes) or len(sizes) not in (
         0,
         ndim,
     ):
-        raise ValueError(f"no such shape: {shape}")
+        raise ValueError(f"a shape must have {ndim} sizes of 32 bits, got {shape}")
     return ArrayLeaf(library, dtype, ndim, shape, order, as_lies)
 
 
 def leaf_of(value: object, *, as_lies: bool) -> Leaf | None:
-    """Return the leaf that fits exactly this value, or None if it is no leaf of ours.
+    """Return the leaf that fits exactly this value, or None if no kind of leaf does.
 
     Raises:
-        Misfit: it is one in kind, but cannot be given back as it was (a sparse tensor, say).
+        SchemaMismatch: its kind fits, but the value cannot come back as it was (a sparse tensor, say).
     """
     if value is None:
         return NoneLeaf()
@@ -549,10 +548,10 @@ def name_of_type(cls: type) -> str:
 
 
 def leaf_from_json(described: Any, find: Callable[[str, str], type]) -> Leaf:
-    """Return the leaf that ``to_json`` described, if it is one that :func:`leaf_of` could have made.
+    """Return the leaf that ``to_json`` described.
 
     Raises:
-        ValueError, KeyError, TypeError: it is none.
+        ValueError, KeyError, TypeError: :func:`leaf_of` cannot have made such a leaf.
     """
     kind = described["leaf"]
     if kind == "array":
@@ -560,14 +559,14 @@ def leaf_from_json(described: Any, find: Callable[[str, str], type]) -> Leaf:
     if kind == "number":
         number = described["kind"]
         if number not in ("bool", "int", "float", "complex") and np.dtype(number).kind not in "biufcmM":
-            raise ValueError(f"no such number: {number!r}")
+            raise ValueError(f"the kind of a number must be a type of Python or numpy, got {number!r}")
         return NumberLeaf(number)
     if kind == "text":
         if described["kind"] not in ("str", "bytes"):
-            raise ValueError(f"no such text: {described['kind']!r}")
+            raise ValueError(f"the kind of a text must be str or bytes, got {described['kind']!r}")
         return TextLeaf(described["kind"])
     if kind == "enum":
         return EnumLeaf(find(described["type"], "enum"))
     if kind == "none":
         return NoneLeaf()
-    raise ValueError(f"no such leaf: {kind!r}")
+    raise ValueError(f"the kind of a leaf must be array, number, text, enum or none, got {kind!r}")

@@ -1,8 +1,8 @@
 """How much memory may still be taken, under the machine's limit and every enclosing control group's.
 
 A full tmpfs or disk is an error that a program can handle. A control group's limit is not: the kernel first
-reclaims, then kills, and the write to shared memory that went over it never returns. So the room is looked
-up *before* memory is touched. Each of these is a bound, and the tightest counts:
+reclaims, then kills, and the write to shared memory that exceeded it never returns. So the headroom is read
+*before* memory is touched. Each of these is a bound, and the tightest counts:
 
 - the machine: ``MemAvailable`` of ``/proc/meminfo``;
 - this process's control group **and each of its ancestors**: a container's own group is often unlimited
@@ -27,9 +27,9 @@ mount's root       this group          where it is
 ``/``              ``/../x``           outside of the mount: not visible, skipped
 =================  ==================  ======================================================================
 
-A file that cannot be read, or says something odd, is no bound; nothing here raises for it. The list of
-files is made once and again whenever ``/proc/self/cgroup`` changes, which it does when the process is moved.
-Limits and usage are read each time: they may be changed at any moment, also from "unlimited".
+A file that cannot be read or parsed is ignored. The list of files is made again whenever
+``/proc/self/cgroup`` changes, which it does when the process is moved. Limits and usage are read each time:
+they may change at any moment, also from "unlimited".
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def headroom() -> Headroom:
 
 
 def total() -> int:
-    """Return the bytes of memory that the machine has, whoever may have them.
+    """Return the bytes of memory that the machine has in all.
 
     Example:
         >>> headroom().limit <= total()
@@ -192,13 +192,13 @@ def total() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have this process's allocator keep what is freed, up to 256 MiB, instead of returning it at once.
+    """Make this process's malloc keep up to 256 MiB of freed memory instead of returning it to the kernel.
 
-    Less where memory is short, in a small control group: a thirty-second of what is left.
+    In a small control group it keeps less: a thirty-second of the memory that is left.
 
-    A worker allocates and frees the same few pictures over and over. glibc gives each back to the kernel and
-    faults it in again, which cost a third of a worker's time with a random flip and crop. Other allocators
-    have no ``mallopt``, or ignore it.
+    A worker allocates and frees the same few pictures repeatedly. glibc returns each to the kernel and faults
+    it in again, which took a third of a worker's time with a random flip and crop. Other allocators have no
+    ``mallopt``, or ignore it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

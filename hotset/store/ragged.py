@@ -1,7 +1,7 @@
-"""A batch of tensors of different shapes: one buffer, and where in it each tensor lies.
+"""A batch of tensors of different shapes: one buffer, and the offset and shape of each tensor in it.
 
 Making a tensor object for each sample costs more than copying a small sample does. So a ragged batch is a
-sequence that makes its tensors when asked for them, and hands the whole buffer to who wants it whole.
+sequence that makes its tensors when they are indexed, and offers the whole buffer besides.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Ragged(Sequence[torch.Tensor]):
         """All tensors concatenated along their first dimension, and int64 offsets of shape (B + 1,) there.
 
         Raises:
-            RuntimeError: they differ in another dimension than the first.
+            RuntimeError: they differ in a dimension other than the first.
         """
         lengths = torch.from_numpy(self.shapes[:, 0].copy())
         offsets = torch.zeros(len(self) + 1, dtype=torch.int64)

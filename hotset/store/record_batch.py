@@ -18,7 +18,7 @@ __all__ = ["ReceivedRecords", "VariableTails", "runs"]
 
 
 class ReceivedRecords(NamedTuple):
-    """Records side by side in memory that nobody else writes to.
+    """Verified records in private memory, as another machine has sent them.
 
     Attributes:
         ids: of their samples, each once, ascending.
@@ -38,14 +38,14 @@ class ReceivedRecords(NamedTuple):
         return not (self.rows[:, 4:8].copy().view("<u4") & OWN_STAMP).any()
 
     def samples(self, schema: Schema, *, decode: bool = True) -> dict[int, Any]:
-        """Put the samples together, by number, in memory of their own, all in one piece.
+        """Build the samples, by id, in one new block of memory.
 
         Args:
-            schema: of the store's.
+            schema: of the store.
             decode: see :func:`hotset.store.irregular_records.read`.
 
         Raises:
-            SegmentError: a form of its own cannot be read here.
+            SegmentError: a sample's own form cannot be read here.
         """
         if not len(self.ids):
             return {}
@@ -58,7 +58,7 @@ class ReceivedRecords(NamedTuple):
 
 
 class VariableTails:
-    """Runs of lines: where they lie in the segment, and where they go when gathered one behind the other.
+    """The tails of a batch: where their runs of lines lie in the segment, and where they go when gathered.
 
     Attributes:
         heads: the heads of the rows that they belong to (:attr:`Schema.head`).
@@ -78,7 +78,7 @@ class VariableTails:
         self.total = int(ends[-1]) if len(ends) else 0
 
     def outside(self, lines: int) -> npt.NDArray[np.bool_] | None:
-        """Which of the runs do not lie within so many lines; None, the common answer, if all do."""
+        """Which of the runs do not lie within this many lines; None, the common answer, if all do."""
         ends = self.first + self.counts
         if (
             int(np.maximum.reduce(ends, initial=0)) <= lines

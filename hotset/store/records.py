@@ -1,10 +1,10 @@
-"""Records on their way into a segment: laid out in scratch memory, then written with one system call.
+"""Writes records into a segment: they are laid out in scratch memory, then written with one system call.
 
-A record could be laid out where it will lie. But then each of its pages is faulted in and mapped, which
-costs more than everything else together (60 us against 117 for 150 KB). ``pwrite`` puts the bytes into the
-same pages without mapping them here, and who reads them later faults sixteen at a time. So a run of records
-whose rows follow each other is laid out in a scratch buffer that stays in the processor's cache, and written
-from there; only what is larger than that buffer is laid out in place.
+A record could be laid out in the mapping. But then each of its pages is faulted in and mapped, which costs
+more than everything else together (117 us against 60 for 150 KB). ``pwrite`` puts the bytes into the same
+pages without mapping them here, and a reader later faults sixteen at a time. So a run of records whose rows
+follow each other is laid out in a scratch buffer that stays in the processor's cache, and written from there;
+only a run that is larger than the buffer is laid out in the mapping.
 
 A record is whole before its index word names it; publishing is the caller's.
 """
@@ -29,7 +29,7 @@ _SCRATCH = 1 << 20
 
 
 class Record(NamedTuple):
-    """A sample taken apart, what tells its record from others, and the room that it was given."""
+    """A flattened sample, its index position and generation, and the row and line that it was given."""
 
     place: int
     generation: int
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Each thread has a buffer of its own: writing lets other threads run."""
+    """A buffer for each thread: writing lets other threads run."""
 
     def __init__(self) -> None:
         self.bytes = np.zeros(_SCRATCH, np.uint8)

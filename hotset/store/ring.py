@@ -1,8 +1,8 @@
 """The ring: a store whose rows are used again, for a window that runs over more samples than it can hold.
 
 Samples enter the window in an endless sequence of *entries* 0, 1, 2, ... (:mod:`hotset.policy.window`), and
-here an entry's number is the sample's. The live word ``CURSOR`` says how many have left; it only ever rises.
-Any M entries in a row are different samples, so entry ``k`` has its place in slot ``k mod M``, in *lap*
+the number of an entry is its sample id here. The live word ``CURSOR`` says how many have left; it only ever
+rises. Any M consecutive entries are different samples, so entry ``k`` belongs in slot ``k mod M``, in *lap*
 ``k div M``, and rows need no allocator::
 
     entry   ... cursor-1 │ cursor ............ cursor+N-1 │ ... cursor+M-1 │ ...
@@ -10,44 +10,48 @@ Any M entries in a row are different samples, so entry ``k`` has its place in sl
     slot             ────┴── each of the M slots once ────┴────────────────┴─ again from here
 
 The index has a word for each slot. A record's word holds its lap in the place of the generation, so that a
-reader knows the one word that means its entry; every other means "absent"::
+reader knows the one word that means its entry; every other word means "absent"::
 
     absent or left ── claim ──> claimed ── publish ──> present in lap l ── cursor passes ──> left
         ^                          │                                                          │
         └── refused in lap l <─────┴── no room, or cannot be kept              its lines, or its slot,
                                                                                are wanted by another entry
 
-**Readers** take no lock: they load the words, copy, and load the words again. Equal words mean that nobody
-wrote there meanwhile, because a word never comes back once it was gone: what is resident is never replaced
-and what has left is never claimed again. (The lap's 20 bits repeat after a million laps, which no reader
-sleeps through. A *clear* lets words come back, and counts the era up.) The tail's place in a row that was
-being written is garbage, so the words are looked at before it is used, too.
+**Readers** take no lock: they load the words, copy, and load the words again. Equal words mean that no
+process wrote there meanwhile, because a word never comes back once it was gone: a resident entry is never
+replaced, and an entry that has left is never claimed again. (The lap's 20 bits repeat after a million laps,
+which no read lasts. A *clear* lets words come back, and counts the era up.) While a row is being written, its
+tail's place may be torn, so the words are also loaded again before it is used.
 
-**Who may claim**: one of the M entries from the cursor on, in a slot with no record of another of them. So a
-slow process never writes an old entry over a newer one, nor a fast one over what others still use. Claims do
-not carry the lap: that of another lap keeps the slot busy, and the entry absent, while its claimant lives.
+**Claims** are given for the M entries from the cursor on, in slots with no record of another of them. So a
+slow process never writes an old entry over a newer one, nor a fast one over an entry that others still use.
+Claims do not hold the lap: a claim of another lap keeps the slot busy, and the entry absent, while its
+claimant lives.
 
-**Refused** is a word of its own (``lap + 1``, as small as that). To readers it is absent, and who needs the
-entry may claim it; but it was tried, and the window need not wait for it: :meth:`Ring.settled`. Nor does it
-for one whose word says that it draws random numbers, which nobody may claim.
+**Refused** is a word of its own, the small number ``lap + 1``. To readers the entry is absent, and a process
+that needs it may claim it; but reading it has failed once, so the window does not wait for it
+(:meth:`Ring.settled`). Nor does the window wait for an entry whose word says that it draws random numbers,
+which no process may claim.
 
-**Room for tails** is found by looking, under the short lock: the runs of all records are in use, so is what
-living processes have in their extents, and everything between is free. There is no free list which a killed
-process could leave wrong, and nothing that it had is lost. In the order of preference an extent comes from
+**Room for tails** is searched for under the short lock: the runs of all records and the extents of living
+processes are in use, and all other lines are free. There is no free list that a killed process could leave
+wrong, and its extent is free again. In order of preference an extent comes from
 
-1. a gap between runs, the widest; since entries leave in the order in which they came, gaps grow together;
+1. the widest gap between runs; since entries leave in the order in which they came, gaps grow together;
 2. lines never used so far, as far as limit and memory go;
-3. the runs of entries that have left, oldest first, no more of them than needed. Their words go first.
+3. the runs of entries that have left, oldest first, no more than needed. Their words are cleared first.
 
-One look serves as many records as fit into the extent. Two orders of effects keep a record from being
-overwritten: a process moves the beginning of its extent only *after* publishing what it wrote there, and who
-looks reads the extents *before* the words. So each run is seen in an extent, or in a record, or in both.
+One search serves as many records as fit into the extent. Two orders of effects keep a record from being
+overwritten: a process moves the beginning of its extent only *after* it has published what it wrote there,
+and the search reads the extents *before* the words. So each run is seen in an extent, or in a record, or in
+both.
 
-**Shared** by several machines, a ring has all slots on each of them, and rows only in those that it owns: the
-others' are holes in the file, and take nothing. So ``ROWS_NEXT`` counts rows there, wherever they are. Which
-slots it owns changes as machines come and go, and it may keep what others had no room for. So at the limit,
-and where the file system is full, rows are made holes again that nobody needs, those of entries that left
-longest ago first: their words go, then whoever still copies from them is waited for, and then their pages.
+**Shared** by several machines, a ring has all slots on each machine, but rows only in the slots that the
+machine owns: the other rows are holes in the file, and take no memory. So ``ROWS_NEXT`` counts the rows
+there, wherever they lie. Which slots a machine owns changes as machines come and go, and it may keep records
+that others had no room for. So at the limit, and where the file system is full, rows that no process needs
+are made holes again, those of entries that left longest ago first: their words are cleared, then readers that
+may still copy from them are waited for, and then their pages are freed.
 """
 
 from __future__ import annotations
@@ -88,22 +92,22 @@ __all__ = ["Ring", "RingAllocator", "RingIndex", "WindowState", "attach_store", 
 
 Mask = npt.NDArray[np.bool_]
 
-# An extent is at most so many lines, and such a part of all: what processes have and do not use is little.
+# An extent is at most this many lines, and at most this part of all, so that little lies unused in extents.
 _LARGEST_EXTENT = (4 << 20) // LINE
 _SHARES = 256
-# Of a shared ring's rows so many are freed at once, of so many that are looked at, and readers end by then.
+# Rows of a shared ring that are freed at once, slots that are searched for them, and the wait for readers.
 _FREED = 64
 _LOOKED_AT = 4096
 _READERS_SECONDS = 0.1
-_CLEAR_SECONDS = 1.0  # others wait to be served meanwhile
-_PLACE = 2  # loads and epoch, which tell one beginning of an epoch from the others'
+_CLEAR_SECONDS = 1.0  # other processes wait meanwhile
+_PLACE = 2  # loads and epoch, which identify the beginning of an epoch
 
 
 class RingIndex(Index):
-    """The index words of a ring: one for each slot, which entries use in turn."""
+    """The index words of a ring: one for each slot, which its entries use in turn."""
 
     def words(self, ids: Ids) -> Words:
-        """The words of the slots, but 0 where a slot has another lap's record, or says that it draws."""
+        """The words of the entries' slots; 0 where the record or the drawing mark is of another lap."""
         laps, slots = np.divmod(ids, len(self._words))
         found: Words = self._words[slots]
         wanted = (laps & GENERATION_MASK) << GENERATION_SHIFT | PRESENT | slots
@@ -127,14 +131,14 @@ class RingIndex(Index):
             return ids
         slots, cursor = self.places(ids), self.cursor
         held = self._held(slots, self._words[slots], cursor)
-        # What lies a lap or more ahead is wanted by a process that does not know that the window moved back.
+        # A process that has not seen the window move back may ask for entries a lap or more ahead.
         beyond = cursor + len(self._words)
         free = (held < cursor) | (held >= beyond) | (held == ids)
         here: Ids = ids[(ids >= cursor) & (ids < beyond) & free & (slots < self._segment.geometry.rows)]
         return here
 
     def records(self) -> tuple[Ids, Ids]:
-        """The slots that have records, those of entries that have left first and in that order; and those."""
+        """The slots that have records, in the order of their entries; and those whose entries have left."""
         words, cursor = self._words.copy(), self.cursor
         slots = np.flatnonzero(words >= PRESENT)
         held = self._held(slots, words[slots], cursor)
@@ -147,9 +151,10 @@ class RingIndex(Index):
         return int(self._segment.live[Live.CURSOR])
 
     def _held(self, slots: Ids, words: Words, cursor: int) -> Ids:
-        """The entries that these slots have records or refusals of; -1 for none.
+        """The entries whose records or refusals these slots have; -1 for none.
 
-        The words hold 20 bits of the lap. Of the entries that one may mean, it is the one next to the cursor.
+        The words hold 20 bits of the lap. Of the entries that a word may mean, it is the nearest to the
+        cursor.
         """
         count, half = len(self._words), GENERATION_MASK // 2 + 1
         words = np.where((words >= DRAWS) & (words < CLAIMED), words & ~DRAWS, words)
@@ -160,28 +165,28 @@ class RingIndex(Index):
 
 
 def is_shared(segment: Segment) -> bool:
-    """Whether a segment is a ring of which other machines hold the rest."""
+    """Whether a segment is a ring that several machines share."""
     return bool(segment.metadata.get("shared"))
 
 
 class RingAllocator(Allocator):
-    """Rows that are where their slots are, and lines wherever nobody needs the ones that were there."""
+    """Allocates a ring's memory: the row of each slot is fixed, and lines go where no record needs them."""
 
     def __init__(self, member: Participant) -> None:
         super().__init__(member)
-        # A predecessor's extent may hold records by now, and is no longer in use.
+        # A dead predecessor's extent counts as free, so it may hold other records by now.
         member.inherits = False
         segment, geometry = member.segment, member.segment.geometry
         self._is_shared = is_shared(segment)
         self._index = RingIndex(segment)
         at = geometry.rows_at + RECORD_HEADER
         self._tails: Words = np.ndarray((geometry.rows,), np.int64, segment.buffer, at, (geometry.stride,))
-        # How far this process's extent is used, and where it ends.
+        # The next line of this process's extent, and its end.
         self._extent = 0, 0
-        self._looked = 0  # up to which slot it was looked for rows of nobody
+        self._looked = 0  # the slot up to which rows without a record were searched for
 
     def has_room(self) -> bool:
-        return not self.is_full  # whether there is room depends on which entry it is
+        return not self.is_full  # whether there is room depends on the entry
 
     def place(self, row: int) -> bool:
         if row >= self._geometry.rows:
@@ -191,7 +196,7 @@ class RingAllocator(Allocator):
         at, stride = self._row_at(row), self._geometry.stride
         if self._is_shared and not (self._affords(stride) and self._count_row()):
             return False
-        # Where no file system ends, the look at the headroom was enough.
+        # Where no file system bounds the segment, the check of the headroom was enough.
         if self._segment.bounded and not self._segment.reserve(at, stride):
             if self._is_shared:
                 with self._member.short_lock() as held:
@@ -234,14 +239,14 @@ class RingAllocator(Allocator):
         return self._geometry.rows_at + row * self._geometry.stride
 
     def _was_written(self, row: int) -> bool:
-        """Whether a row has its memory. Read past the mapping: looking would take it."""
+        """Whether a row was written. Not read through the mapping, which would allocate its memory."""
         (length, *_) = RECORD.unpack(os.pread(self._segment.fd, RECORD_HEADER, self._row_at(row)))
         return bool(length)
 
     def _free_rows(self) -> bool:
-        """Make holes again of a few rows that nobody needs; whether there were any.
+        """Make a few rows that no process needs holes again; True if there were any.
 
-        The caller has the short lock, so no slot without a record is claimed meanwhile.
+        The caller holds the short lock, so no slot without a record is claimed meanwhile.
         """
         live, index = self._segment.live, self._segment.index
         wanted = int(live[Live.ROWS_NEXT]) // _FREED + 1
@@ -250,10 +255,10 @@ class RingAllocator(Allocator):
         index[found] = 0
         if len(found) < wanted:
             found += self._without_record(wanted - len(found), set(found))
-        # One who had seen the words may be copying: where the file system is full, touching a hole kills.
+        # A reader that saw the words may be copying: on a full file system, touching a hole is SIGBUS.
         if not found or not self._member.unread(_READERS_SECONDS):
             return False
-        for row in found:  # one by one: whoever is killed here leaves one row too many counted
+        for row in found:  # one by one: a process killed here leaves one row too many counted
             self._segment.write(memoryview(bytes(RECORD_HEADER)), self._row_at(row))
             live[Live.ROWS_NEXT] -= 1
         for row in found:
@@ -261,14 +266,14 @@ class RingAllocator(Allocator):
         return True
 
     def _discard(self, row: int) -> None:
-        """Give the pages of a row back, but for those that a neighbour needs."""
+        """Free the pages of a row, except those that another row needs."""
         first, last = self._row_at(row) // PAGE, (self._row_at(row + 1) - 1) // PAGE
         last -= last > first and self._is_needed(last)
         first += self._is_needed(first)
         self._segment.discard(first * PAGE, (last + 1 - first) * PAGE)
 
     def _is_needed(self, page: int) -> bool:
-        """Whether a page holds a row, or what lies before the rows or behind them."""
+        """Whether a page holds a row, or bytes before or after the rows."""
         geometry = self._geometry
         first = (page * PAGE - geometry.rows_at) // geometry.stride
         last = ((page + 1) * PAGE - 1 - geometry.rows_at) // geometry.stride
@@ -278,7 +283,7 @@ class RingAllocator(Allocator):
         return any(word >= CLAIMED or self._was_written(first + i) for i, word in enumerate(words.tolist()))
 
     def _without_record(self, most: int, known: set[int]) -> list[int]:
-        """Slots that have a row and no record: what was in it was refused, or its lines were given up."""
+        """Slots that have a row and no record: the entry was refused, or its lines were given up."""
         absent = np.flatnonzero(self._segment.index[: self._geometry.rows] < CLAIMED)
         absent = np.roll(absent, -int(np.searchsorted(absent, self._looked)))[:_LOOKED_AT]
         found: list[int] = []
@@ -293,13 +298,13 @@ class RingAllocator(Allocator):
     # ---- lines ---------------------------------------------------------------------------------------
 
     def lend(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
-        """Places for as many of these records as have rows, and fit into one extent."""
+        """Row and first line for as many of these records as have rows and fit into one extent."""
         given: list[tuple[int, int]] = []
         for row, lines in zip(places, tails, strict=True):
-            # A new extent only for the first: in the old one, the others are not published yet.
+            # A new extent only for the first: the others in the old extent are not published yet.
             if lines and not self._fits(lines) and (given or not self._extend_to(lines)):
                 break
-            # Last, as a row that has its place counts, whatever becomes of it.
+            # Last, as a row counts once it was placed.
             if not self.place(row):
                 break
             first, end = self._extent
@@ -308,13 +313,13 @@ class RingAllocator(Allocator):
         return given
 
     def _fits(self, lines: int) -> bool:
-        """Whether this process still has an extent, and so many lines left in it."""
+        """Whether this process still has an extent, with this many lines left in it."""
         first, end = self._extent
         # After a clear, or in another slot (that of a forked child), there is none.
         return int(self._member.row[Slot.LINE_END]) == end and end - first >= lines
 
     def settle(self) -> None:
-        """Let go of what was taken of the extent: there is a record there now, or nothing."""
+        """Move the extent's beginning past the lent lines: their records are published, or given up."""
         if self._fits(0):
             self._member.row[Slot.LINE_NEXT] = self._extent[0]
 
@@ -358,7 +363,7 @@ class RingAllocator(Allocator):
         return first, min(lines, most)
 
     def _grow(self, lines: int) -> str | None:
-        """Have that many lines in all, where there are less; returns what stands in the way."""
+        """Raise the number of lines in use to this many; returns what prevents that, or None."""
         live, geometry = self._segment.live, self._geometry
         now = int(live[Live.LINES_NEXT])
         size = (lines - now) * LINE
@@ -375,7 +380,7 @@ class RingAllocator(Allocator):
         return None
 
     def _give_up(self, runs: _Runs, left: Ids, needed: int) -> tuple[int, int]:
-        """Forget as few entries that have left as free so many lines, the oldest first; none if none do."""
+        """Forget the fewest entries that have left, oldest first, that free this many lines, if any do."""
         high = int(self._segment.live[Live.LINES_NEXT])
         fewest = bisect.bisect_left(range(len(left)), needed, key=lambda gone: runs.widest(gone, high)[1])
         found = runs.widest(fewest, high)
@@ -386,7 +391,7 @@ class RingAllocator(Allocator):
 
     def _runs(self) -> tuple[_Runs, Ids]:
         """The lines in use, and the slots of entries that have left, the oldest first."""
-        # Extents before words: what is published meanwhile is seen twice, and not missed.
+        # Extents before words: a record that is published meanwhile is seen twice, not missed.
         extents = self._segment.slots[:, Slot.LINE_NEXT : Slot.LINE_END + 1].copy()
         extents[self._member.slot] = 0
         own = np.flatnonzero(extents[:, 1] > extents[:, 0])
@@ -404,10 +409,10 @@ class RingAllocator(Allocator):
 
 
 class _Runs:
-    """Runs of lines in use, as they lie.
+    """Runs of lines in use, in the order of the lines.
 
     Attributes:
-        end: the line after the last of them.
+        end: the line after the last run.
     """
 
     def __init__(self, firsts: Words, ends: Words, ages: Words) -> None:
@@ -427,13 +432,13 @@ class _Runs:
 class Ring(Store):
     """Entries of a running window in one segment, as this process sees them.
 
-    Where ``about`` says ``"shared"``, other machines hold the rest of it.
+    With ``"shared"`` in ``about``, other machines hold the rest of it.
 
-    Wherever :class:`Store` speaks of samples and their numbers, these are entries, of any size from 0 on
-    (int64); ``create`` is told the number of slots, and ``len`` returns it. What its readers get, and what
-    :meth:`fill` stores, is the store's, and of entries that have left nothing is stored any more.
+    Where :class:`Store` has samples and their ids, a ring has entries, any number from 0 on (int64);
+    ``create`` takes the number of slots as ``samples``, and ``len`` returns it. Reading and filling are as in
+    any store, but an entry that has left is never stored again.
 
-    The live word ``CURSOR`` is whoever's who moves the window. To move it back, :meth:`clear` the ring.
+    The caller moves the window by storing the live word ``CURSOR``. To move it back, :meth:`clear` the ring.
 
     Example:
         >>> import torch
@@ -467,7 +472,7 @@ class Ring(Store):
         return bool(np.logical_and.reduce(same)) and self.era() == era
 
     def holds(self, ids: Ids | None = None) -> bool:
-        return ids is not None and super().holds(ids)  # all entries are more than there is room for
+        return ids is not None and super().holds(ids)  # a ring never holds all entries
 
     @property
     def stored_bytes(self) -> int:
@@ -476,17 +481,17 @@ class Ring(Store):
         return self.segment.geometry.taken(len(slots), lines)
 
     def settled(self, entries: Ids) -> Mask:
-        """Which of these entries are in the store, were refused, or draw: nobody needs to wait for those."""
+        """Which of these entries are in the store, were refused, or draw: the window waits for the others."""
         words = self.words(entries)
         settled: Mask = (words >= PRESENT) | ((words & ~DRAWS) == self.index.refusals(entries))
-        # Where the limit has room for fewer rows than there are slots, some entries are never stored.
+        # If the limit has room for fewer rows than slots, some entries are never stored.
         settled |= self.index.places(entries) >= self.segment.geometry.rows
         return settled & (self.era() is not None)
 
     def refuse(self, entries: Ids) -> None:
-        """Note that these entries were tried in vain, as far as they are absent and nobody is reading them.
+        """Mark as refused those of these entries that are absent and that no process is reading.
 
-        For who fills ahead of those who need the entries, and whose reading of the source failed.
+        Called by a process that prepares entries ahead of use, when its reading of the source failed.
         """
         self.filler.claims.refuse(entries)
 
@@ -504,14 +509,14 @@ def attach_store(where: Address | str) -> Store:
 
 
 class WindowState(NamedTuple):
-    """Where a window stands. Of two, the greater one is further.
+    """The position of a window, as the live words of its ring hold it. The greater of two is further.
 
     Attributes:
-        loads: how often it was put where a state had it: what stood further before does not count any more.
+        loads: how often a saved state was loaded, which may move the window back.
         epoch: how many epochs have begun, 0 before the first.
         cursor: how many entries have left.
-        behind: how many of those that were due have not come in.
-        late: how many that were, ever.
+        behind: how many entries that were due have not come in yet.
+        late: how many entries were ever late.
     """
 
     loads: int
@@ -522,20 +527,20 @@ class WindowState(NamedTuple):
 
     @classmethod
     def of(cls, ring: Ring) -> WindowState:
-        """Where a ring's window stands here."""
+        """The position of a ring's window on this machine."""
         live = ring.segment.live
         words = (Live.LOADS, Live.EPOCH, Live.CURSOR, Live.BEHIND, Live.LATE)
         return cls(*(int(live[word]) for word in words))
 
     def put(self, ring: Ring) -> None:
-        """Have a ring's window stand there; the caller has the short lock."""
+        """Store this position in a ring; the caller holds the short lock."""
         live = ring.segment.live
-        # The cursor before the epoch: who sees that one has begun reads where it begins.
+        # The cursor before the epoch: a process that sees the new epoch must see its cursor.
         live[Live.CURSOR], live[Live.BEHIND], live[Live.LATE] = self.cursor, self.behind, self.late
         live[Live.LOADS], live[Live.EPOCH] = self.loads, self.epoch
 
     def begin(self, ring: Ring) -> WindowState:
-        """Have an epoch begin here, if it has not begun, wherever; returns where the window stands then."""
+        """Begin this position's epoch unless it has begun at any position; returns the position then."""
         self._make_way(ring)
         with ring.member.short_lock() as held:
             if held and self[:_PLACE] > WindowState.of(ring)[:_PLACE]:
@@ -543,7 +548,7 @@ class WindowState(NamedTuple):
             return WindowState.of(ring)
 
     def advance(self, ring: Ring) -> WindowState:
-        """Have a ring's window stand no less far than this; returns where it stands then."""
+        """Move a ring's window forward to this position if it is behind; returns the position then."""
         self._make_way(ring)
         with ring.member.short_lock() as held:
             if held and self > WindowState.of(ring):
@@ -551,16 +556,16 @@ class WindowState(NamedTuple):
             return WindowState.of(ring)
 
     def put_back(self, ring: Ring) -> None:
-        """Have a ring's window stand there, also if it stands further."""
+        """Move a ring's window to this position, even if that is back."""
         self._make_way(ring)
         with ring.member.short_lock():
             self.put(ring)
 
     def _make_way(self, ring: Ring) -> None:
-        """Forget the records of a window that a state puts back.
+        """Forget the records of a window that a loaded state moves back.
 
-        An entry is never claimed twice, so none of those that have left may be there. Where somebody goes on
-        writing, what is there is given up slot by slot.
+        An entry is never claimed twice, so the ring must not hold an entry that has left. If a process is
+        still writing, its records are given up slot by slot.
         """
         now = WindowState.of(ring)
         if self.loads > now.loads and self.cursor < now.cursor:

@@ -1,8 +1,8 @@
 """Schema: the tree that most samples of a cache share, and where each leaf lies in a record.
 
-A few samples give it: the form that most of them have is the common one. A leaf whose shape is the same in
-all of these is fixed, one whose shape varies is variable; text always is. A sample that does not fit (another
-tree, dtype, number of dimensions, or another shape where all were alike) is kept in a form of its own
+It is inferred from a few samples: the form that most of them have is the common one. A leaf whose shape is
+the same in all of these is fixed, a leaf whose shape varies is variable; text always is. A sample that does
+not fit (another tree, dtype, number of dimensions, or shape of a fixed leaf) is stored in a form of its own
 (:mod:`hotset.store.irregular_records`).
 
 A record's row holds, after its header, the *head* (the tail's place, then the dimensions of each variable
@@ -113,7 +113,7 @@ class Schema:
         for place in self.variable:
             offsets[place] = at
             at += 4 * self.leaves[place].dims
-        at = -(-at // 8) * 8  # so that heads which are gathered lie on whole words
+        at = -(-at // 8) * 8  # so that gathered heads are aligned to words
         fixed = [place for place, leaf in enumerate(self.leaves) if leaf.fixed_bytes is not None]
         for place in sorted(fixed, key=alignment, reverse=True):
             step = min(alignment(place), 16) or 1
@@ -147,17 +147,17 @@ class Schema:
             as_lies: store arrays as they lie in memory (wanted where single samples are read).
 
         Raises:
-            Misfit: all samples hold something that cannot be cached; says where and what, of the first.
+            SchemaMismatch: no sample can be cached; says what the first one holds, and where.
         """
         best: Schema | None = None
         most, refused = 0, None
         for sample in samples:
             if best is not None and best._fits(sample):
-                continue  # it would give the same form
+                continue  # its form would be the same
             try:
                 tree = infer(sample, as_lies, "")
-            except SchemaMismatch as misfit:
-                refused = refused or misfit
+            except SchemaMismatch as mismatch:
+                refused = refused or mismatch
                 continue
             for other in samples:
                 tree = widen(tree, other)
@@ -181,7 +181,7 @@ class Schema:
         """Take a sample apart and measure it.
 
         Raises:
-            Misfit: it does not fit, or is larger than 2 GiB; says where and why.
+            SchemaMismatch: it does not fit, or is larger than 2 GiB; says where and why.
         """
         found: list[Any] = []
         flatten(self.tree, sample, "", found)
@@ -202,7 +202,7 @@ class Schema:
             buffer: the segment's mapping.
             row_at: offset of the row.
             prepared: the sample.
-            line: number of the tail's first line (of no meaning where it has none).
+            line: number of the tail's first line (ignored without a tail).
             tail_at: offset of that line.
         """
         for place, leaf in enumerate(self.leaves):
@@ -225,7 +225,7 @@ class Schema:
         Args:
             buffer: writable memory that holds copies of rows and tails.
             rows_at: offset of the first row; the others follow, with their record headers.
-            tails_at: offset of each sample's tail (of no meaning without variable leaves).
+            tails_at: offset of each sample's tail (ignored without variable leaves).
         """
         tails = list(tails_at)
         found: list[list[Any]] = []
@@ -269,11 +269,11 @@ class Schema:
     def from_json(cls, described: Any) -> Schema:
         """Return the schema that :meth:`to_json` described.
 
-        Nothing in it is believed: a forged schema must not make a reader look outside a record, nor make
+        Everything in it is verified: a forged schema must not make a reader look outside a record, nor create
         anything but namedtuples, dataclasses and enums of modules that can be imported.
 
         Raises:
-            SegmentError: it is no schema, or names a type that is none of these.
+            SegmentError: it is not a schema, or names a type that is none of these.
         """
         try:
             return cls(from_json(described))
@@ -393,8 +393,8 @@ def infer(value: object, as_lies: bool, where: str) -> Node:
         codec = codec_of(value)
         if codec is not None:
             return Group("object", (), (infer(codec.flatten(value), as_lies, where),), None, codec.name)
-    except SchemaMismatch as misfit:
-        raise SchemaMismatch(f"{where or 'the sample'}: {misfit}") from None
+    except SchemaMismatch as mismatch:
+        raise SchemaMismatch(f"{where or 'the sample'}: {mismatch}") from None
     parts = _kind_of(value)
     if parts is None:
         if isinstance(value, enum.Enum):
@@ -421,7 +421,7 @@ def _parts(group: Group, value: object, where: str) -> list[Any]:
     """The children's values of a container that fits this group.
 
     Raises:
-        Misfit: it is of another kind, or has other keys or another length.
+        SchemaMismatch: it is of another kind, or has other keys or another length.
     """
     if group.kind == "object":
         codec = codec_of(value)
@@ -429,8 +429,8 @@ def _parts(group: Group, value: object, where: str) -> list[Any]:
             raise SchemaMismatch(f"{where or 'the sample'}: {type(value).__name__} instead of {group.codec}")
         try:
             return [codec.flatten(value)]
-        except SchemaMismatch as misfit:
-            raise SchemaMismatch(f"{where or 'the sample'}: {misfit}") from None
+        except SchemaMismatch as mismatch:
+            raise SchemaMismatch(f"{where or 'the sample'}: {mismatch}") from None
     parts = _kind_of(value)
     if parts is None or parts[0] != group.kind or (group.type is not None and type(value) is not group.type):
         raise SchemaMismatch(f"{where or 'the sample'}: {type(value).__name__} instead of {group.kind}")
@@ -451,12 +451,12 @@ def flatten(node: Node, value: object, where: str, found: list[Any]) -> None:
         return
     try:
         found.append(node.check(value))
-    except SchemaMismatch as misfit:
-        raise SchemaMismatch(f"{where or 'the sample'}: {misfit}") from None
+    except SchemaMismatch as mismatch:
+        raise SchemaMismatch(f"{where or 'the sample'}: {mismatch}") from None
 
 
 def widen(node: Node, value: object) -> Node:
-    """The node, with leaves made variable where this value asks for it; unchanged where it cannot fit."""
+    """The node, with leaves made variable where this value needs it; unchanged where the value cannot fit."""
     if not isinstance(node, Group):
         return node.widen(value)
     try:
@@ -502,7 +502,7 @@ def _key_to_json(key: Any) -> Any:
 def _key_from_json(described: Any) -> Any:
     if isinstance(described, dict):
         return _import(described["enum"], "enum")[described["member"]]  # type: ignore[index]
-    _require(type(described) in _KEY_TYPES, "a key of another type")
+    _require(type(described) in _KEY_TYPES, "a key must be a str, int, float, bool, None or enum member")
     return described
 
 
@@ -510,21 +510,21 @@ def from_json(described: Any) -> Node:
     if "group" not in described:
         return leaf_from_json(described, _import)
     kind, name, codec = described["group"], described["type"], described["codec"]
-    _require(kind in _MAKERS, f"no such kind: {kind!r}")
+    _require(kind in _MAKERS, f"the kind of a group must be one of {sorted(_MAKERS)}, got {kind!r}")
     children = tuple(from_json(child) for child in described["children"])
     keys = tuple(_key_from_json(key) for key in described["keys"])
     cls = None
     if kind in ("namedtuple", "dataclass"):
         cls = _import(name, kind)
-        _require(keys == _fields(cls, kind), f"{name} has other fields")
+        _require(keys == _fields(cls, kind), f"{name} has other fields than the schema")
     if kind in ("dict", "OrderedDict"):
-        _require(len(set(keys)) == len(keys), "a key twice")
+        _require(len(set(keys)) == len(keys), "a dict has a key twice")
     if kind == "object":
-        _require(isinstance(codec, str) and not keys and len(children) == 1, "an object is one tree")
+        _require(isinstance(codec, str) and not keys and len(children) == 1, "an object must have one tree")
     elif kind in ("list", "tuple"):
-        _require(not keys, "a sequence has no keys")
+        _require(not keys, "a sequence must have no keys")
     else:
-        _require(len(keys) == len(children), "as many keys as children")
+        _require(len(keys) == len(children), "a container must have as many keys as children")
     return Group(kind, keys, children, cls, codec if kind == "object" else None)
 
 
@@ -538,17 +538,17 @@ def _require(fits: bool, why: str) -> None:
 
 
 def _import(name: str, kind: str) -> type:
-    """The class of that name, if it is of that kind: a schema must not be a way to call anything else.
+    """The class of that name, if it is of that kind: a schema must not be a way to run other code.
 
-    Importing a module is calling it. So it must be imported already, or lie in a package of which a part is:
-    whoever asks for the samples of a data set has the data set, whose own package that is, and which may
-    import the part that its samples are of only when it reads one. A module that stands alone, and that
-    nothing here has imported, is refused, as is a package's program (``__main__``).
+    Importing a module runs it. So the module must be imported already, or lie in a package of which a part
+    is: a process that reads a dataset's samples has imported the dataset's package, which may import the
+    module of its samples only when it reads one. A top-level module that this process has not imported is
+    refused, and so is a package's program (``__main__``).
     """
     module, _, qualname = name.partition(":")
     if module not in sys.modules:
         known = module.partition(".")[0] in sys.modules and not module.endswith(".__main__")
-        _require(known, f"{name} is of a module that this program has not imported")
+        _require(known, f"the module of {name} must be imported by this program first")
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = getattr(found, part)
@@ -557,5 +557,5 @@ def _import(name: str, kind: str) -> type:
         or (kind == "dataclass" and dataclasses.is_dataclass(found))
         or (kind == "enum" and issubclass(found, enum.Enum))
     )
-    _require(fits, f"{name} is no {kind}")
+    _require(fits, f"{name} must be a class of kind {kind}")
     return found  # type: ignore[no-any-return]

@@ -11,8 +11,8 @@ a nameless file    what a private cache spills to a disk: it ends with the last 
 a file, disk       what a session spills
 =================  ===========================================================================================
 
-What is in memory (the first two) is trusted: it is as young as the machine's last boot, only this user's
-processes ever wrote to it, and an index word is published after its record. A disk may give back anything.
+What is in memory (the first two) is trusted: it is no older than the machine's last boot, only this user's
+processes wrote to it, and an index word is published after its record. A disk may return anything.
 
 Creating a segment touches its header and nothing else: a 100 GiB one costs microseconds.
 """
@@ -182,9 +182,11 @@ class Segment:
     def _attach(cls, fd: int, where: str | Address, name: str) -> Segment:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise SegmentError(f"{name} is not a usable hotset segment: it is no file.")
+            raise SegmentError(f"{name} is not a usable hotset segment: it must be a regular file.")
         if status.st_uid != os.geteuid() or (isinstance(where, str) and status.st_nlink != 1):
-            raise SegmentError(f"{name} is not safely ours: it has another owner, or another name besides.")
+            raise SegmentError(
+                f"{name} is not safe to use: this user must own it, and it must have no other hard link."
+            )
         if isinstance(where, Address) and status.st_ino != where.inode:
             raise SegmentError(f"{name} is gone: process {where.pid} has another file there now.")
         geometry, nonce = unpack_header(os.pread(fd, HEADER_BYTES, 0), status.st_size, name)
@@ -206,8 +208,8 @@ class Segment:
             os.posix_fallocate(self.fd, offset, length)
         except OSError as error:
             if error.errno in (errno.EBADF, errno.EINVAL):
-                raise  # closed, or nothing that could be reserved: ours
-            return False  # full, failing, read-only by now
+                raise  # closed, or a length that cannot be reserved: a bug
+            return False  # full, failing, or read-only by now
         return True
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -259,7 +261,7 @@ class Segment:
 
 
 def era_of(segment: Segment) -> int | None:
-    """Which clear the segment's content comes after; None while one is under way, or once condemned."""
+    """The era of a segment's content; None during a clear, and once the segment is invalidated."""
     era = int(segment.live[Live.ERA])
     return era if era % 2 == 0 and not segment.live[Live.INVALIDATED] else None
 
@@ -268,7 +270,7 @@ def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:
     """Attach to the segment that lies beside another one, on a disk.
 
     Args:
-        where: the first one's place. Who has that open has the second one open as well.
+        where: the first one's place. A process that has that one open has the second one open as well.
         said: what the first one's metadata say of it: its path, or its inode and nonce if it has no name.
 
     Raises:
@@ -283,7 +285,7 @@ def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:
                 with contextlib.suppress(OSError):
                     if os.stat(f"/proc/{where.pid}/fd/{fd}").st_ino == inode:
                         return Segment.attach(Address(where.pid, int(fd), inode, nonce))
-    raise SegmentError("what it has spilled is out of reach: its process has it open no more.")
+    raise SegmentError("the cache's spill file is out of reach: the process that had it open has closed it.")
 
 
 def _is_in_memory(fd: int) -> bool:
@@ -315,11 +317,13 @@ def _read_metadata(fd: int, geometry: Geometry) -> dict[str, Any]:
         ValueError: they are damaged, or no JSON object.
     """
     if geometry.metadata > _LARGEST_METADATA:
-        raise ValueError("its metadata are longer than any schema")
+        raise ValueError(
+            f"its metadata must be at most {_LARGEST_METADATA:,} bytes, got {geometry.metadata:,}"
+        )
     raw = os.pread(fd, geometry.metadata, HEADER_BYTES)
     if zlib.crc32(raw) != int.from_bytes(os.pread(fd, 4, METADATA_CRC_AT), "little"):
-        raise ValueError("its metadata's checksum does not fit")
+        raise ValueError("its metadata's checksum does not match")
     metadata = json.loads(raw) if raw else {}
     if not isinstance(metadata, dict):
-        raise ValueError("its metadata are no object")
+        raise ValueError("its metadata must be a JSON object")
     return metadata

@@ -1,8 +1,8 @@
-"""Slots: each sample's record has a place of its own, and may be written again.
+"""Slots: each sample's record has a fixed row, and may be overwritten.
 
-Elsewhere in the store a record goes into the next free row and is immutable. Here row ``i`` is that of sample
-``i``: the rows are one strided array, and a sample that is set again is written over the old one. Format,
-claims and room are the store's; what differs is that a reader may now meet a writer in the row it reads.
+In other stores a record goes into the next free row and is immutable. Here row ``i`` belongs to sample ``i``:
+the rows are one strided array, and a sample that is set again overwrites its record. Format, claims and room
+are the store's; but here a reader may read a row while a writer overwrites it.
 
 ::
 
@@ -11,18 +11,18 @@ claims and room are the store's; what differs is that a reader may now meet a wr
        ^                                 │ ^                    │
        └── the writer failed, or died ───┘ └── put, overwrite ──┘
 
-Every record has a generation above the one before in its row, and the index word holds it. So a reader loads
-the word, copies the record, and loads the word again (a seqlock whose counter is the word): the same word
-means that what it copied is whole. Another one means that the sample was written meanwhile, and the reader
-begins anew. It waits, boundedly, for a living writer that is replacing a record, because there the sample
-was present before and will be after; a first record that is still being written is simply not there yet.
+Each record of a row has a higher generation than the one before, and the index word holds it. So a reader
+loads the word, copies the record, and loads the word again (a seqlock whose counter is the word): the same
+word means that the copy is whole. Another word means that the sample was overwritten meanwhile, and the
+reader starts again. It waits, for a bounded time, for a living writer that replaces a record, because the
+sample was present before and will be after; a sample whose first record is being written is absent.
 
 A writer that is killed leaves a claim whose holder is dead: the slot is empty, and the next writer takes it.
-The old record is gone then too; keeping it would cost every slot a second row.
+The old record is lost too; keeping it would cost every slot a second row.
 
-A tail (of samples whose shape varies) is written over the old one if it fits into the run of lines that the
-row owns, and to a new run otherwise; the fourth word of the record's header says how many lines the run has.
-A run that became too short is free again after a clear, as is that of a writer that was killed.
+A tail (of samples whose shape varies) overwrites the old one if it fits into the run of lines that the row
+owns, and goes to a new run otherwise; the fourth word of the record's header holds the length of the run. A
+run that became too short, or that a killed writer had taken, is free again after a clear.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ _OWNED = struct.Struct("<IQ")  # lines of the run, and the tail's place in it
 
 
 class _Run(NamedTuple):
-    """Lines that a row owns for its tail."""
+    """The run of lines that a row owns for its tail."""
 
     first: int
     lines: int
 
 
 class Slots:
-    """Samples at places of their own in one segment, as this process sees them.
+    """Samples in rows of their own in one segment, as this process sees them.
 
     Attributes:
-        store: the segment's room, and the care for it (``check``, ``clear``).
+        store: the segment's room and maintenance (``check``, ``clear``).
         segment: the mapped file.
     """
 
@@ -111,7 +111,7 @@ class Slots:
         return cls(Store.attach(where))
 
     def word(self, sample: int) -> int:
-        """The sample's index word: what tells one record of it from the next."""
+        """The sample's index word, which differs between one record of the sample and the next."""
         return int(self._index[sample])
 
     def present(self) -> npt.NDArray[np.bool_]:
@@ -161,7 +161,7 @@ class Slots:
         return copy if self._index[sample] == word and store.era() == era else None
 
     def _sound(self, sample: int, word: int, copy: Bytes) -> bool:
-        """Whether a copied record is what its writer wrote (where the order of stores is not promised)."""
+        """Whether a copied record is what its writer wrote (for processors that reorder stores)."""
         stride, tail_at, view = self.store.schema.stride, self._tail_at, copy.data
         length, generation, crc = RECORD.unpack_from(view)
         tail_bytes = length - (stride - RECORD_HEADER)
@@ -178,7 +178,7 @@ class Slots:
     def _generation(self, sample: int) -> int:
         """Generation in a row's record header, 0 if nothing was ever written there.
 
-        Read past the mapping: through it, looking at a row that is not there yet would take its memory.
+        Not read through the mapping: touching a row that was never written would allocate its memory.
         """
         at = self.store.segment.geometry.rows_at + sample * self.store.schema.stride
         return int(RECORD.unpack(os.pread(self.store.segment.fd, RECORD_HEADER, at))[1])
@@ -189,8 +189,8 @@ class Slots:
         """Set a sample; returns the index word of its record, or 0 if it was not set.
 
         It is not set if it is set already (without ``overwrite``), if another living process is setting it
-        (with ``overwrite`` that one is waited for, boundedly), or if there is no room. A record that was to
-        be overwritten by one for which there is no room is forgotten, as its owner wants it no longer.
+        (with ``overwrite``, this one waits for a bounded time), or if there is no room. An old record whose
+        replacement has no room is forgotten: it is out of date.
 
         Args:
             sample: its number.
@@ -198,10 +198,10 @@ class Slots:
             overwrite: whether a record that is there may be replaced.
         """
         if self.store.era() is None:
-            self.store.clear()  # what a process began to clear and died over
+            self.store.clear()  # finish the clear of a process that died during it
         if self.store.room.is_full and int(self._index[sample]) < PRESENT:
             return 0
-        # One at a time: a claim of this process's own is then known to be forgotten, over an interrupt.
+        # One thread at a time: a claim that this process holds then was left by an interrupt, and is void.
         with self.store.member.one_thread:
             return self._put(sample, prepared, overwrite)
 
@@ -225,7 +225,7 @@ class Slots:
         return published
 
     def _claim(self, sample: int, overwrite: bool) -> int | None:
-        """Claim the sample; returns the word that it had, or None if it is another's for too long."""
+        """Claim the sample; returns the word that it had, or None if another process keeps it too long."""
         deadline, pause = time.monotonic() + _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS
         while True:
             before = self._claims.take_one(sample, overwrite=overwrite)
@@ -239,7 +239,7 @@ class Slots:
         room, needed = self.store.room, prepared.tail_lines
         if before < PRESENT and not room.place(sample):
             return None
-        if before >= PRESENT and self.store.schema.has_tail:  # a whole record, so what it says is true
+        if before >= PRESENT and self.store.schema.has_tail:  # a whole record, whose header is valid
             lines, place = _OWNED.unpack_from(self.store.rows[sample], RECORD.size - 4)
             if needed <= lines:
                 return _Run(place >> fmt.TAIL_COUNT_BITS, lines)
@@ -250,7 +250,7 @@ class Slots:
         """Write the record; returns the index word that publishes it."""
         segment, schema = self.store.segment, self.store.schema
         geometry, stride = segment.geometry, schema.stride
-        # After a clear rows begin at zero again: the era keeps their words from being those of before.
+        # After a clear rows begin at zero again: the era makes their words differ from those before it.
         generation = max(self._generation(sample), int(segment.live[Live.ERA])) + 1
         generation = generation & fmt.GENERATION_MASK or 1
         size = stride + prepared.tail_lines * fmt.LINE

@@ -1,19 +1,19 @@
 """The second tier: records on a disk, for which memory had no room.
 
-A spill is a segment like any other, with an index and room of its own; the store's index is in charge, and
-says of each sample in which of the two it is. The spill's index says the same of its own records, so that it
-can be checked by itself, and a session that outlives a reboot is made again from it.
+A spill is a segment like any other, with its own index and allocator; the store's index says of each sample
+in which of the two its record is. The spill's index names its own records, so that it can be checked by
+itself, and a session that outlives a reboot is rebuilt from it.
 
-Nothing is read through the mapping: a page fault at a time is slow, and a disk that fails would be SIGBUS.
-The kernel is told of all records of a batch at once, which it then fetches in parallel (and, as the order of
-samples is known, long before they are asked for: :meth:`Spill.announce`), and they are copied from its page
-cache. What memory is free for that, the kernel knows better than a cache of ours would.
+Nothing is read through the mapping: one page fault at a time is slow, and a failing disk would be SIGBUS.
+The kernel is told of all records of a batch at once, reads them in parallel (and, as the order of samples is
+known, long before they are needed: :meth:`Spill.announce`), and they are copied from its page cache. The
+kernel knows better than a cache of hotset's how much memory is free for that.
 
-Of a batch that has records in both tiers the whole is *staged*: its rows side by side in private memory, in
-order, and its tails behind each other. From there on it looks like a segment of its own. A record is verified
-at each read, in its copy, so that what was verified is what is used; a damaged one is forgotten, and read
-from the source again. (To verify it once for each process was the alternative: a page that was dropped from
-memory comes from the disk again, and only the kernel can tell, page by page, before each read.)
+A batch that has records in the second tier is *staged* as a whole: its rows side by side in private memory,
+in order, and its tails one behind the other, as in a segment. A record is verified at each read, in its copy,
+so that what was verified is what is used; a damaged record is forgotten, and read from the source again.
+(Verifying it once in each process was the alternative: a page that was dropped from memory comes from the
+disk again, and only the kernel can tell, page by page, before each read.)
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _AT_ONCE = 4 << 20
 
 
 class _DiskRoom(Allocator):
-    """Room on a disk: what ends it is the disk, and other knobs turn it."""
+    """Allocates room on a disk, which is bounded by the disk; its messages name `spill=`."""
 
     def __init__(self, member: Participant, free: Callable[[], Headroom]) -> None:
         super().__init__(member, free)
@@ -87,7 +87,7 @@ class Spill:
     Args:
         segment: of the same samples and schema as the store's.
         schema: of the samples.
-        keeps_all: whether it gets the records too that memory has room for.
+        keeps_all: whether it also gets the records that memory has room for.
     """
 
     def __init__(self, segment: Segment, schema: Schema, *, keeps_all: bool) -> None:
@@ -103,7 +103,7 @@ class Spill:
         status = os.fstatvfs(self.segment.fd)
         size = status.f_blocks * status.f_frsize
         left = status.f_bavail * status.f_frsize - _margin(size)
-        # Room holds back what the index may still take; here that is on the disk already.
+        # The allocator subtracts what the index may still take; here that is on the disk already.
         return Headroom(left + self.segment.geometry.rows_at, size, "the file system of the spill folder")
 
     @property
@@ -113,7 +113,7 @@ class Spill:
         return self.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
 
     def write(self, samples: Ids, generations: Words, prepared: Sequence[Taken]) -> Words:
-        """Write as many of these records as room is given for at once; their words for the store's index."""
+        """Write as many of these records as are given room at once; returns words for the store's index."""
         tails = [one.tail_lines for one in prepared]
         with self.member.one_thread:
             places = self.room.lend(samples.tolist(), tails)
@@ -132,20 +132,20 @@ class Spill:
         return words | ON_DISK
 
     def announce(self, words: Words) -> None:
-        """Have the kernel fetch the records that these words name, without waiting for them."""
+        """Prefetch the records that these words name: the kernel reads them in the background."""
         stride, rows_at = self.segment.geometry.stride, self.segment.geometry.rows_at
         starts = np.sort(words[words & ON_DISK != 0] & ROW_MASK) * stride + rows_at
         if not len(starts):
             return
         first, last = starts // PAGE, (starts + stride - 1) // PAGE
-        # What lies on neighbouring pages is fetched as one: of tiny rows, many.
+        # Rows on neighbouring pages are fetched as one: of tiny rows, many.
         apart = np.flatnonzero(first[1:] > last[:-1] + 1)
         begins, ends = first[np.append(0, apart + 1)], last[np.append(apart, -1)]
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             self.segment.read_ahead(begin * PAGE, (end + 1 - begin) * PAGE)
 
     def read_rows(self, words: Words, places: Ids, into: Bytes) -> list[int]:
-        """Copy the rows that these words name to these places; returns the places that could not be had."""
+        """Copy the rows that these words name to these places; returns the places that failed."""
         geometry = self.segment.geometry
         rows = words[places] & ROW_MASK
         outside = rows >= geometry.rows
@@ -156,7 +156,7 @@ class Spill:
             return lost + self._read_each(rows, places, into)
         order = np.argsort(rows, kind="stable")
         rows, places = rows[order], places[order]
-        # Tiny rows near each other are read as one: what lies between them costs less than a call.
+        # Tiny rows near each other are read as one: reading the gap costs less than a call.
         cuts = np.flatnonzero(np.diff(rows) * geometry.stride > _NEAR) + 1
         begins, ends = np.append(0, cuts), np.append(cuts, len(rows))
         single = ends - begins == 1
@@ -186,7 +186,7 @@ class Spill:
             some, run = rows[begin:end], np.empty((int(rows[end - 1]) - first + 1, stride), np.uint8)
             if self.segment.read(geometry.rows_at + first * stride, run.reshape(-1).data):
                 into[places[begin:end]] = run[some - first]
-            else:  # one of them, perhaps
+            else:  # perhaps only one of them fails
                 lost += self._read_each(some, places[begin:end], into)
             begin = end
         return lost
@@ -202,13 +202,13 @@ class Spill:
         self.segment.index[sample] = 0
 
     def clear(self) -> None:
-        """Forget every record; the caller has the store's short lock, and nobody has claims."""
+        """Forget every record; the caller holds the store's short lock, and no claim is open."""
         segment, geometry = self.segment, self.segment.geometry
         self.room.reopen()
         segment.index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED]] = 0
-        with contextlib.suppress(OSError):  # a file system without holes: the room is written again
+        with contextlib.suppress(OSError):  # a file system without holes: its blocks are reused
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class StagedBatch:
         """Copy the records; False if one is damaged or cannot be read.
 
         Args:
-            head: how the beginning of a row is laid out that says where its tail is; None without tails.
+            head: :attr:`Schema.head`, which says where a row's tail is; None without tails.
         """
         self.is_loaded = True
         self.rows[self._memory] = self._from[0][self.words[self._memory] & ROW_MASK]
@@ -281,7 +281,7 @@ class StagedBatch:
             self._refuse(int(place), "its record's tail lies outside the segment")
         for place in self._disk:
             first, count = int(tails.first[place]), int(tails.counts[place])
-            # Two places say how long it is: what neither vouches for takes no memory.
+            # Two fields hold the tail's length: memory is allocated only if they agree.
             length, *_ = RECORD.unpack_from(self.rows[place].data)
             size = length - (self.stride - RECORD_HEADER)
             if first + count > limit or not 0 <= count * fmt.LINE - size < fmt.LINE:
@@ -315,9 +315,9 @@ class StagedBatch:
                 self._refuse(place, problem)
 
     def _suspects(self) -> list[int]:
-        """The places of those records from the disk that are to be verified one by one.
+        """The places of the records from the disk that must be verified one by one.
 
-        Of short ones without tails these are the damaged ones, as they are first looked at together.
+        Short records without tails are first verified together; of these, only damaged ones are returned.
         """
         if self.tails is not None or self.stride > _SHORT:
             return self._disk
@@ -340,7 +340,7 @@ class SpillTo:
     Attributes:
         folder: hotset's own folder on the disk, for a nameless file.
         path: a new file there instead; None for a nameless one.
-        keeps_all: whether it gets the records too that memory has room for.
+        keeps_all: whether it also gets the records that memory has room for.
     """
 
     folder: str
@@ -348,7 +348,7 @@ class SpillTo:
     keeps_all: bool = False
 
     def create(self, schema: Schema, samples: int, about: dict[str, Any]) -> Spill:
-        """Make it.
+        """Make the second tier.
 
         Raises:
             OSError: the file cannot be made.
@@ -360,12 +360,12 @@ class SpillTo:
         lines = max(size // fmt.LINE, 1)
         geometry = Geometry(samples, schema.stride, rows, lines, len(metadata))
         folder = None if self.path is not None else self.folder
-        # The disk is the limit; a file of more than that is never written.
+        # The disk is the limit: the file never takes more.
         segment = Segment.create(geometry, metadata, path=self.path, folder=folder, limit=geometry.size)
         return Spill(segment, schema, keeps_all=self.keeps_all)
 
     def said(self, spill: Spill) -> dict[str, Any]:
-        """What the first tier's metadata say of it, by which other processes find it."""
+        """What the first tier's metadata say of the second, so that other processes find it."""
         if self.path is not None:
             return {"path": self.path, "keeps_all": self.keeps_all}
         segment = spill.segment
@@ -377,7 +377,7 @@ def attach_spill(where: str | Address, segment: Segment, schema: Schema) -> Spil
     """Attach to the second tier of a store; None if it has none.
 
     Args:
-        where: the first tier's place. Who has that open has the second one open as well.
+        where: the first tier's place. A process that has it open has the second one open as well.
         segment: the first tier.
         schema: of the samples.
 
@@ -391,5 +391,5 @@ def attach_spill(where: str | Address, segment: Segment, schema: Schema) -> Spil
     ours, theirs = segment.geometry, second.geometry
     if (ours.samples, ours.stride) != (theirs.samples, theirs.stride):
         second.close()
-        raise SegmentError("what it has spilled is another cache's.")
+        raise SegmentError("the cache's spill file is another cache's.")
     return Spill(second, schema, keeps_all=bool(said["keeps_all"]))

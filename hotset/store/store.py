@@ -6,29 +6,28 @@
     read(ids)         present samples: one copy of their rows (and tails) into a recycled block, decoded there
     check()           every record's checksum, every index word, every extent
 
-A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and looks at
+A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and then reads
 the era: only a clear ever gives rows to other samples, it counts the era up before and after, and a reader
-that sees it odd, or changed, forgets its copy. In :mod:`hotset.store.ring`
-rows are used again all the time, and the words are looked at a second time too. What a reader returns is
-always a copy: a user may write to it, and the cache never knows.
+that sees it odd, or changed, discards its copy. In :mod:`hotset.store.ring` rows are used again all the time,
+so the reader also loads the words a second time. What a reader returns is always a copy: a user may write to
+it without changing the cache.
 
-Nothing in here fails because there is no room, a claimant died, or a record is damaged: such samples are
-simply not in the store, and come from the source.
+A full store, a dead claimant or a damaged record is not an error: such samples are not in the store, and come
+from the source.
 
 **Clearing**: every sample forgotten at once, in all processes. Nothing else gives rows to other samples.
 
-A live word, the *era*, counts: it is even while the store may be read, and odd while it is cleared::
+A live word, the *era*, is even while the store may be read, and odd while it is being cleared::
 
     era 2 ──> short lock, and no living claim ──> era 3 ──> words, extents, counters, pages ──> era 4
-              else it is tried again                └── the process died: whoever fills next ends it
+              else the clear is tried again    └── the process died: the next process that fills ends it
 
-*Readers* take no lock. They look at the era before they begin and once they have copied: an odd one, or
-another one, means that what they have is not what they asked for. *Writers* must be done: a record that is
-published after the rows were given anew would lie in somebody else's. So a clear waits until no living
-process has a claim open, and as claims are given under the short lock, none is opened then.
+*Readers* take no lock. They read the era before they begin and after they have copied: if it is odd, or has
+changed, the copy may hold other samples. *Writers* must be done: a record that is published after its row was
+given to another sample would lie in that sample's row. So a clear waits until no living process has an open
+claim; claims are made under the short lock, so none is opened meanwhile.
 
-A store that was *condemned*, because what is in it is not right or its session is gone, is not read either.
-(In a ring rows are used again without a clear, and its readers look at more: :mod:`hotset.store.ring`.)
+A store that was *invalidated*, because its content is wrong or its session is gone, is not read either.
 """
 
 from __future__ import annotations
@@ -67,22 +66,22 @@ _READERS_SECONDS = 2.0
 
 
 class Store:
-    """Samples of one data set in one segment, as this process sees them.
+    """Samples of one dataset in one segment, as this process sees them.
 
     Attributes:
         segment: the mapped file.
         schema: the tree that its samples share.
         index: which index word is whose.
-        filler: brings samples in, and counts what it met.
-        room: what is left for them in memory.
-        soundness: which of them were verified.
+        filler: reads absent samples and stores them; counts them.
+        room: allocates their rows and lines in memory.
+        soundness: verifies records that may be damaged.
         spill: the second tier, on a disk; None if there is none.
         path: of the segment's file; None if it has no name.
     """
 
     _index_type: type[Index] = Index
     _room_type: type[Allocator] = Allocator
-    _is_ring = False  # entered in the metadata, for who attaches and who checks
+    _is_ring = False  # entered in the metadata, for processes that attach or check
 
     def __init__(self, segment: Segment, schema: Schema, spill: Spill | None = None) -> None:
         self.segment = segment
@@ -128,7 +127,7 @@ class Store:
 
         Args:
             schema: of its samples.
-            samples: length of the data set, at least 1.
+            samples: length of the dataset, at least 1.
             limit: bytes that rows and tails may take.
             about: what the metadata says besides the schema (name, fingerprint); JSON's types only.
             path: a new file; a memfd if None.
@@ -174,7 +173,7 @@ class Store:
 
     @property
     def why_full(self) -> str | None:
-        """What stands in the way of more samples, once something did; None otherwise."""
+        """Why no more samples can be stored; None if nothing was refused so far."""
         return self.room.why_full if self.spill is None else self.spill.room.why_full
 
     def has_room(self) -> bool:
@@ -191,8 +190,9 @@ class Store:
         Args:
             ids: sample numbers, each in ``range(len(self))``.
             read: the source and its prefix.
-            keep: return stored samples too. A caller that will copy the batch from the store anyway lets
-                each go as soon as it is stored, so that the next one is read into the same, warm memory.
+            keep: return stored samples too. A caller that copies the batch from the store afterwards passes
+                False: each sample is then freed once it is stored, and the next is read into the same, warm
+                memory.
 
         Returns:
             The samples that this call read, by number; without ``keep`` only those that are not stored.
@@ -205,7 +205,7 @@ class Store:
         return self.filler.fill(ids, read, keep)
 
     def adopt(self, samples: dict[int, Any]) -> None:
-        """Store samples that came from elsewhere, as far as there is room, and nobody is reading them.
+        """Store samples that came from another machine, where there is room and no process is reading them.
 
         Args:
             samples: by number; as the source and its prefix give them, or packed: see
@@ -237,7 +237,7 @@ class Store:
         return common
 
     def read(self, ids: Ids) -> list[Any] | None:
-        """Return copies of these samples, which all must be present; None if one no longer is.
+        """Return copies of these samples; None if one is not present.
 
         The copies lie in one recycled block, which is free again when the last of them is dropped.
         """
@@ -276,19 +276,19 @@ class Store:
         return self._put_together(words, block, starts.tolist())
 
     def placed(self, ids: Ids, words: Words) -> bool:
-        """Whether all of these words, of present samples, name rows that there are; others are forgotten."""
+        """Whether all of these words, of present samples, name existing rows; the others are forgotten."""
         rows = words & self._place
         if int(np.maximum.reduce(rows, initial=0)) < self.segment.geometry.rows:
             return True
         outside = rows >= self.segment.geometry.rows
         if self.spill is not None:
-            outside &= words & fmt.ON_DISK == 0  # the second tier has rows of its own, and looks itself
-        return self._keep(ids, words, outside, "its index word names a row that there is not")
+            outside &= words & fmt.ON_DISK == 0  # the second tier checks its own rows
+        return self._keep(ids, words, outside, "its index word names a row that does not exist")
 
     def inside(self, ids: Ids, words: Words, tails: VariableTails) -> bool:
         """Whether these tails, of records in the first tier, lie in it; those that do not are forgotten.
 
-        Where that may be damaged, they must hold as much as their records' dimensions say, too.
+        In a segment that may be damaged, each tail must also hold what its record's dimensions say.
         """
         outside = tails.outside(self.segment.geometry.lines)
         if outside is not None:
@@ -296,7 +296,7 @@ class Store:
         if self.soundness.verified is None or not self.schema.has_tail:
             return True
         heads, lines = tails.heads, tails.counts
-        if not self.are_common(words):  # what has a form of its own is looked at when that is read
+        if not self.are_common(words):  # other forms are checked when they are read
             common = words & fmt.OWN_FORM == 0
             ids, words, heads, lines = ids[common], words[common], heads[common], lines[common]
         outgrown = self.schema.outgrown(heads, lines)
@@ -305,7 +305,7 @@ class Store:
         return self._keep(ids, words, outgrown, "its record's dimensions are damaged")
 
     def _keep(self, ids: Ids, words: Words, damaged: np.ndarray[Any, np.dtype[np.bool_]], why: str) -> bool:
-        """Forget the damaged ones of these records; whether there are none."""
+        """Forget those of these records that are damaged; True if none is."""
         places = self.index.places(ids)
         for number in np.flatnonzero(damaged).tolist():
             self.soundness.lose(int(places[number]), int(words[number]), why)
@@ -324,12 +324,12 @@ class Store:
         return not int(np.bitwise_or.reduce(words)) & fmt.OWN_FORM
 
     def stage(self, ids: Ids, words: Words) -> StagedBatch:
-        """Make ready to copy these samples' records from both tiers side by side: :class:`StagedBatch`."""
+        """Prepare to copy these samples' records from both tiers: see :class:`StagedBatch`."""
         assert self.spill is not None
         return StagedBatch(self.spill, self.rows, self.lines, ids, words, self._block)
 
     def load(self, staged: StagedBatch) -> bool:
-        """Copy staged records; False if one is damaged, which is forgotten then."""
+        """Copy staged records; False if one is damaged. A damaged record is forgotten."""
         with self.member.reading:
             if self.era() is None:
                 return False
@@ -349,7 +349,7 @@ class Store:
         return self._put_together(words, staged.block, starts.tolist())
 
     def _put_together(self, words: Words, block: Any, tails_at: list[int]) -> list[Any] | None:
-        """The samples of records that were copied, rows first; None if one's own form cannot be read here."""
+        """Build the samples from their copied records; None if a record's own form cannot be read here."""
         if self.are_common(words):
             return self.schema.read(block, 0, tails_at)
         try:
@@ -361,7 +361,7 @@ class Store:
             return None
 
     def announce(self, ids: Ids) -> None:
-        """Say that these samples are wanted soon: what is on the disk is fetched meanwhile."""
+        """Prefetch these samples: the kernel begins to read those of them that are on the disk."""
         if self.spill is not None:
             words = self.words(ids)
             self.spill.announce(words[words >= PRESENT])
@@ -371,12 +371,12 @@ class Store:
         return self.index.words(ids)
 
     def refuse(self, ids: Ids) -> None:
-        """Note that these samples were tried in vain. Here nobody asks; a ring passes over such entries."""
+        """Note that reading these samples failed. Only a ring uses this: its window passes over them."""
 
     def unchanged(self, words: Words, era: int) -> bool:
-        """Whether the records that these words name are still what they were when the words were loaded.
+        """Whether the records that these words name have stayed the same since the words were loaded.
 
-        Asked after a copy was made of them. Here only a clear changes records.
+        Called after the records were copied. In a store that is not a ring, only a clear changes records.
 
         Args:
             words: of present samples.
@@ -385,16 +385,16 @@ class Store:
         return self.era() == era
 
     def era(self) -> int | None:
-        """Which clear the store's content comes after; None while one is under way, or once condemned."""
+        """The era of the store's content; None during a clear, and once the store is invalidated."""
         return era_of(self.segment)
 
     @property
     def invalidated(self) -> bool:
-        """Whether it was found that what is in it is not right, so that nobody reads it any more."""
+        """Whether the store is no longer read, because its content is wrong or its session is gone."""
         return bool(self.segment.live[Live.INVALIDATED])
 
     def invalidate(self) -> bool:
-        """Have nobody read it any more; True for who says so first."""
+        """Stop serving this store. Returns True to the first caller."""
         with self.member.short_lock():
             before = bool(self.segment.live[Live.INVALIDATED])
             self.segment.live[Live.INVALIDATED] = 1
@@ -403,12 +403,12 @@ class Store:
         return not before
 
     def tails(self, rows: Words) -> VariableTails:
-        """Where the tails of these rows lie, and where each goes in a gathered run of lines."""
+        """Where the tails of these rows lie, and where each goes when they are gathered."""
         return VariableTails(self._heads[rows].view(self.schema.head))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the records that are there, over all processes."""
+        """Bytes of all records that all processes have stored."""
         return int(self.segment.slots[:, Slot.STORED_BYTES].sum())
 
     def count_hits(self, count: int) -> None:
@@ -421,7 +421,7 @@ class Store:
             pool = self._scratch = BlockPool(size + size // 4)
         return pool.lend(pool.take())
 
-    # ---- care ----------------------------------------------------------------------------------------
+    # ---- maintenance ---------------------------------------------------------------------------------
 
     def check(self) -> list[str]:
         """Verify every record and every index word; an empty list if all is well."""
@@ -451,10 +451,10 @@ class Clearing:
     """Clears one store on behalf of this process.
 
     Args:
-        member: this process's place in the segment.
-        claims: to know who writes.
-        room: to be given anew.
-        spill: the second tier, cleared too; None if there is none.
+        member: this process's slot in the segment.
+        claims: tells which processes are writing.
+        room: the allocator, whose rows and lines all become free.
+        spill: the second tier, which is cleared too; None if there is none.
     """
 
     def __init__(self, member: Participant, claims: Claims, room: Allocator, spill: Spill | None) -> None:
@@ -478,15 +478,15 @@ class Clearing:
             time.sleep(2e-3)
 
     def finish(self) -> None:
-        """Bring to an end what a process began to clear and died over."""
+        """Finish a clear whose process died during it."""
         live = self._member.segment.live
         with self._member.short_lock() as held:
-            # Who condemned it meanwhile is not to be overruled.
+            # A store that was invalidated meanwhile stays so.
             if held and live[Live.ERA] % 2 and not live[Live.INVALIDATED]:
                 self._forget_everything()
 
     def _forget_everything(self) -> None:
-        """Empty the segment; the caller has the short lock."""
+        """Empty the segment; the caller holds the short lock."""
         segment, geometry = self._member.segment, self._member.segment.geometry
         segment.live[Live.ERA] |= 1
         segment.index[:] = 0

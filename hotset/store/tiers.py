@@ -6,12 +6,12 @@
                                        whether it is a ring, and where the second tier is (spill)
     second    on a disk, if wanted     for records that memory has no room for (hotset.store.spill)
 
-The second is made first, as the metadata of the first name it. A disk where none can be made costs a warning
-and the second tier, nothing else. What cannot be finished leaves no file there: both functions are context
-managers, which undo their work if what is done with the tiers in the block fails.
+The second is made first, as the metadata of the first name it. If it cannot be made, one warning says so, and
+the store has no second tier. Both functions are context managers, which undo their work if the block fails,
+so that no file is left behind.
 
-Who finds a store believes nothing of it: the schema must describe the rows that are there, and the second
-tier must be of the same samples.
+A process that attaches to a store verifies it: the schema must describe the rows, and the second tier must be
+of the same samples.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def new_tiers(
         space: how many rows and lines there may ever be in memory.
         limit: bytes that these may take.
         ring: whether its rows are used again.
-        about: what the metadata say besides; JSON's types only.
+        about: further metadata; JSON's types only.
         path: a new file for the first tier; a memfd if None.
         spill: where the second tier is to be made; None: there is none.
 
@@ -83,17 +83,17 @@ def _create_spill(spill: SpillTo, schema: Schema, samples: int, about: dict[str,
         return spill.create(schema, samples, about)
     except OSError as error:
         warn(
-            f"nothing is spilled to {spill.folder}, and what memory has no room for comes from the source: "
-            f"{error.strerror or error}. Name another folder by `spill=`, or free some."
+            f"nothing is spilled to {spill.folder} ({error.strerror or error}), so samples that memory has "
+            "no room for come from the source. Free space there, or name another folder by `spill=`."
         )
         return None
 
 
 def require_index_room(geometry: Geometry) -> None:
-    """Refuse a segment whose index alone is too much: it is touched wherever samples are asked for.
+    """Refuse a segment whose index alone is too large: any word of it may be touched at any time.
 
     Raises:
-        OSError: there is not so much memory; nothing checks that again.
+        OSError: there is not that much memory; this is not checked again later.
     """
     free = memory.headroom()
     if geometry.rows_at > free.bytes:
@@ -113,7 +113,7 @@ def found_tiers(
     Args:
         where: the first tier's place.
         schema: of its samples, where it is known; read from the metadata if None.
-        ring: whether its rows should be used again.
+        ring: whether it must be a ring.
 
     Raises:
         SegmentError: see :meth:`Segment.attach`, :meth:`Schema.from_json`, :func:`attach_spill`; or it is not
@@ -128,7 +128,7 @@ def found_tiers(
             raise SegmentError("the segment's schema does not describe its rows; `hotset gc` frees it.")
         if segment.metadata.get("ring", False) is not ring:
             raise SegmentError(
-                "of the cache that is there and the one asked for only one has a window; make them agree."
+                "either the existing cache or the requested one has a window, not both; make them agree."
             )
         yield segment, schema, attach_spill(where, segment, schema)
     except BaseException:

@@ -1,8 +1,8 @@
-"""Threads, and how many of them torch uses.
+"""hotset's helper threads, and copies for which torch uses one thread only.
 
-torch runs larger operations on a team of OpenMP threads, whose members spin while they wait for the next
-one: beside a busy process that has cost 400 times what the copying took. So a thread of ours has a team of
-one, and copies in the user's thread are made by it alone.
+torch runs larger operations on a team of OpenMP threads, which spin while they wait for the next operation:
+beside a busy process that took 400 times as long as the copy itself. So hotset's threads use a team of one,
+and its copies in the user's thread run in that thread alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def one_thread(run: Callable[[], T]) -> T:
-    """Return what ``run()`` does, with torch kept to this thread meanwhile.
+    """Return what ``run()`` returns, with torch limited to this thread meanwhile.
 
-    No ``with`` block: whatever Python code ends that, an interrupt may come before its first line, and leave
-    the user's training with one thread. The ``finally`` here begins with a call of C code.
+    Not a context manager: an interrupt may come before the first line of its ``__exit__``, and leave the
+    user's training with one thread. The ``finally`` here begins with a call of C code.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -108,13 +108,13 @@ class HelperThread(Generic[T]):
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._jobs, self._results, self._pending, self._pid = jobs, results, 0, os.getpid()
         at_end = self._at_end
-        threads = torch.get_num_threads()  # asked for now, the caller's own number is fixed
+        threads = torch.get_num_threads()  # this call fixes the caller's own number
         started = threading.Event()
 
         def run() -> None:
             torch.set_num_threads(1)
-            # A thread's number is set from the process-wide default when it first asks: let that happen now,
-            # while the default is ours.
+            # A thread's number is set from the process-wide default at its first call: make that now, while
+            # the default is one.
             torch.get_num_threads()
             started.set()
             _run_jobs(jobs, results)
@@ -124,7 +124,7 @@ class HelperThread(Generic[T]):
 
         threading.Thread(target=run, name=self._name, daemon=True).start()
         started.wait()
-        # The thread has set its own number of threads, and with it the default of threads yet to come.
+        # The thread has set its own number of threads, and with it the default of new threads: restore that.
         torch.set_num_threads(threads)
 
 

@@ -1,4 +1,4 @@
-"""Soundness: a record that may be damaged is verified before it is served, and a damaged one never is.
+"""Verification: a record that may be damaged is verified before it is served; a damaged one never is served.
 
 ========================  ===============================================  ==============================
 where the record is       when it is verified                              a damaged one
@@ -7,16 +7,16 @@ in memory                 never: only its writer wrote there               \\
 in a file on a disk       on this process's first touch, again when its    is not there, for this process
                           index word has changed, and after a minute
 in the second tier        at each read, in the copy that is made of it     is forgotten, and read and
-                          (:class:`hotset.store.spill.StagedBatch`)             stored again
+                          (:class:`hotset.store.spill.StagedBatch`)        stored again
 ========================  ===============================================  ==============================
 
-Wherever it is, index words and the places of tails are looked at at each read, and those that lie outside of
-the segment are damage too (:meth:`Store.placed`). So are dimensions of more than the record, where a disk can
-damage them after they were verified.
+Wherever the record is, its index word and its tail's place are checked at each read; if they point outside
+the segment, the record is damaged (:meth:`Store.placed`). So it is if its dimensions exceed the record, where
+a disk can damage them after they were verified.
 
-Off x86-64, whose order of stores the format rests on, the first two are verified at every read.
+The format relies on x86-64's order of stores; on other processors the first two are verified at every read.
 
-A process tells of the first damaged record that it meets; all of them come from the source.
+A process warns of the first damaged record that it finds; all of them come from the source.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
 
 
 class Verification:
-    """What this process knows of the soundness of one store's records.
+    """Verifies one store's records, and remembers which this process has verified.
 
     Args:
-        member: this process's place in the segment.
+        member: this process's slot in the segment.
         spill: the second tier; None if there is none.
 
     Attributes:
-        verified: the index word under which each sample was found sound; None where nobody need look.
+        verified: the index word under which each sample was found sound; None if none needs verifying.
     """
 
     def __init__(self, member: Participant, spill: Spill | None) -> None:
@@ -62,7 +62,7 @@ class Verification:
             self.verified = np.zeros(self._segment.geometry.samples, np.int64)
 
     def is_sound(self, sample: int, word: int) -> bool:
-        """Whether the record that this index word names is what its writer wrote, as far as is looked at."""
+        """Whether the record that this index word names is what its writer wrote."""
         assert self.verified is not None
         if time.monotonic() > self._begun + _BELIEVED_SECONDS:
             self._begun = time.monotonic()
@@ -73,22 +73,22 @@ class Verification:
         if problem is not None:
             self._damaged += 1
             if self._damaged == 1:
-                warn(f"{problem}; it is read from the source, like all others that are found damaged.")
+                warn(f"{problem}; this sample, and all others found damaged, are read from the source.")
             return False
         if not FULL_CHECK:
             self.verified[sample] = word
         return True
 
     def problem(self, sample: int, word: int) -> str | None:
-        """What is wrong with the record that this index word names, in words; None if it is sound."""
+        """What is wrong with the record that this index word names, as a sentence; None if it is sound."""
         if not word & ON_DISK:
             return record_problem(self._segment, sample, word)
         if self._spill is not None:
             return None  # verified in the copy that is made of it
-        return f"sample {sample}: its index word names a tier that there is not"
+        return f"sample {sample}: its index word names a tier that does not exist"
 
     def forget(self, staged: StagedBatch) -> None:
-        """Forget what was found damaged in a copy from the second tier."""
+        """Forget the records that were found damaged in a copy from the second tier."""
         for sample, word, why in staged.damaged:
             self.lose(sample, word, why)
 
@@ -109,13 +109,13 @@ class Verification:
             warn(f"sample {sample} is damaged {where} ({why}), and is read from the source again.")
 
     def _forget(self, sample: int, word: int) -> bool:
-        """Forget a record; False if it is not there any more."""
+        """Forget a record; False if it has gone already."""
         with self._member.short_lock():
             if era_of(self._segment) is None or int(self._segment.index[sample]) != word:
                 return False
             if word & ON_DISK and self._spill is not None:
                 self._spill.forget(sample)
             self._segment.index[sample] = 0
-            # What it had in its tail is not known any more.
+            # The size of its tail is not known any more.
             self._member.row[Slot.STORED_BYTES] -= self._segment.geometry.stride
             return True

@@ -316,11 +316,11 @@ def test_samples_that_follow_one_another_are_not_placed_alike() -> None:
 @pytest.mark.parametrize(
     ("names", "capacities", "says"),
     [
-        ([], [], "no member has room"),
-        (["a", "b"], [0, 0], "no member has room"),
-        (["a", "b"], [1], "2 names and 1 capacities"),
-        (["a", "b", "a"], [1, 1, 1], "'a' names two members"),
-        (["a", "b"], [1, -2], "a capacity of -2"),
+        ([], [], "above 0, got none"),
+        (["a", "b"], [0, 0], "above 0, got none"),
+        (["a", "b"], [1], "got 2 and 1"),
+        (["a", "b", "a"], [1, 1, 1], "names must differ, got 'a' twice"),
+        (["a", "b"], [1, -2], "got -2"),
     ],
 )
 def test_what_cannot_be_placed_is_said_in_a_sentence(
