@@ -205,14 +205,14 @@ class ActiveWindow:
         if self._background is not None:
             if self._prefill and first:
                 self._fill_first(ring)
-            self._background.ask(self._due(ring))
+            self._background.request(self._due(ring))
 
     def prepare(self, ring: Ring | None, processes: int, context: Any) -> None:
         """Have the samples prepared that are due at the next boundary; see :meth:`begin`."""
         if ring is not None:
             self._start_workers(ring, processes, context)
             if self._background is not None:
-                self._background.ask(self._due(ring))
+                self._background.request(self._due(ring))
 
     def _start_workers(self, ring: Ring, processes: int, context: Any) -> None:
         """Have helpers, if there are none and they will have something to do."""
@@ -261,7 +261,7 @@ class ActiveWindow:
         """Fill the residents before the first epoch, and show how far that is."""
         assert self._background is not None
         wanted = _run(self._here.cursor, self.sizes.resident)
-        self._background.ask(wanted)
+        self._background.request(wanted)
         with counted(self._name, len(wanted), "samples") as show:
             while not (settled := ring.settled(wanted)).all() and not self._background.idle:
                 self.raise_errors()

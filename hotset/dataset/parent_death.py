@@ -1,12 +1,12 @@
-"""The leash: by which the kernel kills children of a process when that dies, however it does.
+"""The parent-death signal: the kernel kills a process's children when it dies, however it dies.
 
-It is a pipe whose only writing end is in the process that made the children. Nothing is ever written to it.
-A child that is tied to it has a reading end with ``O_ASYNC``, so that the kernel sends a signal, here
-SIGKILL, when the last writing end closes; in the midst of a read from a disk that is gone, too.
+It is a pipe whose only writing end is in the parent process. Nothing is ever written to it. A child that arms
+the signal opens the reading end with ``O_ASYNC``, so that the kernel sends it SIGKILL when the last writing
+end closes, even while the child blocks in a read from a disk that is gone.
 
-Rejected: ``PR_SET_PDEATHSIG``, which looks at the *thread* that forked, and that may end long before its
-process; and asking for the parent's id now and then. A read may take a minute; and who first asks when its
-parent has just died takes whoever adopts orphans for its parent, and lives for ever.
+Rejected: ``PR_SET_PDEATHSIG``, which follows the *thread* that forked, and a thread may end long before its
+process. Also rejected: polling the parent's id. A read may take a minute; and a child that polls for the
+first time after its parent died would take the process that adopted it for its parent, and live for ever.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hotset.store.locks import can_reopen
 
 __all__ = ["ParentDeathSignal", "parent_death_signal"]
 
-_GONE = "the process that this one is to die with is gone"
+_GONE = "the parent process is gone"
 
 
 class ParentDeathSignal(NamedTuple):
-    """Where a process's leash is found, while that lives; it pickles.
+    """Where children find the pipe of a process, while that process lives; it pickles.
 
     Example:
-        >>> leash = parent_death_signal()
+        >>> parent = parent_death_signal()
         >>> child = os.fork()
         >>> if child == 0:
-        ...     end = leash.tie()  # from now on it dies with its parent
+        ...     end = parent.arm()  # from now on it dies with its parent
         ...     os._exit(0)
         >>> os.waitpid(child, 0)[1]
         0
@@ -41,12 +41,15 @@ class ParentDeathSignal(NamedTuple):
     fd: int
     inode: int
 
-    def tie(self) -> int:
-        """Have this process die with that one; returns a descriptor that is readable once that is dead.
+    def arm(self) -> int:
+        """Have the kernel kill this process when the parent dies.
+
+        Returns:
+            A descriptor that becomes readable when the parent dies.
 
         Raises:
-            ProcessLookupError: it is gone already.
-            OSError: no descriptor is left, or what it has open is hidden from this process.
+            ProcessLookupError: the parent is gone already.
+            OSError: no descriptor is left, or /proc hides the parent's descriptors.
         """
         try:
             end = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -60,7 +63,7 @@ class ParentDeathSignal(NamedTuple):
         fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(end, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
-        if select.select([end], [], [], 0)[0]:  # before the signal was ordered
+        if select.select([end], [], [], 0)[0]:  # the parent died before the signal was armed
             os.close(end)
             raise ProcessLookupError(_GONE)
         return end
@@ -70,7 +73,7 @@ _ends: tuple[int, int] | None = None
 
 
 def parent_death_signal() -> ParentDeathSignal:
-    """This process's leash, which is made at first use and lasts until its end.
+    """This process as a parent. Its pipe is made at first use, and lasts until the process ends.
 
     Raises:
         OSError: no descriptor is left.
@@ -81,8 +84,8 @@ def parent_death_signal() -> ParentDeathSignal:
     return ParentDeathSignal(os.getpid(), _ends[0], os.fstat(_ends[0]).st_ino)
 
 
-def _let_go() -> None:
-    """Close, in a forked child, the ends that it has inherited: they would hold its siblings alive."""
+def _close_inherited() -> None:
+    """Close the inherited ends in a forked child: with them open, its siblings would outlive the parent."""
     global _ends
     if _ends is not None:
         for end in _ends:
@@ -90,4 +93,4 @@ def _let_go() -> None:
         _ends = None
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -30,6 +30,8 @@ from hotset.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "file_bytes", "remedies", "table"]
 
+# What :mod:`hotset.store.spill` leaves of a disk to others.
+_DISK_RESERVE = "64 MiB or a hundredth of the disk, whichever is more,"
 # A smaller sample is mentioned if it takes at most this share of one at the cut.
 _SMALLER = 0.6
 
@@ -39,22 +41,22 @@ class Plan:
     """What :func:`hotset.cache` decided; ``print(plan)`` shows it, and so do a prompt and a notebook.
 
     Attributes:
-        name: the data set's class, for people.
-        fingerprint: 32 hexadecimal digits that tell source and cached transforms from any other, or the key.
-        rows: the data set and its transforms, in the order in which they are applied: see
+        name: the name of the dataset's class.
+        fingerprint: 32 hexadecimal digits that identify the source and its cached transforms, or the key.
+        rows: the dataset and its transforms, in the order in which they are applied: see
             :class:`~hotset.dataset.cut_search.Row`.
-        samples: length of the data set.
+        samples: the length of the dataset.
         sample_bytes: mean bytes of a record, measured on the samples that were read; 0 if none can be cached.
-        sample_seconds: that reading one takes typically, cached transforms included, in one thread.
-        refused: share of the samples that cannot be cached, 0 to 1, as far as those tell that were read.
-        limit: bytes that the cache may take.
-        window: sizes of the running window; None if all samples are used in each epoch.
-        spill: the folder for samples that memory has no room for; None if there is none.
+        sample_seconds: typical time to read one, cached transforms included, in one thread.
+        refused: the share of samples that cannot be cached, 0 to 1, estimated from those that were read.
+        limit: the bytes that the cache may take.
+        window: the sizes of the running window; None if all samples are used in each epoch.
+        spill: the folder for samples that do not fit into memory; None if there is none.
         audited: whether hits are compared with the source now and then: not where a declaration is believed
             against the evidence.
         notes: sentences about how this was decided.
-        warnings: sentences about what the user should know at once.
-        held: bytes of ``limit`` that other caches of the session hold, or the machine does not have now.
+        warnings: sentences that the user is warned with at once.
+        held: the bytes of ``limit`` that other caches of the session hold, or the machine does not have now.
     """
 
     name: str
@@ -74,17 +76,17 @@ class Plan:
 
     @property
     def cached(self) -> tuple[str, ...]:
-        """Names of what runs once per sample, in order."""
+        """The names of the transforms that run once per sample, in order."""
         return tuple(row.name for row in self.rows if row.cached)
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Names of what runs for each use, in order."""
+        """The names of the transforms that run for each use, in order."""
         return tuple(row.name for row in self.rows if not row.cached)
 
     @property
     def live_seconds(self) -> float:
-        """Seconds that the live transforms take for a sample typically, as far as they were run."""
+        """The typical seconds of the live transforms for a sample, as far as they were run."""
         return sum(row.seconds or 0.0 for row in self.rows if not row.cached)
 
     @property
@@ -94,46 +96,47 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """What all samples that can be cached would take; of a window's, those that are prepared too."""
+        """Bytes of all samples that can be cached; of a window, those that are prepared included."""
         count = self.window.slots if self.window is not None else self.samples
         return round(count * (1.0 - self.refused)) * self.sample_bytes
 
     @property
     def fits(self) -> float:
-        """Share of all samples, or of a window's, that can be cached and have room, 0 to 1."""
+        """The share of all samples, or of a window's, that can be cached and fit, 0 to 1."""
         if not self.total_bytes:
             return 0.0
         return min(1.0, self.room / self.total_bytes) * (1.0 - self.refused)
 
     @property
     def room(self) -> int:
-        """Bytes that the cache may take as things stand."""
+        """The bytes that the cache may take now."""
         return max(self.limit - self.held, 0)
 
     def epoch_seconds(self, *, cached: bool = True) -> float:
-        """What the source and the transforms take in one epoch, in one process with one thread.
+        """The seconds that the source and the transforms take in an epoch, in one process with one thread.
 
         Args:
-            cached: from the second epoch on, with as much cached as fits; else without any cache. What is
-                on the disk counts as cached: how fast that is, nobody has tried.
+            cached: from the second epoch on, with as much cached as fits; otherwise without a cache. Samples
+                on a disk count as cached: the disk's speed is not measured.
         """
         misses = 1.0 if not cached else self.refused if self.spill is not None else 1.0 - self.fits
         return self.used * (misses * self.sample_seconds + self.live_seconds)
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """How many batches an epoch has, the last one counted if it is smaller."""
+        """The number of batches in an epoch, a smaller last one included."""
         return math.ceil(self.used / batch_size)
 
     def epochs_for(self, steps: int, batch_size: int) -> float:
-        """How many epochs that many steps take."""
+        """The number of epochs that this many steps take."""
         return steps / self.steps_per_epoch(batch_size)
 
     def about(self, memory: int | str, cuts: Cuts) -> dict[str, Any]:
-        """What the cache's metadata say of it, as JSON's types, for the ranks that join.
+        """The plan as the cache's metadata hold it for the ranks that join, as JSON types.
 
         Args:
-            memory: what the user asked for.
-            cuts: where the chains are cut."""
+            memory: the user's ``memory=``.
+            cuts: where the chains are cut.
+        """
         found = (
             "name",
             "fingerprint",
@@ -155,7 +158,7 @@ class Plan:
         return {**about, **{field: getattr(self, field) for field in found}}
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON's types; the keys stay what they are.
+        """All of the plan, as JSON types. The keys are stable.
 
         Returns:
             ``name, fingerprint, samples, used, sample_bytes, sample_seconds, limit, held, room, total_bytes,
@@ -181,18 +184,18 @@ class Plan:
         }
 
     def _facts(self) -> list[tuple[str, str]]:
-        """What there is to tell besides the transforms, each with its label."""
+        """The lines below the table of transforms, each with its label."""
         share = "all of them fit" if self.fits >= 1 else f"{self.fits:.0%} of them fit"
         room = format_bytes(self.room)
         if self.held:
             room += f" ({format_bytes(self.limit)} less what others hold)"
         if self.spill is not None and self.room < self.total_bytes:
-            share += f", the others go to {self.spill}"
+            share += f", the others go to {self.spill}, where {_DISK_RESERVE} stay free"
         reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
         after, without = (format_seconds(self.epoch_seconds(cached=cached)) for cached in (True, False))
         epochs = f"{after} of reading and transforming, {without} without the cache (one process, one thread)"
         return [
-            ("data set", f"{self.name}, {self.samples:,} samples"),
+            ("dataset", f"{self.name}, {self.samples:,} samples"),
             ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
             *([("window", self._window_text(self.window))] if self.window is not None else []),
             ("memory", f"{room} for {format_bytes(self.total_bytes)}: {share}"),
@@ -217,7 +220,7 @@ class Plan:
         seen = window.epochs_until_all_seen
         rate = f"{window.replaced:,} are replaced after each epoch"
         if window.auto:
-            rate = f"those that are ready, up to {window.replaced:,}, are replaced after each epoch"
+            rate = f"as many as are ready, up to {window.replaced:,}, are replaced after each epoch"
         when = "the others are never used" if seen is None else f"all are seen after {seen:,} epochs"
         return f"{window.resident:,} of {window.samples:,} samples are resident, {rate}, and {when}"
 
@@ -228,7 +231,7 @@ def _html_row(cells: Sequence[str], tag: str) -> str:
 
 
 def _cells(rows: tuple[Row, ...]) -> list[tuple[str, str, str, str, str]]:
-    """The transforms, a line each, under a heading."""
+    """The transforms, one line each, under a heading."""
     lines = [("", "", "ms", "bytes", "")]
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds * 1e3:.3g}"
@@ -239,7 +242,7 @@ def _cells(rows: tuple[Row, ...]) -> list[tuple[str, str, str, str, str]]:
 
 
 def table(rows: tuple[Row, ...]) -> str:
-    """The transforms, a line each, with the cut between two of them."""
+    """The transforms as text, one line each."""
     lines = _cells(rows)
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     return "\n".join(
@@ -252,12 +255,12 @@ def table(rows: tuple[Row, ...]) -> str:
 
 
 def remedies(plan: Plan, session: Session | None, free: int, files: float | None) -> list[str]:
-    """Sentences about what would help; none if all samples fit, on a disk too, or there is a window.
+    """Sentences about what would make more samples fit; none if all fit, or with a spill or a window.
 
     Args:
-        plan: without them.
-        session: in which the cache is to be.
-        free: bytes of memory that the machine has left.
+        plan: the plan, without these sentences.
+        session: the session of the cache; None for a cache of this job.
+        free: the bytes of memory that the machine has left.
         files: mean bytes of a sample's files; None if that is not known.
     """
     missing = plan.total_bytes - plan.room
@@ -266,24 +269,24 @@ def remedies(plan: Plan, session: Session | None, free: int, files: float | None
     ways = []
     if session is not None:
         needed = format_bytes(session.memory + missing + (missing >> 5))
-        # Sizes in notes are to be typed: "1.5 GiB" is two words in a shell.
+        # The user types this size: "1.5 GiB" would be two words in a shell.
         if missing <= free:
             ways.append(f"`hotset session resize {session.name} --memory {needed.replace(' ', '')}`")
         ways.append("a session with `--spill FOLDER`")
     else:
         if plan.total_bytes <= free:
             ways.append(f'memory="{format_bytes(plan.total_bytes * 1.03)}"')
-        ways.append("spill=, a folder on a disk for the others")
+        ways.append("spill=, a folder on a disk for the samples that do not fit")
         resident = format_bytes(plan.room)
-        ways.append(f'window=hotset.Window(resident="{resident}"), which trains on a part at a time')
+        ways.append(f'window=hotset.Window(resident="{resident}"), which trains on one part at a time')
     return [
-        f"{format_bytes(missing)} are missing for all samples; what would help: {', or '.join(ways)}",
+        f"{format_bytes(missing)} more are needed for all samples; what would help: {', or '.join(ways)}",
         *_smaller(plan, files),
     ]
 
 
 def _smaller(plan: Plan, files: float | None) -> list[str]:
-    """Where samples are smaller than at the cut."""
+    """Sentences about points of the pipeline at which samples are smaller than at the cut."""
     sizes = [
         (row.bytes, number, row.name) for number, row in enumerate(plan.rows) if row.cached and row.bytes
     ]
@@ -293,12 +296,12 @@ def _smaller(plan: Plan, files: float | None) -> list[str]:
     if least < _SMALLER * plan.sample_bytes:
         sentences.append(
             f"after {name} a sample takes {format_bytes(least)}, and {cut} at the cut: with cut={number} "
-            f"{_share(plan, least)} of them fit, and what follows runs for each use"
+            f"{_share(plan, least)} of them fit, and the transforms that follow run for each use"
         )
     if files is not None and files < _SMALLER * min(least, plan.sample_bytes):
         sentences.append(
-            f"the files have {format_bytes(files)} a sample, and what is cached of one has {cut}: of a data "
-            "set that gives the files' bytes, with decoding the first step of transform= and cut=0, "
+            f"the files have {format_bytes(files)} a sample, and what is cached of one has {cut}: if the "
+            "dataset returned the files' bytes, and the first step of transform= decoded them, with cut=0 "
             f"{_share(plan, files)} would fit, and be decoded for each use"
         )
     return sentences
@@ -309,7 +312,7 @@ def _share(plan: Plan, size: float) -> str:
 
 
 def file_bytes(dataset: Any, indices: Sequence[int]) -> float | None:
-    """Mean bytes of the files that belong to these samples; None if that cannot be known.
+    """The mean bytes of these samples' files; None if the dataset does not hold their paths.
 
     Example:
         >>> file_bytes([("/bin/sh", 3)], [0]) == os.stat("/bin/sh").st_size
@@ -326,7 +329,7 @@ def file_bytes(dataset: Any, indices: Sequence[int]) -> float | None:
         paths = {path for each in lists for path in _paths(each[index])}
         try:
             sizes.append(sum(os.stat(path).st_size for path in paths))
-        except (OSError, ValueError):  # a text that is no path
+        except (OSError, ValueError):  # a string that is not a path
             return None
         if not paths:
             return None
@@ -334,7 +337,7 @@ def file_bytes(dataset: Any, indices: Sequence[int]) -> float | None:
 
 
 def _paths(entry: Any) -> list[str]:
-    """What looks like a file's path in an item: itself, or its parts."""
+    """The paths of existing files in an item: the item itself, or its parts."""
     parts = (
         entry.values() if isinstance(entry, dict) else entry if isinstance(entry, (list, tuple)) else [entry]
     )

@@ -1,16 +1,16 @@
 """Planning: what is cached and what stays live, decided once from a few real samples.
 
-:mod:`hotset.dataset.cut_search` decides where the chains are cut. What is before the cut is then read twice:
-a source that moves a random number generator, or gives another sample the second time, would have that one
-draw frozen for all epochs. Where only some of the samples do that, these come from the source in each use, as
-do others that are found later (:mod:`hotset.determinism.draw_watch`).
+:mod:`hotset.dataset.cut_search` decides where the chains are cut. The part before the cut is then run twice
+on each of a few samples: if the source moves a random number generator, or returns another sample the second
+time, a cache would repeat one draw in all epochs. If only some of the samples do that, these come from the
+source for each use, as are others that are found later (:mod:`hotset.determinism.draw_watch`).
 
-If transforms are cached of which nothing was known, these are left live after all; else it is refused, with a
-sentence that says where to put the random part. What the user has declared deterministic is believed.
+If the part before the cut has transforms of unknown structure, these stay live after all; otherwise caching
+is refused, with an error that says where to put the random part. A declaration by the user is believed.
 
-What the plan is *for*, the fingerprint, is taken before any of that: some sources are changed by being read,
-and ranks of one job would not recognise their common cache. The rank that makes the cache puts what it found
-out beside it (:meth:`Plan.about`); the others take that (:func:`joined_plan`) and read nothing.
+The fingerprint is taken before any sample is read: reading changes some sources, and then ranks of one job
+would not find their common cache. The rank that makes the cache stores its findings in the cache's metadata
+(:meth:`Plan.about`); the others take these (:func:`joined_plan`) and read nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PROBE_SECONDS = 1.0
 
 
 class CacheOptions(NamedTuple):
-    """What the user asked :func:`hotset.cache` for."""
+    """The arguments of :func:`hotset.cache`."""
 
     memory: int | str = "auto"
     strict: bool = False
@@ -74,11 +74,11 @@ class PlanResult(NamedTuple):
     """What :func:`make_plan` found out.
 
     Attributes:
-        plan: for people.
-        source: the data set and its chains, cut.
-        cuts: where.
-        schema: of the samples at the cut; None when nothing can be cached.
-        said: what the cache's metadata say besides :meth:`Plan.about`.
+        plan: the plan as shown to the user.
+        source: the dataset and its chains, cut.
+        cuts: where they are cut.
+        schema: the schema of the samples at the cut; None if nothing can be cached.
+        metadata: further metadata of the cache, besides :meth:`Plan.about`.
     """
 
     plan: Plan
@@ -94,19 +94,19 @@ def joined_plan(
     """The plan of a rank that takes a cache which another rank has made; nothing is read.
 
     Args:
-        uncut: the data set and its chains.
-        wanted: what the user asked for; of the memory it is the first rank's word that holds.
-        identity: of the data set.
+        pipeline: the dataset and its chains.
+        options: the user's arguments; for ``memory``, those of the first rank are in effect.
+        identity: the dataset's identity.
         about: the metadata of that cache: see :meth:`Plan.about`.
 
     Raises:
-        SegmentError: what is cached there is something else.
+        SegmentError: the cache is of other samples or other transforms.
     """
     cuts = Cuts.from_json(about["cuts"])
     try:
         source = pipeline.cut(cuts)
-    except ValueError as error:  # another number of transforms
-        raise SegmentError("another chain of transforms is cached there.") from error
+    except ValueError as error:  # the numbers of transforms differ
+        raise SegmentError("the cache is of another chain of transforms.") from error
     rows = _joined_rows(pipeline, [Row(*row) for row in about["rows"]])
     found = identity.fingerprint(pipeline, cuts, source)
     plan = Plan(
@@ -125,12 +125,12 @@ def joined_plan(
         warnings=(),
     )
     if plan.fingerprint != about["fingerprint"]:
-        raise SegmentError("other samples are cached there.")
+        raise SegmentError("the cache is of other samples.")
     whose = "this job" if options.session is None else f"a job in session {options.session.name!r}"
-    notes = [f"process {about['pid']} of {whose} made the cache, and read the samples that decided about it"]
+    notes = [f"process {about['pid']} of {whose} made the cache, and read the samples for this plan"]
     if options.memory not in ("auto", about["memory"]):
         notes.append(
-            f"memory={options.memory!r} is not looked at: it was made with memory={about['memory']!r}"
+            f"memory={options.memory!r} has no effect: the cache was made with memory={about['memory']!r}"
         )
     return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None)
 
@@ -139,7 +139,7 @@ def _joined_rows(pipeline: Pipeline, rows: list[Row]) -> tuple[Row, ...]:
     """The rows of a cache that another rank has made, with this rank's own live transforms.
 
     Raises:
-        SegmentError: other transforms are cached there.
+        SegmentError: the cache is of other transforms.
     """
     live = [
         step for step, row in itertools.zip_longest(pipeline.steps, rows[1:]) if row is None or not row.cached
@@ -149,7 +149,7 @@ def _joined_rows(pipeline: Pipeline, rows: list[Row]) -> tuple[Row, ...]:
     if names == [row.name for row in rows[1:]]:
         return tuple(rows)
     if [row.name for row in kept] != names[: len(kept)]:
-        raise SegmentError("other transforms are cached there.")
+        raise SegmentError("the cache is of other transforms.")
     found = map(verdict_of, live)
     return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
 
@@ -159,9 +159,9 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
 
     Raises:
         NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
-        NotShared: nobody can tell what is cached from anything else, and it is wanted in a session.
+        NotShared: ``session`` was given, but no other process could recognise what is cached.
     """
-    # Or what a transform takes is what torch's threads wait for each other, on a busy machine.
+    # On a busy machine, the time of a transform would be the time that torch's threads wait for each other.
     return one_thread(lambda: _make_plan(pipeline, options, identity))
 
 
@@ -171,8 +171,8 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     limit, warned = _limit(options)
     if declared(dataset) == "nondeterministic":
         raise NotCacheable(
-            f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; "
-            "move its random part to transform=, after the part that may."
+            f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; move its random "
+            "part to transform=, after the part that may be cached."
         )
     held = _held_by_others(options.session, limit)
     choice, source, probed = _decide(pipeline, options, limit - held)
@@ -181,27 +181,29 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
         _judge_batches(dataset, source)
     notes = [*choice.notes, *judged]
     if FULL_CHECK:
-        notes.append("this processor may reorder stores, so every read of the cache is verified, which costs")
+        notes.append(
+            "this processor may reorder stores, so each read of the cache is verified, which costs time"
+        )
     schema = None
     sample_bytes, share = 0, 0.0
     try:
-        # Where a live part follows, samples are read one by one, else gathered: see hotset.store.leaves.
+        # With a live part, samples are read one by one, otherwise in batches: see hotset.store.leaves.
         schema = Schema.infer(probed.samples, as_lies=bool(source.live))
         sample_bytes, refused = _measure(schema, probed.samples)
         if refused:
             share = len(refused) / len(probed.samples)
             notes.append(
                 f"{len(refused)} of the {len(probed.samples)} samples that were read cannot be cached, and "
-                f"come from the source: {refused[0]}"
+                f"come from the source for each use: {refused[0]}"
             )
-    except SchemaMismatch as misfit:
-        warned.append(f"nothing of {name} can be cached, samples come from the source: {misfit}.")
+    except SchemaMismatch as mismatch:
+        warned.append(f"nothing of {name} can be cached, so samples come from the source: {mismatch}.")
     sizes = None
     if options.window is not None:
-        sizes, limit, told = _window(options, len(dataset), sample_bytes, limit)
-        warned += told
+        sizes, limit, sentences = _window(options, len(dataset), sample_bytes, limit)
+        warned += sentences
     rows = choice.rows
-    if len(rows) == 1:  # no transforms, so nothing was measured yet
+    if len(rows) == 1:  # without transforms, nothing was measured yet
         rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
     found = identity.fingerprint(pipeline, choice.cuts, source)
     if found.unknowns and options.session is not None:
@@ -223,15 +225,15 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
         held=held,
     )
     free = machine.headroom().bytes
-    told = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
-    return PlanResult(replace(plan, notes=(*plan.notes, *told)), source, choice.cuts, schema)
+    advice = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
+    return PlanResult(replace(plan, notes=(*plan.notes, *advice)), source, choice.cuts, schema)
 
 
 def _limit(options: CacheOptions) -> tuple[int, list[str]]:
-    """Bytes that the cache may take, and what the user should know about it."""
+    """The bytes that the cache may take, and warnings about them."""
     room, memory = machine.headroom(), options.memory
     if options.session is not None:
-        # What is free now says nothing of what is when later jobs fill it: that is looked at as they do.
+        # Later jobs fill it as well: the memory that is free is checked when they do, and not here.
         most = options.session.memory
         return (most if memory == "auto" else min(own_memory(options), most)), []
     if memory == "auto":
@@ -240,15 +242,15 @@ def _limit(options: CacheOptions) -> tuple[int, list[str]]:
     if limit <= room.bytes:
         return limit, []
     return room.bytes, [
-        f"memory={memory!r} is more than {room.what} has to give, and the machine would swap or kill; the "
-        f"cache takes {format_bytes(room.bytes)} at most. Lower `memory=` or free some."
+        f"memory={memory!r} is more than {room.what} has to give, so the machine would swap or kill; the "
+        f"cache takes {format_bytes(room.bytes)} at most. Lower `memory=` or free some memory."
     ]
 
 
 def _held_by_others(session: Session | None, limit: int) -> int:
-    """Bytes of a cache's limit in a session that are not to be had now; 0 without a session.
+    """Bytes of a cache's limit in a session that are not available now; 0 without a session.
 
-    What caches hold that nobody uses is to be had: they make room.
+    The memory of caches that no process uses is available: they are freed where a cache needs room.
     """
     if session is None:
         return 0
@@ -259,20 +261,20 @@ def _held_by_others(session: Session | None, limit: int) -> int:
 
 
 def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:
-    """The plan of a cache that was found in a session, as things stand there now.
+    """The plan of a cache that was found in a session, with the memory that is available there now.
 
     Args:
-        made: of the cache.
-        session: it.
-        left: bytes that the cache may hold, with what it has.
+        result: the plan of the cache.
+        session: the session.
+        left: bytes that the cache may hold, its present content included.
     """
     plan = replace(result.plan, held=max(result.plan.limit - left, 0))
-    told = remedies(plan, session, machine.headroom().bytes, None)
-    return result._replace(plan=replace(plan, notes=(*plan.notes, *told)))
+    advice = remedies(plan, session, machine.headroom().bytes, None)
+    return result._replace(plan=replace(plan, notes=(*plan.notes, *advice)))
 
 
 def own_memory(options: CacheOptions) -> int:
-    """Bytes that the user gave as ``memory``, which is not ``"auto"``; a share is of what that looks at."""
+    """``memory`` in bytes; it must not be ``"auto"``. A percentage is of the memory that "auto" considers."""
     session = options.session
     whole = machine.headroom().bytes if session is None else session.memory
     return parse_bytes(options.memory, whole=lambda: whole)
@@ -301,8 +303,8 @@ def _window(
     if sizes.resident == samples:
         larger = isinstance(window.resident, int) and window.resident > samples
         note = f"resident={window.resident!r} is more than the {samples:,} samples there are"
-        told = f"{note}, so all are cached and none is replaced; lower it, or leave out window=."
-        return None, limit, [told] if larger else []
+        sentence = f"{note}, so all are cached and none is replaced; lower it, or leave out window=."
+        return None, limit, [sentence] if larger else []
     room = machine.headroom()
     needed = sizes.slots * sample_bytes
     if isinstance(window.resident, str):
@@ -314,22 +316,23 @@ def _window(
 
 def _too_small(sizes: Sizes, needed: int, there: int) -> str:
     return (
-        f"a window of {sizes.resident:,} samples, and {sizes.ahead:,} beside them, takes "
-        f"{format_bytes(needed)}, and there are {format_bytes(there)} for it: what has no room comes from "
-        f"the source, as the machine would swap. Lower `resident=`, or raise `memory=` if there is more."
+        f"a window of {sizes.resident:,} samples, and {sizes.ahead:,} prepared for the next epoch, takes "
+        f"{format_bytes(needed)}, but only {format_bytes(there)} are available: samples that do not fit come "
+        "from the source. Lower `resident=`, or raise `memory=` if there is more."
     )
 
 
 def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutChoice, Source, Probe]:
-    """Cut, and read what is before the cut; anew without what was only probed, if that shows to be random."""
+    """Cut and probe. If the probe finds randomness, do so again with transforms of unknown structure live."""
     if options.window is not None:
-        limit = sys.maxsize  # as many as the user says are resident: smaller samples would not make it more
+        limit = sys.maxsize  # the user gives the number of residents: smaller samples do not raise it
     choice = choose(pipeline, limit, options.strict, options.cut)
     source = pipeline.cut(choice.cuts)
     probed = _probe(source, len(pipeline.dataset))
     if (probed.moved or probed.differs) and choice.probed and options.cut is None:
         choice = choose(pipeline, limit, True, None)
-        note = f"what is only known by its trial stays live, as {(*probed.moved, *probed.differs)[0]}"
+        reason = (*probed.moved, *probed.differs)[0]
+        note = f"transforms that are deterministic only by their trial stay live, as {reason}"
         choice = replace(choice, notes=(*choice.notes, note))
         source = pipeline.cut(choice.cuts)
         probed = _probe(source, len(pipeline.dataset))
@@ -337,13 +340,13 @@ def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutC
 
 
 def _probe(source: Source, length: int) -> Probe:
-    """Read samples spread over the data set twice each, as many as the time allows, at least two.
+    """Read samples spread over the dataset twice each, as many as the time allows, at least two.
 
-    A sample that cannot be read is left out: training may never ask for it. If none can be, the data set's
-    own exception is raised.
+    A sample that cannot be read is left out: training may never ask for it. If none can be read, the
+    dataset's own exception is raised.
     """
     spread = _spread(length)
-    # From both ends inwards: lengths and shapes differ most often there, in sorted data sets.
+    # From both ends inwards: in sorted datasets, lengths and shapes differ most between the ends.
     inwards = sorted(spread, key=lambda place: min(place, length - 1 - place))
     held = (source.dataset, source.prefix)
     timed = Timed(source.read)
@@ -356,51 +359,54 @@ def _spread(length: int) -> list[int]:
 
 
 def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
-    """Refuse what is random and not declared otherwise.
+    """Refuse a random source, unless it is declared deterministic.
 
     Returns:
-        Notes, and whether the user is believed against what was seen.
+        Notes, and whether a declaration is believed against what the probe saw.
 
     Raises:
-        NotCacheable: with what was seen, and what to do.
+        NotCacheable: says what the probe saw, and what to do.
     """
     kind = type(dataset).__name__
-    seen = (*probed.moved, *probed.differs[:2])  # one sample that differs tells as much as eight
+    seen = (*probed.moved, *probed.differs[:2])  # one sample that differs is enough
     read, drawing = len(probed.samples), probed.drawing
     if not seen:
         some = f"the {read} samples that were read twice were" if read > 1 else "the sample that was read was"
         return [f"{some} alike, and no random number generator moved"], False
     if declared(dataset) == "deterministic":
-        told = "declared deterministic, although {}: draws differ from an uncached run"
-        return [told.format(text) for text in seen], True
+        return [
+            f"declared deterministic, although {text}: draws differ from an uncached run" for text in seen
+        ], True
     is_random = _is_random(source.dataset, drawing or (0,))
     if source.prefix and not is_random:
-        told = "the cached transforms are declared, although {}: draws differ from an uncached run"
-        return [told.format(text) for text in seen], True
+        note = (
+            "the cached transforms are declared deterministic, although {}: draws differ from an uncached run"
+        )
+        return [note.format(text) for text in seen], True
     if is_random and 0 < len(drawing) < read and not probed.frozen:
         return [
             f"{len(drawing)} of the {read} samples that were read draw random numbers "
-            f"(sample {drawing[0]}, say: {probed.moved[0]}): such samples come from the source in each use, "
-            "and the others are cached"
+            f"(sample {drawing[0]}, for example: {probed.moved[0]}): such samples come from the source for "
+            "each use, and the others are cached"
         ], False
     raise NotCacheable(
-        f"{kind} gives another sample each time ({'; '.join(seen)}), and caching it would freeze one draw "
-        "for ever. Move the random part to transform=[...], after the part to be cached; or, if the samples "
-        f"are alike in all that matters, declare it: hotset.deterministic({kind})."
+        f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
+        "all epochs. Move the random part to transform=[...], after the part to be cached; or, if the "
+        f"differences do not matter, declare it: hotset.deterministic({kind})."
     )
 
 
 def _judge_batches(dataset: Any, source: Source) -> None:
-    """Refuse a data set whose ``__getitems__``, which torch's loader prefers, gives other samples.
+    """Refuse a dataset whose ``__getitems__``, which torch's loader prefers, returns other samples.
 
-    The cache reads samples one by one. Two at once are compared, as what is worked out of a whole batch is
-    the same for a batch of one.
+    The cache reads samples one by one. A batch of two is compared: what is computed from a whole batch may be
+    right for a batch of one.
 
     Raises:
-        NotCacheable: with what to do.
+        NotCacheable: says what to do.
     """
     inner = source.dataset
-    while type(inner) is Subset:  # it has one, which asks the data set's, where there is one
+    while type(inner) is Subset:  # has a __getitems__ of its own, which calls the dataset's if there is one
         inner = inner.dataset
     if declared(dataset) == "deterministic" or not getattr(inner, "__getitems__", None):
         return
@@ -412,33 +418,33 @@ def _judge_batches(dataset: Any, source: Source) -> None:
         generators.restore()
         together = read(indices)
         alike = not generators.moved() and same(alone, list(together)) is None
-    except Exception:  # one that cannot be read may never be asked for
+    except Exception:  # a sample that cannot be read may never be asked for
         return
     finally:
         generators.restore()
     if not alike:
         kind = type(dataset).__name__
         raise NotCacheable(
-            f"{kind}.__getitems__ gives other samples than {kind}.__getitem__, or draws random numbers; "
-            "torch's loader reads by the first, the cache by the second. Let both give the same, and move "
-            "what is made of a whole batch to collate_fn; or, if the samples are alike in all that matters, "
-            f"declare it: hotset.deterministic({kind})."
+            f"{kind}.__getitems__ returns other samples than {kind}.__getitem__, or draws random numbers; "
+            "torch's loader uses the first, the cache the second. Let both return the same, and move what is "
+            "computed from a whole batch to collate_fn; or, if the differences do not matter, declare it: "
+            f"hotset.deterministic({kind})."
         )
 
 
 def _is_random(dataset: Any, indices: Sequence[int]) -> bool:
-    """Whether the data set itself, without the cached transforms, is random for these samples."""
+    """Whether the dataset itself, without the cached transforms, is random for these samples."""
     read: Callable[[int], Any] = dataset.__getitem__
     alone = probe(read, indices, (dataset,))
     return bool(alone.moved or alone.differs)
 
 
 def _measure(schema: Schema, samples: list[Any]) -> tuple[int, list[SchemaMismatch]]:
-    """Mean bytes of these samples' records, and why those cannot be cached that cannot."""
+    """The mean bytes of these samples' records, and a reason for each sample that cannot be cached."""
     sizes, refused = [], []
     for sample in samples:
         try:
             sizes.append(schema.stride + LINE * forms.prepare(schema, sample).tail_lines)
-        except SchemaMismatch as misfit:
-            refused.append(misfit)
+        except SchemaMismatch as mismatch:
+            refused.append(mismatch)
     return sum(sizes) // max(len(sizes), 1), refused

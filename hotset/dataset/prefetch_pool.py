@@ -1,25 +1,25 @@
-"""Filling in the background: processes that bring samples into a store while the training goes on.
+"""The prefetch pool: processes that read samples into a store while the training goes on.
 
 ::
 
-    main process                         board                               helper, one of several
-    ask(ids)      ── the newest list ──>  ids  ── looked at between chunks ──>  walk them in order:
+    main process                         queue                               worker, one of several
+    request(ids)  ── the newest list ──>  ids  ── read between chunks ───────>  process them in order:
     idle          <── lists done ───────────────────────────────────────────    claim, read, publish
-    raise_errors  <── what was raised ──────────────────────────────────────    give that sample up
+    raise_errors  <── errors ───────────────────────────────────────────────    give the sample up
 
-The user's data set is not thread-safe, and a process with threads should not fork: so the work is done by
-processes, and no thread watches over them. Asking is one write to shared memory
-(:mod:`hotset.dataset.prefetch_queue`). All helpers walk the same list
-(:mod:`hotset.dataset.prefetch_worker`); claims in the store share it out among them.
+The user's dataset is not thread-safe, and a process with threads should not fork: so processes do the work,
+and no thread supervises them. A request is one write to shared memory (:mod:`hotset.dataset.prefetch_queue`).
+All workers process the same list (:mod:`hotset.dataset.prefetch_worker`); claims in the store divide it
+among them.
 
-Each of them may be killed at any time; a claim of the dead is void, and what was published is whole.
+Each worker may be killed at any time: a dead process's claims are void, and published samples are complete.
 
 ==================================  ========================================================================
-a helper is killed, or crashes      the next :meth:`PrefetchPool.ask` starts another; one warning
-a helper fails before it begins     it would fail each time: nothing is filled any more; one warning
-the main process dies, however      the kernel kills the helpers, in the midst of a read too
-the main process is forked          the child's copy is as if it had never been asked
-``close()``, garbage, the end       the helpers are killed, whatever they are at
+a worker is killed, or crashes      the next :meth:`PrefetchPool.request` starts another; one warning
+a worker fails before it begins     it would fail each time: nothing is prefetched any more; one warning
+the main process dies, however      the kernel kills the workers, even while they block in a read
+the main process is forked          the child's copy is as if no request had been made
+``close()``, garbage, the end       the workers are killed, whatever they do
 ==================================  ========================================================================
 """
 
@@ -35,7 +35,7 @@ import torch.multiprocessing
 
 from hotset._warnings import warn
 from hotset.dataset.prefetch_queue import PrefetchQueue
-from hotset.dataset.prefetch_worker import NOT_BEGUN, Carried, Read, helper_process
+from hotset.dataset.prefetch_worker import NOT_BEGUN, Carried, Read, worker_process
 from hotset.store.claims import Ids
 from hotset.store.store import Store
 
@@ -45,14 +45,14 @@ _JOIN_SECONDS = 5.0
 
 
 class PrefetchPool:
-    """Helper processes that fill a store. Nothing is started before the first :meth:`ask`.
+    """Worker processes that fill a store. None is started before the first :meth:`request`.
 
-    It is used by one thread at a time. A forked child that asks begins anew, with helpers of its own.
+    One thread may use it at a time. A forked child that makes a request starts workers of its own.
 
     Args:
-        store: what to fill. Helpers that are forked inherit it, others attach to its memory.
-        read: gives the sample of a number (an id of the store); it runs in the helpers only.
-        processes: how many helpers there are, at least 1.
+        store: the store to fill. Forked workers inherit it, others attach to its memory.
+        read: returns the sample of a sample id; it runs in the workers only.
+        processes: the number of workers, at least 1.
         context: a multiprocessing context, or its name; None for torch's default, as in a DataLoader.
 
     Raises:
@@ -63,13 +63,13 @@ class PrefetchPool:
         >>> from hotset.store.schema import Schema
         >>> rows = torch.arange(8.0).view(4, 2)
         >>> store = Store.create(Schema.infer([rows[0]], as_lies=False), samples=4, limit=1 << 20, about={})
-        >>> background = PrefetchPool(store, rows.__getitem__, processes=1)
-        >>> background.ask(np.arange(4))  # returns at once
-        >>> while not background.idle:
+        >>> pool = PrefetchPool(store, rows.__getitem__, processes=1)
+        >>> pool.request(np.arange(4))  # returns at once
+        >>> while not pool.idle:
         ...     time.sleep(0.01)
         >>> store.holds(), store.read(np.array([3]))
         (True, [tensor([6., 7.])])
-        >>> background.close()
+        >>> pool.close()
         >>> store.close()
     """
 
@@ -78,70 +78,70 @@ class PrefetchPool:
         self._context: Any = (
             torch.multiprocessing.get_context(context) if isinstance(context, str) else context
         )
-        self._board: PrefetchQueue | None = None
-        self._helpers: dict[int, Any] = {}
-        self._hopeless = self._told = False
-        _backgrounds.add(self)
+        self._queue: PrefetchQueue | None = None
+        self._workers: dict[int, Any] = {}
+        self._failed = self._warned = False
+        _pools.add(self)
 
-    def ask(self, ids: Ids) -> None:
-        """Say which samples are wanted now, in this order; what was asked for before is dropped.
+    def request(self, ids: Ids) -> None:
+        """Have these samples read, in this order; an earlier request is dropped.
 
-        Starts the helpers at first use, and anew those that have died since.
+        Starts the workers at first use, and restarts those that have died since.
 
         Args:
-            ids: numbers of samples, int64; those that are in the store already cost nothing.
+            ids: sample ids, int64; those that are in the store already cost nothing.
 
         Warns:
-            HotsetWarning: a helper has died, or none can be started.
+            HotsetWarning: a worker has died, or none can be started.
 
         Raises:
             IndexError: the store has no such sample.
         """
-        self._bury_the_dead()
-        if self._hopeless:
+        self._reap_dead()
+        if self._failed:
             return
         wanted = len(ids) > 0 and not self._store.holds(ids)
         try:
-            if self._board is None:
-                self._board = PrefetchQueue.create(self._processes)
-            self._board.post(ids)
+            if self._queue is None:
+                self._queue = PrefetchQueue.create(self._processes)
+            self._queue.post(ids)
             if wanted:
-                self._start_helpers(self._board)
+                self._start_workers(self._queue)
         except Exception as error:
-            # A script without a main guard runs again in each helper that is spawned, and must end there.
+            # A script without a main guard runs again in each spawned worker, and must end there.
             if getattr(multiprocessing.current_process(), "_inheriting", False):
                 raise
-            why = f"No helper can be started: {type(error).__name__}: {error}. {self._advice(error)}"
+            why = f"No prefetch worker can be started: {type(error).__name__}: {error}. {self._advice(error)}"
         else:
             return
         self._give_up(why)
 
     def raise_errors(self) -> None:
-        """Raise, once, what ``read`` has raised in a helper; the traceback there is in the message.
+        """Raise, once, what ``read`` has raised in a worker; its traceback is in the message.
 
-        That sample was given up, and the helper has gone on. Each helper keeps one error until it is raised
-        here, and lets go of those that follow meanwhile. Costs a microsecond or two where there is none.
+        The worker has given that sample up and gone on. Each worker keeps one error until it is raised here,
+        and drops those that follow meanwhile. Costs a microsecond or two if there is no error.
         """
-        error = self._board.take_error() if self._board is not None else None
+        error = self._queue.take_error() if self._queue is not None else None
         if error is not None:
             error.reraise()  # type: ignore[no-untyped-call]
 
     @property
     def idle(self) -> bool:
-        """Whether no helper has anything left to do. One that has died has not."""
-        board = self._board
-        return board is None or all(
-            board.done[number] == board.number or not helper.is_alive()
-            for number, helper in self._helpers.items()
+        """Whether no worker has anything left to do, a dead one included."""
+        queue = self._queue
+        return queue is None or all(
+            queue.done[number] == queue.number or not worker.is_alive()
+            for number, worker in self._workers.items()
         )
 
     def close(self) -> None:
-        """Kill the helpers, and return once they are gone. It may be called again, and in a forked child."""
-        helpers, self._helpers = self._helpers, {}
-        for helper in helpers.values():
-            helper.kill()
-        for helper in helpers.values():
-            _reap(helper)
+        """Kill the workers, and return once they are gone. May be called again, and in a forked child."""
+        workers, self._workers = self._workers, {}
+        for worker in workers.values():
+            worker.kill()
+        for worker in workers.values():
+            _reap(worker)
         self._forget()
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
@@ -149,77 +149,79 @@ class PrefetchPool:
         with suppress(Exception):
             self.close()
 
-    def _start_helpers(self, board: PrefetchQueue) -> None:
-        context = self._context or torch.multiprocessing  # whose default its first use settles, not sooner
+    def _start_workers(self, queue: PrefetchQueue) -> None:
+        context = self._context or torch.multiprocessing  # its default is set at its first use, not sooner
         for number in range(self._processes):
-            if number in self._helpers:
+            if number in self._workers:
                 continue
-            board.done[number] = NOT_BEGUN
-            helper = context.Process(
-                target=helper_process,
-                args=(board.address, number, Carried(self._store), self._read),
+            queue.done[number] = NOT_BEGUN
+            worker = context.Process(
+                target=worker_process,
+                args=(queue.address, number, Carried(self._store), self._read),
                 name=f"hotset-fill-{number}",
                 daemon=True,
             )
-            helper.start()
-            self._helpers[number] = helper
+            worker.start()
+            self._workers[number] = worker
 
-    def _bury_the_dead(self) -> None:
-        for number, helper in list(self._helpers.items()):
-            if helper.is_alive():
+    def _reap_dead(self) -> None:
+        for number, worker in list(self._workers.items()):
+            if worker.is_alive():
                 continue
-            assert self._board is not None
-            code, begun = helper.exitcode, self._board.done[number] != NOT_BEGUN
-            _reap(self._helpers.pop(number))
+            assert self._queue is not None
+            code, begun = worker.exitcode, self._queue.done[number] != NOT_BEGUN
+            _reap(self._workers.pop(number))
             if code > 0 and not begun:
-                self._give_up("A helper failed before it began, and what it wrote to stderr says why.")
+                self._give_up("A prefetch worker failed before it began; its output on stderr says why.")
                 return
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            self._tell(
-                f"A helper that fills the cache in the background died ({how}); it is started again. If the "
-                "kernel killed it for want of memory, lower `memory=`."
+            self._warn(
+                f"A prefetch worker, which fills the cache in the background, died ({how}); it is started "
+                "again. If the kernel killed it because memory ran out, lower `memory=`."
             )
 
     def _give_up(self, why: str) -> None:
         self.close()
-        self._hopeless, self._told = True, False
-        self._tell(f"{why} Nothing is filled in the background: samples are read when they are needed.")
+        self._failed, self._warned = True, False
+        self._warn(f"{why} Nothing is prefetched any more: samples are read when they are needed.")
 
-    def _tell(self, sentence: str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, sentence: str) -> None:
+        if not self._warned:
+            self._warned = True
             warn(sentence)
 
     def _advice(self, error: Exception) -> str:
         if isinstance(error, OSError):
             return "Look at the limits of this shell (`ulimit -a`)."
         if multiprocessing.current_process().daemon:
-            return "Helpers are started by the process that trains, and not by a worker."
+            return "Only the process that trains can start prefetch workers, and not a loader's worker."
         return (
-            "A start method other than fork pickles the data set: define what it holds at the top level of a "
+            "A start method other than fork pickles the dataset: define what it holds at the top level of a "
             'module, or pass `multiprocessing_context="fork"`.'
         )
 
     def _forget(self) -> None:
-        """Let go of the board, and in a forked child of helpers that are not its own."""
-        self._helpers = {}
-        board, self._board = self._board, None
-        if board is not None:
-            board.close()
+        """Drop the queue, and in a forked child the workers, which are not its own."""
+        self._workers = {}
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.close()
 
 
-_backgrounds: weakref.WeakSet[PrefetchPool] = weakref.WeakSet()
+_pools: weakref.WeakSet[PrefetchPool] = weakref.WeakSet()
 
 
 def _forget_inherited() -> None:
-    for background in list(_backgrounds):
-        background._forget()
+    for pool in list(_pools):
+        pool._forget()
 
 
 os.register_at_fork(after_in_child=_forget_inherited)
 
 
-def _reap(helper: Any) -> None:
-    helper.join(_JOIN_SECONDS)
-    if helper.exitcode is not None:  # else it hangs in the kernel, over a disk that is gone, say
-        helper.close()
+def _reap(worker: Any) -> None:
+    worker.join(_JOIN_SECONDS)
+    if (
+        worker.exitcode is not None
+    ):  # else it hangs in the kernel, for example in a read from a disk that is gone
+        worker.close()

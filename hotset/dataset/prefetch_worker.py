@@ -1,11 +1,12 @@
-"""A helper: one of the processes that bring samples into a store while the training goes on.
+"""A prefetch worker: one of the processes that read samples into a store while the training goes on.
 
-It walks the newest list on the board in order: claim, read, publish. Claims in the store share samples out
-among helpers, loader workers and other ranks. What others have claimed is passed over, and looked at again at
-the end: they may die, or give up. A sample that raises, or cannot be stored, is given up for this list; what
-it raised is reported on the board.
+It processes the queue's newest list in order: claim, read, publish. Claims in the store divide the samples
+among prefetch workers, loader workers and other ranks. Samples that another process has claimed are skipped,
+and looked at again at the end: that process may die, or give up. A sample that raises, or cannot be stored,
+    is
+given up for this list; its error is reported in the queue.
 
-It comes after the training in everything, and is killed when its work is over, or its parent is: see
+The training has priority over the worker, which is killed when its work or its parent ends: see
 :mod:`hotset.dataset.prefetch_pool`, which starts it.
 """
 
@@ -30,22 +31,23 @@ from hotset.store.format import CLAIMED, PRESENT
 from hotset.store.memory_limits import keep_freed_memory
 from hotset.store.store import Store
 
-__all__ = ["NOT_BEGUN", "Carried", "Read", "helper_process"]
+__all__ = ["NOT_BEGUN", "Carried", "Read", "worker_process"]
 
 Read = Callable[[int], Any]
 
-NOT_BEGUN = -1  # what the board has of a helper that is being started
-# Training comes first; but with less than this share of a busy core a window would hardly move.
+NOT_BEGUN = -1  # a worker's entry in the queue while it is being started
+# The training has priority; but at a lower one than this a window would hardly move on a busy core.
 _NICE = 5
-# A helper claims what takes it about this long. It is what a store's filler claims at once: of more, others
-# would claim a part meanwhile, and be waited for. It is also how soon a newer list is noticed.
+# A worker claims samples for about this time, as a store's filler does at once: of more, other processes
+# would claim a part meanwhile, and the worker would wait for them. A newer list is noticed after this time,
+# too.
 _CHUNK_SECONDS = 8e-3
 _LARGEST_CHUNK = 64
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
 class Carried:
-    """A store on its way into a helper: a fork inherits it; pickled, it is attached to anew."""
+    """A store as an argument of a worker process: a fork inherits it; a spawned process attaches to it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -59,58 +61,60 @@ class Carried:
         self.store.filler.watch = watch
 
 
-def helper_process(address: QueueAddress, number: int, carried: Carried, read: Read) -> None:
-    """What a helper process runs, until it is killed."""
-    board = PrefetchQueue.attach(address)
-    _settle_in()
-    helper = _Helper(board, number, carried.store, read)
-    board.done[number] = 0
+def worker_process(address: QueueAddress, number: int, carried: Carried, read: Read) -> None:
+    """The main function of a worker process, which runs until it is killed."""
+    queue = PrefetchQueue.attach(address)
+    _set_up_process()
+    worker = _Worker(queue, number, carried.store, read)
+    queue.done[number] = 0
     pause = _SHORTEST_PAUSE
     while True:
-        found = board.newest() if board.number != board.done[number] else None
+        found = queue.newest() if queue.number != queue.done[number] else None
         if found is None:
-            board.pause(pause)
+            queue.pause(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         else:
-            helper.bring(*found)
-            board.done[number] = found[0]
+            worker.fill(*found)
+            queue.done[number] = found[0]
             pause = _SHORTEST_PAUSE
 
 
-def _settle_in() -> None:
-    """Make this process a helper, which comes after the training in everything."""
-    torch.set_num_threads(1)  # first: after a fork the team's other threads are missing, and waited for
+def _set_up_process() -> None:
+    """Prepare this process: lower its priority, ignore inherited signal handlers, seed the generators."""
+    torch.set_num_threads(
+        1
+    )  # first: torch would wait for the pool's other threads, which a fork does not copy
     for each in signal.valid_signals():
-        # Handlers that were inherited (for Ctrl-C, a scheduler's warning) do their work in the main process.
+        # Inherited handlers (for Ctrl-C, a scheduler's warning) are for the main process.
         if callable(signal.getsignal(each)):
             signal.signal(each, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how a data set's children end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how a dataset's children end
     os.nice(_NICE)
     keep_freed_memory()
-    gc.freeze()  # what was inherited is not this process's to finalise, nor to copy by touching it
+    gc.freeze()  # do not finalise inherited objects, and do not copy their pages by touching them
     random.seed()
     np.random.seed()
     torch.default_generator.seed()
 
 
-class _Helper:
-    """Walks lists, in one process."""
+class _Worker:
+    """Processes lists, in one process."""
 
-    def __init__(self, board: PrefetchQueue, number: int, store: Store, read: Read) -> None:
-        self._board, self._number, self._store, self._source = board, number, store, read
+    def __init__(self, queue: PrefetchQueue, number: int, store: Store, read: Read) -> None:
+        self._queue, self._number, self._store, self._source = queue, number, store, read
         store.filler.ahead = True
-        self._seconds = 0.0  # mean time that a sample takes, 0 until known
-        # What is being filled: number of the list, and samples with their places in it.
-        self._list, self._places = 0, dict[int, int]()
+        self._seconds = 0.0  # mean time per sample, 0 until known
+        # What is being filled: the number of the list, and for each sample its position in the list.
+        self._list, self._positions = 0, dict[int, int]()
 
-    def bring(self, number: int, ids: Ids) -> None:
-        """Bring the samples of this list into the store, as far as there is room and they can be read.
+    def fill(self, number: int, ids: Ids) -> None:
+        """Read the samples of this list into the store, as far as there is room and they can be read.
 
         Returns at once when there is a newer list.
         """
-        self._store.room.reopen()  # where there was none for an earlier list, the window has moved since
-        left = np.sort(np.unique(ids, return_index=True)[1])  # places in the list
+        self._store.room.reopen()  # an earlier list may have found it full; the window has moved since
+        left = np.sort(np.unique(ids, return_index=True)[1])  # positions in the list
         pause = _SHORTEST_PAUSE
         while len(left := self._absent(number, ids, left)):
             read = False
@@ -119,84 +123,87 @@ class _Helper:
                 while len(look := self._free(number, ids, look)):
                     self._fill(number, ids, self._share(look))
                     read = True
-                    if self._board.number != number:
+                    if self._queue.number != number:
                         return
-                    if self._in_vain:  # nobody needs to wait for the others either
+                    if self._is_futile:  # nor can the processes that hold the other claims store anything
                         self._store.refuse(ids[left])
                         return
             if not read:  # all that is left is claimed by others
-                self._board.pause(pause)
+                self._queue.pause(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
-                if self._board.number != number:
+                if self._queue.number != number:
                     return
 
     @property
-    def _in_vain(self) -> bool:
-        """Whether nothing that is read could be stored: there is no room, or no slot to claim with."""
+    def _is_futile(self) -> bool:
+        """Whether nothing can be stored: the store is full, or this process has no slot to claim with."""
         return self._store.room.is_full or self._store.member.slot < 0
 
     def _share(self, free: Ids) -> Ids:
-        """Those of these places that are this helper's to read next.
+        """Those of these positions that this worker is to read next.
 
-        Helpers that look at one moment must not all want the same, and then wait for each other (that took a
-        seventh of three helpers' time): the second begins where the first will have got to, and so on.
+        Workers that look at the same moment must not claim the same samples, and then wait for each other
+        (that took a seventh of three workers' time): the second begins where the first will end, and so on.
         """
         most = int(_CHUNK_SECONDS / self._seconds) if self._seconds else 1
         chunk = max(1, min(most, _LARGEST_CHUNK))
         mine = free[self._number * chunk :][:chunk]
         return mine if len(mine) else free[:chunk]
 
-    def _absent(self, number: int, ids: Ids, places: Ids) -> Ids:
-        """Those of these places whose samples are to be brought, and not given up."""
-        places = places[self._store.index.missing(ids[places])]
-        return places[~self._board.given_up(number, places)] if len(places) else places
+    def _absent(self, number: int, ids: Ids, positions: Ids) -> Ids:
+        """Those of these positions whose samples are missing, and not given up."""
+        positions = positions[self._store.index.missing(ids[positions])]
+        return positions[~self._queue.given_up(number, positions)] if len(positions) else positions
 
-    def _free(self, number: int, ids: Ids, places: Ids) -> Ids:
-        """Those of the absent ones that nobody alive is reading."""
-        places = self._absent(number, ids, places)
-        words = self._store.words(ids[places])
+    def _free(self, number: int, ids: Ids, positions: Ids) -> Ids:
+        """Those of the missing ones that no living process has claimed."""
+        positions = self._absent(number, ids, positions)
+        words = self._store.words(ids[positions])
         read = [word for word in set(words.tolist()) if CLAIMED <= word < PRESENT and self._is_open(word)]
-        return places[~np.isin(words, read)] if read else places
+        return positions[~np.isin(words, read)] if read else positions
 
     def _is_open(self, word: int) -> bool:
         return self._store.filler.claims.is_open(word)
 
-    def _fill(self, number: int, ids: Ids, places: Ids) -> None:
-        """Read the samples at these places; those that raise, or cannot be stored, are given up."""
-        self._list, self._places = number, dict(zip(ids[places].tolist(), places.tolist(), strict=True))
+    def _fill(self, number: int, ids: Ids, positions: Ids) -> None:
+        """Read the samples at these positions; those that raise, or cannot be stored, are given up."""
+        self._list, self._positions = (
+            number,
+            dict(zip(ids[positions].tolist(), positions.tolist(), strict=True)),
+        )
         start = time.perf_counter()
-        in_vain: Iterable[int] = ()
+        unstored: Iterable[int] = ()
         try:
-            in_vain = self._store.fill(ids[places], self._read, keep=False)
-            # One that draws, where that could not be put down, would be read for ever.
-            for place in self._absent(number, ids, places).tolist():
-                self._board.give_up(number, place)
+            unstored = self._store.fill(ids[positions], self._read, keep=False)
+            # A sample that draws, if that could not be recorded, would be read for ever.
+            for position in self._absent(number, ids, positions).tolist():
+                self._queue.give_up(number, position)
         except _GivenUp:
-            self._store.refuse(ids[places][self._board.given_up(number, places)])
-        except Exception:  # of the store's own
+            self._store.refuse(ids[positions][self._queue.given_up(number, positions)])
+        except Exception:  # raised by the store itself
             self._report()
-            in_vain = self._places
-        each = (time.perf_counter() - start) / len(places)
+            unstored = self._positions
+        each = (time.perf_counter() - start) / len(positions)
         self._seconds = 0.9 * self._seconds + 0.1 * each if self._seconds else each
-        for sample in in_vain:
-            self._board.give_up(number, self._places[sample])
+        for sample in unstored:
+            self._queue.give_up(number, self._positions[sample])
 
     def _read(self, sample: int) -> Any:
-        """Read a sample that is claimed, unless another helper has tried, after it was looked at here."""
-        place = self._places[sample]
-        if self._board.given_up(self._list, np.array([place])).all():
+        """Read a claimed sample, unless another worker has given it up since this one looked."""
+        position = self._positions[sample]
+        if self._queue.given_up(self._list, np.array([position])).all():
             raise _GivenUp
         try:
             return self._source(sample)
         except Exception:
             self._report()
-            self._board.give_up(self._list, place)  # before the claim on it ends
+            self._queue.give_up(self._list, position)  # before the claim on it ends
             raise _GivenUp from None
 
     def _report(self) -> None:
-        where = f"in helper process {os.getpid()}, which fills the cache"
-        self._board.report(self._number, ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
+        where = f"in prefetch worker {os.getpid()}, which fills the cache"
+        self._queue.report(self._number, ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
 
 
 class _GivenUp(Exception):
-    """This sample was tried in vain, and is not to be tried again."""
+    """A worker has given this sample up; it is not to be tried again."""

@@ -435,11 +435,11 @@ class WorkerInit:
 
     def __init__(self, user: Callable[[int], None] | None) -> None:
         self.user = user
-        self._leash = parent_death_signal()
+        self._parent = parent_death_signal()
 
     def __call__(self, worker: int) -> None:
         try:
-            self._leash.tie()
+            self._parent.arm()
         except ProcessLookupError:
             os._exit(1)
         except OSError:  # no descriptor is left, say: it is torch's own again

@@ -339,7 +339,7 @@ def test_a_cut_that_cannot_be_is_an_error_and_not_another_cut() -> None:
     ):
         found = failure(lambda: hotset.cache(source, transform=chain, cut=cut))  # noqa: B023
         assert found.kind is hotset.ArgumentError
-        assert f"cut={cut} cannot be" in found.text
+        assert f"cut={cut} is not possible" in found.text
         assert is_a_sentence(found.text), found.text
 
 

@@ -45,7 +45,7 @@ def test_room_that_others_hold_is_not_room() -> None:
             text = str(second.plan)
             assert "all of them fit" not in text
             assert "less what others hold" in text
-            assert "are missing for all samples" in text
+            assert "more are needed for all samples" in text
             assert "`hotset session resize a --memory" in text
             assert 0.2 < second.plan.fits < 0.8
             for i in range(N):
@@ -53,7 +53,7 @@ def test_room_that_others_hold_is_not_room() -> None:
             assert abs(second.stats().cached / N - second.plan.fits) < 0.15
             with hotset.cache(Numbers(2), session="a") as joined:
                 assert abs(joined.plan.fits - second.plan.fits) < 0.15
-                assert "are missing for all samples" in str(joined.plan)
+                assert "more are needed for all samples" in str(joined.plan)
         with hotset.cache(Numbers(1), session="a") as again:
             assert again.plan.fits == 1  # what it holds itself is its own
     with hotset.cache(Numbers(3), session="a") as third:
@@ -67,9 +67,11 @@ def test_what_would_help_comes_with_figures(tmp_path: Path) -> None:
     assert "window=hotset.Window(resident=" in text
     assert 'memory="' in text
     with hotset.cache(Numbers(1), memory=ALL // 2, spill=tmp_path / "spill") as cached:
-        assert "missing" not in str(cached.plan)
+        text = str(cached.plan)
+        assert "what would help" not in text
+        assert "64 MiB or a hundredth of the disk, whichever is more, stay free" in text
     with hotset.cache(Numbers(1), memory=2 * ALL) as cached:
-        assert "missing" not in str(cached.plan)
+        assert "what would help" not in str(cached.plan)
 
 
 class Files(Dataset[Any]):
@@ -95,7 +97,7 @@ def test_files_that_are_smaller_than_what_is_cached_are_named(tmp_path: Path) ->
     with hotset.cache(dataset, memory=N * 10_000 // 4) as cached:
         text = str(cached.plan)
     assert "the files have 500 B a sample" in text
-    assert "cut=0, 100% would fit" in text
+    assert "cut=0 100% would fit" in text
     for path, _ in dataset.samples:
         Path(path).unlink()
     dataset.samples = [("elsewhere", 0)] * N

@@ -1,6 +1,6 @@
-"""Filling in the background: order, sharing, newer lists, errors, and who dies when.
+"""The prefetch pool: order, sharing, newer lists, errors, and who dies when.
 
-Helpers are real processes. Where one is to be met in the midst of a read, the source says when it is there.
+Workers are real processes. To meet one in the midst of a read, a test waits until the source says so.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TESTS = Path(__file__).parents[1]
 def filling(
     store: Store, read: Callable[[int], Any], processes: int = 1, context: Any = None
 ) -> Iterator[PrefetchPool]:
-    with contextlib.closing(PrefetchPool(store, read, processes=processes, context=context)) as background:
-        yield background
+    with contextlib.closing(PrefetchPool(store, read, processes=processes, context=context)) as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def gone(pid: int) -> bool:
         return True
 
 
-def settled(background: PrefetchPool) -> bool:
-    return eventually(lambda: background.idle)
+def settled(pool: PrefetchPool) -> bool:
+    return eventually(lambda: pool.idle)
 
 
 class Held:
@@ -94,12 +94,12 @@ class Held:
 def test_samples_come_in_the_order_asked_for(method: str, log: ReadLog) -> None:
     order = random.Random(1).sample(range(N), 60)
     with opened(image_and_label, N) as store:
-        with filling(store, Counting(image_and_label, N, log).__getitem__, context=method) as background:
+        with filling(store, Counting(image_and_label, N, log).__getitem__, context=method) as pool:
             states = rng_states()
-            assert background.idle
-            background.ask(ids(order))
-            assert settled(background)
-            background.raise_errors()
+            assert pool.idle
+            pool.request(ids(order))
+            assert settled(pool)
+            pool.raise_errors()
             assert rng_states() == states
         assert log.order() == order
         assert wrong(stored(store, ids(order)), image_and_label) == {}
@@ -110,9 +110,9 @@ def test_samples_come_in_the_order_asked_for(method: str, log: ReadLog) -> None:
 def test_a_context_may_be_an_object_and_must_be_known(log: ReadLog) -> None:
     context = multiprocessing.get_context("fork")
     with opened(image_and_label, 4) as store:
-        with filling(store, image_and_label, context=context) as background:
-            background.ask(ids(range(4)))
-            assert settled(background)
+        with filling(store, image_and_label, context=context) as pool:
+            pool.request(ids(range(4)))
+            assert settled(pool)
             assert store.holds()
         with pytest.raises(ValueError, match="teleport"):
             PrefetchPool(store, image_and_label, processes=1, context="teleport")
@@ -130,12 +130,12 @@ def test_three_helpers_and_the_main_process_read_each_sample_once(log: ReadLog) 
             together.wait(60)  # none is the last to begin, and finds nothing left
         return image_and_label(index)
 
-    with opened(image_and_label, 300) as store, filling(store, read, 3) as background:
-        background.ask(ids(order))
+    with opened(image_and_label, 300) as store, filling(store, read, 3) as pool:
+        pool.request(ids(order))
         assert eventually(lambda: log.total() >= 3)
         store.fill(ids(order), read, keep=False)
         assert store.holds()
-        assert settled(background)
+        assert settled(pool)
         assert set(log.counts().values()) == {1}
         assert log.total() == 300
         children = pids()
@@ -145,28 +145,28 @@ def test_three_helpers_and_the_main_process_read_each_sample_once(log: ReadLog) 
 
 
 def test_the_process_that_asks_gets_no_thread_and_starts_nothing_before(log: ReadLog) -> None:
-    with opened(image_and_label, N) as store, filling(store, image_and_label, 2) as background:
+    with opened(image_and_label, N) as store, filling(store, image_and_label, 2) as pool:
         assert pids() == set()
         store.fill(ids(range(9)), image_and_label)
-        background.ask(ids(range(9)))
-        background.ask(ids())
+        pool.request(ids(range(9)))
+        pool.request(ids())
         assert pids() == set(), "what is there already needs no helper"
         threads = len(os.listdir("/proc/self/task"))
-        background.ask(ids(range(N)))
-        assert settled(background)
+        pool.request(ids(range(N)))
+        assert settled(pool)
         assert len(pids()) == 2
         assert len(os.listdir("/proc/self/task")) == threads
 
 
 def test_a_newer_list_is_noticed_between_chunks(log: ReadLog, tmp_path: Path) -> None:
     read = Held(log, tmp_path / "held")
-    with opened(image_and_label, 5000) as store, filling(store, read) as background:
-        background.ask(ids(range(4000)))
+    with opened(image_and_label, 5000) as store, filling(store, read) as pool:
+        pool.request(ids(range(4000)))
         assert eventually(lambda: read.held() == 1)
-        background.ask(ids(range(4990, 5000), 3000))
+        pool.request(ids(range(4990, 5000), 3000))
         before = log.total()
         read.marker.unlink()
-        assert settled(background)
+        assert settled(pool)
         order = log.order()
         assert order[-11:] == [*range(4990, 5000), 3000]
         assert len(order) <= before + 64 + 11, "what is left of the older list is dropped"
@@ -174,13 +174,13 @@ def test_a_newer_list_is_noticed_between_chunks(log: ReadLog, tmp_path: Path) ->
 
 def test_an_empty_list_calls_helpers_off(log: ReadLog, tmp_path: Path) -> None:
     read = Held(log, tmp_path / "held")
-    with opened(image_and_label, 5000) as store, filling(store, read, 2) as background:
-        background.ask(ids(range(5000)))
+    with opened(image_and_label, 5000) as store, filling(store, read, 2) as pool:
+        pool.request(ids(range(5000)))
         assert eventually(lambda: read.held() == 2)
-        background.ask(ids())
+        pool.request(ids())
         before = log.total()
         read.marker.unlink()
-        assert settled(background)
+        assert settled(pool)
         assert log.total() <= before + 2 * 64
 
 
@@ -191,14 +191,14 @@ def test_what_others_are_reading_is_passed_over_and_taken_when_they_die(tmp_path
         pid = child(lambda: store.fill(ids(3), stalling.__getitem__))
         try:
             assert stalling.stalled_pid() == pid
-            with filling(store, Counting(image_and_label, 30, log).__getitem__) as background:
-                background.ask(ids(range(30)))
+            with filling(store, Counting(image_and_label, 30, log).__getitem__) as pool:
+                pool.request(ids(range(30)))
                 assert eventually(lambda: count(store) == 29)
                 time.sleep(0.1)
                 assert 3 not in log.order()
-                assert not background.idle
+                assert not pool.idle
                 kill(pid)
-                assert settled(background)
+                assert settled(pool)
                 assert store.holds()
                 assert log.order()[-1] == 3
         finally:
@@ -208,10 +208,10 @@ def test_what_others_are_reading_is_passed_over_and_taken_when_they_die(tmp_path
 def test_samples_that_cannot_be_kept_are_read_once(log: ReadLog) -> None:
     with (
         opened(image_and_label, N) as store,
-        filling(store, Counting(_odd, N, log).__getitem__) as background,
+        filling(store, Counting(_odd, N, log).__getitem__) as pool,
     ):
-        background.ask(ids(range(N)))
-        assert settled(background)
+        pool.request(ids(range(N)))
+        assert settled(pool)
         assert count(store) == N - N // 10
         assert log.counts() == dict.fromkeys(range(N), 1)
 
@@ -223,19 +223,19 @@ def _odd(index: int) -> Any:
 def test_without_room_nothing_is_read_in_vain(log: ReadLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotset.store.allocator._RETRY_SECONDS", 600.0)
     read = Counting(image_and_label, 3000, log).__getitem__
-    with opened(image_and_label, 3000, limit=1 << 15) as store, filling(store, read, 2) as background:
-        background.ask(ids(range(3000)))
-        assert settled(background)
+    with opened(image_and_label, 3000, limit=1 << 15) as store, filling(store, read, 2) as pool:
+        pool.request(ids(range(3000)))
+        assert settled(pool)
         held = count(store)
         assert 0 < held < 1000
         assert log.total() <= held + 2 * 64
 
 
 def test_helpers_do_not_draw_what_the_main_process_draws() -> None:
-    with opened(_draws, 4) as store, filling(store, _draws) as background:
+    with opened(_draws, 4) as store, filling(store, _draws) as pool:
         seed_everything()
-        background.ask(ids(range(4)))
-        assert settled(background)
+        pool.request(ids(range(4)))
+        assert settled(pool)
         (drawn,) = store.read(ids(0)) or []
         assert not (drawn == _draws(0)).any()
 
@@ -272,32 +272,32 @@ def _broken(index: int) -> Any:
 @pytest.mark.parametrize("processes", [1, 3])
 def test_what_a_read_raises_is_raised_once_and_the_others_are_filled(processes: int, log: ReadLog) -> None:
     read = Counting(_broken, 20, log, seconds=0.001).__getitem__
-    with opened(image_and_label, 20) as store, filling(store, read, processes) as background:
-        background.ask(ids(range(9)))
-        assert settled(background)
-        raised = failure(background.raise_errors)
+    with opened(image_and_label, 20) as store, filling(store, read, processes) as pool:
+        pool.request(ids(range(9)))
+        assert settled(pool)
+        raised = failure(pool.raise_errors)
         assert raised.kind is PlainError
         assert raised.last_line == "sources.PlainError: sample 3 is broken"
         assert "in _broken" in raised.text
         assert "Traceback" in raised.text
-        background.raise_errors()
+        pool.raise_errors()
         assert count(store) == 8
         assert log.counts() == dict.fromkeys(range(9), 1)
-        background.ask(ids(range(9)))
-        assert settled(background)
+        pool.request(ids(range(9)))
+        assert settled(pool)
         assert log.counts()[3] == 2, "another list, another try"
 
 
 def test_one_error_is_kept_until_it_is_raised_and_then_the_next(log: ReadLog) -> None:
-    with opened(image_and_label, 50) as store, filling(store, _broken) as background:
-        background.ask(ids(range(50)))
-        assert settled(background)
-        assert "sample 3 " in failure(background.raise_errors).text
-        background.raise_errors()
-        background.ask(ids(43, 13))
-        assert settled(background)
-        assert "sample 43 " in failure(background.raise_errors).text
-        background.raise_errors()
+    with opened(image_and_label, 50) as store, filling(store, _broken) as pool:
+        pool.request(ids(range(50)))
+        assert settled(pool)
+        assert "sample 3 " in failure(pool.raise_errors).text
+        pool.raise_errors()
+        pool.request(ids(43, 13))
+        assert settled(pool)
+        assert "sample 43 " in failure(pool.raise_errors).text
+        pool.raise_errors()
 
 
 @pytest.mark.parametrize("kind", ["key", "two", "local", "long", "deep"])
@@ -319,10 +319,10 @@ def test_whatever_is_raised_arrives_in_some_form(kind: str) -> None:
 
     expected = {"key": KeyError, "long": PlainError, "deep": RecursionError}.get(kind, RuntimeError)
     text = {"key": "no such key", "two": "'one', 'other'", "local": "LocalError: made in", "long": "éé"}
-    with opened(image_and_label, 5) as store, filling(store, read) as background:
-        background.ask(ids(range(5)))
-        assert settled(background)
-        raised = failure(background.raise_errors)
+    with opened(image_and_label, 5) as store, filling(store, read) as pool:
+        pool.request(ids(range(5)))
+        assert settled(pool)
+        raised = failure(pool.raise_errors)
         assert raised.kind is expected
         assert text.get(kind, "maximum recursion depth") in raised.text
         assert count(store) == 4
@@ -334,33 +334,33 @@ def test_whatever_is_raised_arrives_in_some_form(kind: str) -> None:
 def test_a_helper_that_is_killed_is_started_again_and_told_of_once(tmp_path: Path, log: ReadLog) -> None:
     stalling = Stalling(image_and_label, 40, 5, tmp_path / "armed")
     stalling.arm()
-    with opened(image_and_label, 40) as store, filling(store, stalling.__getitem__) as background:
-        background.ask(ids(range(20)))
-        assert not background.idle
+    with opened(image_and_label, 40) as store, filling(store, stalling.__getitem__) as pool:
+        pool.request(ids(range(20)))
+        assert not pool.idle
         os.kill(stalling.stalled_pid(), signal.SIGKILL)
-        assert settled(background), "the dead have nothing to do"
+        assert settled(pool), "the dead have nothing to do"
         with pytest.warns(HotsetWarning, match="killed by signal 9") as told:
-            background.ask(ids(range(20)))
+            pool.request(ids(range(20)))
         assert is_a_sentence(str(told[0].message))
-        assert settled(background)
+        assert settled(pool)
         assert store.holds(ids(range(20)))
         (pid,) = pids()
         os.kill(pid, signal.SIGKILL)
         assert eventually(lambda: gone(pid))
-        background.ask(ids(range(40)))
-        assert settled(background)
+        pool.request(ids(range(40)))
+        assert settled(pool)
         assert store.holds()
 
 
 def test_another_helper_takes_over_from_a_dead_one(tmp_path: Path) -> None:
     stalling = Stalling(image_and_label, 40, 5, tmp_path / "armed")
     stalling.arm()
-    with opened(image_and_label, 40) as store, filling(store, stalling.__getitem__, 2) as background:
-        background.ask(ids(range(40)))
+    with opened(image_and_label, 40) as store, filling(store, stalling.__getitem__, 2) as pool:
+        pool.request(ids(range(40)))
         pid = stalling.stalled_pid()
-        assert not background.idle
+        assert not pool.idle
         os.kill(pid, signal.SIGKILL)
-        assert settled(background)
+        assert settled(pool)
         assert store.holds()
 
 
@@ -375,23 +375,23 @@ def test_a_read_that_exits_ends_its_helper_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXITED", str(tmp_path / "exited"))
-    with opened(image_and_label, 9) as store, filling(store, _exits) as background:
-        background.ask(ids(range(9)))
-        assert settled(background)
+    with opened(image_and_label, 9) as store, filling(store, _exits) as pool:
+        pool.request(ids(range(9)))
+        assert settled(pool)
         with pytest.warns(HotsetWarning, match="exit code 7"):
-            background.ask(ids(range(9)))
-        assert settled(background)
+            pool.request(ids(range(9)))
+        assert settled(pool)
         assert store.holds()
 
 
 def test_helpers_leave_interrupts_to_the_main_process() -> None:
-    with opened(image_and_label, 9) as store, filling(store, image_and_label) as background:
-        background.ask(ids(range(4)))
-        assert settled(background)
+    with opened(image_and_label, 9) as store, filling(store, image_and_label) as pool:
+        pool.request(ids(range(4)))
+        assert settled(pool)
         (pid,) = pids()
         os.kill(pid, signal.SIGINT)
-        background.ask(ids(range(9)))
-        assert settled(background)
+        pool.request(ids(range(9)))
+        assert settled(pool)
         assert store.holds()
         assert pids() == {pid}
 
@@ -402,59 +402,59 @@ def test_close_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     with opened(image_and_label, 40) as store:
         store.fill(ids(0), image_and_label)  # takes the store's own descriptor
         before = len(os.listdir("/proc/self/fd"))
-        background = PrefetchPool(store, stalling.__getitem__, processes=3)
-        background.ask(ids(range(40)))
+        pool = PrefetchPool(store, stalling.__getitem__, processes=3)
+        pool.request(ids(range(40)))
         stalling.stalled_pid()
         helpers = pids()
         assert len(helpers) == 3
-        background.close()
-        background.close()
+        pool.close()
+        pool.close()
         assert not any(psutil.pid_exists(pid) for pid in helpers)
         assert len(os.listdir("/proc/self/fd")) == before
-        assert background.idle
-        background.raise_errors()
+        assert pool.idle
+        pool.raise_errors()
         store.fill(ids(range(40)), image_and_label)
         assert store.holds(), "the claims of the killed are void"
 
 
 def test_garbage_is_closed() -> None:
     with opened(image_and_label, 9) as store:
-        background = PrefetchPool(store, image_and_label, processes=1)
-        background.ask(ids(range(9)))
+        pool = PrefetchPool(store, image_and_label, processes=1)
+        pool.request(ids(range(9)))
         assert len(pids()) == 1
-        del background
+        del pool
         assert pids() == set()
 
 
 def test_a_forked_child_has_no_part_in_it(tmp_path: Path) -> None:
-    with opened(image_and_label, 20) as store, filling(store, image_and_label, 2) as background:
-        background.ask(ids(range(9)))
-        assert settled(background)
+    with opened(image_and_label, 20) as store, filling(store, image_and_label, 2) as pool:
+        pool.request(ids(range(9)))
+        assert settled(pool)
         helpers = pids()
 
         def in_child() -> None:
-            assert background.idle
-            background.raise_errors()
-            background.close()
+            assert pool.idle
+            pool.raise_errors()
+            pool.close()
 
         in_fork(in_child)
-        background.ask(ids(range(20)))
-        assert settled(background)
+        pool.request(ids(range(20)))
+        assert settled(pool)
         assert store.holds()
         assert pids() == helpers
 
 
 def test_a_forked_child_that_asks_has_helpers_of_its_own() -> None:
-    with opened(image_and_label, 20) as store, filling(store, image_and_label) as background:
-        background.ask(ids(range(9)))
-        assert settled(background)
+    with opened(image_and_label, 20) as store, filling(store, image_and_label) as pool:
+        pool.request(ids(range(9)))
+        assert settled(pool)
 
         def in_child() -> None:
-            background.ask(ids(range(20)))
+            pool.request(ids(range(20)))
             assert len(pids()) == 1
-            assert settled(background)
+            assert settled(pool)
             assert store.holds()
-            background.close()
+            pool.close()
 
         in_fork(in_child)
         assert len(pids()) == 1
@@ -466,15 +466,15 @@ def test_a_forked_child_that_asks_has_helpers_of_its_own() -> None:
 def test_what_cannot_be_pickled_is_told_of_once_and_nothing_is_filled() -> None:
     with (
         opened(image_and_label, 9) as store,
-        filling(store, lambda i: image_and_label(i), 2, "spawn") as background,
+        filling(store, lambda i: image_and_label(i), 2, "spawn") as pool,
     ):
         with pytest.warns(HotsetWarning, match="multiprocessing_context") as told:
-            background.ask(ids(range(9)))
+            pool.request(ids(range(9)))
         assert len(told) == 1
         assert is_a_sentence(str(told[0].message))
-        background.ask(ids(range(9)))
-        background.raise_errors()
-        assert background.idle
+        pool.request(ids(range(9)))
+        pool.raise_errors()
+        assert pool.idle
         assert count(store) == 0
 
 
@@ -487,12 +487,12 @@ class _FailsToArrive:
 
 
 def test_a_helper_that_cannot_begin_is_not_started_again() -> None:
-    with opened(image_and_label, 9) as store, filling(store, _FailsToArrive(), 1, "spawn") as background:
-        background.ask(ids(range(9)))
-        assert settled(background)
+    with opened(image_and_label, 9) as store, filling(store, _FailsToArrive(), 1, "spawn") as pool:
+        pool.request(ids(range(9)))
+        assert settled(pool)
         with pytest.warns(HotsetWarning, match="before it began"):
-            background.ask(ids(range(9)))
-        background.ask(ids(range(9)))
+            pool.request(ids(range(9)))
+        pool.request(ids(range(9)))
         assert pids() == set()
         assert count(store) == 0
 
@@ -502,17 +502,17 @@ def test_a_worker_gets_no_helpers_and_one_warning() -> None:
 
         def in_worker() -> None:
             multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
-            with filling(store, image_and_label) as background:
+            with filling(store, image_and_label) as pool:
                 with pytest.warns(HotsetWarning, match="by the process that trains"):
-                    background.ask(ids(range(9)))
-                background.ask(ids(range(9)))
+                    pool.request(ids(range(9)))
+                pool.request(ids(range(9)))
 
         in_fork(in_worker)
 
 
 def test_a_sample_that_there_is_not_is_an_error() -> None:
     with opened(image_and_label, 9) as store, pytest.raises(IndexError):
-        PrefetchPool(store, image_and_label, processes=1).ask(ids(9))
+        PrefetchPool(store, image_and_label, processes=1).request(ids(9))
 
 
 # The end of the main process
@@ -537,8 +537,8 @@ def _program(body: str) -> Iterator[subprocess.Popen[str]]:
         signal.signal(signal.SIGTERM, lambda *_: None)  # a handler that helpers must not inherit
         schema = Schema.infer([image_and_label(0), image_and_label(1)], as_lies=True)
         store = Store.create(schema, 9, 1 << 20, about={"name": "test"})
-        background = PrefetchPool(store, read, processes=2)
-        background.ask(ids(range(9)))
+        pool = PrefetchPool(store, read, processes=2)
+        pool.request(ids(range(9)))
         """)
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-c", code + textwrap.dedent(body)]

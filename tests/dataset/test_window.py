@@ -701,7 +701,7 @@ def test_what_preparing_raises_reaches_the_caller_and_training_can_go_on(
     (said,) = raised
     assert f"sample {source.index} is broken" in said
     assert "in misbehave" in said, "with its own traceback"
-    assert "helper process" in said or "worker process" in said
+    assert "prefetch worker" in said or "worker process" in said
     source.disarm()
     before = cursor_of(cached)
     with warnings.catch_warnings():
@@ -717,7 +717,7 @@ def test_what_preparing_raises_comes_with_the_next_batch(make: Make, tmp_path: P
     assert eventually(lambda: cached._window._background.idle)
     found = failure(lambda: next(batches))
     assert found.kind is PlainError
-    assert "helper process" in found.text
+    assert "prefetch worker" in found.text
 
 
 def test_a_sample_that_can_never_be_read_does_not_hold_the_window_up(make: Make, tmp_path: Path) -> None:
