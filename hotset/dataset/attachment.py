@@ -1,10 +1,10 @@
-"""The attachment: a cache's store, as each process of a job reaches it.
+"""The attachment: how each process of a job reaches a cache's store.
 
 ::
 
     made or found here     the store itself
-    forked                 the same mapping; listed as one more process that keeps the cache alive
-    unpickled              an address, attached to at first use; out of reach, samples come from the source
+    forked                 the same mapping; listed as a further process that keeps the cache alive
+    unpickled              an address, attached to at first use; if that fails, samples come from the source
     closed                 nothing
 
 A process that attaches to a cache which is full already maps its pages before they are used
@@ -44,15 +44,15 @@ _WORTH_MAPPING = 1 << 20
 
 
 class Attachment:
-    """This process's way to a store. It pickles.
+    """How this process reaches a store. It pickles.
 
     Args:
-        store: it; None if nothing can be cached.
-        registration: this process's share in it; None without a store.
-        name: of the data set, for people.
+        store: the store; None if nothing can be cached.
+        registration: this process's entry among those that keep the store alive; None without a store.
+        name: the dataset's name, for warnings.
 
     Attributes:
-        watch: over what is read for the store; None for none.
+        watch: watches the reads for the store; None for no watch.
     """
 
     def __init__(self, store: Store | None, registration: CacheHandle | None, name: str) -> None:
@@ -64,7 +64,7 @@ class Attachment:
         self._set_allowance(store)
 
     def store(self) -> Store | None:
-        """The store, attached to if need be; None if there is none within reach, or after :meth:`close`."""
+        """The store, attached to if needed; None if none can be reached, or after :meth:`close`."""
         if isinstance(self._store, (Address, str)):
             self._store = self._attach(self._store)
             self._joined = 0
@@ -75,7 +75,7 @@ class Attachment:
         return self._store
 
     def _join(self, store: Store) -> None:
-        """List this process as one more that keeps the cache alive; a loader's worker does not outlive it."""
+        """List this process as one that keeps the cache alive. A loader's worker ends before its parent."""
         self._joined = os.getpid()
         if self._registration is not None and get_worker_info() is None:
             self._registration.join(store.segment.fd)
@@ -85,7 +85,7 @@ class Attachment:
             store = attach_again(address, attach_store)
         except (SegmentError, OSError) as error:
             warn(
-                f"the cache of {self._name} is out of reach, so samples come from the source: {error} "
+                f"the cache of {self._name} cannot be attached to, so samples come from the source: {error} "
                 "Unpickle it on the same machine, while a process that has it lives."
             )
             return None
@@ -93,7 +93,7 @@ class Attachment:
         return store
 
     def _set_allowance(self, store: Store | None) -> None:
-        """Have it take no more than its session has to give."""
+        """Limit the store to what its session has left."""
         if store is not None and isinstance(self._registration, SessionCacheHandle):
             store.room.allowance = self._registration
             store.room.knob = "the session's `--memory`"
@@ -115,9 +115,9 @@ class Attachment:
 
 
 def map_ahead(segment: Segment) -> threading.Thread | None:
-    """Begin to map what a segment holds; None if that is next to nothing.
+    """Start to map what a segment holds, in a thread; None if it holds next to nothing.
 
-    The thread ends by itself, also when the segment is closed meanwhile; it holds the mapping until then.
+    The thread ends by itself, also if the segment is closed meanwhile; until then it keeps the mapping.
     """
     geometry, live = segment.geometry, segment.live
     parts = [
@@ -140,8 +140,8 @@ def _map(segment: Segment, parts: list[tuple[int, int]], total: int) -> None:
                 return
             part = min(_AT_ONCE, begin + length - offset)
             segment.populate(offset, part)
-            if segment.live[Live.INVALIDATED]:  # its memory was given back, and this has taken some again
+            if segment.live[Live.INVALIDATED]:  # its memory was freed, and this call has allocated some again
                 segment.discard(offset, part)
                 return
     seconds = time.perf_counter() - start
-    _log.info("mapped %s of a cache that was there in %.2f s", format_bytes(total), seconds)
+    _log.info("mapped %s of an existing cache in %.2f s", format_bytes(total), seconds)

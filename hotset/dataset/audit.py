@@ -1,19 +1,19 @@
-"""The audit: now and then a hit is computed anew, and compared with what the cache has.
+"""The audit: now and then a hit is read again from the source, and compared with what the cache has.
 
-Verdicts and probes look at a few samples for a second; the audit looks for as long as the cache is used. A
-process may spend a hundredth of the time that passes on it, whatever the time passes with: a slow training
-step earns more looks than a loop that does nothing else. Generators are put back, so that nobody notices.
+Verdicts and probes examine a few samples for a second; the audit goes on as long as the cache is used. A
+process may spend a hundredth of the elapsed time on it: the slower the training steps are, the more samples
+per epoch are audited. Generators are restored, so the program draws the same numbers as without audits.
 
-What is earned is kept for a while (a sample that takes a second is due after a hundred), and not for ever,
-or a notebook that is left alone for a night would begin the day with minutes of looking. Workers that live
-for one epoch may end before they have earned a look at a slow sample: so one that begins has what its job
-has earned up to then, for as many workers as there are, less what all processes have spent.
+The time budget is kept for a while (a sample that takes a second is due after a hundred), but not for ever: a
+notebook that was idle for a night must not begin the day with minutes of audits. Workers that live for one
+epoch may end before they have the budget for a slow sample: so a new worker begins with its job's budget up
+to then, for as many workers as there are, less what all processes have spent.
 
-A record that the source no longer gives means that something was frozen that is random, or that a file, a
-parameter or the code has changed. Which of the two is found out by reading it once more.
+If the source no longer returns what was cached, either the sample is random, or a file, a parameter or the
+code has changed. Reading the sample once more tells which.
 
-Who joins a cache that another job has made looks at a few samples at once (:func:`first_difference`): a
-fingerprint knows what code and objects are, not what a service or a clock tells them.
+A process that joins a cache of another job compares a few samples at once (:func:`first_difference`): a
+fingerprint covers code and objects, but not what a service or a clock returns.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _SHARE = 0.01
 _KEPT_SECONDS = 0.5
 _REPEATS = 16
 _FIRST_SECONDS = 1.0
-# Knuth's multiplicative hash: which sample of a batch is looked at, without drawing from any generator.
+# Knuth's multiplicative hash: chooses the sample of a batch without drawing from any generator.
 _GOLDEN = 2654435761
 
 
 class Audit:
-    """Decides in one process when to look, and looks. It pickles, for the workers of a job.
+    """Decides in one process when to audit, and does it. It pickles, for the workers of a job.
 
     Args:
-        source: the data set and its chains, cut.
-        seconds: about what reading a sample takes.
-        spent: the seconds that all processes have spent on looking at this cache before.
+        source: the dataset and its chains, cut.
+        seconds: about how long reading a sample takes.
+        spent: the seconds that all processes have spent on audits of this cache before.
 
     Attributes:
-        looked: seconds that the last look took.
+        last_seconds: what the last audit took.
     """
 
     def __init__(self, source: Source, seconds: float, spent: float = 0.0) -> None:
@@ -64,18 +64,18 @@ class Audit:
         self._begun = time.monotonic()
         self._spent_before = spent
         self._process = 0
-        self._seen = 0.0  # when time was last added to what is left
+        self._seen = 0.0  # when time was last added to the budget
         self._left = 0.0
         self._audits = 0
         self._generators: Generators | None = None
         self.last_seconds = 0.0
 
     def due(self, hits: int, spent: Callable[[], float] = float) -> int | None:
-        """Which of a batch's hits is to be looked at now, None for none.
+        """Which of a batch's hits is to be audited now; None for none.
 
         Args:
-            hits: how many there are.
-            spent: the seconds that all processes have spent on looking at this cache up to now.
+            hits: the number of hits.
+            spent: returns the seconds that all processes have spent on audits of this cache up to now.
         """
         now = time.monotonic()
         if self._process != os.getpid():
@@ -90,19 +90,22 @@ class Audit:
         return (self._audits * _GOLDEN + self._process) % (1 << 32) % hits
 
     def _inherited(self, now: float, spent: float) -> float:
-        """What the job has earned before this process began, as far as nobody has spent it."""
+        """The job's budget from before this process began, less what all processes have spent."""
         worker = get_worker_info()
         earned = self._share * (now - self._begun) * (1 if worker is None else worker.num_workers)
         return max(0.0, earned - (spent - self._spent_before))
 
     def differs(self, cached: Any, index: int) -> str | None:
-        """What to tell if a cached sample is another than the source gives now; None if it is not.
+        """Compare a cached sample with what the source returns now.
 
-        Nothing is raised, and no generator moves: training goes on, whatever is found.
+        It raises nothing and moves no generator: training goes on, whatever it finds.
 
         Args:
-            cached: the caller's copy of it.
-            index: its number in the data set.
+            cached: the caller's copy of the sample.
+            index: its index in the dataset.
+
+        Returns:
+            A warning if they differ; None if they are equal, or the sample cannot be read now.
         """
         begun = time.monotonic()
         if self._generators is None:
@@ -113,11 +116,11 @@ class Audit:
             if not found:
                 return None
             return (
-                f"sample {index} is not what was cached of it any more ({found}), as {self._why(index)}. "
+                f"sample {index} differs from what was cached of it ({found}), as {self._why(index)}. "
                 "All samples come from the source from now on. Declare what is random with "
                 "hotset.nondeterministic, so that it stays live, or call clear() to cache them anew."
             )
-        except Exception:  # what cannot be read now may have been right all the same
+        except Exception:  # a sample that cannot be read now may be unchanged
             return None
         finally:
             self._generators.put(states)
@@ -129,20 +132,20 @@ class Audit:
         try:
             return why_it_differs(self._source, index)
         except Exception as error:
-            return f"the source gives another now (and {type(error).__name__} when it was asked why)"
+            return f"the source returns another now (reading it again raised {type(error).__name__})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_process": 0, "_generators": None}
 
 
 def first_difference(source: Source, store: Store) -> str | None:
-    """Compare a few samples of a cache that others have filled with what the source gives here.
+    """Compare a few samples of a cache that another job has filled with what the source returns here.
 
-    The first and the last that are there, and two between them that are others each time; after a second no
-    more is begun. Generators are put back.
+    These are the first and the last cached sample, and two between them that vary from call to call; after a
+    second no further one is read. Generators are restored.
 
     Returns:
-        A phrase that names a sample and how it differs; None if all are alike, or cannot be read now.
+        A phrase that names a sample and how it differs; None if all are equal, or cannot be read now.
     """
     there = np.flatnonzero(store.words(np.arange(len(store))) >= PRESENT)
     if not len(there):
@@ -159,7 +162,7 @@ def first_difference(source: Source, store: Store) -> str | None:
                 continue
             try:
                 found = same(copies[0], source.read(number), across=True)
-            except Exception:  # what cannot be read now may be right all the same
+            except Exception:  # a sample that cannot be read now may be unchanged
                 continue
             if found:
                 return f"sample {number} ({found})"
@@ -171,14 +174,14 @@ def first_difference(source: Source, store: Store) -> str | None:
 
 
 def why_it_differs(source: Source, index: int) -> str:
-    """A phrase that names the transform, or the data set, whose fault it is that a sample is another now.
+    """A phrase that names the transform, or the dataset, because of which a sample differs now.
 
     Example:
         >>> import random
         >>> from hotset.dataset.pipeline import Cuts
         >>> frozen = Pipeline([1.0, 2.0], (), (lambda x: x + random.random(),)).cut(Cuts((), (), 1, ()))
         >>> why_it_differs(frozen, 0)
-        '<lambda> gives another output each time'
+        '<lambda> returns another output each time'
     """
     pipeline = Pipeline.of(source.dataset, None)
     _, recorders = recorded(pipeline, index, [()] * len(pipeline.attributes))
@@ -186,19 +189,19 @@ def why_it_differs(source: Source, index: int) -> str:
         steps = leaves(list(attribute.chain.parts) if hasattr(attribute.chain, "parts") else attribute.chain)
         found = _random_one(steps, recorder.inputs[0]) if len(recorder.inputs) == 1 else None
         if found is not None:
-            return f"{found} gives another output each time"
+            return f"{found} returns another output each time"
     sample = source.dataset[index]
     if any(same(sample, source.dataset[index]) for _ in range(_REPEATS)):
-        return f"{type(source.dataset).__name__} gives another sample each time"
+        return f"{type(source.dataset).__name__} returns another sample each time"
     found = _random_one(leaves(source.prefix), sample)
     if found is not None:
-        return f"{found} gives another output each time"
+        return f"{found} returns another output each time"
     names = [type(source.dataset).__name__, *map(name_of, leaves((*source.inner, *source.prefix)))]
     return f"a file, a parameter or the code of {' -> '.join(names)} has changed since it was cached"
 
 
 def _random_one(steps: Sequence[Any], value: Any) -> str | None:
-    """The first of these transforms that does not give the same twice."""
+    """The name of the first of these transforms that does not return the same output again."""
     for step in steps:
         output = applied(step, copied(value))
         if any(same(output, applied(step, copied(value))) for _ in range(_REPEATS)):

@@ -217,17 +217,22 @@ class _CutSearch:
         """Read the first of these samples that the dataset can read with its own chains.
 
         Raises:
-            Exception: ``error``, if it can read none of them.
+            Exception: what the dataset raises, if it can read none of them.
         """
+        own: Exception | None = None
         for index in indices if self._pipeline.attributes else ():
             begun = time.perf_counter()
-            with contextlib.suppress(Exception):
-                self._reads.append((self._pipeline.dataset[index], []))
-                self._times.append(time.perf_counter() - begun)
-                self._indices.append(index)
-                self._refusal = error
-                return
-        raise error
+            try:
+                sample = self._pipeline.dataset[index]
+            except Exception as raised:
+                own = own or raised
+                continue
+            self._times.append(time.perf_counter() - begun)
+            self._reads.append((sample, []))
+            self._indices.append(index)
+            self._refusal = error
+            return
+        raise own or error
 
     @property
     def _class_name(self) -> str:

@@ -1,10 +1,11 @@
-"""Identity: which data set, through which cached transforms; how ranks of a job find each other's cache.
+"""Identity: which dataset, through which cached transforms; how ranks of a job find each other's cache.
 
-The fingerprint of what is cached is known only once the chains are cut, and cutting reads samples. Ranks
-that join a cache are to read none. So they meet by what is known before: the data set without its chains, the
-leading transforms that are deterministic by declaration or structure, and the names of the others. (Names
-only: a rank may seed its random transforms its own way.) Who finds a cache by that takes over where it is
-cut, computes the fingerprint with its own transforms, and joins if that is the cache's.
+The fingerprint of what is cached is known only once the chains are cut, and cutting reads samples. Ranks that
+join a cache must read none. So they look the cache up by what is known before: the dataset without its
+chains, the leading transforms that are deterministic by declaration or structure, and the names of the
+others. (Names only: a rank may seed its random transforms in its own way.) A rank that finds a cache by this
+lookup key takes over where it is cut, computes the fingerprint with its own transforms, and joins if it is
+the cache's.
 """
 
 from __future__ import annotations
@@ -25,26 +26,24 @@ __all__ = ["Identity", "NotShared", "unshareable"]
 
 
 class NotShared(Exception):
-    """What is cached is not to be shared with other jobs; the message says why."""
+    """The cache cannot be shared with other jobs; the message says why."""
 
 
 def unshareable(unknowns: Sequence[str]) -> str:
-    """Why a cache of what these phrases are about is its process's alone."""
-    return (
-        f"{unknowns[0]}, so no other process can tell that it has the same; give it a key= to share the cache"
-    )
+    """A phrase: why a cache with these unknowns belongs to its process alone."""
+    return f"{unknowns[0]}, so no other process can recognise it; give it a key= to share the cache"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What is known of a data set before it is read.
+    """What is known of a dataset before it is read.
 
     Attributes:
-        base: digest of the data set without its chains; the user's ``key=`` if there is one.
-        by_key: whether the user has named it.
-        meeting: what ranks of one job find each other's cache by.
-        notes: sentences about what was sampled only, or does not count.
-        unknowns: phrases about what could not be looked into: then no other process has this identity.
+        base: the digest of the dataset without its chains; the user's ``key=`` if there is one.
+        by_key: whether ``base`` is the user's ``key=``.
+        lookup_key: what ranks of one job find each other's cache by.
+        notes: sentences about content that was only sampled, or does not count.
+        unknowns: phrases about objects that could not be read: then no other process has this identity.
     """
 
     base: str
@@ -55,12 +54,12 @@ class Identity:
 
     @classmethod
     def of(cls, pipeline: Pipeline, key: str | None, *settings: Any) -> Identity:
-        """Look at a data set, without reading a sample.
+        """The identity of a dataset, found without reading a sample.
 
         Args:
-            uncut: the data set and its chains.
+            pipeline: the dataset and its chains.
             key: the user's name for what is cached.
-            settings: what else must be the same for two ranks to share; JSON's types.
+            settings: what else must be the same for two ranks to share; JSON types.
 
         Raises:
             OSError: see :func:`hotset.determinism.fingerprint.fingerprint`.
@@ -86,7 +85,7 @@ class Identity:
         return cls(found.digest, False, lookup_key, _all_of(every, "notes"), _all_of(every, "unknowns"))
 
     def fingerprint(self, pipeline: Pipeline, cuts: Cuts, source: Source) -> Fingerprint:
-        """Of what is cached: the data set, and its transforms up to the cut; or the user's key."""
+        """The fingerprint of what is cached: the dataset and its cached transforms, or the user's key."""
         own = Fingerprint(self.base, self.notes, self.unknowns)
         if self.by_key or (not pipeline.attributes and not source.prefix):
             return own
@@ -101,12 +100,12 @@ class Identity:
 
 
 def _all_of(fingerprints: Sequence[Fingerprint], name: str) -> tuple[str, ...]:
-    """What is said in any of them, each once."""
+    """The phrases of all of them, each once."""
     return tuple(dict.fromkeys(text for each in fingerprints for text in getattr(each, name)))
 
 
 def _leading(steps: Sequence[Any]) -> int:
-    """How many transforms at the beginning are known to be deterministic, and draw nothing."""
+    """The number of leading transforms that are known to be deterministic, and to draw nothing."""
     for count, step in enumerate(steps):
         verdict = verdict_of(step)
         if verdict.kind != "deterministic" or verdict.draws:

@@ -176,7 +176,7 @@ def test_what_is_not_there_is_a_sentence(place: str, says: str) -> None:
 def test_what_is_no_data_set_is_a_sentence() -> None:
     result = CliRunner().invoke(app, ["explain", "explained_here:nothing"])
     assert isinstance(result.exception, HotsetError)
-    assert "int is none" in str(result.exception)
+    assert "got an object of type int" in str(result.exception)
 
 
 def test_what_a_module_needs_and_has_not_is_its_own_error() -> None:

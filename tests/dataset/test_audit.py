@@ -74,7 +74,7 @@ def test_a_frozen_transform_is_named_and_nothing_is_served_any_more(
             list(loader)
         sentences = [str(each.message) for each in told]
         assert len(sentences) == 1, sentences
-        assert "LaterRandom gives another output each time" in sentences[0]
+        assert "LaterRandom returns another output each time" in sentences[0]
         assert is_a_sentence(sentences[0])
         assert cached.stats().cached == 0
         seen = {tuple(int(y) for _, labels in loader for y in labels) for _ in range(3)}
@@ -94,7 +94,7 @@ def test_a_transform_inside_the_data_set_is_named(tmp_path: Path) -> None:
         assert cached.plan.live == ("_jitter",)
         loader = warm(cached)
         flag.touch()
-        with pytest.warns(hotset.HotsetWarning, match="LaterRandomImage gives another output each time"):
+        with pytest.warns(hotset.HotsetWarning, match="LaterRandomImage returns another output each time"):
             list(loader)
 
 
@@ -348,7 +348,7 @@ def test_finding_out_why_moves_no_generator_and_raises_nothing(tmp_path: Path) -
         loader = warm(cached)
         flag.touch()
         before = rng_states()
-        with pytest.warns(hotset.HotsetWarning, match="OSError when it was asked why"):
+        with pytest.warns(hotset.HotsetWarning, match="reading it again raised OSError"):
             next(iter(cached_batches(cached)))
         assert rng_states() == before
         assert cached._store is None

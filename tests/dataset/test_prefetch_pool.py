@@ -503,7 +503,7 @@ def test_a_worker_gets_no_helpers_and_one_warning() -> None:
         def in_worker() -> None:
             multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
             with filling(store, image_and_label) as pool:
-                with pytest.warns(HotsetWarning, match="by the process that trains"):
+                with pytest.warns(HotsetWarning, match="the process that trains"):
                     pool.request(ids(range(9)))
                 pool.request(ids(range(9)))
 
