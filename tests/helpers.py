@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,6 +303,34 @@ def failure(run: Callable[[], object]) -> Failure:
 
 def is_a_sentence(text: str) -> bool:
     return len(text) > 40 and text.rstrip().endswith(".")
+
+
+def often(usual: int, thorough: int) -> int:
+    """How often something is tried: usually, and in `make chaos`, which sets ``HOTSET_THOROUGH``."""
+    return thorough if os.environ.get("HOTSET_THOROUGH") else usual
+
+
+def all_pairs(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Combinations in which each two values of different choices meet, in a fixed order.
+
+    Faults come from one value or from two that meet, hardly ever from three: 72 combinations of four
+    choices shrink to 18.
+    """
+    lists = [list(choice) for choice in choices]
+    sizes = [range(len(choice)) for choice in lists]
+    places = list(itertools.combinations(range(len(lists)), 2))
+
+    def pairs(row: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+        return {(a, b, row[a], row[b]) for a, b in places}
+
+    rows = list(itertools.product(*sizes))
+    missing = set().union(*map(pairs, rows))
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        chosen.append(best)
+    return [tuple(choice[at] for choice, at in zip(lists, row, strict=True)) for row in sorted(chosen)]
 
 
 def eventually(true: Callable[[], object], within: float = 60.0) -> bool:

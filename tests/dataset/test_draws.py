@@ -96,7 +96,8 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_and_states_are_those_of_torch_without_a_cache(kind: str, workers: int) -> None:
-    for minority in MINORITIES.values():
+    minorities = list(MINORITIES.values())
+    for minority in [minorities[KINDS.index(kind) % 4]] if workers else minorities:
         options: dict[str, Any] = {"batch_size": 10, "shuffle": True, "num_workers": workers}
         seed()
         expected = run(DataLoader(Augmented(minority, kind), **options))

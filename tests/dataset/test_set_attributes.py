@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal_batches, in_fork, recorded
+from helpers import all_pairs, equal_batches, in_fork, recorded
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 
 import hotset
@@ -106,11 +106,12 @@ def sets_another(dataset: Any) -> None:
     dataset.scale = 7
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("made_by", LOADERS)
-@pytest.mark.parametrize("through", ["cached", "the data set", "a Subset"])
+CHANGES = (sets_transform, sets_noise, sets_none, sets_target, sets_both, sets_another)
+
+
 @pytest.mark.parametrize(
-    "change", [sets_transform, sets_noise, sets_none, sets_target, sets_both, sets_another]
+    ("change", "through", "made_by", "workers"),
+    all_pairs(CHANGES, ["cached", "the data set", "a Subset"], LOADERS, [0, 2]),
 )
 def test_what_is_set_takes_effect_as_on_the_data_set(
     change: Any, through: str, made_by: str, workers: int

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, in_threads, is_a_sentence, recorded, scribble
+from helpers import difference, in_threads, is_a_sentence, often, recorded, scribble
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -1164,4 +1164,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestModel.settings = settings(max_examples=often(25, 200), stateful_step_count=20, deadline=None)

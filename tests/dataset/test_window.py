@@ -27,6 +27,7 @@ import psutil
 import pytest
 import torch
 from helpers import (
+    all_pairs,
     difference,
     equal_batches,
     eventually,
@@ -338,9 +339,7 @@ def compare(
     assert cursor_of(cached) == R * (epochs - 1)
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["hotset", "torch"])
-@pytest.mark.parametrize("suffix", [[], [draw_all]], ids=["plain", "live"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "suffix", "ours"), all_pairs([0, 2], [[], [draw_all]], [True, False]))
 def test_with_and_without_the_cache_bit_for_bit(
     workers: int, suffix: list[Any], ours: bool, make: Make
 ) -> None:

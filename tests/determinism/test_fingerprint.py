@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import rng_states
+from helpers import often, rng_states
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
@@ -785,13 +785,14 @@ def test_objects_that_share_much_are_described_once_each() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("library", [np, torch])
 def test_every_byte_of_a_huge_array_counts(library: Any, transposed: bool) -> None:
-    array = library.zeros((1 << 13, 1 << 13), dtype=library.uint8)
+    side = 1 << often(12, 13)
+    array = library.zeros((side, side), dtype=library.uint8)
     if transposed:
         array = array.T
     before = fingerprint(array)
     assert before.notes == ()
     assert fingerprint(array) == before
-    for place in ((0, 0), (-1, -1), (5001, 77), (77, 5001)):
+    for place in ((0, 0), (-1, -1), (3001, 77), (77, 3001)):
         array[place] = 1
         assert fingerprint(array).digest != before.digest
         array[place] = 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, recorded
+from helpers import all_pairs, equal_batches, recorded
 from PIL import Image
 
 import hotset
@@ -51,9 +51,9 @@ def epochs(dataset: Any, **how: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("prefetcher", [False, True], ids=["plain", "prefetcher"])
-@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    ("is_training", "prefetcher", "workers"), all_pairs([True, False], [False, True], [0, 2])
+)
 def test_create_loader_gives_what_it_gives_without_the_cache(
     folder: Path, is_training: bool, prefetcher: bool, workers: int
 ) -> None:

@@ -16,7 +16,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import difference, equal_batches, eventually, failure, recorded, rng_states, seed_everything
+from helpers import (
+    all_pairs,
+    difference,
+    equal_batches,
+    eventually,
+    failure,
+    recorded,
+    rng_states,
+    seed_everything,
+)
 from live import WritesWorker, describe_samples, draw_all, keep_first
 from samples import image_and_label, mapping, named, number, object_array, opaque, poster_and_label, text
 from sources import Counting, Listed, ReadLog, Samples, Streamed, TextFiles, Transformed
@@ -84,9 +93,10 @@ def exhausted(loader: DataLoader[Any]) -> list[Any]:
     return [*seen, iter(iterator) is iterator, rng_states()]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("script", [break_early, break_at_once, nested, two_at_once, exhausted])
+@pytest.mark.parametrize(
+    ("script", "live", "workers"),
+    all_pairs([break_early, break_at_once, nested, two_at_once, exhausted], [False, True], [0, 2]),
+)
 def test_iterators_behave_as_torchs(script: Script, live: bool, workers: int) -> None:
     same_story(script, live=live, shuffle=True, num_workers=workers)
 
@@ -96,9 +106,10 @@ def test_breaking_early_with_persistent_workers(live: bool) -> None:
     same_story(break_early, live=live, shuffle=True, num_workers=2, persistent_workers=True)
 
 
-@pytest.mark.parametrize("loader_type", [DataLoader, hotset.DataLoader])
-@pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("persistent", "live", "loader_type"),
+    all_pairs([False, True], [False, True], [DataLoader, hotset.DataLoader]),
+)
 def test_dropping_a_loader_ends_its_workers_at_once(
     persistent: bool, live: bool, loader_type: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, eventually, seed_everything
+from helpers import all_pairs, equal_batches, eventually, seed_everything
 from live import draw_all
 from resuming import same, training
 from samples import image_and_label, number
@@ -129,18 +129,19 @@ def _as_torchs(options: Callable[[Any], dict[str, Any]], live: bool = False) -> 
         assert loaders[-1].last_epoch.hit_rate == 1.0
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("order", ["shuffle", "listed"])
-@pytest.mark.parametrize("collate", [as_they_are, drawing, of_all_kinds, tidy])
+@pytest.mark.parametrize(
+    ("collate", "order", "workers"),
+    all_pairs([as_they_are, drawing, of_all_kinds, tidy], ["shuffle", "listed"], WORKERS),
+)
 def test_a_collate_function_of_the_users(collate: Any, order: str, workers: str) -> None:
     _as_torchs(
         lambda data: {"batch_size": 4, "collate_fn": collate, **_order(order, data), **WORKERS[workers]}
     )
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("order", ["shuffle", "listed"])
-@pytest.mark.parametrize("collate", [None, as_they_are, drawing])
+@pytest.mark.parametrize(
+    ("collate", "order", "workers"), all_pairs([None, as_they_are, drawing], ["shuffle", "listed"], WORKERS)
+)
 def test_no_batches(collate: Any, order: str, workers: str) -> None:
     """``batch_size=None``, with ``default_convert`` and with functions of the user's."""
     _as_torchs(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, seed_everything
+from helpers import all_pairs, difference, seed_everything
 from resuming import Remembering, same, through_a_checkpoint, training
 from samples import image_and_label
 from sources import Samples
@@ -57,7 +57,10 @@ def draws(sample: Any) -> Any:
     return sample, torch.rand(2), random.random(), float(np.random.rand())
 
 
-@pytest.fixture(params=["plain", "cached", "cached, live"])
+DATA = ("plain", "cached", "cached, live")
+
+
+@pytest.fixture(params=DATA)
 def data(request: pytest.FixtureRequest) -> Iterator[Any]:
     source = Samples(image_and_label, N)
     if request.param == "plain":
@@ -105,8 +108,7 @@ def run(make: Callable[[], Any], save: Callable[[Any], Any]) -> tuple[dict[str, 
     return {name: states[at] for name, at in MOMENTS.items()}, after
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(("workers", "order", "data"), all_pairs(WORKERS, ORDERS, DATA), indirect=["data"])
 def test_a_state_of_any_moment_goes_on_in_any_process(workers: str, order: str, data: Any) -> None:
     def make() -> Any:
         return hotset.DataLoader(data, **WORKERS[workers], **{"batch_size": 4, **ORDERS[order](data)})
@@ -231,8 +233,11 @@ def of_format_1(state: dict[str, Any], live_here: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("order", ["shuffle", "shuffle, generator=", "with a state"])
-@pytest.mark.parametrize("workers", ["no workers", "workers"])
+@pytest.mark.parametrize(
+    ("workers", "order", "data"),
+    all_pairs(["no workers", "workers"], ["shuffle", "shuffle, generator=", "with a state"], DATA),
+    indirect=["data"],
+)
 def test_a_state_of_format_1_is_read(workers: str, order: str, data: Any) -> None:
     def make() -> Any:
         options = {"sampler": Remembering(N)} if order == "with a state" else ORDERS[order](data)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import equal_batches, is_a_sentence
+from helpers import equal_batches, is_a_sentence, often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import jpeg_like, kilobyte, mapping
@@ -67,7 +67,7 @@ def test_a_ledger_bounds_its_members_together(runtime: Path) -> None:
         assert (same.held, same.members()) == (99, {11: one})
 
 
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=often(30, 300), deadline=None, database=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 1200)), max_size=40))
 def test_no_order_of_taking_exceeds_any_limit(steps: list[tuple[int, int, int]]) -> None:
     with (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import is_a_sentence
+from helpers import is_a_sentence, often
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ HEADER = struct.Struct("<8sIIQQQQQ16s")  # written down again: the test must not
 FIXED = HEADER.size + 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-fuzz = settings(max_examples=400, deadline=None, database=None)
+fuzz = settings(max_examples=often(200, 1000), deadline=None, database=None)
 
 
 def geometries() -> st.SearchStrategy[Geometry]:
@@ -308,7 +308,7 @@ def _stride(sample: Any) -> int:
     return schema.stride
 
 
-@settings(max_examples=600, deadline=None, database=None)
+@settings(max_examples=often(200, 1000), deadline=None, database=None)
 @given(st.lists(fixed_leaves, max_size=24))
 def test_a_record_of_fixed_leaves_costs_at_most_64_bytes(sample: list[Any]) -> None:
     assert _stride(sample) - _content(sample) <= 64

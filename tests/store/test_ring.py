@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, equal_batches
+from helpers import difference, equal_batches, often
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -877,7 +877,9 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=30, stateful_step_count=20, deadline=None, database=None)
+TestRingMachine.settings = settings(
+    max_examples=often(15, 150), stateful_step_count=20, deadline=None, database=None
+)
 
 
 # ---- shared by several machines ------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import pytest
 import samples
 import subclasses
 import torch
+from helpers import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -641,7 +642,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None, database=None)
+@settings(max_examples=often(200, 2000), deadline=None, database=None)
 @given(json_values)
 def test_forged_json_is_a_segment_error_or_a_schema(described: Any) -> None:
     try:

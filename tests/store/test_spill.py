@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-from helpers import Walkers, difference, equal_batches, is_a_sentence, recorded, seed_everything
+from helpers import Walkers, difference, equal_batches, is_a_sentence, often, recorded, seed_everything
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -232,7 +232,9 @@ class SpillMachine(StoreMachine):
 
 
 TestSpillMachine = SpillMachine.TestCase
-TestSpillMachine.settings = settings(max_examples=10, stateful_step_count=20, deadline=None, database=None)
+TestSpillMachine.settings = settings(
+    max_examples=often(10, 60), stateful_step_count=20, deadline=None, database=None
+)
 
 
 # Damage

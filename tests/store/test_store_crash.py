@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, recorded
+from helpers import difference, often, recorded
 from stores import (
     attached,
     child,
@@ -194,7 +194,7 @@ def _deaths(body: Callable[[], object], points: int) -> Iterator[int]:
 
 def test_a_process_killed_at_any_line_of_a_fill_is_not_felt() -> None:
     with opened(sample, N) as store, attached(store) as other:
-        for _ in _deaths(lambda: store.fill(ids(2, 3), sample), 90):
+        for _ in _deaths(lambda: store.fill(ids(2, 3), sample), often(45, 90)):
             survives(store, other)
             assert other.clear()
 
@@ -254,10 +254,10 @@ def _read_rows(store: Store, seed: int, reads: int, done: Any, total: Any) -> No
     done.wait(100)
 
 
-def test_a_million_reads_beside_writers_are_all_whole() -> None:
+def test_many_reads_beside_writers_are_all_whole() -> None:
     context = multiprocessing.get_context("fork")
     total, done = context.Value("q", 0), context.Barrier(2)
-    n = 60_000
+    n, reads = often(12_000, 60_000), often(100_000, 500_000)
     with opened(row, n, n * 640) as store:
 
         def fill(seed: int) -> None:
@@ -267,11 +267,11 @@ def test_a_million_reads_beside_writers_are_all_whole() -> None:
 
         writers = [child(lambda seed=seed: fill(seed)) for seed in range(2)]  # type: ignore[misc]
         readers = [
-            child(lambda seed=seed: _read_rows(store, seed, 500_000, done, total))  # type: ignore[misc]
+            child(lambda seed=seed: _read_rows(store, seed, reads, done, total))  # type: ignore[misc]
             for seed in range(2)
         ]
         assert [ended(pid) for pid in readers + writers] == [0] * 4
-        assert total.value >= 1_000_000
+        assert total.value >= 2 * reads
         assert count(store) == n
         assert store.check() == []
 
@@ -405,7 +405,7 @@ def test_flipped_bits_in_a_file_are_misses_and_never_wrong_samples(tmp_path: Pat
 
     def damage_and_use() -> None:
         draw = random.Random(region)
-        for trial in range(80):
+        for trial in range(often(40, 160)):
             damaged = bytearray(sound)
             bits = _flips(draw, size, region in ("index", "live words", "slots"))
             for bit in bits:
@@ -526,7 +526,7 @@ def test_the_check_names_what_is_wrong() -> None:
 
 
 def test_the_stress_run_ends_well() -> None:
-    command = [sys.executable, "-m", "tests.stress", "--seed", "7", "--seconds", "3"]
+    command = [sys.executable, "-m", "tests.stress", "--seed", "7", "--seconds", str(often(2, 20))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed 7" in done.stdout

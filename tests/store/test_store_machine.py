@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import often
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -183,4 +184,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
+TestStoreMachine.settings = settings(
+    max_examples=often(30, 300), stateful_step_count=30, deadline=None, database=None
+)
