@@ -1,11 +1,11 @@
 """``hotset cache-admin``: the command line of MindSpore's ``cache_admin`` (renamed ``dataset-cache`` since).
 
-Scripts that were written for it run unchanged, where ``cache_admin`` is a shell function or a one-line file
-that runs this (docs/server.md has both): it takes the same options, prints the same lines, and ends with exit
-code 1 and a sentence where that one does. What such scripts rely on most: the session's number is the last
-word of the last line of ``-g``.
+Scripts written for ``cache_admin`` run unchanged if ``cache_admin`` is a shell function or a one-line script
+that runs this command (docs/server.md has both). It takes the same options, prints the same lines, and exits
+with code 1 and a sentence where the original does. Scripts rely most on this: the session's number is the
+last word of the last line of ``-g``.
 
-Where the two servers differ, the option is accepted and checked, and says so here:
+Where the two servers differ, the option is accepted and checked:
 
 ==================  ======================================================================================
 ``-w`` workers      of the reference's server, which hands out samples; this one never touches them
@@ -168,27 +168,29 @@ def _sessions(port: int) -> list[dict[str, Any]]:
 
 
 def _check(told: argparse.Namespace) -> None:
-    """Check every value, whichever command it is for, as the reference does."""
+    """Check every value, for whichever command, as the reference does."""
     if told.hostname not in ("127.0.0.1", "localhost"):
         raise ArgumentError(
-            f"Hostname {told.hostname!r} cannot be used here, only 127.0.0.1; for another address use "
+            f"Hostname must be 127.0.0.1, got {told.hostname!r}; for another address use "
             "`hotset start --host`."
         )
     if not 1025 <= told.port <= 65535:
-        raise ArgumentError(f"Port {told.port} is not in the range from 1025 to 65535; choose another.")
+        raise ArgumentError(f"Port must be in 1025 to 65535, got {told.port}; choose another.")
     if told.workers is not None and not 1 <= told.workers <= _MOST_WORKERS:
-        raise ArgumentError(f"{told.workers} workers are not in the range from 1 to {_MOST_WORKERS}.")
+        raise ArgumentError(
+            f"Number of workers must be in 1 to {_MOST_WORKERS}, got {told.workers}; leave the option out."
+        )
     if not 0 <= told.loglevel < len(LEVELS):
-        raise ArgumentError(f"Log level {told.loglevel} is not in the range from 0 to {len(LEVELS) - 1}.")
+        raise ArgumentError(f"Log level must be in 0 to {len(LEVELS) - 1}, got {told.loglevel}; 1 is info.")
     for number in told.destroy_session or ():
         if not 1 <= number <= _LARGEST_SESSION:
-            raise ArgumentError(f"{number} is no session, whose numbers go from 1 to {_LARGEST_SESSION}.")
+            raise ArgumentError(f"A session's number must be in 1 to {_LARGEST_SESSION}, got {number}.")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ArgumentError(
-            f"{message[:1].upper()}{message[1:]}; `hotset cache-admin --help` lists what can be given."
+            f"{message[:1].upper()}{message[1:]}; `hotset cache-admin --help` lists the options."
         )
 
 
@@ -216,17 +218,17 @@ def _parser() -> argparse.ArgumentParser:
     flag: dict[str, Any] = {"action": _Once, "nargs": 0, "const": True, "default": False}
     commands.add_argument("--start", help="start a server", **flag)
     commands.add_argument("--stop", help="stop it and destroy its sessions", **flag)
-    commands.add_argument("-g", "--generate_session", help="make a session", **flag)
+    commands.add_argument("-g", "--generate_session", help="create a session", **flag)
     commands.add_argument(
         "-d", "--destroy_session", metavar="ID", help="destroy sessions", action=_Once, type=int, nargs="+"
     )
     commands.add_argument("--list_sessions", help="list sessions and their caches", **flag)
-    commands.add_argument("--server_info", help="tell of the server", **flag)
-    commands.add_argument("--help", help="show this and end", action="help")
+    commands.add_argument("--server_info", help="show the server's configuration", **flag)
+    commands.add_argument("--help", help="show this help and exit", action="help")
     once: dict[str, Any] = {"action": _Once}
     parser.add_argument("-h", "--hostname", help="127.0.0.1", default="127.0.0.1", **once)
     parser.add_argument("-p", "--port", help="1025 to 65535", type=int, default=DEFAULT_PORT, **once)
-    parser.add_argument("-w", "--workers", help="accepted, and of no use here", type=int, **once)
-    parser.add_argument("-s", "--spilldir", help="folder for what memory has no room for", **once)
+    parser.add_argument("-w", "--workers", help="accepted and ignored", type=int, **once)
+    parser.add_argument("-s", "--spilldir", help="folder for samples that do not fit into memory", **once)
     parser.add_argument("-l", "--loglevel", help="0 to 4, 1 is info", type=int, default=1, **once)
     return parser

@@ -14,7 +14,7 @@ _SECONDS = 60.0
 
 
 class Client:
-    """Speaks to the server at a place, with the token from the runtime folder."""
+    """Sends requests to a server, with the token from the runtime folder."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -24,7 +24,7 @@ class Client:
         """Send a request and return the answer's JSON.
 
         Raises:
-            ServerError: the server refuses, in its own words, or does not answer.
+            ServerError: the server refuses the request (with its own sentence), or does not answer.
         """
         port = self.place.port
         connection = http.client.HTTPConnection(self.place.host, port, timeout=_SECONDS)
@@ -35,8 +35,8 @@ class Client:
             content = json.loads(answer.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerError(
-                f"The server of port {port} (process {self.place.pid}) does not answer ({error}); "
-                f"its log is {self.place.log}."
+                f"The server on port {port} (process {self.place.pid}) does not answer ({error}); "
+                f"see its log, {self.place.log}."
             ) from error
         finally:
             connection.close()
@@ -46,7 +46,7 @@ class Client:
 
 
 def client(port: int) -> Client:
-    """Return a client of the server of this port.
+    """Return a client of the server on this port.
 
     Raises:
         ServerError: there is none, or it is still starting.
@@ -54,11 +54,11 @@ def client(port: int) -> Client:
     place = find(port)
     if place is None:
         if is_claimed(port):
-            raise ServerError(f"The server of port {port} is just starting; try again in a second.")
+            raise ServerError(f"The server on port {port} is still starting; try again in a second.")
         raise no_server(port)
     return Client(place)
 
 
 def no_server(port: int) -> ServerError:
-    """The error of whoever needs a server and finds none."""
+    """Return the error for a port on which no server runs."""
     return ServerError(f"No server runs on port {port}; `hotset start --port {port}` starts one.")

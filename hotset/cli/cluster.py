@@ -1,6 +1,6 @@
-"""``hotset cluster``: sessions that the machines of a Ray cluster share, as they are now.
+"""``hotset cluster``: the state of sessions that the machines of a Ray cluster share.
 
-What is told comes from the session's directory, which every machine tells of itself once a second.
+It comes from the session's directory, to which every machine reports once a second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["described", "status", "stop"]
 
 
 def status(address: str, session: str | None) -> dict[str, list[dict[str, Any]]]:
-    """What each machine says of itself, for each session, or for one.
+    """What each machine reports of itself, for all sessions or for one.
 
     Raises:
         ClusterError: the cluster cannot be reached, or there is no such session in it.
@@ -30,7 +30,7 @@ def status(address: str, session: str | None) -> dict[str, list[dict[str, Any]]]
 
 
 def stop(address: str, session: str) -> int:
-    """End a session on all machines; returns the bytes that are freed.
+    """Destroy a session on all machines; return the bytes freed.
 
     Raises:
         ClusterError: the cluster cannot be reached, or there is no such session in it.
@@ -40,9 +40,9 @@ def stop(address: str, session: str) -> int:
 
 
 def described(found: dict[str, list[dict[str, Any]]]) -> RenderableType:
-    """Sessions and their machines, then what passed between these."""
+    """Tables of sessions, their machines, and the traffic between these."""
     if not found:
-        return "No session is shared by the machines of this Ray cluster."
+        return "The machines of this Ray cluster share no session."
     parts: list[RenderableType] = []
     for session, machines in found.items():
         parts += [Text(f"session {printable(session)}"), _machines(machines)]
@@ -73,7 +73,7 @@ def _machines(machines: list[dict[str, Any]]) -> Table:
 
 
 def _traffic(machines: list[dict[str, Any]]) -> Table:
-    table = Table("to", "from", "samples", "bytes", "an answer", "brought", "failures")
+    table = Table("to", "from", "samples", "bytes", "latency", "stored", "failures")
     for machine in machines:
         for name, peer in machine.get("peers", {}).items():
             latency = f"{peer['seconds'] / peer['answers'] * 1e3:.1f} ms" if peer["answers"] else "-"
@@ -94,6 +94,6 @@ def _joining() -> Any:
         from hotset.cluster import ray_join as joining
     except ImportError as error:
         raise ClusterError(
-            f"this needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'`."
+            f"`hotset cluster` needs {error.name}, which is not installed; run `pip install 'hotset[ray]'`."
         ) from error
     return joining

@@ -1,6 +1,6 @@
-"""``hotset explain module:object``: what would be cached of a data set, and why, without filling a cache.
+"""``hotset explain module:object``: what would be cached of a dataset, and why, without filling a cache.
 
-Of transforms alone, a Compose say, it tells what their structure tells: without samples nothing is tried.
+Given transforms alone, such as a Compose, it shows what their structure tells: a trial needs samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["explained", "load"]
 
 
 def load(place: str) -> Any:
-    """Import what ``module:object`` or ``file.py:object`` names; what needs no arguments is called.
+    """Import what ``module:object`` or ``file.py:object`` names; call it if it needs no arguments.
 
     Raises:
         ArgumentError: there is no such module or object.
@@ -28,11 +28,11 @@ def load(place: str) -> Any:
     """
     module, colon, path = place.partition(":")
     if not colon or not module or not path:
-        raise ArgumentError(f"{place!r} names no object; write module:object, or file.py:object.")
+        raise ArgumentError(f"{place!r} names no object; use module:object or file.py:object.")
     if module.endswith(".py"):
         file = Path(module)
         if not file.is_file():
-            raise ArgumentError(f"there is no file {module!r} here; look at the path.")
+            raise ArgumentError(f"there is no file {module!r}; check the path.")
         sys.path.insert(0, str(file.parent.resolve()))
         module = file.stem
     else:
@@ -42,16 +42,16 @@ def load(place: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise  # something that the module itself needs
-        raise ArgumentError(f"there is no module {module!r} here; look at the path, or install it.") from None
+        raise ArgumentError(f"there is no module {module!r}; check the name, or install it.") from None
     for name in path.split("."):
         if not hasattr(found, name):
-            raise ArgumentError(f"{module!r} has no {path!r}; name something that it defines.")
+            raise ArgumentError(f"{module!r} has no {path!r}; use a name that it defines.")
         found = getattr(found, name)
     return found() if _makes_one(found) else found
 
 
 def _makes_one(found: Any) -> bool:
-    """Whether it is a function or a class that can be called without arguments; a transform needs one."""
+    """Whether it is a function or class to be called without arguments; a transform needs an argument."""
     if not isinstance(found, (type, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
         return False
     try:
@@ -74,7 +74,7 @@ def explained(
     batch_size: int,
     steps: int | None,
 ) -> str:
-    """The plan of a data set as text, with what follows from the batch size; of transforms a line for each.
+    """The plan of a dataset as text, with steps per epoch; for transforms alone, a line for each.
 
     Raises:
         HotsetError: see :func:`hotset.cache`.
@@ -103,7 +103,7 @@ def explained(
 
 
 def _is_chain(found: Any) -> bool:
-    """Whether it is a transform, or a list of these, and no data set."""
+    """Whether it is a transform or a list of transforms, and not a dataset."""
     if isinstance(found, (list, tuple)):
         return bool(found) and all(map(callable, found))
     from hotset.determinism.verdict import library_of
@@ -127,14 +127,12 @@ def _explained_chain(chain: Any, strict: bool) -> str:
         rows.append(Row(verdict.name, verdict.kind, verdict.evidence, None, None, cached))
     text = table(tuple(rows))
     if any(row.cached and row.kind == "unknown" for row in rows):
-        text += (
-            "\nnote         what is unknown is tried on samples, and is live if it differs from call to call"
-        )
-    return text + "\nnote         name a data set with these transforms to see bytes, times, and what fits"
+        text += "\nnote         an unknown transform is tried on samples; it stays live if its results differ"
+    return text + "\nnote         name a dataset with these transforms to see bytes, times, and what fits"
 
 
 def _number(text: str) -> float | str:
-    """A count, a fraction, or an amount of memory, as it was meant: ``50``, ``0.5``, ``20GiB``."""
+    """Parse a count, a fraction, or an amount of memory: ``50``, ``0.5``, ``20GiB``."""
     for kind in (int, float):
         try:
             return kind(text)

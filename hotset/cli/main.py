@@ -1,4 +1,4 @@
-"""``hotset``: the demo, the cache server and its sessions, and a look after the caches on this machine."""
+"""The ``hotset`` command: the demo, the cache server, its sessions, and the caches on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _say_version(asked: bool) -> None:
 def hotset_(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end."),
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Keeps accelerators fed: a shared-memory cache and loader for PyTorch."""
@@ -44,18 +44,20 @@ def hotset_(
 # typer reads annotations at run time, and on Python 3.10 it needs Optional[X] in place of X | None there.
 Folder = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Argument(help="Class subfolders of images; without it, photographs are built and removed again."),
+    typer.Argument(
+        help="Folder with a subfolder of images per class; by default, photographs are generated."
+    ),
 ]
 
 
 @app.command()
 def demo(
     folder: Folder = None,
-    epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 4,
-    workers: Annotated[int, typer.Option(help="Worker processes of each loader.")] = 2,
-    batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 64,
-    plot: Annotated[Path, typer.Option(help="Where the plot goes, a PNG.")] = Path("hotset-demo.png"),
-    count: Annotated[int, typer.Option(help="How many photographs to build.")] = 2000,
+    epochs: Annotated[int, typer.Option(help="Epochs per run.")] = 4,
+    workers: Annotated[int, typer.Option(help="Worker processes per loader.")] = 2,
+    batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 64,
+    plot: Annotated[Path, typer.Option(help="Path of the plot, a PNG file.")] = Path("hotset-demo.png"),
+    count: Annotated[int, typer.Option(help="Number of photographs to generate.")] = 2000,
 ) -> None:
     """Train a small CNN twice, with torch's DataLoader and with hotset, and compare."""
     from hotset.demo.run import demo as run
@@ -70,33 +72,35 @@ def explain(
     place: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:OBJECT", help="A data set, transforms, or a function that makes them."
+            metavar="MODULE:OBJECT", help="A dataset, transforms, or a function that returns them."
         ),
     ],
     memory: Annotated[
-        str, typer.Option(help="What the cache may take: 64GiB, or 50% of what is free")
+        str, typer.Option(help="Memory limit of the cache: 64GiB, or 50% of what is free.")
     ] = "auto",
     resident: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Of a window: how many samples, which fraction, or how much memory."),
+        typer.Option(help="Size of the window: a number of samples, a fraction, or an amount of memory."),
     ] = None,
     replace: Annotated[
-        str, typer.Option(help='Of a window: the share replaced after an epoch, or "auto".')
+        str, typer.Option(help='Fraction of the window to replace after each epoch, or "auto".')
     ] = "0.1",
-    strict: Annotated[bool, typer.Option(help="Leave live what is only known by its trial.")] = False,
+    strict: Annotated[
+        bool, typer.Option(help="Do not cache transforms that only a trial found deterministic.")
+    ] = False,
     cut: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="How many transforms are cached."),
+        typer.Option(help="Number of transforms to cache."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch.")] = 64,
     steps: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="How many steps you want to train."),
+        typer.Option(min=1, help="Number of training steps, to compute the epochs."),
     ] = None,
 ) -> None:
-    """Tell what would be cached of a data set, what stays live, and why; a few samples are read.
+    """Show what would be cached of a dataset, what stays live, and why. It reads a few samples.
 
-    Of transforms alone, a Compose or a list of them, tell what their structure tells.
+    Given transforms alone, a Compose or a list, it shows what their structure tells.
     """
     from hotset.cli.explain import explained, load
 
@@ -155,7 +159,7 @@ def check() -> None:
 
 @app.command()
 def gc() -> None:
-    """Free what dead processes left, and sessions whose time is over; what anybody uses is left alone."""
+    """Free what dead processes left behind, and expired sessions. Nothing that is in use is touched."""
     from hotset.server import stale_files as remains
     from hotset.session import cache_reports as care
 
@@ -169,22 +173,26 @@ def gc() -> None:
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.")]
 RunningPort = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(min=1, max=65535, help="The server's port; not needed where one server runs."),
+    typer.Option(min=1, max=65535, help="The server's port; not needed if only one server runs."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def start(
-    host: Annotated[str, typer.Option(help="The one address or name to answer at.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address or host name to listen on.")] = "127.0.0.1",
     port: Port = 50052,
-    memory: Annotated[str, typer.Option(help="What its sessions may hold together: 80%, or 120GiB.")] = "80%",
+    memory: Annotated[
+        str, typer.Option(help="Memory limit of all its sessions together: 80%, or 120GiB.")
+    ] = "80%",
     spill: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR", help="Where its sessions spill, if they name no folder."),
+        typer.Option(metavar="DIR", help="Spill folder of sessions that name none."),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning, error or critical.")] = "info",
-    foreground: Annotated[bool, typer.Option(help="Stay here, and log to the terminal.")] = False,
+    log_level: Annotated[
+        str, typer.Option(help="Log level: debug, info, warning, error or critical.")
+    ] = "info",
+    foreground: Annotated[bool, typer.Option(help="Run in the foreground, and log to the terminal.")] = False,
 ) -> None:
     """Start the cache server: a daemon with a budget for sessions, an API, a status page and metrics."""
     from hotset.server.options import Options
@@ -200,16 +208,16 @@ def start(
 
     place = server.start(options)
     typer.echo(f"The cache server is process {place.pid} and answers at {place.url}.")
-    typer.echo(f"Its log is {place.log}; `hotset stop` ends it and its sessions.")
+    typer.echo(f"Its log is {place.log}; `hotset stop` stops the server and destroys its sessions.")
 
 
 @app.command()
 def status(
     port: RunningPort = None,
     as_json: AsJson = False,
-    token: Annotated[bool, typer.Option("--token", help="Print the token alone.")] = False,
+    token: Annotated[bool, typer.Option("--token", help="Print only the token.")] = False,
 ) -> None:
-    """Tell how the cache server is doing."""
+    """Show the state of the cache server and its sessions."""
     from hotset.cli import server
 
     port = server.the_port(port)
@@ -227,7 +235,7 @@ def status(
 
 @app.command()
 def stop(port: RunningPort = None) -> None:
-    """Stop the cache server: its sessions are destroyed, and their memory is freed."""
+    """Stop the cache server, destroy its sessions, and free their memory."""
     from hotset.cli import server
 
     place = server.stop(server.the_port(port))
@@ -237,8 +245,8 @@ def stop(port: RunningPort = None) -> None:
 @app.command()
 def top(
     port: RunningPort = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
     """Watch the sessions of the cache server in the terminal."""
     from hotset.cli.server import the_port
@@ -264,7 +272,9 @@ def cache_admin(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
-session_app = typer.Typer(help="Make, list, show, resize and destroy sessions.", no_args_is_help=True)
+session_app = typer.Typer(
+    help="Create, list, show, resize and destroy sessions, and pin their caches.", no_args_is_help=True
+)
 app.add_typer(session_app, name="session")
 
 Which = Annotated[str, typer.Argument(metavar="NAME", help="Name or number.")]
@@ -272,31 +282,33 @@ Which = Annotated[str, typer.Argument(metavar="NAME", help="Name or number.")]
 
 @session_app.command("create")
 def create_session(
-    name: Annotated[str, typer.Argument(help="Letters, digits, dot, underscore and hyphen.")],
+    name: Annotated[str, typer.Argument(help="Letters, digits, dots, underscores and hyphens.")],
     memory: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="What its caches may hold together in memory: 120GiB, or 50% of the machine's."),
+        typer.Option(help="Memory limit of all its caches together: 120GiB, or 50% of the machine's memory."),
     ] = None,
     spill: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
             metavar="DIR",
-            help="Where what is beyond goes; 64 MiB or a hundredth of that disk (the larger) stay free.",
+            help="Folder for samples beyond that; 64 MiB or 1% of its disk, whichever is more, stays free.",
         ),
     ] = None,
     ttl: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="How long it lasts after its last use: 24h."),
+        typer.Option(help="Time to live after the last use, such as 24h."),
     ] = None,
-    persist: Annotated[bool, typer.Option("--persist", help="Keep what is spilled over a reboot.")] = False,
+    persist: Annotated[bool, typer.Option("--persist", help="Keep spilled samples across a reboot.")] = False,
     port: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
-            min=1, max=65535, help="Of the server that is to own it; not needed where one server runs."
+            min=1,
+            max=65535,
+            help="Port of the server that owns the session; not needed if only one server runs.",
         ),
     ] = None,
 ) -> None:
-    """Make a session: the server's if one answers, else nobody's."""
+    """Create a session. If a server runs, the server owns it."""
     from hotset.cli import session
 
     made = session.create(name, memory=memory, spill=spill, ttl=ttl, persist=persist, port=port)
@@ -314,7 +326,7 @@ def list_sessions(as_json: AsJson = False) -> None:
     elif found:
         session.console().print(session.sessions_table(found))
     else:
-        typer.echo("There are no sessions on this machine; `hotset session create NAME` makes one.")
+        typer.echo("There are no sessions on this machine; `hotset session create NAME` creates one.")
 
 
 @session_app.command("show")
@@ -332,10 +344,10 @@ def show_session(name: Which, as_json: AsJson = False) -> None:
 @session_app.command("resize")
 def resize_session(
     name: Which,
-    memory: Annotated[str, typer.Option(help="What its caches may hold together in memory: 200GiB, or 80%.")],
+    memory: Annotated[str, typer.Option(help="Memory limit of all its caches together: 200GiB, or 80%.")],
     as_json: AsJson = False,
 ) -> None:
-    """Change what a session may hold, also under jobs; of what is too much, caches that nobody uses go."""
+    """Change a session's memory limit, also while jobs use it. Unused caches are dropped if they must be."""
     from hotset.cli import session
 
     found = session.resize(name, memory)
@@ -348,19 +360,21 @@ def resize_session(
 @session_app.command("pin")
 def pin_cache(
     name: Which,
-    cache: Annotated[str, typer.Argument(help="Its id or name, as `hotset session show` lists them.")],
-    off: Annotated[bool, typer.Option("--off", help="Let it make room again.")] = False,
+    cache: Annotated[
+        str, typer.Argument(help="Id or name of the cache, as `hotset session show` lists them.")
+    ],
+    off: Annotated[bool, typer.Option("--off", help="Unpin the cache: it may be dropped again.")] = False,
 ) -> None:
-    """Keep a cache: it stays when no job uses it, and makes no room for others."""
+    """Pin a cache: it stays while no job uses it, even if other caches need the memory."""
     from hotset.cli import session
 
     found = printable(session.pin(name, cache, pinned=not off))
-    typer.echo(f"{found} makes room for others again." if off else f"{found} stays, whoever needs room.")
+    typer.echo(f"Unpinned {found}: unused, it is dropped for others." if off else f"Pinned {found}.")
 
 
 @session_app.command("destroy")
 def destroy_session(name: Which) -> None:
-    """Destroy a session; jobs that use it go on from their source."""
+    """Destroy a session. Jobs that use it read from their source from then on."""
     from hotset.cli import session
     from hotset.units import format_bytes
 
@@ -370,19 +384,21 @@ def destroy_session(name: Which) -> None:
 cluster_app = typer.Typer(help="Sessions that several machines share.", no_args_is_help=True)
 app.add_typer(cluster_app, name="cluster")
 
-Address = Annotated[str, typer.Option(help="Of the Ray cluster: host:port, or auto for this machine's.")]
+Address = Annotated[
+    str, typer.Option(help="Address of the Ray cluster: host:port, or auto for this machine's.")
+]
 
 
 @cluster_app.command("status")
 def cluster_status(
     session: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Argument(metavar="[SESSION]", help="One session alone."),
+        typer.Argument(metavar="[SESSION]", help="Show only this session."),
     ] = None,
     address: Address = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Show the machines that share a session, and what passed between them."""
+    """Show the machines that share a session, and the traffic between them."""
     from hotset.cli import cluster
     from hotset.cli.session import console
 
@@ -395,9 +411,9 @@ def cluster_status(
 
 @cluster_app.command("stop")
 def cluster_stop(
-    session: Annotated[str, typer.Argument(help="Its name.")], address: Address = "auto"
+    session: Annotated[str, typer.Argument(help="Name of the session.")], address: Address = "auto"
 ) -> None:
-    """Destroy a session on all machines; jobs that use it go on from their source."""
+    """Destroy a session on all machines. Jobs that use it read from their source from then on."""
     from hotset.cli import cluster
     from hotset.units import format_bytes
 
@@ -418,13 +434,13 @@ def _show(message: Warning | str, category: type[Warning], *where: object, **mor
 
 
 def main() -> None:
-    """Run the command line; an error of hotset's is one sentence and exit code 2."""
+    """Run the command line. A HotsetError is printed as one sentence, with exit code 2."""
     if sys.argv[1:2] == ["cache-admin"]:
-        # Scripts call it in loops: it does not wait for what typer imports to take its commands apart.
+        # Scripts call this command in loops: it must not wait for the imports of typer.
         from hotset.cli.cache_admin import main as run
 
         sys.exit(run(sys.argv[2:]))
-    # What a command warns of is for whoever typed it: there is no line of theirs to point at.
+    # A warning is for the user who typed the command: there is no line of code to point at.
     warnings.showwarning = _show
     try:
         app(prog_name="hotset")

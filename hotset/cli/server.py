@@ -1,8 +1,8 @@
 """``hotset start``, ``status`` and ``stop``: the cache server as a daemon.
 
-The daemon is a new process in a session of its own, so that a terminal that closes does not end it, with its
-output in the log file and nothing of the caller's open. ``start`` returns when the daemon has answered a
-request, or says why it ended.
+The daemon is a new process in a process session of its own, so that closing the terminal does not end it. Its
+output goes to the log file, and it inherits no open file of the caller. ``start`` returns once the daemon has
+answered a request, or reports why the daemon ended.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _PAUSE = 0.02
 
 
 def the_port(port: int | None) -> int:
-    """The port that was named; else that of the one server that runs, whatever it is.
+    """Return ``port`` if it is given, else the port of the server that runs.
 
-    Where none runs it is the default one, and where several do the default one if it is among them.
+    If no server runs, or one of several uses the default port, it is the default port.
 
     Raises:
-        ServerError: several run, none of them on the default port.
+        ServerError: several servers run, none of them on the default port.
     """
     if port is not None:
         return port
@@ -52,15 +52,15 @@ def the_port(port: int | None) -> int:
         return DEFAULT_PORT
     if len(ports) > 1:
         there = ", ".join(map(str, ports))
-        raise ServerError(f"Several servers run, on the ports {there}; name one by `--port`.")
+        raise ServerError(f"Several servers run, on the ports {there}; choose one with `--port`.")
     return ports[0]
 
 
 def start(options: Options) -> Place:
-    """Start a daemon; return where it answers.
+    """Start a daemon; return where it listens.
 
     Raises:
-        ServerError: it did not come up; with the last line of its log.
+        ServerError: it did not start; the message has the last line of its log.
     """
     if is_claimed(options.port):
         raise already_running(options.port)
@@ -74,7 +74,7 @@ def start(options: Options) -> Place:
             stderr=log,
             cwd="/",
             start_new_session=True,
-            # The folder in effect here, which may have been named relative to another place than "/".
+            # The folder in effect here: its name may be relative to the working directory.
             env={**os.environ, KNOB: str(runtime_folder())},
         )
         deadline = time.monotonic() + _START_SECONDS
@@ -84,18 +84,18 @@ def start(options: Options) -> Place:
             if time.monotonic() > deadline:
                 process.terminate()
                 raise ServerError(
-                    f"The server has not answered for {_START_SECONDS:.0f} s, and was told to end. "
+                    f"The server has not answered for {_START_SECONDS:.0f} s and was terminated. "
                     f"The last line of its log: {_last(log, begin)}"
                 )
             time.sleep(_PAUSE)
     finally:
         os.close(log)
-    process.returncode = 0  # it lives on: not a child that somebody forgot to wait for
+    process.returncode = 0  # or Popen would warn that the child still runs
     return place
 
 
 def stop(port: int) -> Place:
-    """Stop the server of this port, which destroys its sessions; return where it was, once it has gone.
+    """Stop the server on this port, which destroys its sessions; return where it was, once it has ended.
 
     Raises:
         ServerError: there is none, or it does not end.
@@ -107,15 +107,15 @@ def stop(port: int) -> Place:
         while not has_gone():
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"The server of port {port} (process {server.place.pid}) has not ended for "
-                    f"{_STOP_SECONDS:.0f} s; `kill -9 {server.place.pid}` ends it."
+                    f"The server on port {port} (process {server.place.pid}) has not ended within "
+                    f"{_STOP_SECONDS:.0f} s; end it with `kill -9 {server.place.pid}`."
                 )
             time.sleep(_PAUSE)
     return server.place
 
 
 def status(port: int) -> dict[str, Any]:
-    """Return what the server of this port says of itself.
+    """Return the status of the server on this port.
 
     Raises:
         ServerError: there is none, or it does not answer.
@@ -125,7 +125,7 @@ def status(port: int) -> dict[str, Any]:
 
 
 def token(port: int) -> str:
-    """Return the token of the server of this port.
+    """Return the token of the server on this port.
 
     Raises:
         ServerError: there is no server.

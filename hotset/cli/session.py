@@ -1,8 +1,8 @@
-"""``hotset session``: make, list, show, resize and destroy sessions, and pin their caches.
+"""``hotset session``: create, list, show, resize and destroy sessions, and pin their caches.
 
-Where a server answers, a new session is the server's, and ends with it; without one it is nobody's, and lasts
-until it is destroyed, expires, or the machine is switched off. Everything else is the same with and without
-a server, since sessions are files of this user, so it is done here and asks nobody.
+If a server runs, it owns a new session and destroys it when it stops. Without a server nobody owns the
+session, which lasts until it is destroyed, expires, or the machine is switched off. Everything else is the
+same with and without a server: sessions are files of this user, so the command changes them itself.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def create(
     persist: bool,
     port: int | None,
 ) -> dict[str, Any]:
-    """Make a session; return it as the API shows it.
+    """Create a session; return it as the API shows it.
 
     Args:
-        port: of the server that is to have it. None: the one that runs, if one does (of several, that of the
-            default port), else nobody.
+        port: the port of the server that will own it. None: the server that runs (of several, the one on the
+            default port), or nobody if none runs.
 
     Raises:
-        HotsetError: it cannot be made as asked for, or the server that was named is not there.
+        HotsetError: it cannot be created as requested, or no server runs on that port.
     """
     wanted: dict[str, Any] = {"name": name, "memory": memory, "ttl": ttl}
     wanted = {key: value for key, value in wanted.items() if value is not None}
@@ -97,7 +97,7 @@ def show(which: str) -> dict[str, Any]:
 
 
 def destroy(which: str) -> int:
-    """Destroy a session, by name or number; return the bytes that it frees.
+    """Destroy a session, by name or number; return the bytes freed.
 
     Raises:
         SessionError: there is none.
@@ -106,33 +106,33 @@ def destroy(which: str) -> int:
 
 
 def resize(which: str, memory: str) -> dict[str, Any]:
-    """Change what a session may hold; return what came of it, as the API shows it.
+    """Change a session's memory limit; return the outcome, as the API shows it.
 
     Raises:
-        HotsetError: there is no such session, or it cannot hold that.
+        HotsetError: there is no such session, or it cannot have that limit.
     """
     return resized_view(sessions.resize(sessions.find(which), parse_memory(memory)))
 
 
 def resized_text(found: dict[str, Any]) -> str:
-    """What came of a resize, for a person."""
+    """The outcome of a resize, as text."""
     session = found["session"]
     name, memory = printable(session["name"]), session["memory"]
-    lines = [f"Session {name} may hold {format_bytes(memory['limit'])} now."]
+    lines = [f"Session {name} may hold {format_bytes(memory['limit'])} from now on."]
     for dropped in found["dropped"]:
         lines.append(
-            f"{printable(dropped['name'])} made room, {format_bytes(dropped['bytes'])}: nobody used it."
+            f"Dropped the unused cache {printable(dropped['name'])}: {format_bytes(dropped['bytes'])} freed."
         )
     if found["over"]:
         lines.append(
-            f"It holds {format_bytes(found['over'])} more than that, which are in use or pinned and stay; "
-            "until they go, nothing is added."
+            f"It holds {format_bytes(found['over'])} more than that, in caches that are in use or pinned; no "
+            "samples are added until it holds less."
         )
     return "\n".join(lines)
 
 
 def pin(which: str, cache: str, *, pinned: bool) -> str:
-    """Have a cache of a session stay when nobody uses it, or no longer; return its name.
+    """Pin or unpin a cache of a session; return the cache's name.
 
     Raises:
         SessionError: there is no such session or cache.
@@ -171,7 +171,7 @@ def describe(session: dict[str, Any]) -> RenderableType:
     of = f"{format_bytes(session['memory']['used'])} of {format_bytes(session['memory']['limit'])}"
     facts.add_row("session", Text(f"{printable(session['name'])} ({session['number']})"))
     unused = session["memory"]["unused"]
-    facts.add_row("memory", f"{of}, {format_bytes(unused)} of it for whoever needs it" if unused else of)
+    facts.add_row("memory", f"{of}, {format_bytes(unused)} of it unused" if unused else of)
     spills = f"{format_bytes(disk['used'])} in {printable(disk['folder'])}" if disk["folder"] else "none"
     facts.add_row("disk", Text(spills + (", kept after a reboot" if session["persist"] else "")))
     ttl = session["ttl"]
@@ -187,7 +187,7 @@ def describe(session: dict[str, Any]) -> RenderableType:
 
 
 def _caches(caches: list[dict[str, Any]]) -> Table:
-    table = Table("cache", "id", "samples", "cached", "on disk", "memory", "disk", "a row", "hits", "use")
+    table = Table("cache", "id", "samples", "cached", "on disk", "memory", "disk", "a sample", "hits", "use")
     table.add_column("state")
     for cache in caches:
         rate = cache["hit_rate"]
@@ -208,7 +208,7 @@ def _caches(caches: list[dict[str, Any]]) -> Table:
 
 
 def _machines(machines: list[dict[str, Any]]) -> Table:
-    table = Table("machine", "address", "can hold", "samples", "bytes", "an answer", "brought", "failures")
+    table = Table("machine", "address", "can hold", "samples", "bytes", "latency", "stored", "failures")
     for machine in machines:
         name, latency = printable(machine["name"]), machine["latency"]
         passed = ["-"] * 5
@@ -230,7 +230,7 @@ def _machines(machines: list[dict[str, Any]]) -> Table:
 
 
 def print_status(status: dict[str, Any]) -> None:
-    """Print what ``GET /api/status`` answered."""
+    """Print the answer to ``GET /api/status``."""
     facts = Table.grid(padding=(0, 2))
     memory, spill = status["memory"], status["spill"]
     facts.add_row("server", f"hotset {status['version']}, process {status['pid']}")
@@ -246,7 +246,7 @@ def print_status(status: dict[str, Any]) -> None:
 
 
 def time_text(seconds: float) -> str:
-    """A time for a person.
+    """A time in the largest whole unit.
 
     Example:
         >>> time_text(86400), time_text(90)
@@ -259,6 +259,6 @@ def time_text(seconds: float) -> str:
 
 
 def console() -> Console:
-    """Where tables go; wide enough for their columns where there is no terminal."""
+    """The console for tables; without a terminal it is wide enough for all columns."""
     plain = Console()
     return plain if plain.is_terminal else Console(width=160)

@@ -1,8 +1,8 @@
-"""``hotset top``: the status page's numbers in a terminal.
+"""``hotset top``: the numbers of the status page in a terminal.
 
-A frame is a function of what ``/api/status`` and ``/api/history`` answer and of the terminal's size: columns
-that do not fit are left out, the least important ones first, and so are rows, with a word on how many. The
-server of the port is looked up anew for each frame, as another one may have taken its place.
+A frame is a function of the answers of ``/api/status`` and ``/api/history`` and of the terminal's size.
+Columns that do not fit are left out, the least important first, and so are rows, with a line that counts
+them. The server on the port is looked up again for each frame, as another one may have replaced it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Answer = dict[str, Any]
 def top(port: int, interval: float, once: bool) -> None:
     """Show the sessions of a server and their caches, until Ctrl-C.
 
-    What is no terminal gets one frame. A server that ends meanwhile is said so, and waited for.
+    Without a terminal it prints one frame. If the server ends, it shows that, and waits for the next server.
 
     Args:
         port: the server's.
@@ -43,7 +43,7 @@ def top(port: int, interval: float, once: bool) -> None:
         once: print one frame and return.
 
     Raises:
-        ServerError: no server answers at that port, at the first look.
+        ServerError: no server answers on that port at the start.
         FolderError: the runtime folder, or a file in it, is not safely this user's own.
     """
     terminal = console()
@@ -74,12 +74,12 @@ def _look(port: int) -> tuple[Answer, Answer]:
 def frame(
     status: Answer, history: Answer, *, width: int, height: int | None = None, trouble: str = ""
 ) -> RenderableType:
-    """Return what is shown at one moment, for :meth:`rich.console.Console.print`.
+    """Return one frame, for :meth:`rich.console.Console.print`.
 
     Args:
-        status, history: what the API answers.
-        width, height: columns and lines that there are; None for no bound on lines.
-        trouble: what is wrong with the server, in a sentence.
+        status, history: the answers of the API.
+        width, height: columns and lines of the terminal; None: any number of lines.
+        trouble: what is wrong with the server, as a sentence.
 
     Example:
         >>> memory = {"limit": 1 << 30, "used": 0}
@@ -101,7 +101,7 @@ def frame(
     room = None if height is None else max(2, height - 9)
     parts.append(_table(rows if room is None else rows[:room], width))
     if room is not None and len(rows) > room:
-        parts.append(Text(f"and {len(rows) - room} more rows, for which the terminal is too low", "dim"))
+        parts.append(Text(f"and {len(rows) - room} more rows; enlarge the terminal to see them", "dim"))
     return Group(*parts)
 
 
@@ -197,14 +197,14 @@ def _table(rows: list[_Row], width: int) -> Table:
         side: Literal["left", "right"] = "left" if title == "state" else "right"
         table.add_column(title, justify=side, no_wrap=True, overflow="ellipsis", max_width=_LONGEST_CELL)
     for row in rows:
-        # As Text, since a name may look like rich's markup.
+        # Text, because a name may look like rich's markup.
         cells = [Text(row.cells.get(title, "")) for title in shown]
         table.add_row(Text(row.name), *cells, style=row.style)
     return table
 
 
 def _fitting(rows: list[_Row], width: int) -> list[str]:
-    """The columns that there is room for beside the names, in their order."""
+    """The columns that fit beside the names, in their order."""
 
     def widest(*texts: str) -> int:
         return min(_LONGEST_CELL, max(cell_len(text) for text in texts)) + _GAP

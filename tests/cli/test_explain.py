@@ -113,7 +113,7 @@ def test_transforms_without_a_data_set_are_explained(place: str, kinds: list[str
     text = explain(f"explained_here:{place}")
     for kind in kinds:
         assert kind in text
-    assert "name a data set with these transforms" in text
+    assert "name a dataset with these transforms" in text
 
 
 def test_unknown_transforms_stay_live_where_that_is_asked_for() -> None:
