@@ -28,6 +28,7 @@ from hotset.server import models
 from hotset.server.history import History
 from hotset.server.metrics import CONTENT_TYPE, Metrics
 from hotset.server.session_service import Refusal, SessionService
+from hotset.server.views import ResizedView, SessionView
 
 __all__ = ["make_app"]
 
@@ -75,7 +76,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
         """The server, and every session."""
         return keeper.status()
 
-    @app.get("/api/sessions", response_model=list[models.SessionModel], responses=_errors(401, 403, 413))
+    @app.get("/api/sessions", response_model=list[SessionView], responses=_errors(401, 403, 413))
     def list_sessions() -> list[dict[str, Any]]:
         """Every session of this user on this machine, oldest first."""
         found: list[dict[str, Any]] = keeper.status()["sessions"]
@@ -84,7 +85,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
     @app.post(
         "/api/sessions",
         status_code=201,
-        response_model=models.SessionModel,
+        response_model=SessionView,
         responses=_errors(400, 401, 403, 409, 413, 422),
         dependencies=[_BEARER],
     )
@@ -94,7 +95,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
 
     @app.get(
         "/api/sessions/{which}",
-        response_model=models.SessionModel,
+        response_model=SessionView,
         responses=_errors(401, 403, 404, 413, 422),
     )
     def show_session(which: str) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
 
     @app.patch(
         "/api/sessions/{which}",
-        response_model=models.Resized,
+        response_model=ResizedView,
         responses=_errors(400, 401, 403, 404, 413, 422),
         dependencies=[_BEARER],
     )

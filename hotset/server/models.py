@@ -1,7 +1,7 @@
-"""The values of the API, as its OpenAPI description shows them: what may be sent, and what is answered.
+"""What may be sent to the API, and what it answers, beside the reports of :mod:`hotset.server.views`.
 
-What is sent is checked here for its form alone. What a name, an amount or a folder may be is known by those
-who use them, and their sentences are the answer.
+What is sent is checked here for its form alone. The functions that use a name, an amount or a folder check
+its value, and the sentences of their errors are the answer.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hotset.server.views import Amount, SessionView
+
 __all__ = [
     "Change",
     "Error",
     "Freed",
     "History",
     "NewSession",
-    "Resized",
-    "SessionModel",
     "Status",
     "Stopped",
 ]
@@ -56,92 +56,12 @@ class Change(BaseModel):
     memory: Union[int, str] = Field(description="Bytes, or an amount such as 120GiB or 50%.")
 
 
-class Amount(BaseModel):
-    """Bytes of memory."""
-
-    limit: int
-    used: int
-
-
-class SessionMemory(Amount):
-    """Bytes of memory; ``unused`` of those that are used make room for others when it is needed."""
-
-    unused: int
-
-
-class Disk(BaseModel):
-    """Bytes on disk, and where; no folder if nothing is spilled."""
-
-    folder: Optional[str]
-    used: int
-
-
 class ServerSpill(BaseModel):
     """The server's spill folder: bytes that its sessions take there, and that are left."""
 
     folder: str
     used: int
     free: Optional[int]
-
-
-class CacheModel(BaseModel):
-    """One cache of a session. Amounts are bytes, times seconds summed over processes."""
-
-    id: int
-    name: str
-    samples: int
-    cached: int
-    spilled: int
-    memory: int
-    disk: int
-    limit: int
-    mean_bytes: float
-    hits: int
-    peer_hits: int
-    misses: int
-    hit_rate: Optional[float]
-    fill_seconds: float
-    waited_seconds: float
-    processes: int
-    in_use: bool
-    pinned: bool
-    state: str
-
-
-class MachineModel(BaseModel):
-    """A machine that shares a session: the bytes that it can hold, and what it has sent to this one (``me``).
-
-    ``received`` records of ``bytes`` came from it, verified, besides those that were ``unsound``; it took
-    ``stored`` records that were brought to it. ``latency`` is the mean of seconds until an answer of it. What
-    passes between two machines is null for this one.
-    """
-
-    name: str
-    host: str
-    capacity: int
-    me: bool
-    received: Optional[int]
-    bytes: Optional[int]
-    latency: Optional[float]
-    stored: Optional[int]
-    unsound: Optional[int]
-    failures: Optional[int]
-
-
-class SessionModel(BaseModel):
-    """A session and its caches; no machines unless it is one that several share."""
-
-    number: int
-    name: str
-    memory: SessionMemory
-    disk: Disk
-    persist: bool
-    ttl: Optional[float]
-    created: float
-    in_use: bool
-    server: Optional[int]
-    caches: list[CacheModel]
-    machines: list[MachineModel]
 
 
 class Status(BaseModel):
@@ -155,7 +75,7 @@ class Status(BaseModel):
     log: Optional[str]
     memory: Amount
     spill: Optional[ServerSpill]
-    sessions: list[SessionModel]
+    sessions: list[SessionView]
 
 
 class Series(BaseModel):
@@ -181,22 +101,6 @@ class Freed(BaseModel):
     """Bytes of memory and disk that were freed."""
 
     freed: int
-
-
-class DroppedModel(BaseModel):
-    """A cache that made room: its name, its bytes of memory, and how many seconds nobody had used it."""
-
-    name: str
-    bytes: int
-    idle: float
-
-
-class Resized(BaseModel):
-    """The session as it is now, what made room, and the bytes in use or pinned beyond what it may hold."""
-
-    session: SessionModel
-    dropped: list[DroppedModel]
-    over: int
 
 
 class Stopped(BaseModel):

@@ -1,24 +1,32 @@
-"""Reports of sessions and caches as plain JSON values: what the API answers and ``hotset session`` prints.
+"""Reports of sessions and caches as the API answers and ``hotset session`` prints them.
 
-Where several machines share a session, they are read from what this one has written down of them, the roster
-and the tally. No other machine is asked, so a look costs the same whatever has become of them.
+The dataclasses here, with :class:`~hotset.session.reports.CacheReport`, are the types of the API's answers.
+If several machines share a session, they are read from this machine's own files, the roster and the tally. No
+other machine is asked, so a report costs the same whether they answer or not.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hotset.cluster.membership import Member, read_membership
 from hotset.cluster.peer_stats import PeerStats
 from hotset.cluster.peer_stats_file import read_tally
+from hotset.session.reclaim import Dropped
 from hotset.session.reports import CacheReport, SessionReport, report
 from hotset.session.sessions import Resized
 
-__all__ = ["Machine", "machines_of", "resized_view", "session_view"]
-
-_COUNTED = ("received", "bytes", "stored", "unsound", "failures")
+__all__ = [
+    "Amount",
+    "Machine",
+    "ResizedView",
+    "SessionView",
+    "machines_of",
+    "resized_view",
+    "session_view",
+]
 
 
 class Machine(NamedTuple):
@@ -34,7 +42,7 @@ class Machine(NamedTuple):
 
 
 def machines_of(number: int) -> list[Machine]:
-    """Return the machines that share a session, by name; none of a session that is this machine's alone."""
+    """Return the machines that share a session, by name; none if it is this machine's alone."""
     roster = read_membership(number)
     if roster is None:
         return []
@@ -47,69 +55,120 @@ def machines_of(number: int) -> list[Machine]:
     ]
 
 
-def session_view(seen: SessionReport) -> dict[str, Any]:
-    """Return a session with its caches and machines.
+@dataclass(frozen=True)
+class Amount:
+    """Bytes of memory."""
 
-    Amounts are bytes, times seconds, ``created`` is Unix time. What passes between two machines is None of
-    this one itself, which is marked as ``me``.
+    limit: int
+    used: int
+
+
+@dataclass(frozen=True)
+class SessionMemory(Amount):
+    """Bytes of memory; ``unused`` of those that are used make room for others when it is needed."""
+
+    unused: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes on disk, and where; no folder if nothing is spilled."""
+
+    folder: str | None
+    used: int
+
+
+@dataclass(frozen=True)
+class MachineView:
+    """A machine that shares a session: the bytes that it can hold, and what it has sent to this one (``me``).
+
+    ``received`` records of ``bytes`` came from it, verified, besides those that were ``unsound``; it took
+    ``stored`` records that were sent to it. ``latency`` is its mean seconds until an answer. What passes
+    between two machines is null for this one.
     """
-    session = seen.session
-    return {
-        "number": session.number,
-        "name": session.name,
-        "memory": {"limit": session.memory, "used": seen.memory, "unused": seen.unused},
-        "disk": {"folder": session.spill, "used": seen.disk},
-        "persist": session.persist,
-        "ttl": session.ttl,
-        "created": session.created,
-        "in_use": seen.in_use,
-        "server": session.server,
-        "caches": [_cache_view(cache) for cache in seen.caches],
-        "machines": [_machine_view(machine) for machine in machines_of(session.number)],
-    }
+
+    name: str
+    host: str
+    capacity: int
+    me: bool
+    received: int | None = None
+    bytes: int | None = None
+    latency: float | None = None
+    stored: int | None = None
+    unsound: int | None = None
+    failures: int | None = None
+
+
+@dataclass(frozen=True)
+class SessionView:
+    """A session and its caches; no machines unless several share it.
+
+    Amounts are bytes, times seconds, ``created`` is Unix time.
+    """
+
+    number: int
+    name: str
+    memory: SessionMemory
+    disk: Disk
+    persist: bool
+    ttl: float | None
+    created: float
+    in_use: bool
+    server: int | None
+    caches: list[CacheReport]
+    machines: list[MachineView]
+
+
+@dataclass(frozen=True)
+class ResizedView:
+    """The session as it is now, what made room, and the bytes in use or pinned beyond its new limit."""
+
+    session: SessionView
+    dropped: list[Dropped]
+    over: int
+
+
+def session_view(seen: SessionReport) -> dict[str, Any]:
+    """Return a :class:`SessionView` as JSON values."""
+    return asdict(_session(seen))
 
 
 def resized_view(resized: Resized) -> dict[str, Any]:
-    """Return what came of a resize."""
-    return {
-        "session": session_view(report(resized.session)),
-        "dropped": [asdict(dropped) for dropped in resized.dropped if dropped.bytes],
-        "over": resized.over,
-    }
+    """Return a :class:`ResizedView` as JSON values."""
+    dropped = [dropped for dropped in resized.dropped if dropped.bytes]
+    return asdict(ResizedView(_session(report(resized.session)), dropped, resized.over))
 
 
-def _cache_view(cache: CacheReport) -> dict[str, Any]:
-    served = cache.hits + cache.peer_hits + cache.misses
-    return {
-        "id": cache.id,
-        "name": cache.name,
-        "samples": cache.samples,
-        "cached": cache.cached,
-        "spilled": cache.spilled,
-        "memory": cache.memory,
-        "disk": cache.disk,
-        "limit": cache.limit,
-        "mean_bytes": cache.mean_bytes,
-        "hits": cache.hits,
-        "peer_hits": cache.peer_hits,
-        "misses": cache.misses,
-        "hit_rate": cache.hit_rate if served else None,
-        "fill_seconds": cache.fill_seconds,
-        "waited_seconds": cache.waited_seconds,
-        "processes": cache.processes,
-        "in_use": cache.in_use,
-        "pinned": cache.pinned,
-        "state": cache.state,
-    }
+def _session(seen: SessionReport) -> SessionView:
+    session = seen.session
+    return SessionView(
+        number=session.number,
+        name=session.name,
+        memory=SessionMemory(session.memory, seen.memory, seen.unused),
+        disk=Disk(session.spill, seen.disk),
+        persist=session.persist,
+        ttl=session.ttl,
+        created=session.created,
+        in_use=seen.in_use,
+        server=session.server,
+        caches=list(seen.caches),
+        machines=[_machine(machine) for machine in machines_of(session.number)],
+    )
 
 
-def _machine_view(machine: Machine) -> dict[str, Any]:
+def _machine(machine: Machine) -> MachineView:
     member, traffic = machine
-    return {
-        "name": member.name,
-        "host": member.host,
-        "capacity": member.capacity,
-        "me": traffic is None,
-        "latency": traffic.latency if traffic is not None and traffic.answers else None,
-        **{name: None if traffic is None else getattr(traffic, name) for name in _COUNTED},
-    }
+    if traffic is None:
+        return MachineView(member.name, member.host, member.capacity, me=True)
+    return MachineView(
+        member.name,
+        member.host,
+        member.capacity,
+        me=False,
+        received=traffic.received,
+        bytes=traffic.bytes,
+        latency=traffic.latency if traffic.answers else None,
+        stored=traffic.stored,
+        unsound=traffic.unsound,
+        failures=traffic.failures,
+    )

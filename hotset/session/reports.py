@@ -36,10 +36,11 @@ class CacheReport:
         memory: bytes that it has taken in memory.
         disk: bytes that it has taken on disk.
         limit: bytes that it may take in memory.
-        stored: bytes of the records that it holds.
+        mean_bytes: bytes of a record on average; 0 without any.
         hits: samples served from it.
         peer_hits: samples that other machines sent to this one's processes, of a session that they share.
         misses: samples read from the source.
+        hit_rate: fraction of the samples served that did not come from the source; None before the first.
         fill_seconds: spent in the source and the cached transforms, summed over processes.
         waited_seconds: that loaders' consumers waited for batches, summed over them.
         processes: how many living processes have it open and have read or written samples.
@@ -56,28 +57,17 @@ class CacheReport:
     memory: int = 0
     disk: int = 0
     limit: int = 0
-    stored: int = 0
+    mean_bytes: float = 0.0
     hits: int = 0
     peer_hits: int = 0
     misses: int = 0
+    hit_rate: float | None = None
     fill_seconds: float = 0.0
     waited_seconds: float = 0.0
     processes: int = 0
     in_use: bool = False
     pinned: bool = False
     state: str = "ok"
-
-    @property
-    def mean_bytes(self) -> float:
-        """Bytes of a record on average; 0 without any."""
-        return self.stored / self.cached if self.cached else 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the samples served that did not come from the source, 0 to 1; 0 before the first."""
-        hits = self.hits + self.peer_hits
-        served = hits + self.misses
-        return hits / served if served else 0.0
 
 
 @dataclass(frozen=True)
@@ -149,6 +139,8 @@ def _look(folder: int, file: str) -> CacheReport:
         geometry, live = segment.geometry, segment.live
         words = segment.index[segment.index >= PRESENT]
         sums = segment.slots.sum(axis=0).tolist()
+        hits = sums[Slot.HITS] + sums[Slot.PEER_HITS]
+        served = hits + sums[Slot.MISSES]
         return CacheReport(
             id=number,
             name=str(segment.metadata.get("name", file)),
@@ -158,10 +150,11 @@ def _look(folder: int, file: str) -> CacheReport:
             memory=geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])),
             disk=disk,
             limit=int(live[Live.LIMIT]),
-            stored=sums[Slot.STORED_BYTES],
+            mean_bytes=sums[Slot.STORED_BYTES] / len(words) if len(words) else 0.0,
             hits=sums[Slot.HITS],
             peer_hits=sums[Slot.PEER_HITS],
             misses=sums[Slot.MISSES],
+            hit_rate=hits / served if served else None,
             fill_seconds=sums[Slot.FILL_NS] / 1e9,
             waited_seconds=sums[Slot.WAIT_NS] / 1e9,
             processes=_processes(segment),

@@ -122,7 +122,15 @@ def test_where_a_server_answers_the_session_is_its(monkeypatch: pytest.MonkeyPat
 
 def test_a_cache_is_described() -> None:
     found = reports.CacheReport(
-        id=7, name="Images\x1b[31m", samples=1000, cached=250, spilled=50, hits=3, misses=1, stored=250 << 10
+        id=7,
+        name="Images\x1b[31m",
+        samples=1000,
+        cached=250,
+        spilled=50,
+        mean_bytes=1024.0,
+        hits=3,
+        misses=1,
+        hit_rate=0.75,
     )
     session = Session(9, "one", 1 << 30, "/nvme", False, None, 0.0, 50052)
     view = session_view(reports.SessionReport(session, True, 1 << 20, 2 << 20, (found,)))

@@ -104,7 +104,7 @@ def test_a_session_that_machines_share_tells_of_them(server: Server, monkeypatch
     assert 'hotset_peer_records_total{machine="one",session="shared"} 3.0' in told
     assert "s" * 40 not in told + str(server.ask("GET", "/api/status").json), "a secret key stays where it is"
     described = server.ask("GET", "/openapi.json").json["components"]["schemas"]
-    assert set(described["MachineModel"]["properties"]) == set(one)
+    assert set(described["MachineView"]["properties"]) == set(one)
     assert server.ask("DELETE", "/api/sessions/shared", token=True).status == 200
 
 

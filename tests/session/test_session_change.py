@@ -298,7 +298,9 @@ def test_what_cannot_be_pinned_is_said(start: Start) -> None:
 
     assert "no cache" in refusal()
     run_once(start, 2)
-    assert "Pinned Numbers" in command("pin", "a", "Numbers"), "a name will do where there is one of that name"
+    assert "Pinned Numbers" in command("pin", "a", "Numbers"), (
+        "a name will do where there is one of that name"
+    )
     run_once(start, 3)
     assert "several caches" in (said := refusal())
     assert all(str(cache["id"]) in said for cache in shown()["caches"])
