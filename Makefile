@@ -41,8 +41,13 @@ stress: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -s tests/gpu
 
+# Files that try something often, and more often here than in `make test`.
+THOROUGH := tests/store tests/session/test_session_budgets.py tests/dataset/test_shared_cache.py \
+	tests/determinism/test_fingerprint.py
+
 chaos: $(VENV)/.installed
 	$(BIN)/pip install --quiet -e '.[chaos]'
+	HOTSET_THOROUGH=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile $(THOROUGH)
 	$(BIN)/python -m pytest -q -m chaos
 	$(BIN)/python -m tests.chaos --kills 50 --seconds 600
 

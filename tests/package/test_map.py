@@ -1,0 +1,31 @@
+"""tests/README.md says which tests hold what: all that it names exists, and no test file is missing there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import hotset
+
+TESTS = Path(__file__).parents[1]
+PAGE = (TESTS / "README.md").read_text()
+NAMED = set(re.findall(r"`([\w/]+(?:\.py|/))`", PAGE))
+
+
+def test_every_file_and_folder_that_is_named_exists() -> None:
+    assert {
+        name for name in NAMED if not (TESTS / name).exists() and not (TESTS.parent / name).exists()
+    } == set()
+
+
+def test_every_test_file_is_named_or_lies_in_a_folder_that_is() -> None:
+    files = {path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    assert {
+        str(file) for file in files if str(file) not in NAMED and f"{file.parts[0]}/" not in NAMED
+    } == set()
+
+
+def test_every_public_name_is_in_the_table() -> None:
+    table = PAGE.split("## Public names")[1].split("\n## ")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first_cells))) == sorted(hotset.__all__)
