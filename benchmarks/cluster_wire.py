@@ -27,9 +27,8 @@ import numpy as np
 from benchmarks.cluster_nodes import Nodes
 from benchmarks.cluster_rank import Noise
 from benchmarks.harness import Comparison, Unfit, compare
-from hotset.cluster.client import PeerClients
-from hotset.cluster.keys import Keys
-from hotset.cluster.pending_request import PendingRequest
+from hotset.cluster.client import PeerClients, PendingRequest
+from hotset.cluster.membership import Keys
 from hotset.cluster.server import Serving
 from hotset.cluster.store_service import StoreService
 from hotset.store.schema import Schema

@@ -43,14 +43,13 @@ import hotset
 from hotset.cluster import batch_fetch as errand
 from hotset.cluster import membership as roster
 from hotset.cluster import node, sockets
-from hotset.cluster import peer_stats_file as tally
+from hotset.cluster import peer_stats as tally
 from hotset.cluster import ray_join as joining
 from hotset.cluster import remote_cache as neighbours
 from hotset.cluster import store_service as shelf
 from hotset.cluster.directory import SILENT, Directory
 from hotset.cluster.membership import Member
 from hotset.cluster.node import Node
-from hotset.cluster.peer_stats import Backoff
 from hotset.policy.rendezvous import Placement
 from hotset.session import sessions
 from hotset.store import fill
@@ -355,11 +354,6 @@ class _Trainer:
         copy = pickle.loads(pickle.dumps(self._cached))
         self._cached.close()
         self._cached = copy
-
-    def forgive(self) -> None:
-        """Leave nobody alone any more who has failed."""
-        for peer in self._cached._remote._company.peers.values():
-            peer._rest = Backoff()
 
     def stats(self) -> Any:
         return self._cached.stats()

@@ -25,7 +25,7 @@ from sources import ReadLog, Samples, Transformed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hotset
-from hotset.cluster import peer_stats_file as tally
+from hotset.cluster import peer_stats as tally
 from hotset.cluster import ray_join as joining
 from hotset.dataset import audit
 

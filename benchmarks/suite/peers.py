@@ -145,9 +145,8 @@ def _plain(store: Store, settings: Settings) -> Iterator[Callable[[], float]]:
 @contextlib.contextmanager
 def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[[], float]]:
     try:
-        from hotset.cluster.client import PeerClients
-        from hotset.cluster.keys import Keys
-        from hotset.cluster.pending_request import PendingRequest
+        from hotset.cluster.client import PeerClients, PendingRequest
+        from hotset.cluster.membership import Keys
         from hotset.cluster.server import Serving
         from hotset.cluster.store_service import StoreService
     except ImportError as error:

@@ -22,24 +22,24 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.encode_records import pack
-from hotset.cluster.membership import PATIENCE
-from hotset.cluster.ownership import Owned
-from hotset.cluster.peers import Peers
-from hotset.cluster.pending_request import Answer, PendingRequest
+from hotset.cluster.client import Answer, Peers, PendingRequest
+from hotset.cluster.membership import PATIENCE, Owned
 from hotset.cluster.protocol import LARGEST, MOST
-from hotset.cluster.wire_records import CacheIdentity, Longs
-from hotset.store.format import PRESENT, Slot
+from hotset.cluster.wire_records import ABSENT, Bytes, CacheIdentity, Longs, WireRecords
+from hotset.store import format as fmt
+from hotset.store import irregular_records as forms
+from hotset.store.format import LINE, PRESENT, RECORD, RECORD_HEADER, Slot
+from hotset.store.leaves import SchemaMismatch
 from hotset.store.record_batch import ReceivedRecords
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
-__all__ = ["BatchFetch", "Brought", "Read", "parts"]
+__all__ = ["BatchFetch", "Brought", "Read", "pack", "parts"]
 
 Read = Callable[[int], Any]
 
@@ -97,7 +97,7 @@ class BatchFetch:
     """One batch's way around the neighbours.
 
     Args:
-        company: the other machines; nobody else asks them meanwhile.
+        peers: the other machines; no other thread asks them meanwhile.
         cache: as machines agree on it.
         store: this machine's part of it.
         read: the source and its prefix.
@@ -105,9 +105,9 @@ class BatchFetch:
     """
 
     def __init__(
-        self, company: Peers, cache: CacheIdentity, store: Store, read: Read, keeps: Callable[[int], bool]
+        self, peers: Peers, cache: CacheIdentity, store: Store, read: Read, keeps: Callable[[int], bool]
     ) -> None:
-        self._company, self._cache, self._store, self._read = company, cache, store, read
+        self._peers, self._cache, self._store, self._read = peers, cache, store, read
         self._keeps = keeps
         self._schema: Schema = store.schema
         self._got = Brought()
@@ -122,9 +122,9 @@ class BatchFetch:
         """
         begun = time.monotonic()
         for ticket in asked:
-            self._take_in(ticket.ids, ticket.wait(begun + self._company.patience(ticket.name)))
+            self._take_in(ticket.ids, ticket.wait(begun + self._peers.patience(ticket.name)))
         missing = missing[np.isin(missing, self._got.ids(), invert=True)]
-        owned = self._company.others(missing)
+        owned = self._peers.known.others(missing)
         waiting = self._ask(owned)
         home = np.setdiff1d(missing, np.concatenate([missing[:0], *(ids for _, ids in owned)]))
         home = self._fetch_home(home)
@@ -163,7 +163,7 @@ class BatchFetch:
             turn: how far after the samples' owners these come.
         """
         asked = [
-            (name, self._company.peers[name].ask(self._cache, part, claim=True))
+            (name, self._peers.by_name[name].ask(self._cache, part, claim=True))
             for name, ids in owned
             for part in parts(self._cache, ids)
         ]
@@ -174,10 +174,10 @@ class BatchFetch:
         while asked:
             again = []
             for name, ticket in asked:
-                answer = ticket.wait(begun + self._company.patience(name))
+                answer = ticket.wait(begun + self._peers.patience(name))
                 self._take_in(ticket.ids, answer)
                 if answer.left.any():
-                    left = self._company.peers[name].ask(self._cache, ticket.ids[answer.left], claim=True)
+                    left = self._peers.by_name[name].ask(self._cache, ticket.ids[answer.left], claim=True)
                     again.append((name, left))
                 if answer.promised.any():
                     waiting.append(_Waiting(name, ticket.ids[answer.promised], turn))
@@ -193,12 +193,12 @@ class BatchFetch:
     def _ask_further(self, ids: Longs, turn: int) -> list[_Waiting]:
         """Go on with samples for which there was no room so far."""
         ids = np.sort(ids)
-        owned = self._company.after(ids, turn)
-        others = [(name, some) for name, some in owned if name != self._company.me]
+        owned = self._peers.known.after(ids, turn)
+        others = [(name, some) for name, some in owned if name != self._peers.known.me]
         waiting = self._ask(others, turn) if others else []
         for name, some in owned:
             # With room for them here they are left to the store, as this machine's own are.
-            if name == self._company.me and not self._store.has_room():
+            if name == self._peers.known.me and not self._store.has_room():
                 waiting += self._ask_further(some, turn + 1)
         if not owned and len(ids):
             self._got.unkept = True
@@ -229,13 +229,12 @@ class BatchFetch:
     def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
         """Those of these samples that their former owners have not got either; the others are brought on."""
         asked = [
-            (name, self._company.peers[name].ask(self._cache, some))
-            for name, some in self._company.former(ids)
+            (name, self._peers.by_name[name].ask(self._cache, some)) for name, some in self._peers.former(ids)
         ]
         begun = time.monotonic()
         came = [np.empty(0, np.int64)]
         for name, ticket in asked:
-            answer = ticket.wait(begun + self._company.patience(name))
+            answer = ticket.wait(begun + self._peers.patience(name))
             self._take_in(ticket.ids, answer)
             came.append(ticket.ids[answer.present])
         found = np.concatenate(came)
@@ -292,7 +291,7 @@ class BatchFetch:
         ids, records = pack(self._cache, self._schema, samples, unread or [])
         if len(ids):
             self._settle(_PUTS - 1)
-            ticket = self._company.peers[owner].put(self._cache, ids, records)
+            ticket = self._peers.by_name[owner].put(self._cache, ids, records)
             self._puts.append(_Put(owner, samples, turn, ticket))
 
     def _settle(self, left: int = 0) -> None:
@@ -300,7 +299,7 @@ class BatchFetch:
         begun = time.monotonic()
         while len(self._puts) > left:
             put = self._puts.pop(0)
-            answer = put.ticket.wait(begun + self._company.patience(put.name))
+            answer = put.ticket.wait(begun + self._peers.patience(put.name))
             refused = put.ticket.ids[answer.roomless].tolist()
             if refused:
                 self._put_further({sample: put.samples[sample] for sample in refused}, put.turn + 1)
@@ -309,14 +308,70 @@ class BatchFetch:
         """Bring samples to those machines that come so many places after their owners."""
         if not samples:
             return
-        further = self._company.after(np.fromiter(samples, np.int64), turn)
+        further = self._peers.known.after(np.fromiter(samples, np.int64), turn)
         self._got.unkept |= not further
         for name, ids in further:
             some = {sample: samples[sample] for sample in ids.tolist()}
-            if name != self._company.me:
+            if name != self._peers.known.me:
                 self._put(name, some, turn)
                 continue
             self._store.adopt(some)
             left = ids[self._store.words(ids) < PRESENT].tolist()
             if left:
                 self._put_further({sample: some[sample] for sample in left}, turn + 1)
+
+
+# ---- samples as they travel ------------------------------------------------------------------------------
+
+
+def pack(
+    cache: CacheIdentity, schema: Schema, samples: dict[int, Any], absent: Sequence[int] = ()
+) -> tuple[Longs, WireRecords]:
+    """Lay samples out side by side, as records that travel.
+
+    A record on its way is laid out as in a segment, but for two values that only a segment knows, its tail's
+    first line and its generation: both are zero, and the store that takes the record in writes its own.
+
+    Args:
+        cache: whose samples they are.
+        schema: of its samples.
+        samples: by number. Those that cannot be kept are absent, and those beyond one message's size.
+        absent: numbers of others that are.
+
+    Returns:
+        The numbers, those of absent ones last, and the records.
+    """
+    fitting: list[tuple[int, forms.Taken]] = []
+    missing = list(absent)
+    rows_left, lines_left = LARGEST // schema.stride, LARGEST // LINE
+    for sample, value in samples.items():
+        try:
+            prepared = forms.prepare(schema, value)
+        except SchemaMismatch:
+            missing.append(sample)
+            continue
+        if rows_left and prepared.tail_lines <= lines_left:
+            rows_left, lines_left = rows_left - 1, lines_left - prepared.tail_lines
+            fitting.append((sample, prepared))
+        else:
+            missing.append(sample)
+    lines = np.array([prepared.tail_lines for _, prepared in fitting], np.int64)
+    tails_at = len(fitting) * schema.stride
+    memory = bytearray(tails_at + int(lines.sum()) * LINE)
+    view = memoryview(memory)
+    row_at, tail_at = 0, tails_at
+    there = np.array([sample for sample, _ in fitting], np.int64)
+    for sample, prepared in fitting:
+        stamp = forms.stamp(prepared, 0)
+        forms.write(schema, memory, row_at, prepared, 0, tail_at)
+        length = schema.stride - RECORD_HEADER + prepared.tail_bytes
+        tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
+        crc = fmt.checksum(sample, length, stamp, view[row_at + RECORD_HEADER : row_at + schema.stride], tail)
+        RECORD.pack_into(memory, row_at, length, stamp, crc)
+        row_at += schema.stride
+        tail_at += prepared.tail_lines * LINE
+    ids = np.concatenate([there, np.array(missing, np.int64)])
+    generations = np.concatenate([np.zeros(len(there), np.int64), np.full(len(missing), ABSENT)])
+    rows: Bytes = np.ndarray((len(fitting), schema.stride), np.uint8, memory)
+    tails: Bytes = np.ndarray((int(lines.sum()), LINE), np.uint8, memory, tails_at)
+    return ids, WireRecords(generations, np.pad(lines, (0, len(missing))), rows, tails)

@@ -21,28 +21,43 @@ as closing it would end the parent's connections, and tickets from before the fo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hotset._warnings import Warner
 from hotset.cluster import protocol as messages
-from hotset.cluster.keys import Keys
-from hotset.cluster.peer_stats import Backoff, PeerStats
-from hotset.cluster.pending_request import PendingRequest
-from hotset.cluster.protocol import Malformed, Operation, Status
+from hotset.cluster.membership import PATIENCE, Keys, Membership, MembershipFile, Owned
+from hotset.cluster.peer_stats import Backoff, PeerStats, Tally, read_tally
+from hotset.cluster.protocol import Head, Malformed, Operation, Status
 from hotset.cluster.sockets import close, open_socket, require_descriptors
-from hotset.cluster.wire_records import CacheIdentity, Longs, WireRecords
+from hotset.cluster.wire_records import (
+    LEFT,
+    PROMISED,
+    ROOMLESS,
+    Bytes,
+    CacheIdentity,
+    Longs,
+    WireRecords,
+    only,
+    sound,
+)
+from hotset.store.format import LINE
 
-__all__ = ["Peer", "PeerClients"]
+__all__ = ["Answer", "Peer", "PeerClients", "Peers", "PendingRequest"]
+
+T = TypeVar("T")
 
 _IN_FLIGHT = 16  # what the other end queues for one asker
 
@@ -56,6 +71,130 @@ _ENDS: dict[int, str] = {
 
 # What forked children inherited: kept from being collected, which would close the parent's sockets.
 _inherited: list[Any] = []
+
+
+class Answer(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+        present: bool for each sample: its record is there, verified. (Of a put: it is stored.)
+        left: bool for each sample: the peer has it, but the answer was full; ask for it again.
+        promised: bool for each sample: another one reads it now, and will bring it.
+        roomless: bool for each sample: it is absent, and the peer has no room for it.
+        answered: whether the peer has answered at all, and has this cache.
+        lines: int64 for each sample: of its tail; 0 unless it is present.
+        rows: uint8 of shape (present samples, stride), in their order; read-only, as are the tails.
+        tails: uint8 of shape (sum of lines, 256).
+    """
+
+    present: npt.NDArray[np.bool_]
+    left: npt.NDArray[np.bool_]
+    promised: npt.NDArray[np.bool_]
+    roomless: npt.NDArray[np.bool_]
+    answered: bool
+    lines: Longs
+    rows: Bytes
+    tails: Bytes
+
+
+class PendingRequest:
+    """A request that was sent, or was not; see :meth:`wait`."""
+
+    def __init__(self, peer: Peer, cache: CacheIdentity, ids: Longs, operation: Operation) -> None:
+        self._peer, self.cache, self.ids, self.operation = peer, cache, ids, operation
+        self._pid = os.getpid()
+        self._asked_at = time.monotonic()
+        self.frames: Sequence[memoryview] | None = None
+        self.head: Head | None = None
+        self.is_lost = False
+
+    @property
+    def name(self) -> str:
+        """Of the peer."""
+        return self._peer.name
+
+    @property
+    def is_refused_for_now(self) -> bool:
+        """Whether the peer has answered that it is busy: it may be asked again at once."""
+        return self.head is not None and self.head.status is Status.BUSY
+
+    def wait(self, deadline: float) -> Answer:
+        """Wait for the answer, and verify its records.
+
+        Args:
+            deadline: of :func:`time.monotonic`. The peer has failed if it passes.
+        """
+        found = self._answered(deadline, self._parse)
+        if found is None:
+            return self._nothing()
+        if self.operation is Operation.PUT:
+            stored, roomless = found.generations >= 0, found.generations == ROOMLESS
+            self._peer.traffic.stored += int(np.count_nonzero(stored))
+            return self._nothing()._replace(present=stored, roomless=roomless, answered=True)
+        return self._verified(found)
+
+    def words(self, deadline: float) -> Longs | None:
+        """Wait for the words that answer words; None if there are none.
+
+        Args:
+            deadline: see :meth:`wait`.
+        """
+        return self._answered(deadline, self._parse_words)
+
+    def _answered(self, deadline: float, parse: Callable[[Head, Sequence[memoryview]], T]) -> T | None:
+        peer = self._peer
+        if self._pid != os.getpid():
+            self.is_lost = True
+        while self.frames is None and not self.is_lost:
+            left = deadline - time.monotonic()
+            peer.look(max(left, 0.0))
+            if left <= 0 and self.frames is None and not self.is_lost:
+                self.is_lost = True
+                peer.fail("has not answered in time")
+        if self.frames is None or self.head is None:
+            return None
+        frames, self.frames, self.is_lost = self.frames, None, True
+        if self.head.status not in (Status.OK, Status.MALFORMED):
+            peer.refuses(self.head.status, self.cache)
+            return None
+        try:
+            if self.head.status is not Status.OK:
+                raise Malformed(self.head.status.sentence)
+            said = (self.head.operation, self.head.fingerprint, self.head.layout)
+            if said != (self.operation, self.cache.fingerprint, self.cache.layout):
+                raise Malformed("answers what it was not asked")
+            found = parse(self.head, frames)
+        except Malformed as error:
+            peer.fail(str(error))
+            return None
+        peer.well(time.monotonic() - self._asked_at, self.cache)
+        return found
+
+    def _parse(self, head: Head, frames: Sequence[memoryview]) -> WireRecords:
+        if head.samples != len(self.ids):
+            raise Malformed("answers what it was not asked")
+        return messages.parse_records(head, frames[1:], self.cache, bare=self.operation is Operation.PUT)
+
+    def _parse_words(self, head: Head, frames: Sequence[memoryview]) -> Longs:
+        return messages.parse_words(head, frames[1:])
+
+    def _verified(self, records: WireRecords) -> Answer:
+        """The sound ones of these records: nothing else ever reaches the caller."""
+        left, promised, roomless = (records.generations == state for state in (LEFT, PROMISED, ROOMLESS))
+        present = sound(self.cache, self.ids, records)
+        wrong = int(np.count_nonzero((records.generations >= 0) & ~present))
+        if wrong:
+            self._peer.wrong(wrong)
+            records = only(records, present)
+        self._peer.traffic.received += int(np.count_nonzero(present))
+        self._peer.traffic.bytes += records.rows.nbytes + records.tails.nbytes
+        return Answer(present, left, promised, roomless, True, records.lines, records.rows, records.tails)
+
+    def _nothing(self) -> Answer:
+        count = len(self.ids)
+        no, lines = np.zeros(count, np.bool_), np.zeros(count, np.int64)
+        rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
+        return Answer(no, no, no, no, False, lines, rows, tails)
 
 
 class Peer:
@@ -292,3 +431,95 @@ class PeerClients:
         if self._context is not None and self._pid == os.getpid():
             close(self._context)
             self._context = None
+
+
+class Peers:
+    """The other machines of a session, as one process asks them. Used by one thread at a time.
+
+    What passes between this machine and the others is added to the session's tally.
+
+    Args:
+        number: of the session on this machine.
+
+    Attributes:
+        by_name: the other machines.
+        membership: which machines there are, and who owns what, as of the last :meth:`look`; None before this
+            machine was told.
+        troubles: what is wrong with machines, and their names; whoever uses this object tells the user.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._file = MembershipFile(number)
+        self._clients: PeerClients | None = None
+        self._tally = Tally(number)
+        self.by_name: dict[str, Peer] = {}
+        self.membership: Membership | None = None
+        self.troubles: list[tuple[str, str]] = []
+
+    def look(self) -> None:
+        """Read which machines there are; make a peer for each that has come, close those that have left."""
+        now, known = self._file.current(), self.membership
+        if now is None or known is now:
+            return
+        if self._clients is None or known is None or known.keys != now.keys:
+            if self._clients is not None:
+                self._clients.close()
+            self._clients, self.by_name = PeerClients(now.keys, self._hear), {}
+        there = {name: member for name, member in now.by_name.items() if name != now.me}
+        for name in [name for name in self.by_name if name not in there]:
+            del self.by_name[name]
+            self._clients.remove(name)
+        for name, member in there.items():
+            peer = self.by_name.get(name)
+            if peer is None or peer.endpoint != member.endpoint:
+                self.count(now=peer is not None)
+                self.by_name[name] = self._clients.add(name, member.endpoint, member.key.encode())
+        self.membership = now
+
+    def _hear(self, sentence: str, machine: str) -> None:
+        self.troubles.append((sentence, machine))
+
+    @property
+    def known(self) -> Membership:
+        """The membership, where there is one."""
+        assert self.membership is not None
+        return self.membership
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that this machine can hold."""
+        me = self.known.by_name.get(self.known.me)
+        return me.capacity if me is not None else 0
+
+    def patience(self, name: str) -> float:
+        """How many seconds to wait for an answer of this machine."""
+        member = self.known.by_name.get(name)
+        return member.patience if member is not None else PATIENCE
+
+    def former(self, ids: Longs) -> list[Owned]:
+        """The machines that owned these samples before the last change and are still there, and which."""
+        return [(name, some) for name, some in self.known.formerly(ids) if name in self.by_name]
+
+    def gone(self) -> list[str]:
+        """The machines that left a short while ago, by name: they may come back with what they had."""
+        here = {*self.by_name, self.known.me} if self.membership is not None else set()
+        former = self.membership.former if self.membership is not None else ()
+        return [member.name for member in former if member.name not in here]
+
+    def count(self, *, now: bool = False) -> None:
+        """Add what was counted to the tally, if that was not just done; ``now``: in any case."""
+        self._tally.add({name: peer.traffic for name, peer in self.by_name.items()}, now=now)
+
+    def traffic(self) -> dict[str, PeerStats]:
+        """What passed between this machine and each other one, for all caches of the session; by name."""
+        with contextlib.suppress(OSError):
+            return read_tally(self._number)
+        return {}
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._clients is not None:
+            self.count(now=True)
+            self._clients.close()
+        self._clients, self.membership, self.by_name = None, None, {}

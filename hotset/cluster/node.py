@@ -24,9 +24,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from hotset.cluster.directory import Described, Heartbeat, HeartbeatReply
-from hotset.cluster.keys import Keys
-from hotset.cluster.membership import Member, Membership, read_membership, write_membership
-from hotset.cluster.peer_stats_file import make_tally, read_tally
+from hotset.cluster.membership import Keys, Member, Membership, read_membership, write_membership
+from hotset.cluster.peer_stats import make_tally, read_tally
 from hotset.cluster.server import Serving
 from hotset.cluster.store_service import StoreService, StoreServices
 from hotset.errors import SegmentError, SessionError

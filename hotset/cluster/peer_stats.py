@@ -1,14 +1,30 @@
-"""Traffic: what passed between this process and one peer, and how long a peer that fails is left alone."""
+"""What passed between this machine's processes and each other machine, all of them together: the tally.
+
+It is a file beside the session's ledger, with one row for each machine that was ever asked::
+
+    <number>.traffic      1,024 rows of 128 B:  name, 48 B | ten counters, i64
+
+Processes add to it now and then what they have counted since (:class:`Tally`), under its lock, as there is
+no atomic addition. Counting must not slow down what is counted: a process that cannot have the lock at once
+adds its counts the next time, and only one that ends waits for the lock, a little.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
-__all__ = ["Backoff", "PeerStats"]
+import numpy as np
 
-_FIRST = 0.5
-_LONGEST = 30.0
+from hotset.session.file_names import runtime, traffic_file
+from hotset.session.runtime_dir import open_at
+from hotset.store import locks
+
+__all__ = ["Backoff", "PeerStats", "Tally", "make_tally", "read_tally"]
 
 
 @dataclass
@@ -47,14 +63,110 @@ class PeerStats:
         return self.seconds / self.answers if self.answers else 0.0
 
 
-class Backoff:
-    """How long something is left alone: half a second, then twice as long each time, half a minute at most.
+_COUNTED = [field.name for field in fields(PeerStats) if field.name not in ("seconds", "why")]
+_ROW = np.dtype([("name", "S48"), ("counts", "<i8", len(_COUNTED)), ("nanoseconds", "<i8")])
+_ROWS = 1024
+_EVERY_SECONDS = 0.5
+_PATIENCE = 0.2
+_SHORT = 0
+_FIRST_REST, _LONGEST_REST = 0.5, 30.0
 
-    One is forgotten when what it is of does well again.
+
+def make_tally(number: int) -> None:
+    """Make a session's tally, if there is none.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with runtime() as folder, contextlib.suppress(FileExistsError):
+        fd = open_at(folder, traffic_file(number), create=True)
+        try:
+            os.posix_fallocate(fd, 0, _ROWS * _ROW.itemsize)
+        finally:
+            os.close(fd)
+
+
+def read_tally(number: int) -> dict[str, PeerStats]:
+    """What passed between this machine and each other one, by its name.
+
+    Raises:
+        OSError: there is no tally.
+    """
+    with _opened(number) as fd:
+        return {row["name"].decode(errors="replace"): _traffic(row) for row in _rows(fd) if row["name"]}
+
+
+def _traffic(row: Any) -> PeerStats:
+    counts = dict(zip(_COUNTED, row["counts"].tolist(), strict=True))
+    return PeerStats(**counts, seconds=int(row["nanoseconds"]) / 1e9)
+
+
+@contextlib.contextmanager
+def _opened(number: int) -> Iterator[int]:
+    with runtime() as folder:
+        fd = open_at(folder, traffic_file(number))
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _rows(fd: int) -> Any:
+    size = _ROWS * _ROW.itemsize
+    return np.frombuffer(bytearray(os.pread(fd, size, 0).ljust(size, b"\0")), _ROW)
+
+
+class Tally:
+    """Adds up what one process has counted.
+
+    Args:
+        number: of the session.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._added: dict[str, tuple[PeerStats, Any]] = {}  # what was counted when it was added last
+        self._last = time.monotonic()
+
+    def add(self, traffics: dict[str, PeerStats], *, now: bool = False) -> None:
+        """Add what was counted since the last time, if that is half a second ago.
+
+        Args:
+            traffics: of each machine, by its name.
+            now: do not wait for that.
+        """
+        if not now and time.monotonic() - self._last < _EVERY_SECONDS:
+            return
+        self._last = time.monotonic()
+        with contextlib.suppress(OSError), _opened(self._number) as fd:
+            if not locks.lock(fd, _SHORT, _PATIENCE if now else 0.0):
+                return
+            rows = _rows(fd)
+            for name, traffic in traffics.items():
+                self._add_one(rows, name, traffic)
+            os.pwrite(fd, rows.data, 0)
+
+    def _add_one(self, rows: Any, name: str, traffic: PeerStats) -> None:
+        counted = np.array([*(getattr(traffic, field) for field in _COUNTED), int(traffic.seconds * 1e9)])
+        of, before = self._added.get(name, (traffic, 0))
+        new = counted - (before if of is traffic else 0)
+        entry = name.encode()[:48]
+        free = np.flatnonzero((rows["name"] == entry) | (rows["name"] == b""))
+        if new.any() and len(free):
+            rows["name"][free[0]] = entry
+            rows["counts"][free[0]] += new[:-1]
+            rows["nanoseconds"][free[0]] += new[-1]
+            self._added[name] = traffic, counted
+
+
+class Backoff:
+    """How long a machine is left alone: half a second, then twice as long each time, half a minute at most.
+
+    It is replaced by a new one when the machine answers again.
     """
 
     def __init__(self) -> None:
-        self._seconds = _FIRST
+        self._seconds = _FIRST_REST
         self._until = 0.0
 
     @property
@@ -65,4 +177,4 @@ class Backoff:
     def begin(self) -> None:
         """Leave it alone from now on."""
         self._until = time.monotonic() + self._seconds
-        self._seconds = min(2 * self._seconds, _LONGEST)
+        self._seconds = min(2 * self._seconds, _LONGEST_REST)

@@ -1,6 +1,6 @@
 """Neighbours: this process's way to those samples of a cache that other machines own.
 
-Each sample has an owner among the machines (:mod:`hotset.cluster.ownership`), whose memory keeps it. What a
+Each sample has an owner among the machines (:mod:`hotset.cluster.membership`), whose memory keeps it. What a
 batch lacks is got from the owners (:mod:`hotset.cluster.batch_fetch`). What the next batch will lack can be
 asked for before (:meth:`RemoteCache.announce`): it comes while this one is trained on. That promises nothing:
 what is absent is asked for again, with a promise to bring it, when it is needed.
@@ -21,11 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotset.cluster.batch_fetch import BatchFetch, Brought, Read, parts
-from hotset.cluster.client import Peer
-from hotset.cluster.membership import PATIENCE, Membership
+from hotset.cluster.client import Peer, Peers, PendingRequest
+from hotset.cluster.membership import PATIENCE
 from hotset.cluster.peer_stats import PeerStats
-from hotset.cluster.peers import Peers
-from hotset.cluster.pending_request import PendingRequest
 from hotset.cluster.store_service import cache_of
 from hotset.cluster.wire_records import CacheIdentity, Longs
 from hotset.errors import SegmentError
@@ -64,7 +62,7 @@ class RemoteCache:
         """What belongs to one process."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._company = Peers(self._number)
+        self._peers = Peers(self._number)
         self._cache: CacheIdentity | None = None
         self._ahead: dict[bytes, _Ahead] = {}  # by the ids of a batch
         self._estimated = (float("-inf"), 0.0)
@@ -73,11 +71,6 @@ class RemoteCache:
 
     def __reduce__(self) -> Any:
         return _restored, (self._number, self._fingerprint, self._replicate)
-
-    @property
-    def roster(self) -> Membership | None:
-        """Which machines there are, as far as this one knows; None before it was told."""
-        return self._company.roster
 
     def bring(self, store: Store, ids: Longs, read: Read) -> Brought:
         """Get what this machine has not got of these samples, but for what it is to read and keep itself.
@@ -94,7 +87,7 @@ class RemoteCache:
         if not len(missing) or store.era() is None:
             return Brought()
         with self._looked(store):
-            if self._company.owners is None:
+            if self._peers.membership is None:
                 return Brought()
             try:
                 ahead = self._ahead.pop(ids.tobytes(), None)
@@ -102,7 +95,7 @@ class RemoteCache:
                 asked = ahead.tickets if ahead is not None and ahead.era == store.era() else []
                 return self._errand(store, read).run(missing, asked)
             finally:
-                self._company.count()
+                self._peers.count()
 
     def pass_on(self, store: Store, samples: dict[int, Any]) -> bool:
         """Bring to other machines what this one was to keep and had no room for; whether all is kept now.
@@ -114,7 +107,7 @@ class RemoteCache:
         if store.why_full is None:
             return False
         with self._looked(store):
-            if self._company.owners is None:
+            if self._peers.membership is None:
                 return False
             ids = np.fromiter(samples, np.int64)
             ids = ids[store.words(ids) < PRESENT]
@@ -122,7 +115,7 @@ class RemoteCache:
             return errand.pass_on({sample: samples[sample] for sample in ids.tolist()})
 
     def _errand(self, store: Store, read: Read) -> BatchFetch:
-        return BatchFetch(self._company, self.cache(store), store, read, partial(self._keeps, store))
+        return BatchFetch(self._peers, self.cache(store), store, read, partial(self._keeps, store))
 
     def announce(self, store: Store, ids: Longs) -> None:
         """Ask for what this machine has not got of samples that will be wanted soon; returns at once.
@@ -135,12 +128,12 @@ class RemoteCache:
         if not len(missing) or store.era() is None or self._pid != os.getpid():
             return
         with self._looked(store):
-            if self._company.owners is None or ids.tobytes() in self._ahead:
+            if self._peers.membership is None or ids.tobytes() in self._ahead:
                 return
             cache, era = self.cache(store), store.era()
             tickets = [
-                self._company.peers[name].ask(cache, part)
-                for name, some in self._company.others(missing)
+                self._peers.by_name[name].ask(cache, part)
+                for name, some in self._peers.known.others(missing)
                 for part in parts(cache, some)
             ]
             self._ahead[ids.tobytes()] = _Ahead(era, tickets)
@@ -158,15 +151,15 @@ class RemoteCache:
     def troubles(self) -> list[tuple[str, str]]:
         """What was found wrong with machines since this was asked last, and the names of these."""
         found: list[tuple[str, str]] = []
-        while self._company.troubles:
-            found.append(self._company.troubles.pop(0))
+        while self._peers.troubles:
+            found.append(self._peers.troubles.pop(0))
         return found
 
     def traffic(self) -> dict[str, PeerStats]:
         """What passed between this machine and each other one, for all caches of the session; by name."""
         if self._pid == os.getpid():
-            self._company.count(now=True)
-        return self._company.traffic()
+            self._peers.count(now=True)
+        return self._peers.traffic()
 
     @contextlib.contextmanager
     def _looked(self, store: Store) -> Iterator[None]:
@@ -174,7 +167,7 @@ class RemoteCache:
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
-            self._company.look()
+            self._peers.look()
             yield
 
     # ---- all of it -----------------------------------------------------------------------------------
@@ -192,12 +185,12 @@ class RemoteCache:
         deadline = time.monotonic() + _CLEAR_SECONDS
         store.segment.live[Live.CLEARS] += 1  # of which the node tells those that cannot be asked now
         with self._looked(store):
-            gone = self._company.gone()
-            kept = self._cleared(self._company.peers, store, deadline)
+            gone = self._peers.gone()
+            kept = self._cleared(self._peers.by_name, store, deadline)
             last = deadline - PATIENCE  # an answer is to come in time
             while (busy := [peer for peer, again in kept.items() if again]) and time.monotonic() < last:
                 time.sleep(_AGAIN_SECONDS)  # in which they serve others
-                peers = {peer: self._company.peers[peer] for peer in busy}
+                peers = {peer: self._peers.by_name[peer] for peer in busy}
                 for peer in busy:
                     del kept[peer]
                 kept |= self._cleared(peers, store, deadline)
@@ -235,7 +228,7 @@ class RemoteCache:
             return False
         mean = store.stored_bytes / max(1, int((store.segment.index >= PRESENT).sum()))
         # A sixteenth is left to extents that are not full, and to samples larger than the mean.
-        room = self._company.capacity * 15 / 16 - store.stored_bytes
+        room = self._peers.capacity * 15 / 16 - store.stored_bytes
         return mean * (count + self._owned_and_missing(store)) <= room
 
     def _owned_and_missing(self, store: Store) -> float:
@@ -247,14 +240,14 @@ class RemoteCache:
             if total > _ESTIMATE:
                 ids = np.random.default_rng().integers(total, size=_ESTIMATE)
             missing = ids[store.index.missing(ids)]
-            others = sum(len(some) for _, some in self._company.others(missing))
+            others = sum(len(some) for _, some in self._peers.known.others(missing))
             self._estimated = now, (len(missing) - others) / len(ids) * total
         return self._estimated[1]
 
     def close(self) -> None:
         """Close all connections of this process."""
         if self._pid == os.getpid():
-            self._company.close()
+            self._peers.close()
         self._ahead = {}
 
 

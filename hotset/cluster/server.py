@@ -15,7 +15,7 @@ may have two at a time, so that one that stopped reading leaves the others their
 heartbeat fails, and its buffers are free again.
 
 It is bound to the one address that it is given. Who is let in is decided in this thread too, by the list of
-allowed keys (:mod:`hotset.cluster.auth`); strangers get no byte of an answer.
+allowed keys (:mod:`hotset.cluster.sockets`); strangers get no byte of an answer.
 
 Whatever goes wrong with one request, the thread lives, and answers the others.
 """
@@ -36,10 +36,9 @@ import numpy.typing as npt
 import zmq
 
 from hotset.cluster import protocol as messages
-from hotset.cluster.auth import ZapAuthenticator
-from hotset.cluster.keys import Keys
+from hotset.cluster.membership import Keys
 from hotset.cluster.protocol import LARGEST, Head, Malformed, Operation, Status
-from hotset.cluster.sockets import close, open_socket, require_descriptors
+from hotset.cluster.sockets import ZapAuthenticator, close, open_socket, require_descriptors
 from hotset.cluster.wire_records import (
     ABSENT,
     ROOMLESS,

@@ -5,6 +5,9 @@ knows the public key of whom it asks, so that each end is sure of the other; wha
 encrypted, and cannot be replayed, as CURVE numbers it (https://rfc.zeromq.org/spec/26/). Without keys
 (None), whoever reaches the address may ask: for networks that encrypt by themselves.
 
+Whether a key is allowed is asked at one address of a context, for all of its sockets (ZAP,
+https://rfc.zeromq.org/spec/27/); the serving thread answers there.
+
 Heartbeats bound what the dead and the stopped hold: a connection that is silent for `SILENCE` is closed, and
 what was waiting to be sent over it is freed.
 """
@@ -12,14 +15,16 @@ what was waiting to be sent over it is freed.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
-from hotset.cluster.keys import Keys
+from hotset.cluster.membership import Keys
 from hotset.cluster.protocol import LARGEST
 
-__all__ = ["SILENCE", "SPARE", "close", "open_socket", "require_descriptors"]
+__all__ = ["SILENCE", "SPARE", "ZapAuthenticator", "close", "open_socket", "require_descriptors"]
 
 # Milliseconds. One is asked for often enough that two of them may get lost.
 SILENCE = 1500
@@ -27,6 +32,7 @@ SILENCE = 1500
 SPARE = 32
 _HEARTBEAT = 500
 _HANDSHAKE = 2000
+_ZAP = "inproc://zeromq.zap.01"
 
 
 def open_socket(context: zmq.Context[Any], kind: int, keys: Keys | None, server: bytes | None) -> Any:
@@ -78,3 +84,31 @@ def close(context: zmq.Context[Any], *sockets: Any) -> None:
     for socket in sockets:
         socket.close(0)
     context.term()
+
+
+class ZapAuthenticator:
+    """Says whether who connects may. To be made before any socket of the context is bound.
+
+    Args:
+        context: whose sockets it is for; there is one door to each.
+        allowed: public keys of who is let in; looked at anew with each connection.
+
+    Attributes:
+        socket: to be polled; if there is something, :meth:`admit`.
+        strangers: connections that were not let in.
+    """
+
+    def __init__(self, context: zmq.Context[Any], allowed: Collection[bytes]) -> None:
+        self._allowed = allowed
+        self.strangers = 0
+        self.socket: Any = context.socket(zmq.REP)
+        self.socket.bind(_ZAP)
+
+    def admit(self) -> None:
+        """Answer a request of ZAP, whose last frame is the public key."""
+        version, number, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        known = key in self._allowed
+        self.strangers += not known
+        code, text = (b"200", b"OK") if known else (b"400", b"a key that is not allowed")
+        self.socket.send_multipart([version, number, code, text, key, b""])

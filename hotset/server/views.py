@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hotset.cluster.membership import Member, read_membership
-from hotset.cluster.peer_stats import PeerStats
-from hotset.cluster.peer_stats_file import read_tally
+from hotset.cluster.peer_stats import PeerStats, read_tally
 from hotset.session.reclaim import Dropped
 from hotset.session.reports import CacheReport, SessionReport, report
 from hotset.session.sessions import Resized

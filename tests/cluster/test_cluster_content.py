@@ -19,9 +19,8 @@ pytest.importorskip("zmq", reason="pyzmq, which carries records between machines
 from machines import town
 
 from hotset.cli import cluster as command
-from hotset.cluster import peer_stats_file as tallies
-from hotset.cluster.peer_stats import PeerStats
-from hotset.cluster.peer_stats_file import Tally, make_tally, read_tally
+from hotset.cluster import peer_stats as tallies
+from hotset.cluster.peer_stats import PeerStats, Tally, make_tally, read_tally
 from hotset.dataset import audit
 from hotset.errors import ClusterError, SegmentError
 

@@ -24,8 +24,8 @@ from stores import attached, child, count, ended, ids, in_child, lingering, open
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
+from hotset.cluster import batch_fetch as packing
 from hotset.cluster import directory as directory_module
-from hotset.cluster import encode_records as packing
 from hotset.cluster import membership as roster
 from hotset.cluster import store_service as shelf
 from hotset.cluster.directory import (
@@ -37,8 +37,14 @@ from hotset.cluster.directory import (
     Heartbeat,
     HeartbeatReply,
 )
-from hotset.cluster.keys import Keys
-from hotset.cluster.membership import Member, Membership, MembershipFile, read_membership, write_membership
+from hotset.cluster.membership import (
+    Keys,
+    Member,
+    Membership,
+    MembershipFile,
+    read_membership,
+    write_membership,
+)
 from hotset.cluster.store_service import StoreService
 from hotset.cluster.wire_records import ABSENT, LEFT, PROMISED, ROOMLESS, CacheIdentity, WireRecords, sound
 from hotset.session import recovery, sessions

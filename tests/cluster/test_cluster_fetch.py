@@ -22,14 +22,11 @@ import machines
 from machines import NEVER, town
 
 import hotset
-from hotset.cluster import batch_fetch as errands
+from hotset.cluster import batch_fetch
 from hotset.cluster import store_service as shelf
 from hotset.cluster.batch_fetch import BatchFetch, Brought
-from hotset.cluster.keys import Keys
-from hotset.cluster.membership import Member, Membership
-from hotset.cluster.ownership import Ownership
-from hotset.cluster.peers import Peers
-from hotset.cluster.pending_request import Answer
+from hotset.cluster.client import Answer, Peers
+from hotset.cluster.membership import Keys, Member, Membership
 from hotset.cluster.remote_cache import RemoteCache
 from hotset.cluster.store_service import StoreService
 from hotset.cluster.wire_records import (
@@ -66,7 +63,7 @@ class Ticket:
 
 
 class Peer:
-    """A machine's store, as another one's errand asks it."""
+    """A machine's store, as another one's fetch asks it."""
 
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.store = name, store
@@ -121,16 +118,15 @@ class Four:
         self.reads.append(index)
         return self.text(index)
 
-    def errand(self, me: str) -> BatchFetch:
+    def fetch(self, me: str) -> BatchFetch:
         peer = self.peers[me]
-        company: Any = Peers(0)
-        company._roster = Membership(me, Keys(b"", b""), self.members)
-        company.owners = Ownership(me, self.members)
-        company.peers = {name: other for name, other in self.peers.items() if name != me}
-        return BatchFetch(company, peer.shelf.cache, peer.store, self._read, lambda count: False)
+        peers: Any = Peers(0)
+        peers.membership = Membership(me, Keys(b"", b""), self.members)
+        peers.by_name = {name: other for name, other in self.peers.items() if name != me}
+        return BatchFetch(peers, peer.shelf.cache, peer.store, self._read, lambda count: False)
 
     def bring(self, me: str, *wanted: int) -> Brought:
-        return self.errand(me).run(np.array(sorted(wanted)), [])
+        return self.fetch(me).run(np.array(sorted(wanted)), [])
 
     def holders(self, index: int) -> str:
         return "".join(name for name in FOUR if self.peers[name].store.holds(np.array([index])))
@@ -207,7 +203,7 @@ def test_all_that_was_asked_ahead_is_waited_for_together() -> None:
         tickets: Any = [
             Watched(peer.name, wanted, peer.ask(peer.shelf.cache, wanted)._answer) for peer in peers
         ]
-        made.errand("a").run(wanted, tickets[1:])
+        made.fetch("a").run(wanted, tickets[1:])
         assert len(waits) == 3
         assert len(set(waits)) == 1, "one deadline, and not one after the other"
 
@@ -254,7 +250,7 @@ def test_what_is_too_large_for_all_is_kept_nowhere_and_that_is_told() -> None:
 def test_what_another_one_promised_and_does_not_bring_is_read_and_brought(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(errands, "PATIENCE", 0.0)
+    monkeypatch.setattr(batch_fetch, "PATIENCE", 0.0)
     with four() as made:
         wanted = made.sample("b")
         made.peers["b"].ask(made.peers["b"].shelf.cache, np.array([wanted]), claim=True).wait(0.0)
@@ -271,11 +267,11 @@ def test_what_could_not_be_read_is_promised_no_longer() -> None:
                 raise OSError("no such sample")
             return made.text(index)
 
-        errand = made.errand("a")
-        errand._read = read
+        fetch = made.fetch("a")
+        fetch._read = read
         with pytest.raises(OSError, match="no such sample"):
-            errand.run(ids(good, bad), [])
-        errand._settle()
+            fetch.run(ids(good, bad), [])
+        fetch._settle()
         memory = np.empty(1 << 16, np.uint8)
         found = made.peers["b"].shelf.take(ids(good, bad), memory, claim=True).generations.tolist()
         assert found[0] >= 0
@@ -288,9 +284,9 @@ def test_what_could_not_be_read_is_promised_no_longer() -> None:
 def neighbours(made: Four, me: str) -> RemoteCache:
     """A machine's way to the other three."""
     found = RemoteCache(0, bytes(16))
-    company: Any = made.errand(me)._company
-    company.look = company.count = lambda **how: None  # whom it knows it was told, and nobody adds up
-    found._company = company
+    peers: Any = made.fetch(me)._peers
+    peers.look = peers.count = lambda **how: None  # there is no file of the membership, and no tally
+    found._peers = peers
     return found
 
 

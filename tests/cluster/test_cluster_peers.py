@@ -32,9 +32,8 @@ zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between ma
 from hotset.cluster import peer_stats, sockets  # noqa: E402
 from hotset.cluster import protocol as messages  # noqa: E402
 from hotset.cluster import server as serving  # noqa: E402
-from hotset.cluster.client import Peer, PeerClients  # noqa: E402
-from hotset.cluster.keys import Keys  # noqa: E402
-from hotset.cluster.pending_request import Answer, PendingRequest  # noqa: E402
+from hotset.cluster.client import Answer, Peer, PeerClients, PendingRequest  # noqa: E402  # noqa: E402
+from hotset.cluster.membership import Keys  # noqa: E402
 from hotset.cluster.protocol import Operation, Status  # noqa: E402
 from hotset.cluster.server import Served, Serving  # noqa: E402
 from hotset.cluster.sockets import SPARE  # noqa: E402

@@ -15,10 +15,8 @@ import pytest
 from helpers import eventually, is_a_sentence
 from server_process import Server, running
 
-from hotset.cluster.keys import Keys
-from hotset.cluster.membership import Member, Membership, write_membership
-from hotset.cluster.peer_stats import PeerStats
-from hotset.cluster.peer_stats_file import Tally, make_tally
+from hotset.cluster.membership import Keys, Member, Membership, write_membership
+from hotset.cluster.peer_stats import PeerStats, Tally, make_tally
 
 READS = ["/", "/api/status", "/api/sessions", "/api/history", "/metrics", "/openapi.json"]
 CHANGES = [

@@ -22,10 +22,8 @@ from sources import Samples
 import hotset
 from hotset._warnings import printable
 from hotset.cli import session as said
-from hotset.cluster.keys import Keys
-from hotset.cluster.membership import Member, Membership, write_membership
-from hotset.cluster.peer_stats import PeerStats
-from hotset.cluster.peer_stats_file import Tally, make_tally
+from hotset.cluster.membership import Keys, Member, Membership, write_membership
+from hotset.cluster.peer_stats import PeerStats, Tally, make_tally
 from hotset.errors import ArgumentError, HotsetError
 from hotset.server import history as history_module
 from hotset.server import log
