@@ -1,8 +1,8 @@
-"""Going round a loader without end, as far as each call wants, and saying how far that was.
+"""Cycle through a loader without end, as far as each call wants, and keep count of passes and batches.
 
 A pass begins when its first batch is wanted, not when the last batch of the pass before was taken: the
-model's draws of that step come before the sampler's. What deals or shuffles by epoch (``set_epoch``) is told
-of each new pass, as nobody else could.
+model's draws of that step come before the sampler's. A sampler that deals or shuffles by epoch
+(``set_epoch``) is told of each new pass here, as the user's loop does not see where passes begin.
 
 Where all samples are resident on the device, what is drawn is not batches but rows, all that a call wants at
 once: one upload for many steps.
@@ -40,7 +40,7 @@ class BatchCycle:
 
     Args:
         queue: where they come from.
-        own: whether it is nobody else's, and closed with this.
+        own: whether this object made the queue, and closes it.
     """
 
     def __init__(self, queue: DeviceQueue[Any], own: bool = True) -> None:
@@ -146,7 +146,7 @@ class BatchCycle:
 
     def _begin_pass(self) -> None:
         dealer = _dealer(self.queue.loader)
-        # A pass that is taken up from a state was told of its epoch when it began.
+        # A pass that goes on from a state was told its epoch when it began.
         if self._passes and not self._taken and dealer is not None:
             epoch = getattr(dealer, "epoch", None)
             if epoch is None:
@@ -187,7 +187,9 @@ class BatchCycle:
         try:
             passes, taken, loader = int(state["passes"]), int(state["taken"]), state["loader"]
         except (TypeError, KeyError, ValueError) as error:
-            raise StateError(f"this is no state of a sink, or it is damaged: {error!r}.") from error
+            raise StateError(
+                f"state must be what Sink.state_dict() returned, and is something else or damaged: {error!r}."
+            ) from error
         self.close()
         self.queue.load_state_dict(loader)
         self._passes, self._taken = passes, taken
@@ -207,7 +209,7 @@ class BatchCycle:
 
 
 def _dealer(loader: Any) -> Any:
-    """What is told of epochs; None if nothing is."""
+    """The loader or sampler with ``set_epoch``; None if there is none."""
     batches = getattr(loader, "batch_sampler", None)
     places = (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
     return next((one for one in places if hasattr(one, "set_epoch")), None)

@@ -1,8 +1,8 @@
 """The device tier: samples that stay in the device's memory, and batches that are gathered there.
 
 A resident sample is a row in one tensor for each leaf of a batch. The rows are filled from the cache, once,
-in the first pass that finds everything cached: as many samples as fit, the first ones that the loader can
-name. (Which ones does not matter: each is wanted once an epoch.) From then on the host gives row numbers:
+in the first pass that finds everything cached: as many samples as fit, those of the lowest ids.
+(Which ones does not matter: each is used once an epoch.) From then on the host gives row numbers:
 
     ids of the batch ─> rows ─┬─ all resident ─> index_select on the device
                               └─ some not     ─> these from the cache, put between the others
@@ -98,7 +98,7 @@ class GpuCache:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Free all of them."""
         self.count = 0
         self.example: Any = None
         self.columns: list[torch.Tensor] = []
@@ -123,7 +123,7 @@ class GpuCache:
         return ResidentBatches(self, selector)
 
     def _pass_by(self) -> None:
-        """Nothing is resident in this pass. In the first one the cache is filled; a second one is told of."""
+        """Nothing is resident in this pass. The first such pass fills the cache; the second one warns."""
         self._passed_by += 1
         if self._passed_by == 2:
             warn(
@@ -139,7 +139,7 @@ class GpuCache:
 
     @property
     def complete(self) -> bool:
-        """Whether all samples that the loader can name are resident."""
+        """Whether all samples that may come are resident."""
         return self._ids is not None and self.count == len(self._ids)
 
     def rows(self, ids: Ids) -> Ids:
@@ -254,7 +254,7 @@ class ResidentBatches:
         return self.residents.mixed(rows, absent)
 
     def _next(self) -> Ids | None:
-        """The next batch's samples; None if they cannot be named, or are other ones since the pass began."""
+        """The next batch's sample ids; None if it has none, or the cache was cleared since the pass began."""
         ids = self._source.select()
         return ids if self.residents.is_current(self._source.generation()) else None
 

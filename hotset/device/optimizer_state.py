@@ -34,7 +34,7 @@ class Saved(NamedTuple):
     Attributes:
         changes: says what the step's Python has changed since; None if nothing.
         put_back: makes it what it was: a capture runs the step's Python, and no step.
-        put_back_gradients: lets go of gradients that were computed by nobody, as the capture failed.
+        put_back_gradients: lets go of gradients that no kernel has computed, as the capture failed.
     """
 
     changes: Callable[[], str | None]
@@ -105,7 +105,7 @@ class HostState:
             moved = generators.moved()
             if moved:
                 return (
-                    f"{moved[0]}, and a graph would repeat what was drawn for ever; draw in the data set, or "
+                    f"{moved[0]}, and a graph would repeat what was drawn for ever; draw in the dataset, or "
                     "on the device"
                 )
             if (self.settings(), self.counts()) != before:

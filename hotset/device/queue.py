@@ -1,17 +1,15 @@
 """``hotset.DeviceQueue``: a loader's batches on the device, sent ahead of use.
 
-    loader ── next() ──> lane.send ──> [ sent, sent ] ──> lane.receive ──> the step
+    loader ── next() ──> transfer.send ──> [ sent, sent ] ──> transfer.receive ──> the step
               in the consumer's thread       depth
 
 Batches are drawn from a DataLoader in the consumer's thread, where torch would draw them (it works ahead in
 workers and threads of its own), and so from whatever has a state to go on from; from any other iterable in a
 thread of ours (:mod:`hotset.device.prefetch_thread`). To a GPU they are sent up to ``depth`` batches ahead
 (:mod:`hotset.device.transfer`). On the CPU nothing is sent, and a DataLoader's batch is drawn when it is
-asked
-for: the draws of model and data come in the order in which a plain loop makes them.
+asked for: the draws of model and data come in the order in which a plain loop makes them.
 
-A pass does not reach into the next one: what a sampler draws at its beginning comes after the last step of
-the pass before.
+A pass begins after the last step of the pass before, so that is when its sampler makes its first draws.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ T = TypeVar("T")
 _TIMEOUT = 60.0
 _LAST_FETCHES = 5
 
-# Which queue reads a loader at present: two that take turns at one loader would each get a part of its data.
+# Which pass reads a loader now: two queues that read one loader would each get a part of its data.
 _readers: weakref.WeakKeyDictionary[Any, weakref.ref[QueuePass[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -69,7 +67,7 @@ class DeviceQueue(Generic[T]):
 
     Args:
         loader: a DataLoader, or any iterable of batches: tensors, in dicts, lists, tuples, namedtuples and
-            dataclasses. What is no tensor stays as it is, on the host.
+            dataclasses. Other values stay on the host as they are.
         depth: how many batches are sent ahead of use; 0 for none.
         device: where to; the machine's accelerator if None, and the CPU where there is none.
         resident: how much of the device's memory samples may take for good, as bytes or text ("40GiB");
@@ -80,8 +78,8 @@ class DeviceQueue(Generic[T]):
         timeout: seconds of waiting for a batch after which a warning says what starves.
 
     Raises:
-        ArgumentError: depth, resident or timeout are not what they may be; there is no such device; the
-            loader cannot be iterated over.
+        ArgumentError: an argument is out of its range; the machine has no such device; the loader cannot be
+            iterated over.
 
     Example:
         >>> import torch
@@ -100,11 +98,11 @@ class DeviceQueue(Generic[T]):
         timeout: float = _TIMEOUT,
     ) -> None:
         if not hasattr(loader, "__iter__"):
-            raise ArgumentError(f"{type(loader).__name__} cannot be iterated over; give a DataLoader.")
+            raise ArgumentError(f"loader must be iterable, got {type(loader).__name__}; give a DataLoader.")
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-            raise ArgumentError(f"depth={depth!r} is no number of batches; give 0, 1, 2 or so.")
+            raise ArgumentError(f"depth must be a number of batches, 0 or more, got {depth!r}; give 2.")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise ArgumentError(f"timeout={timeout!r} is no time; give a number of seconds above zero.")
+            raise ArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}; give 60.")
         self.loader = loader
         self.depth = depth
         self.device = _device(device)
@@ -113,16 +111,16 @@ class DeviceQueue(Generic[T]):
         self._residents: GpuCache | None = None
         if self.resident is not None and self.device.type != "cpu":
             self._residents = GpuCache(self.resident, self.device)
-        self._lane: Transfer | None = None
+        self._transfer: Transfer | None = None
         self._pass: QueuePass[T] | None = None
         self._state: dict[str, Any] | None = None
         self._tally = _Tally(self.device)
 
     def __iter__(self) -> QueuePass[T]:
         self.end_pass()
-        if self._lane is None:
-            self._lane = transfer_to(self.device)
-        begun = self._pass = QueuePass(self, self._lane)
+        if self._transfer is None:
+            self._transfer = transfer_to(self.device)
+        begun = self._pass = QueuePass(self, self._transfer)
         return begun
 
     def __len__(self) -> int:
@@ -147,7 +145,7 @@ class DeviceQueue(Generic[T]):
         if not hasattr(self.loader, "state_dict"):
             raise StateError(
                 f"a {type(self.loader).__module__}.{type(self.loader).__name__} cannot say where it stands; "
-                "hotset.DataLoader can, with the same arguments, over a data set without a cache too."
+                "hotset.DataLoader can, with the same arguments, over a dataset without a cache too."
             )
         ahead = self._pass.state if self._pass is not None else self._state
         state: dict[str, Any] = self.loader.state_dict() if ahead is None else ahead
@@ -168,11 +166,11 @@ class DeviceQueue(Generic[T]):
         self._state = None
 
     def close(self) -> None:
-        """End the pass under way, and let go of what is on the device. It can be iterated over again."""
+        """End the pass under way, and free what is on the device. The queue can be iterated over again."""
         self.end_pass()
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         if self._residents is not None:
             self._residents.clear()
 
@@ -230,18 +228,18 @@ class _Drawn(NamedTuple):
 
 
 class QueuePass(Generic[T]):
-    """One pass over a queue's loader. It begins with its first batch: who only looks whether a queue can be
-    iterated over (Lightning does) begins nothing, and draws nothing.
+    """One pass over a queue's loader. It begins with its first batch: a caller that only checks whether a
+    queue can be iterated over (Lightning does) begins nothing, and draws nothing.
 
     Attributes:
         state: of the loader before the first batch that is not handed over yet; None if that is the loader's
             own.
     """
 
-    def __init__(self, queue: DeviceQueue[T], lane: Transfer) -> None:
+    def __init__(self, queue: DeviceQueue[T], transfer: Transfer) -> None:
         self._queue = weakref.ref(queue)
         self._tally = queue._tally
-        self._lane = lane
+        self._transfer = transfer
         self._loader: Any = queue.loader
         self._depth = queue.depth
         self._kept = queue._residents
@@ -249,7 +247,7 @@ class QueuePass(Generic[T]):
         self._closed = self._over = self._stuck = False
         self._drawn: deque[_Drawn] = deque()
         self.state = queue._state
-        self._ahead = queue.depth if lane.ahead else 0
+        self._ahead = queue.depth if transfer.ahead else 0
         self._stateful = hasattr(self._loader, "state_dict")
         self._source: Iterator[Any] | None = None
         self._residents: ResidentBatches | None = None
@@ -260,7 +258,7 @@ class QueuePass(Generic[T]):
         if self._source is None:
             loader = self._loader
             self._claim(loader)
-            # What says where it stands would speak of what a thread has read, not of what was handed over.
+            # The state of a loader would count what a thread has read, not what was handed over.
             own = isinstance(loader, DataLoader) or self._stateful or self._depth == 0
             self._source = iter(loader) if own else PrefetchThread(loader, self._depth)
             self._residents = self._kept.serve(self._source) if self._kept is not None else None
@@ -310,7 +308,7 @@ class QueuePass(Generic[T]):
                 raise error
             finally:
                 del error  # its traceback holds this frame, and workers end when the frame does
-        batch: T = self._lane.receive(sent)
+        batch: T = self._transfer.receive(sent)
         self._tally.count(batch)
         return batch
 
@@ -328,7 +326,7 @@ class QueuePass(Generic[T]):
                 took = time.perf_counter() - begun
                 self._starving.took.append(took)
                 self._tally.waited += took
-            self._drawn.append(_Drawn(self._lane.send(batch), None, state))
+            self._drawn.append(_Drawn(self._transfer.send(batch), None, state))
         except Exception as error:  # StopIteration, or whatever the user's code raises
             self._stuck = True
             self._drawn.append(_Drawn(None, error, state))
@@ -355,7 +353,7 @@ class QueuePass(Generic[T]):
 
 
 class _Starving:
-    """What to say of a consumer that waits. It holds nothing of the pass: the watch would keep it alive.
+    """The warning about a consumer that waits. It holds nothing of the pass: the monitor would keep it alive.
 
     Attributes:
         timeout: seconds of patience.
@@ -378,7 +376,7 @@ class _Starving:
         knob = f"Raise num_workers={self._workers}" if self._workers is not None else "Make it faster"
         return (
             f"the step has waited {seconds:.0f} s for a batch: its {self._kind} gives none, and {left} left "
-            f"in the queue.{last} {knob}, or cache the data set (hotset.cache); if this is as it should be, "
+            f"in the queue.{last} {knob}, or cache the dataset (hotset.cache); if this is as it should be, "
             f"raise timeout={self.timeout:g} of the DeviceQueue."
         )
 
@@ -390,5 +388,5 @@ def _device(device: Any) -> torch.device:
             torch.empty(0, device=found)
     except (RuntimeError, TypeError, AssertionError, ImportError) as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ArgumentError(f"device={device!r} is not there: {why}") from error
+        raise ArgumentError(f"device must be one that this machine has, got {device!r}: {why}") from error
     return found

@@ -1,13 +1,12 @@
-"""``hotset.data_sink``: many training steps for one word from the host.
+"""``hotset.data_sink``: many training steps in one call from the host.
 
     sink = hotset.data_sink(train_step, loader, sink_size=100)
     loss = sink()                    # 100 steps; the host hears of the last one
 
 A call draws batches from the queue, going round the loader without end, and runs the step on each. On a GPU
-the step is captured as one graph and replayed (:mod:`hotset.device.cuda_graph`), and nothing in a call waits
-for
-the device: the host is as far ahead as the device's queue of work lets it be. On the CPU the same call runs
-the same steps, in the same order, with the same draws.
+the step is captured as one graph and replayed (:mod:`hotset.device.cuda_graph`). Nothing in a call waits for
+the device: the host runs ahead as far as the device's queue of work allows. On the CPU the same call runs the
+same steps, in the same order, with the same draws.
 """
 
 from __future__ import annotations
@@ -112,11 +111,11 @@ class Sink:
         outputs: Any,
     ) -> None:
         if not callable(fn):
-            raise ArgumentError(f"{fn!r} cannot be called; give the function of one training step.")
+            raise ArgumentError(f"fn must be callable, got {fn!r}; give the function of one training step.")
         if not isinstance(graph, bool) and graph != "auto":
-            raise ArgumentError(f'graph={graph!r} is none of "auto", True and False.')
+            raise ArgumentError(f'graph must be "auto", True or False, got {graph!r}.')
         if outputs not in ("last", "all"):
-            raise ArgumentError(f'outputs={outputs!r} is neither "last" nor "all".')
+            raise ArgumentError(f'outputs must be "last" or "all", got {outputs!r}.')
         self.sink_size = sink_size
         self._search = SizeSearch() if sink_size == "auto" else None
         self._size = 1 if sink_size == "auto" else _checked(sink_size)
@@ -127,8 +126,10 @@ class Sink:
         self._all = outputs == "all"
         self._expected = signature_of(input_signature) if input_signature is not None else None
         if self._expected == ():
-            raise ArgumentError("input_signature holds no tensor; give one for each tensor of a batch.")
-        self._rounds = BatchCycle(self.queue, own=self.queue is not loader)
+            raise ArgumentError(
+                "input_signature must hold tensors, and holds none; give one for each tensor of a batch."
+            )
+        self._cycle = BatchCycle(self.queue, own=self.queue is not loader)
         self._graphs = graphs_on(self.queue.device) if graph is not False else None
         self._step = self._current = Step(lambda batch: call(fn, batch), fn, self._graphs)
         # By a weak reference: samples that were let go of must not take the device's memory for longer.
@@ -150,12 +151,12 @@ class Sink:
     @property
     def batches(self) -> int | None:
         """Steps of one pass over the data; None if the loader has no length."""
-        return self._rounds.length
+        return self._cycle.length
 
     @property
     def epoch(self) -> int:
         """Passes over the data that were completed."""
-        return self._rounds.epoch
+        return self._cycle.epoch
 
     @property
     def captured(self) -> bool:
@@ -187,7 +188,7 @@ class Sink:
         found: list[Any] = []
         result: Any = None
         for left in range(count, 0, -1):
-            drawn = self._rounds.draw(left)
+            drawn = self._cycle.draw(left)
             if self._expected is not None:
                 self._check(drawn)
             step = self._step_for(drawn)
@@ -222,9 +223,9 @@ class Sink:
         if drawn.serving is not None:
             rows, example = len(drawn.batch), drawn.serving.residents.example
             batch = map_tensors(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), example)
-        wrong = difference(self._expected, batch, shorter=self._rounds.may_end)
+        wrong = difference(self._expected, batch, shorter=self._cycle.may_end)
         if wrong:
-            raise ArgumentError(f"a batch is not as input_signature says: {wrong}.")
+            raise ArgumentError(f"a batch does not match input_signature: {wrong}.")
 
     def _say_why(self, why: str) -> None:
         if self._graph is True:
@@ -241,7 +242,7 @@ class Sink:
         Raises:
             StateError: the loader cannot say where it stands (hotset.DataLoader can).
         """
-        return {"steps": self.steps, **self._rounds.state_dict()}
+        return {"steps": self.steps, **self._cycle.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where the sink that gave this state stood.
@@ -252,13 +253,15 @@ class Sink:
         try:
             steps = int(state["steps"])
         except (TypeError, KeyError, ValueError) as error:
-            raise StateError(f"this is no state of a sink, or it is damaged: {error!r}.") from error
-        self._rounds.load_state_dict(state)
+            raise StateError(
+                f"state must be what Sink.state_dict() returned, and is something else or damaged: {error!r}."
+            ) from error
+        self._cycle.load_state_dict(state)
         self.steps = steps
 
     def close(self) -> None:
         """Let go of the loader. The next call begins a new pass."""
-        self._rounds.close()
+        self._cycle.close()
 
     def __enter__(self) -> Sink:
         return self
@@ -274,7 +277,7 @@ def _from_rows(fn: Callable[..., Any], serving: ResidentBatches) -> Callable[[to
 
 def _checked(size: Any) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ArgumentError(f'sink_size={size!r} is no number of steps; give 1 or more, or "auto".')
+        raise ArgumentError(f'sink_size must be a number of steps, 1 or more, or "auto", got {size!r}.')
     return size
 
 
@@ -282,7 +285,7 @@ def _queue(loader: Any, device: Any) -> DeviceQueue[Any]:
     if not isinstance(loader, DeviceQueue):
         return DeviceQueue(loader, device=device)
     if device is not None and DeviceQueue([], device=device).device != loader.device:
-        raise ArgumentError(f"device={device!r}, and the queue's is {loader.device}; give it to one of them.")
+        raise ArgumentError(f"device must be the queue's, {loader.device}, got {device!r}; leave it out.")
     return loader
 
 

@@ -1,11 +1,11 @@
-"""A watch over a consumer that waits: past its patience, people are told what it waits for.
+"""A monitor of a consumer that waits: after a time-out it warns what the consumer waits for.
 
-The consumer may hang in the user's own code (a storage that does not answer), where nobody can raise
-anything; and a wait that ends after all should not have ended a training run. So a stall is *said*, each time
-the patience has passed once more, and nothing is interrupted.
+The consumer may hang in the user's own code (a storage that does not answer), where nothing can be raised;
+and a wait that ends after all should not have ended a training run. So the monitor *warns*, each time the
+time-out has passed once more, and interrupts nothing.
 
-A thread looks, at most every quarter of the patience, at a clock that the consumer starts and stops. It ends
-when it is told to, also by a destructor.
+A thread reads, at least every quarter of the time-out, a clock that the consumer starts and stops. It ends
+when :meth:`StallMonitor.stop` or the destructor says so.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class StallMonitor:
-    """Watches one consumer.
+    """Monitors one consumer.
 
     Args:
-        patience: seconds.
-        what: says what starves, given the seconds so far.
+        patience: the time-out, in seconds.
+        what: returns the warning, given the seconds waited so far.
 
     Example:
         >>> watch = StallMonitor(60.0, lambda seconds: "nothing comes")
@@ -44,10 +44,10 @@ class StallMonitor:
         threading.Thread(target=_look, args=arguments, name="hotset-watch", daemon=True).start()
 
     def watched(self, wait: Callable[[], T]) -> T:
-        """Return what ``wait()`` does, which the consumer waits for.
+        """Return what ``wait()`` returns; the clock runs meanwhile.
 
-        No ``with`` block: an interrupt may come before the first line of what ends that, and the watch would
-        go on. The ``finally`` here is one store.
+        No ``with`` block: an interrupt may come before the first line of its exit, and the clock would run
+        on. The ``finally`` here is one store.
         """
         try:
             self._clock.since = time.monotonic()
@@ -80,7 +80,7 @@ def _look(
             return
         except queue.Empty:
             pass
-        # In this order: held up between the two, it must not speak of a wait that is over.
+        # In this order: a thread delayed between the two must not warn of a wait that is over.
         now, began = time.monotonic(), clock.since
         if began is None:
             continue

@@ -1,4 +1,4 @@
-"""Lanes: the ways by which batches get to a device.
+"""Transfers: the ways by which batches get to a device.
 
 A batch is *sent*, ahead of use, and later *received*. On the CPU there is nothing to do. To a GPU the copies
 run on a stream of their own, beside the step:
@@ -13,7 +13,8 @@ run on a stream of their own, beside the step:
   the loader saves that copy, as batches are then made there.
 - The *device's* memory comes from torch's allocator, on the copy stream, and is marked as used by the
   consumer's stream when received: dropped, it is recycled once both have passed, a ring of as many banks as
-  there are batches under way. A fixed ring of banks was rejected: who keeps a batch would see it overwritten.
+  there are batches under way. A fixed ring of banks was rejected: a consumer that keeps a batch
+  would see it overwritten.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class StreamTransfer:
             self._held.popleft()
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
-        with suppress(Exception):  # what fails here, has failed where the copy was made
+        with suppress(Exception):  # an error here was raised where the copy was made
             self.close()
 
 
@@ -149,5 +150,5 @@ def resolve_device(device: Any) -> torch.device:
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """The lane to a device."""
+    """The way to a device."""
     return StreamTransfer(device) if device.type == "cuda" else HostTransfer(device)

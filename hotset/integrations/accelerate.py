@@ -49,7 +49,7 @@ def from_cache(prepared: P) -> P:
 
     Args:
         prepared: a ``DataLoaderShard`` or ``DataLoaderDispatcher``. One without a batch sampler (an iterable
-            data set, ``batch_size=None``) has nothing to gather by and is returned as it is.
+            dataset, ``batch_size=None``) has nothing to gather by and is returned as it is.
 
     Raises:
         TypeError: it is no loader that Accelerate has wrapped.

@@ -7,13 +7,13 @@
     ╰───────────────────────── cached, up to the first random one ──╯ live, for each use
 
 All transforms are MONAI's, in one Compose, and hotset cuts it as it cuts any. In training a *window* over the
-data set holds ``num_cache_objects`` samples. An epoch is one pass over those, and then the fraction
+dataset holds ``num_cache_objects`` samples. An epoch is one pass over those, and then the fraction
 ``replace_percent`` of them gives way to others. In validation all samples are used, each time.
 
 **The random crop is drawn evenly over the volume**, after padding to the crop's size where the volume is
 smaller. Crops that favour the foreground need a ratio, a background and a label that has both, none of which
-an image pipeline's arguments name. Who wants them puts ``RandCropByPosNegLabeld`` last in ``pre_transforms``,
-with the same size: of its crops this one takes all. **One volume gives one crop**, so that a batch is
+an image pipeline's arguments name. To have them, put ``RandCropByPosNegLabeld`` last in ``pre_transforms``,
+with the same size: this crop then takes all of each. **One volume gives one crop**, so that a batch is
 ``output_batch_size`` volumes; a transform that would give several is refused.
 
 **Tensors, not MetaTensors.** pre_transforms such as ``Spacingd`` need what a MetaTensor knows of its volume.
@@ -102,19 +102,19 @@ def from_config(
         >>> folder.cleanup()
     """
     pipeline = read_config(path_or_dict, section, os.environ if environment is None else environment)
-    data_set = _monai("data").Dataset(pipeline.samples, _chain(pipeline, transforms or {}))
-    data_set.transform.set_random_state(int(torch.randint(_SEEDS, ()).item()))
-    cached: Any = data_set
+    dataset = _monai("data").Dataset(pipeline.samples, _chain(pipeline, transforms or {}))
+    dataset.transform.set_random_state(int(torch.randint(_SEEDS, ()).item()))
+    cached: Any = dataset
     if pipeline.resident is not None and pipeline.is_training:
-        resident = min(pipeline.resident, len(data_set))
-        cached = cache(data_set, window=hotset.Window(resident=resident, replace=pipeline.replace))
+        resident = min(pipeline.resident, len(dataset))
+        cached = cache(dataset, window=hotset.Window(resident=resident, replace=pipeline.replace))
     elif pipeline.resident is not None:
-        cached = cache(data_set)
+        cached = cache(dataset)
     workers = pipeline.num_workers
     return DataLoader(
         cached,
         batch_size=pipeline.batch_size,
-        shuffle=pipeline.is_training and cached is data_set,  # a window has its own order
+        shuffle=pipeline.is_training and cached is dataset,  # a window has its own order
         num_workers=workers,
         prefetch_factor=max(1, -(-pipeline.prefetch_size // workers)) if workers else None,
         worker_init_fn=_seed_transforms,

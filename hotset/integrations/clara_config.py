@@ -12,7 +12,7 @@ that it names says what the samples are::
 Both are other people's files, and often wrong in one place when they are moved to another machine. So a
 value is never looked at without the way that led to it: an :class:`Entry` is the two together, and only its
 methods give plain values. What is wrong is found here, before a volume is opened or a worker started: keys
-that nobody would read are refused, as they are mostly misspelt, and every file of the list must be there.
+that are not known are refused, as they are mostly misspelt, and every file of the list must exist.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Entry:
         return Entry(self._object().get(key), f"{self.path}.{key}" if self.path else key, self.file)
 
     def only(self, keys: Iterable[str], reader: str) -> None:
-        """Refuse keys that nobody would read."""
+        """Refuse keys other than these."""
         known = tuple(keys)
         for key in self._object():
             if key not in known:
@@ -202,13 +202,13 @@ def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> Pi
         ArgumentError: with the key that is wrong.
     """
     if section not in ("train", "validate"):
-        raise ArgumentError(f"section={section!r} holds no image pipeline; give 'train' or 'validate'.")
+        raise ArgumentError(f"section must be 'train' or 'validate', got {section!r}.")
     if isinstance(config, (str, os.PathLike)):
         whole = Entry(_json(Path(os.fsdecode(config)), "the configuration"))
     elif isinstance(config, Mapping):
         whole = Entry(config)
     else:
-        raise ArgumentError(f"a configuration is a path or a dict, and this is a {type(config).__name__}.")
+        raise ArgumentError(f"a configuration must be a path or a dict, got a {type(config).__name__}.")
     given = whole[section]["image_pipeline"].filled(environment)
     given.only(("name", "args"), "an image pipeline")
     name = given["name"].text()
@@ -346,4 +346,4 @@ def _json(file: Path, what: str) -> Any:
     except OSError as error:
         raise ArgumentError(f"{what}: {file} cannot be read ({error.strerror}); correct the path.") from error
     except ValueError as error:
-        raise ArgumentError(f"{what}: {file} is no JSON: {error}.") from error
+        raise ArgumentError(f"{what}: {file} must be JSON: {error}.") from error

@@ -20,8 +20,8 @@ differs, as a shorter last one does, the scan ends before it, it has its own, an
 for each make and for each number of steps; cut by the ends of passes, a call may have scans of any length. So
 the first few lengths are compiled as they come, and others are made up of powers of two.
 
-**The carry is donated**: its memory is that of the next carry. What the user passed in is copied first. Who
-holds a view (numpy's, torch's) keeps the values, as JAX then copies. On the CPU, JAX 0.7 computes a donation
+**The carry is donated**: its memory is that of the next carry. What the user passed in is copied first. A
+view of it (numpy's, torch's) keeps the values, as JAX then copies. On the CPU, JAX 0.7 computes a donation
 before it goes on, so that the host draws after it, not meanwhile; 0.10 does not.
 
 **On the CPU a scan may lose.** XLA's code for convolutions is slower within a loop than outside of one there:
@@ -79,7 +79,7 @@ class JaxSink(Generic[C]):
         sink_size: how many steps a call runs.
 
     Raises:
-        ArgumentError: ``sink_size`` is no positive number, or ``outputs`` none of the two.
+        ArgumentError: ``sink_size`` is not a positive number, or ``outputs`` neither of the two.
         ImportError: JAX is not installed.
 
     Example:
@@ -105,7 +105,7 @@ class JaxSink(Generic[C]):
         outputs: str = "last",
     ) -> None:
         if outputs not in ("last", "all"):
-            raise ArgumentError(f'outputs is "last" or "all", not {outputs!r}.')
+            raise ArgumentError(f'outputs must be "last" or "all", got {outputs!r}.')
         self.sink_size = _positive(sink_size)
         self.steps = 0
         self.epoch = 0
@@ -115,7 +115,7 @@ class JaxSink(Generic[C]):
         self._run = self._jax.jit(self._scan_of(step), donate_argnums=0)
         self._lengths: dict[Any, set[int]] = {}
         queue = loader if isinstance(loader, DeviceQueue) else DeviceQueue(loader, depth=0, device="cpu")
-        self._rounds = BatchCycle(queue)
+        self._cycle = BatchCycle(queue)
         self._ready: deque[_Part] = deque()
         self._failure: Exception | None = None
 
@@ -123,8 +123,8 @@ class JaxSink(Generic[C]):
         """Run the next ``sink_size`` steps.
 
         Returns:
-            The carry, and what ``outputs`` asks for. JAX computes them while the host goes on; who looks at
-            a value waits for it. The carry's arrays are valid until the next call, which makes its own of
+            The carry, and what ``outputs`` asks for. JAX computes them while the host goes on; reading a
+            value waits for it. The carry's arrays are valid until the next call, which makes its own of
             their memory: copy what is to be kept.
 
         Raises:
@@ -136,7 +136,7 @@ class JaxSink(Generic[C]):
             failure, self._failure = self._failure, None
             raise failure
         self._draw()
-        epoch = self._rounds.epoch
+        epoch = self._cycle.epoch
         outs = []
         while self._ready:
             part = self._ready[0]
@@ -155,7 +155,7 @@ class JaxSink(Generic[C]):
         """Let go of the loader, and of the batches drawn ahead. The next call begins a new pass."""
         self._ready.clear()
         self._failure = None
-        self._rounds.close()
+        self._cycle.close()
 
     def __enter__(self) -> JaxSink[C]:
         return self
@@ -199,7 +199,7 @@ class JaxSink(Generic[C]):
         bank: _Bank | None = None
         try:
             while missing:
-                arrays, tree = self._arrays(self._rounds.draw(missing).batch)
+                arrays, tree = self._arrays(self._cycle.draw(missing).batch)
                 make = (tree, tuple((array.shape, array.dtype) for array in arrays))
                 if bank is None or bank.make != make:
                     self._send(bank)
@@ -316,8 +316,8 @@ def _positive(sink_size: Any) -> int:
         number = 0
     if number < 1 or isinstance(sink_size, bool):
         raise ArgumentError(
-            f"sink_size is {sink_size!r}; it is how many steps a call runs, a whole number from 1 on. "
-            "For a pass over the data give len(loader)."
+            f"sink_size must be the number of steps of a call, 1 or more, got {sink_size!r}; for a pass over "
+            "the data give len(loader)."
         )
     return number
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hotset.loader.collate import bound
-from hotset.loader.index_route import Route, fetched
+from hotset.loader.index_route import Indices, Route, fetched
 from hotset.store.batch_layout import NotGathered
 from hotset.store.blocks import BlockPool
 from hotset.store.claims import Ids
@@ -62,28 +62,28 @@ class BatchBuilder:
         self._route = route
         self._batched = batched
 
-    def resolve(self, indices: Any) -> Ids | None:
+    def resolve(self, indices: Any) -> Indices | None:
         """As :meth:`Route.resolve`; None if they are not a batch's."""
         return self._route.resolve(indices) if self._batched else None
 
-    def samples(self, indices: Any, ids: Ids | None, in_hand: dict[int, Any] | None = None) -> Any:
-        """What the collate function is given for these indices, which :meth:`resolve` made ``ids`` of."""
+    def samples(self, indices: Any, resolved: Indices | None, in_hand: dict[int, Any] | None = None) -> Any:
+        """What the collate function is given for these indices, which :meth:`resolve` has resolved."""
         if not self._batched:
             return self._dataset[indices]
-        if ids is None:  # not numbers, or out of range: the dataset gives what it has for them, or raises
+        if resolved is None:  # no integers, or out of range: the dataset's own business
             return fetched(self._dataset, indices)
-        return self._route.samples(ids, in_hand)
+        return self._route.samples(resolved, in_hand)
 
     def filled(
         self,
-        local: Ids,
+        ids: Ids,
         prepare: Callable[[Ids, Sequence[ReceivedRecords]], Copy | None],
         finish: Callable[[Copy], Any | None],
     ) -> tuple[Any | None, dict[int, Any]]:
         """Bring what is absent into the single cache, then gather the batch, if less than half was absent.
 
         Args:
-            local: what the cache's store calls the samples.
+            ids: the samples.
             prepare, finish: look a gathered batch up, and make it once it was copied.
 
         Returns:
@@ -93,15 +93,15 @@ class BatchBuilder:
         assert single is not None
         access, store = single._access, single._store
         before = store.filler.reads if store is not None else 0
-        records, in_hand = access.bring(local)
+        records, in_hand = access.bring(ids)
         # What was just read is collated as it is: its record's pages were written, and are not mapped yet.
-        copy = prepare(local, records) if 2 * len(in_hand) < len(local) else None
+        copy = prepare(ids, records) if 2 * len(in_hand) < len(ids) else None
         if copy is not None:
             one_thread(copy.run)
             batch = finish(copy)
             if batch is not None:
                 read = store.filler.reads - before if store is not None else 0
-                access.count_hits(local, less=read + sum(len(each.ids) for each in records))
+                access.count_hits(ids, less=read + sum(len(each.ids) for each in records))
                 return batch, in_hand
         return None, {**access.taken_apart(records), **in_hand}
 

@@ -1,6 +1,6 @@
-"""Draws: which batch comes next, drawn when torch's DataLoader would draw it.
+"""Which batch comes next, drawn when torch's DataLoader would draw it.
 
-A sampler draws random numbers, from the global generator if nobody gave it another, and a training step
+A sampler draws random numbers, from the global generator unless it was given another, and a training step
 draws too (dropout). Their order decides both. torch's loader asks its sampler
 
 - without workers: for one batch in each ``next()``;
@@ -138,7 +138,7 @@ class _WholeEpoch:
 def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
     """The epoch's batches from sample ``start`` on, as one array that is drawn with the first of them.
 
-    None where the sampler may draw later on, in everybody's sight.
+    None for a sampler that may draw later in the epoch, where the order of draws can be observed.
     """
     if type(batches) is not BatchSampler:
         return None

@@ -4,10 +4,10 @@
 vary in shape is collated as ``default_collate`` does it. ``hotset.DataLoader`` knows them besides, and
 gathers such batches from the cache by lines, as it gathers default batches by rows.
 
-What varies? Padding needs no answer: tensors that happen to be of one shape pad to what stacking gives. A
-ragged batch is of another type than a stacked one, so chance must not decide: over a cache without live
-transforms, a leaf is ragged if its shape varied among the samples that gave the cache its schema; elsewhere,
-if it varies in the batch.
+Padding does not depend on which leaves vary: tensors of one shape pad to what stacking gives. A ragged batch
+has another type than a stacked one, so it must not depend on which samples a batch happens to hold: over a
+cache without live transforms, a leaf is ragged if its shape varied among the samples that gave the cache its
+schema; elsewhere, if it varies in the batch.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class EpochSummary:
         self.samples = 0
         self.waited = 0.0
         self._caches = caches
-        self._told = 0.0  # of the waiting, what was entered in the cache's counters
+        self._told = 0.0  # how much of ``waited`` is in the cache's counters
         self._before = self._served()
         self._begin = time.perf_counter()
         self._seconds: float | None = None
@@ -63,7 +63,7 @@ class EpochSummary:
         if self.waited - self._told > _WORTH_TELLING:
             self._tell()
         if self.batches == self.batches_expected:
-            self._end()  # who knows the length need not ask for a batch after the last
+            self._end()  # a consumer that knows the length may not ask for a batch after the last
 
     def _end(self) -> None:
         """The pass is over: the figures stay as they are."""

@@ -1,7 +1,7 @@
 """The route from a loader's indices to the caches behind them, through Subset and ConcatDataset.
 
-``random_split`` and friends wrap a cached data set in index arithmetic. Seen through, a whole batch of
-indices is one numpy expression, and can be gathered like the cached data set's own.
+``random_split`` and friends wrap a cached dataset in index arithmetic. Seen through, a whole batch of
+indices is one numpy expression, and can be gathered like the cached dataset's own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.cached_dataset import CachedDataset
@@ -17,22 +18,34 @@ from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
 from hotset.store.schema import Schema
 
-__all__ = ["Route", "fetched", "route_to", "samples_in"]
+__all__ = ["Indices", "Route", "fetched", "route_to", "samples_in"]
+
+Indices = npt.NDArray[np.int64]
 
 
 class Route:
-    """Caches behind a data set, and the way to them.
+    """The caches behind a dataset, and the way from its indices to their samples.
+
+    ::
+
+        index in the loader's dataset ──> cache, index in its dataset ──> sample id in its store
+                                 resolve                      sample_ids
+
+    Args:
+        caches: the cached datasets, in the order of their samples.
+        which: for each index the number of its cache; unused with one cache.
+        inner: for each index the index in that cache's dataset; None if they are equal.
 
     Attributes:
-        caches: the cached data sets, in the order of their samples.
-        length: of the data set that the indices belong to.
+        caches: the cached datasets.
+        length: of the dataset that the indices belong to.
     """
 
-    def __init__(self, caches: list[CachedDataset[Any]], which: Ids, local: Ids | None) -> None:
+    def __init__(self, caches: list[CachedDataset[Any]], which: Indices, inner: Indices | None) -> None:
         self.caches = caches
-        self.length = len(which) if local is not None else len(caches[0])
+        self.length = len(which) if inner is not None else len(caches[0])
         self._which = which
-        self._local = local
+        self._inner = inner
         self._currents = [cached._current for cached in caches]
 
     def require_unchanged(self) -> None:
@@ -55,30 +68,30 @@ class Route:
 
     @property
     def schema(self) -> Schema | None:
-        """The schema of the samples that come this way; None if there is not one for all of them."""
+        """The schema of all samples; None if they have more than one, or none that is known."""
         single = self.single
         if single is None or single._store is None or single._source.live:
             return None
         return single._store.schema
 
-    def resolve(self, indices: Sequence[Any]) -> Ids | None:
-        """The indices as numbers in ``range(length)``; None if they are something else, or out of range."""
+    def resolve(self, given: Sequence[Any]) -> Indices | None:
+        """The given indices in ``range(length)``; None if one is no integer, or out of range."""
         try:
-            ids = np.asarray(indices)
+            indices = np.asarray(given)
         except ValueError:  # lists of different lengths
             return None
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+        if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
             return None
-        ids = ids.astype(np.int64, copy=False)
+        indices = indices.astype(np.int64, copy=False)
         # The ufuncs themselves: the arrays' methods are Python around them, and this is done for every batch.
-        low = int(np.minimum.reduce(ids))
-        if low < -self.length or int(np.maximum.reduce(ids)) >= self.length:
+        low = int(np.minimum.reduce(indices))
+        if low < -self.length or int(np.maximum.reduce(indices)) >= self.length:
             return None
-        return np.where(ids < 0, ids + self.length, ids) if low < 0 else ids
+        return np.where(indices < 0, indices + self.length, indices) if low < 0 else indices
 
-    def local(self, ids: Ids) -> Ids:
-        """What the single cache's store calls these samples."""
-        return self.caches[0]._access.numbers(self._places(ids))
+    def sample_ids(self, indices: Indices) -> Ids:
+        """What the single cache's store calls the samples at these indices, which :meth:`resolve` gave."""
+        return self.caches[0]._access.numbers(self._inner_indices(indices))
 
     @property
     def spills(self) -> bool:
@@ -90,53 +103,55 @@ class Route:
         """Whether other machines may have samples of the single cache."""
         return self.single is not None and self.single._remote is not None
 
-    def announce(self, indices: Any) -> None:
-        """Say that these indices' samples are wanted soon: what lies on a disk is fetched meanwhile."""
-        ids = self.resolve(indices)
-        if ids is None:
+    def announce(self, given: Any) -> None:
+        """Announce that these indices' samples are needed soon: what lies on a disk is fetched meanwhile."""
+        indices = self.resolve(given)
+        if indices is None:
             return
-        places = self._places(ids)
+        inner = self._inner_indices(indices)
         for number, cached in enumerate(self.caches):
-            mine = places if len(self.caches) == 1 else places[self._which[ids] == number]
+            mine = inner if len(self.caches) == 1 else inner[self._which[indices] == number]
             cached._access.announce(cached._access.numbers(mine))
 
-    def _places(self, ids: Ids) -> Ids:
-        """The samples' places in their caches."""
-        return ids if self._local is None else self._local[ids]
+    def _inner_indices(self, indices: Indices) -> Indices:
+        """The same samples' indices in their cached datasets."""
+        return indices if self._inner is None else self._inner[indices]
 
-    def samples(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> list[Any]:
+    def samples(self, indices: Indices, in_hand: dict[int, Any] | None = None) -> list[Any]:
         """The samples, live part included, in order.
 
         Args:
-            ids: numbers that :meth:`resolve` gave.
+            indices: what :meth:`resolve` gave.
             in_hand: what filling the single cache has just returned for them.
         """
         if len(self.caches) == 1:
             finish = self.caches[0]._source.finish
-            return [finish(sample) for sample in self.caches[0]._access.records(self.local(ids), in_hand)]
-        which, inside = self._which[ids], self._places(ids)
+            return [
+                finish(sample) for sample in self.caches[0]._access.records(self.sample_ids(indices), in_hand)
+            ]
+        which, inside = self._which[indices], self._inner_indices(indices)
         records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():
-            supply = self.caches[number]._access
-            records[number] = supply.records(supply.numbers(inside[which == number]))
-        # In the batch's order, each with its live part: that is the order of random draws.
+            access = self.caches[number]._access
+            records[number] = access.records(access.numbers(inside[which == number]))
+        # Live parts run in the batch's order, which is the order of random draws.
         return [self.caches[number]._source.finish(next(records[number])) for number in which.tolist()]
 
     def all_present(self) -> bool:
         """Whether every sample that these indices can name is cached now."""
         if len(self.caches) > 1:
             return all(cached._access.holds(None) for cached in self.caches)
-        return self.caches[0]._access.holds(self._local)
+        return self.caches[0]._access.holds(self._inner)
 
 
 def fetched(dataset: Any, indices: Sequence[Any]) -> list[Any]:
-    """The samples of a batch, asked for as torch's loader asks."""
+    """The samples of a batch, read as torch's loader reads them."""
     many = getattr(dataset, "__getitems__", None)
     return many(indices) if many else [dataset[index] for index in indices]
 
 
 def route_to(dataset: Any) -> Route | None:
-    """The route to the caches behind a data set; None if something else is in the way."""
+    """The route to the caches behind a dataset; None if something else is in the way."""
     if isinstance(dataset, CachedDataset):
         return Route([dataset], np.empty(0, np.int64), None)
     if type(dataset) is Subset:
@@ -145,20 +160,20 @@ def route_to(dataset: Any) -> Route | None:
         if inner is None or chosen is None:
             return None
         which = inner._which[chosen] if len(inner.caches) > 1 else np.zeros(len(chosen), np.int64)
-        return Route(inner.caches, which, inner._places(chosen))
+        return Route(inner.caches, which, inner._inner_indices(chosen))
     if type(dataset) is ConcatDataset:
         parts = [route_to(part) for part in dataset.datasets]
         caches: list[CachedDataset[Any]] = []
-        within, local = [], []
+        numbers_of_caches, inner_indices = [], []
         for part in parts:
             if part is None:
                 return None
             numbers = np.arange(part.length)
             inside = part._which if len(part.caches) > 1 else np.zeros(part.length, np.int64)
-            within.append(inside + len(caches))
-            local.append(part._places(numbers))
+            numbers_of_caches.append(inside + len(caches))
+            inner_indices.append(part._inner_indices(numbers))
             caches += part.caches
-        return Route(caches, np.concatenate(within), np.concatenate(local))
+        return Route(caches, np.concatenate(numbers_of_caches), np.concatenate(inner_indices))
     return None
 
 

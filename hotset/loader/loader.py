@@ -7,15 +7,15 @@ everything cached, nothing live, and a         gathered in this process, ahead o
 collate function that is known here
 workers                                        built by workers in shared blocks (an inner loader)
 no workers                                     built in this process, samples one by one
-no cache behind the data set (an iterable      torch's own loader, its workers tied to this process
-data set never has one)
+no cache behind the dataset (an iterable      torch's own loader, its workers tied to this process
+dataset never has one)
 =============================================  ===========================================================
 
 A collate function of the user's, or ``batch_size=None``, runs where torch would run it, on samples that were
 copied out of the cache together.
 
 Batches, their order, and every random state after each of them are those of torch's loader with the same
-arguments over the same data set without the cache.
+arguments over the same dataset without the cache.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _MADE = {
     "_currents",
     "_workers_begun",
     "_inner",
-    "_desks",
+    "_buffers",
     "_gathers",
     "_noted",
     "last_epoch",
@@ -90,10 +90,10 @@ _SMALLEST_BLOCK = 1 << 20
 
 
 class DataLoader(TorchDataLoader[T]):
-    """Batches from a cached data set, at the speed of memory where they are wholly cached.
+    """Batches from a cached dataset, at the speed of memory where they are wholly cached.
 
     It takes every argument of :class:`torch.utils.data.DataLoader` and yields what that yields: the same
-    batches in the same order and types, leaving the same random states behind. Over a data set without a
+    batches in the same order and types, leaving the same random states behind. Over a dataset without a
     cache it *is* torch's loader.
 
     Batches are yours to keep and to write to. Their memory is used again when nothing refers to it any more.
@@ -121,14 +121,12 @@ class DataLoader(TorchDataLoader[T]):
     _currents: list[Current] | None = None
     _workers_begun = False
     _inner: TorchDataLoader[Any] | None = None
-    _desks: BatchBuffers | None = None
+    _buffers: BatchBuffers | None = None
     _gathers: tuple[Any, LocalGather | None] | None = None
     _noted: Noted | None = None
 
     def __iter__(self) -> Any:
-        if (
-            self.timeout and not self.num_workers
-        ):  # as torch says it, and as late; whatever has made the batches
+        if self.timeout and not self.num_workers:  # torch's own error, raised at the same moment
             raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")
         self._follow_caches()
         saved, self._saved = self._saved, None
@@ -154,7 +152,7 @@ class DataLoader(TorchDataLoader[T]):
 
     @property
     def _order(self) -> Any:
-        """What gives the indices: of batches, or one by one (whatever the data set takes) without batches."""
+        """What gives the indices: of batches, or one by one (whatever the dataset takes) without batches."""
         return self.batch_sampler if self.batch_sampler is not None else self.sampler
 
     @property
@@ -178,8 +176,8 @@ class DataLoader(TorchDataLoader[T]):
         run.gathered = gather is not None and is_here
         if self.num_workers == 0 or run.gathered:
             self._warn_of_pinning()
-            if self._desks is not None:
-                self._desks.rest()
+            if self._buffers is not None:
+                self._buffers.rest()
             draws = self._draws(run, batches)
             builder = BatchBuilder(self.dataset, route, batched=self.batch_sampler is not None)
             return LocalBatches(draws, route, gather, builder, self._collate(route), run, summary)
@@ -213,8 +211,8 @@ class DataLoader(TorchDataLoader[T]):
             return self._saved.state
         if not self.in_order and self.num_workers:
             warn(
-                "with in_order=False batches come as they are done, and who goes on from this state may get "
-                "some of the last ones twice, and miss others; leave in_order=True."
+                "with in_order=False batches come as they are done, and a loader that goes on from this "
+                "state may give some of the last ones twice, and miss others; leave in_order=True."
             )
         run = self._pass
         live = self._live_here() if self.num_workers == 0 else None
@@ -241,7 +239,7 @@ class DataLoader(TorchDataLoader[T]):
         back once more. A state of another rank leaves them alone.
 
         Raises:
-            StateError: the state is damaged, of another format, or of another data set or sampler.
+            StateError: the state is damaged, of another format, or of another dataset or sampler.
         """
         cut = cut_of(self.batch_sampler, self.sampler)
         saved = read_state(state, self._identity(), cut, self.num_workers, self._header()["windows"])
@@ -256,8 +254,8 @@ class DataLoader(TorchDataLoader[T]):
 
     def _go_on(self, saved: SavedState) -> Any:
         """The rest of a saved pass."""
-        # Workers that are at work have drawn what nobody knows of, and may still write to their blocks.
-        self._inner = self._iterator = self._desks = None
+        # Workers at work have made draws that are not in the state, and may still write to their blocks.
+        self._inner = self._iterator = self._buffers = None
         self._workers_begun = False
         beginning = Beginning(self, self._live_here() if self.num_workers == 0 else None)
         if saved.same_rank:
@@ -307,7 +305,7 @@ class DataLoader(TorchDataLoader[T]):
         return max(1, min(self.num_workers, cores - 1))
 
     def _windows(self) -> list[CachedDataset[Any]]:
-        """The caches behind the data set that have a running window; whichever way batches are made."""
+        """The caches behind the dataset that have a running window; whichever way batches are made."""
         route = route_to(self.dataset)
         caches = route.caches if route is not None else []
         return list({id(cached): cached for cached in caches if cached._window is not None}.values())
@@ -373,7 +371,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.batch_sampler is None or not is_known(self.collate_fn):
             return None
         if self._gathers is None or self._gathers[0] is not single._store:
-            some = route.local(np.arange(min(route.length, _LOOKED_AT)))
+            some = route.sample_ids(np.arange(min(route.length, _LOOKED_AT)))
             here = single._store.in_common_form(some)
             if not len(here):  # with neighbours: nothing was read so far
                 return None
@@ -410,20 +408,20 @@ class DataLoader(TorchDataLoader[T]):
         inner = self._inner if self._inner is not None else self._make_inner(route)
         if self.persistent_workers:
             self._inner = inner
-        assert self._desks is not None
-        return WorkerBatches(inner, self._desks, run, batches, summary, route.caches[0]._access.tell)
+        assert self._buffers is not None
+        return WorkerBatches(inner, self._buffers, run, batches, summary, route.caches[0]._access.tell)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
-        if self._desks is None:
-            self._desks = self._make_desks(route)
-        desks = self._desks
+        if self._buffers is None:
+            self._buffers = self._make_buffers(route)
+        buffers = self._buffers
         with warnings.catch_warnings():
             # The outer loader has warned of too many workers already.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             return TorchDataLoader(
                 BatchMaker(self.dataset, self.collate_fn, batched=self.batch_sampler is not None),
                 batch_size=None,
-                sampler=TaskSampler(self._order, desks, route.announce if route.spills else None),
+                sampler=TaskSampler(self._order, buffers, route.announce if route.spills else None),
                 num_workers=self.num_workers,
                 collate_fn=_unchanged,  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,
@@ -437,7 +435,7 @@ class DataLoader(TorchDataLoader[T]):
                 in_order=self.in_order,
             )
 
-    def _make_desks(self, route: Route) -> BatchBuffers:
+    def _make_buffers(self, route: Route) -> BatchBuffers:
         sample = max(cached.plan.sample_bytes for cached in route.caches)
         count = self.batch_size or (256 if self.batch_sampler is not None else 1)
         return BatchBuffers(max(_GROWTH * sample * count, _SMALLEST_BLOCK))
@@ -454,8 +452,8 @@ class DataLoader(TorchDataLoader[T]):
         return {**{k: v for k, v in self.__dict__.items() if k not in _MADE}, "_iterator": None}
 
 
-def _unchanged(letter: BatchMessage) -> BatchMessage:
-    return letter
+def _unchanged(message: BatchMessage) -> BatchMessage:
+    return message
 
 
 def _length(loader: TorchDataLoader[Any]) -> int:

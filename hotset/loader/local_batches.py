@@ -5,14 +5,14 @@ thread is gathering meanwhile. More would leave the processor's cache.
 
 A thread gathers ahead where there is something to gain: while the consumer computes. It does not for batches
 that take no longer than the hand-over (about 100 us, two megabytes), nor for a consumer that comes back at
-once, and would only wait for the thread: those batches are gathered where they are asked for.
+once, and would only wait for the thread: those batches are gathered in the consumer's thread.
 
 Small batches are gathered several at once, as far as their indices are known without drawing anything: for
 32 rows of 210 bytes, looking up and laying out took ten times as long as copying. Each still is a batch of
 its own, and counts when it is handed over.
 
-Who gathers elsewhere, on a device that keeps samples, asks for a batch's samples instead of the batch
-(:meth:`LocalBatches.select`); it counts as handed over either way.
+A consumer that gathers batches itself, on a device that keeps samples, takes a batch's sample ids instead of
+the batch (:meth:`LocalBatches.select`); the batch counts as handed over either way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 from hotset.loader.batch_builder import BatchBuilder, LocalGather
 from hotset.loader.batch_order import BatchOrder
 from hotset.loader.epoch_summary import EpochSummary
-from hotset.loader.index_route import Route, samples_in
+from hotset.loader.index_route import Indices, Route, samples_in
 from hotset.loader.state import EpochProgress
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy
@@ -47,7 +47,7 @@ _LONGEST_RUN_OF_A_DISK = 256
 
 
 class _One(NamedTuple):
-    """A batch (None: it must be made otherwise), the store's numbers of its samples, and if others follow."""
+    """A batch (None: it must be built otherwise), its sample ids, and whether others follow."""
 
     batch: Any
     ids: Ids
@@ -83,7 +83,7 @@ class LocalBatches:
         gather: for wholly cached batches without a live part; None if there is no such thing.
         builder: builds all other batches.
         collate: makes a batch of samples.
-        run: counts what was consumed, for who goes on from there.
+        run: counts what was consumed, for the loader's state.
         summary: counts batches, samples and waiting.
     """
 
@@ -156,7 +156,7 @@ class LocalBatches:
             return None  # not all of them are here
         if store.schema.has_tail:
             return None  # how a batch looks depends on which samples are in it
-        return np.unique(self._route.local(np.arange(self._route.length)))
+        return np.unique(self._route.sample_ids(np.arange(self._route.length)))
 
     def generation(self) -> Any:
         """A value that changes when the cache is cleared; None while its content must not be used."""
@@ -172,9 +172,9 @@ class LocalBatches:
         """
         start = time.perf_counter()
         self._selected = self._draw()
-        ids = self._route.resolve(self._selected)
+        resolved = self._route.resolve(self._selected)
+        ids = self._route.sample_ids(resolved) if resolved is not None else None
         if ids is not None:
-            ids = self._route.local(ids)
             self._counted(None, ids)
         self._hand_over(samples_in(self._selected), start)
         return ids
@@ -218,9 +218,9 @@ class LocalBatches:
     def _ask_ahead(self) -> None:
         """Have other machines send what they have of the next batch, if that is known."""
         later = self._draws.peek(0)
-        ids = self._route.resolve(later) if later is not None else None
-        if ids is not None and self._route.single is not None:
-            self._route.single._access.ask_ahead(self._route.local(ids))
+        resolved = self._route.resolve(later) if later is not None else None
+        if resolved is not None and self._route.single is not None:
+            self._route.single._access.ask_ahead(self._route.sample_ids(resolved))
 
     def _make(self, indices: Any, away: float) -> Any:
         """The batch of these indices, for a consumer that was away for so many seconds."""
@@ -229,44 +229,46 @@ class LocalBatches:
             self._several = self._several if made.more else None
             if made.batch is not None:
                 return self._counted(made.batch, made.ids)
-            self._several = None  # the store was cleared, and what was gathered with this is no good either
-        ids = self._builder.resolve(indices)
-        if ids is None or self._gather is None:
-            return self._build(indices, ids)
-        local = self._route.local(ids)
+            self._several = (
+                None  # the store was cleared, and what was gathered with it must not be used either
+            )
+        resolved = self._builder.resolve(indices)
+        if resolved is None or self._gather is None:
+            return self._build(indices, resolved)
+        ids = self._route.sample_ids(resolved)
         pending = self._ahead.pending
         # A disk is waited for in the thread while the next batches are announced here.
         gains = away > self._cost / 2 or self._announced is not None
-        worth = self._gather.size(len(ids)) >= _WORTH_A_THREAD and gains
+        worth = self._gather.size(len(resolved)) >= _WORTH_A_THREAD and gains
         if pending or worth:
-            batch = self._gather_ahead(local, _AHEAD if worth else 0)
+            batch = self._gather_ahead(ids, _AHEAD if worth else 0)
         else:
-            batch = self._gather_here(local)
+            batch = self._gather_here(ids)
         if batch is not None:
-            return self._counted(batch, local)
+            return self._counted(batch, ids)
         in_hand = None
         if self._route.has_neighbours:  # what they have sent is copied to its place from where it came in
-            batch, in_hand = self._builder.filled(local, self._gather.prepare, self._gather.finish)
+            batch, in_hand = self._builder.filled(ids, self._gather.prepare, self._gather.finish)
             if batch is not None:
                 return batch
-        return self._build(indices, ids, in_hand)
+        return self._build(indices, resolved, in_hand)
 
-    def _build(self, indices: Any, ids: Ids | None, in_hand: dict[int, Any] | None = None) -> Any:
+    def _build(self, indices: Any, resolved: Indices | None, in_hand: dict[int, Any] | None = None) -> Any:
         """The batch, collated from its samples."""
-        return self._collate(self._builder.samples(indices, ids, in_hand))
+        return self._collate(self._builder.samples(indices, resolved, in_hand))
 
-    def _counted(self, batch: Any, local: Ids) -> Any:
+    def _counted(self, batch: Any, ids: Ids) -> Any:
         single = self._route.single
         if single is not None:
-            single._access.count_hits(local)
+            single._access.count_hits(ids)
         return batch
 
-    def _gather_here(self, local: Ids) -> Any | None:
+    def _gather_here(self, ids: Ids) -> Any | None:
         """The batch, and with it the next ones, if they are small."""
         assert self._gather is not None
         start = time.perf_counter()
-        run = [local, *self._known(self._gather.run_length(len(local), self._longest) - 1)]
-        copy = self._gather.prepare(local if len(run) == 1 else np.concatenate(run))
+        run = [ids, *self._known(self._gather.run_length(len(ids), self._longest) - 1)]
+        copy = self._gather.prepare(ids if len(run) == 1 else np.concatenate(run))
         if copy is None:
             return None
         one_thread(copy.run)
@@ -277,34 +279,34 @@ class LocalBatches:
         return self._several.next().batch
 
     def _known(self, count: int) -> list[Ids]:
-        """What is known of the next batches without a draw, as the store's numbers."""
+        """The sample ids of the next batches, as far as they are known without a draw."""
         batches: list[Any] = []
         while len(batches) < count and (later := self._draws.peek(len(batches))) is not None:
             batches.append(later)
         if not batches:
             return []
-        ids = None
+        resolved = None
         with contextlib.suppress(ValueError):  # no numbers, and no array can be made of them
             # Looked at together: for one batch of 32 that takes longer than to copy it.
-            ids = self._route.resolve(np.concatenate(batches))
-        if ids is None:
+            resolved = self._route.resolve(np.concatenate(batches))
+        if resolved is None:
             return []
         ends = list(itertools.accumulate(map(len, batches)))
-        return np.split(self._route.local(ids), ends[:-1])
+        return np.split(self._route.sample_ids(resolved), ends[:-1])
 
-    def _gather_ahead(self, local: Ids, distance: int) -> Any | None:
+    def _gather_ahead(self, ids: Ids, distance: int) -> Any | None:
         """The batch from the thread, which is asked for up to ``distance`` batches, this one counted."""
         assert self._gather is not None
         ahead = self._ahead
         if ahead.pending == 0:
-            ahead.ask(partial(_copied, self._gather.prepare(local)))
+            ahead.ask(partial(_copied, self._gather.prepare(ids)))
         # The next batches are asked for before this one is waited for, so that the thread never idles.
         while ahead.pending < distance:
             later = self._draws.peek(ahead.pending - 1)
             resolved = self._route.resolve(later) if later is not None else None
             if resolved is None:
                 break
-            ahead.ask(partial(_copied, self._gather.prepare(self._route.local(resolved))))
+            ahead.ask(partial(_copied, self._gather.prepare(self._route.sample_ids(resolved))))
         copy = ahead.next()
         return self._gather.finish(copy) if copy is not None else None
 

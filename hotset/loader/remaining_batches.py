@@ -2,7 +2,7 @@
 
 A sampler's order is drawn, not stored, so a saved position is a few numbers: how many batches and how many
 samples were consumed. Going on means to let the sampler draw the same order again and to pass over its
-beginning. Which beginning depends on who cuts the order into batches:
+beginning. Which beginning depends on what cuts the order into batches:
 
 ===============================  ==========================================================================
 torch's BatchSampler             the sampler's samples, from number ``samples`` on, in batches of today's

@@ -1,4 +1,4 @@
-"""Randomness that can be kept: states of generators as plain values, and what a pass begins from.
+"""States of random number generators as plain values, and the state that a pass begins from.
 
 A state that goes into a checkpoint must survive ``json`` and ``torch.load(weights_only=True)``, so it is made
 of dicts with text for keys, lists, numbers and text: each generator's state is *packed*, and unpacked when it
@@ -24,10 +24,10 @@ from hotset.errors import StateError
 
 __all__ = ["DAMAGE", "Beginning", "InProcess", "damaged", "pack", "put", "unpack", "unpack_states"]
 
-# What comes of values that are not what they were.
+# What damaged values raise.
 DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
-# A dict with one of these keys stands for what is no plain value.
+# A dict with one of these keys stands for something other than a plain value.
 _TAGS = {"torch", "numpy", "random", "bytes", "tuple", "items"}
 
 
@@ -76,7 +76,7 @@ def unpack(packed: Any) -> Any:
     """What :func:`pack` was given.
 
     Raises:
-        KeyError, TypeError, ValueError: that is no packed state.
+        KeyError, TypeError, ValueError: it is not a packed state.
     """
     if isinstance(packed, list):
         return [unpack(part) for part in packed]
@@ -169,12 +169,12 @@ class Beginning:
 
     The global generators, the loader's own, those that its samplers hold, the epoch that a sampler was told,
     and the state of a sampler that can be asked for one (``state_dict``, ``load_state_dict``). Of what lies
-    behind a sampler, samplers and generators on its attributes are found. An iterable data set is a sampler
+    behind a sampler, samplers and generators on its attributes are found. An iterable dataset is a sampler
     too: it decides the order.
 
     Args:
         loader: any of torch's loaders.
-        held: generators that the data set and its transforms hold in this process, where they matter.
+        held: generators that the dataset and its transforms hold in this process, where they matter.
 
     Attributes:
         globals: the three global generators.

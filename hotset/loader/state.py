@@ -173,11 +173,11 @@ class SavedState:
         if was != cut or dealt or (was.batch_size and batches != -(-samples // was.batch_size)):
             raise StateError(
                 "the state is of a loader that cut its batches otherwise (batch size or ranks), and only a "
-                "cached data set can go on in the middle; load it with the same batch size and ranks."
+                "cached dataset can go on in the middle; load it with the same batch size and ranks."
             )
         if then != now and isinstance(loader.dataset, IterableDataset):
             raise StateError(
-                f"the state is of {then} workers, and this loader has {now}; an iterable data set deals its "
+                f"the state is of {then} workers, and this loader has {now}; an iterable dataset deals its "
                 "samples to them itself. Load it with num_workers as it was."
             )
         if not self.state["fresh"] and not (now and loader.persistent_workers):
@@ -233,8 +233,8 @@ class SavedState:
     def put_live(self, live: Generators) -> None:
         """As :meth:`put_globals`, with all that the batches made in this process draw from.
 
-        The global ones as well, whatever has drawn since the state was loaded: who looks a batch ahead
-        (Accelerate) takes the state before that batch was made, and the random states of the training after.
+        The global ones as well, whatever has drawn since the state was loaded: Accelerate looks one batch
+        ahead, and takes the state before that batch was made, but the training's random states after it.
         Where batches are only gathered, the states of the training count.
         """
         saved = self.state["in_process"] or {}
@@ -242,10 +242,10 @@ class SavedState:
 
 
 def header(data: dict[str, Any], cut: BatchCut, workers: int, windows: list[list[int]]) -> dict[str, Any]:
-    """The part of a state that says whose it is.
+    """The part of a state that identifies its loader.
 
     Args:
-        data: identity of the data set.
+        data: identity of the dataset.
         cut: how the loader cuts the order.
         workers: how many it has.
         windows: for each running window behind it where that stands: see :meth:`ActiveWindow.state`.
@@ -263,7 +263,7 @@ def between_passes(
     """The state of a loader between two passes, or before the first.
 
     Args:
-        header: whose it is.
+        header: see :func:`header`.
         last: the pass that is over, if there was one.
         fresh: whether the next pass starts workers.
         beginning: what it would begin from.
@@ -285,7 +285,7 @@ def between_passes(
 
 
 def identity_of(dataset: Any, fingerprints: list[str]) -> dict[str, Any]:
-    """What tells a data set from another: its length, and the fingerprints of the caches behind it."""
+    """What tells a dataset from another: its length, and the fingerprints of the caches behind it."""
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
@@ -296,13 +296,13 @@ def identity_of(dataset: Any, fingerprints: list[str]) -> dict[str, Any]:
 def read_state(
     state: Any, identity: dict[str, Any], cut: BatchCut, workers: int, windows: list[list[int]]
 ) -> SavedState:
-    """Look a state over.
+    """Check a state.
 
     Raises:
         StateError: a sentence that says why this loader cannot go on from it.
     """
     if not isinstance(state, dict) or "format" not in state:
-        raise StateError("this is no state of a hotset.DataLoader: it has no `format`.")
+        raise StateError("state must be what hotset.DataLoader.state_dict() returned, and has no `format`.")
     if state["format"] not in _READ:
         raise StateError(
             f"the state has format {state['format']!r}, and this hotset reads formats 1 and {FORMAT}; load "
@@ -365,13 +365,13 @@ def _cut(value: Any) -> BatchCut:
 def _require_same_data(before: dict[str, Any], now: dict[str, Any]) -> None:
     if before.get("samples") != now["samples"]:
         raise StateError(
-            f"the state is of a data set of {before.get('samples')} samples, and this one has "
+            f"the state is of a dataset of {before.get('samples')} samples, and this one has "
             f"{now['samples']}; load it into a loader over the same data."
         )
     fingerprints = before.get("fingerprints")
     if fingerprints and now["fingerprints"] and fingerprints != now["fingerprints"]:
         raise StateError(
-            "the state is of a data set with other content (its fingerprint differs: files, parameters or "
+            "the state is of a dataset with other content (its fingerprint differs: files, parameters or "
             "transforms have changed); load it into a loader over the same data, or name the cache with key=."
         )
 
@@ -424,7 +424,7 @@ class Counted:
     Args:
         batches: of the whole pass.
         run: the pass.
-        noted: their order; None for an iterable data set, which has none: its batches count as full ones.
+        noted: their order; None for an iterable dataset, which has none: its batches count as full ones.
         size: samples in a batch of that.
         summary: counts batches, samples and waiting.
     """

@@ -1,9 +1,9 @@
-"""Batches as they come in from workers: letters are opened, counted, and their blocks accounted for.
+"""Batches as they come in from workers: messages are opened, counted, and their blocks accounted for.
 
 A pass that goes on begins with idle turns: one for each worker, in which its generators are put back to where
 they were, and then one for each whose turn is over, so that every batch is made by the worker that would have
-made it. Where persistent workers go on after a pass that nobody saw the end of, an idle turn asks each for
-its states.
+made it. Where persistent workers go on after a pass that was not read to its end, an idle turn asks each
+for its states.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class WorkerBatches:
     """Iterator over one epoch's batches, made by the inner loader's workers.
 
     Args:
-        inner: the loader whose batches are letters.
-        desks: the blocks that they come in.
-        run: counts what was consumed, for who goes on from there.
+        inner: the loader whose batches are messages.
+        buffers: the blocks that they come in.
+        run: counts what was consumed, for the loader's state.
         batches: the epoch's indices.
         summary: counts batches, samples and waiting.
-        tell: gets what workers have to say to the user, and what it is about.
+        tell: is called with each warning of a worker, and what it is about.
     """
 
     def __init__(
         self,
         inner: TorchDataLoader[Any],
-        desks: BatchBuffers,
+        buffers: BatchBuffers,
         run: EpochProgress,
         batches: Any,
         summary: EpochSummary,
@@ -49,10 +49,10 @@ class WorkerBatches:
         self._persistent = inner.persistent_workers
         self._workers = inner.num_workers
         self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
-        self._desks = desks
+        self._buffers = buffers
         self._run = run
         self._summary = summary
-        self._letters: Any = None
+        self._messages: Any = None
         idle: int = 0
         states: dict[int, Any] = {}
         if run.asks and inner.in_order:
@@ -61,11 +61,11 @@ class WorkerBatches:
             idle, states = inner.num_workers + run.turn, dict(run.workers)
         self._tasks.begin(batches, idle, states)
         with making_workers():
-            self._letters = iter(inner)
+            self._messages = iter(inner)
         for _ in range(idle):
-            letter: BatchMessage = next(self._letters)
-            self._tasks.answered(letter)
-            run.workers[letter.news.worker] = letter.news.states
+            message: BatchMessage = next(self._messages)
+            self._tasks.answered(message)
+            run.workers[message.report.worker] = message.report.states
 
     def __iter__(self) -> WorkerBatches:
         return self
@@ -73,33 +73,33 @@ class WorkerBatches:
     def __next__(self) -> Any:
         start = time.perf_counter()
         try:
-            letter = next(self._letters)
+            message = next(self._messages)
         except StopIteration:
             self._run.over = True
             self._summary._end()
             if not self._persistent:
-                self._desks.rest()  # the workers have ended; a batch still held must not keep all blocks
+                self._buffers.rest()  # the workers have ended; a batch still held must not keep all blocks
             raise
-        self._tasks.answered(letter)
-        news = letter.news
-        self._desks.needed = max(self._desks.needed, news.needed)
-        for sentence, about in news.told:
+        self._tasks.answered(message)
+        report = message.report
+        self._buffers.needed = max(self._buffers.needed, report.needed)
+        for sentence, about in report.told:
             self._tell(sentence, about)
-        self._run.workers[news.worker] = news.states
-        self._run.turn = (news.worker + 1) % self._workers
-        self._run.count(news.samples)
-        self._summary._count(news.samples, time.perf_counter() - start)
-        return letter.batch
+        self._run.workers[report.worker] = report.states
+        self._run.turn = (report.worker + 1) % self._workers
+        self._run.count(report.samples)
+        self._summary._count(report.samples, time.perf_counter() - start)
+        return message.batch
 
     def __len__(self) -> int:
-        return len(self._letters)
+        return len(self._messages)
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
-        # Persistent workers go on with their tasks, and the next epoch begins by taking in their letters.
+        # Persistent workers go on with their tasks, and the next epoch begins by taking in their messages.
         if self._persistent:
             return
-        self._letters = None  # ends and joins the workers: only then are their blocks free
+        self._messages = None  # ends and joins the workers: only then are their blocks free
         # At the interpreter's end anything may be gone already, what this module has imported too.
         with suppress(Exception):
             self._tasks.recall()
-            self._desks.rest()
+            self._buffers.rest()

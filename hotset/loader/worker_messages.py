@@ -1,9 +1,9 @@
-"""Letters: how a batch that a worker has laid out in a shared block arrives in the main process.
+"""Messages: how a batch that a worker has laid out in a shared block arrives in the main process.
 
-A letter carries the batch's tree, with a place in the block where a tensor would be, and is pickled like
+A message carries the batch's tree, with a place in the block where a tensor would be, and is pickled like
 anything else that a worker returns. Unpickling it takes the block over first, and then puts a tensor, a view
 of the block, into each place. So tensors are never sent, and a block is recycled in any case: also when the
-letter is dropped unread, as torch does with what persistent workers had made ahead.
+message is dropped unread, as torch drops what persistent workers had built ahead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hotset.store.blocks import BlockPool
 __all__ = ["BatchMessage", "TensorRef", "WorkerReport", "message_pool"]
 
 _pools: weakref.WeakValueDictionary[int, BlockPool] = weakref.WeakValueDictionary()
-# The memory of the block whose letter this thread is unpickling; letters are not nested.
+# The memory of the block whose message this thread is unpickling; messages are not nested.
 _opening = threading.local()
 
 
 def message_pool(block_bytes: int) -> BlockPool:
-    """A shared pool whose blocks letters can refer to."""
+    """A shared pool whose blocks messages can refer to."""
     pool = BlockPool(block_bytes, shared=True)
     _pools[pool.address.inode] = pool
     return pool
@@ -52,7 +52,7 @@ def _tensor_at(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 
 class _BlockRef:
-    """First thing in a letter: unpickling it takes the block over, so that it is recycled in any case."""
+    """First thing in a message: unpickling it takes the block over, so that it is recycled in any case."""
 
     def __init__(self, pool: int, block: int) -> None:
         self.pool = pool
@@ -71,13 +71,13 @@ def _open(pool: int, block: int) -> Any:
 
 
 class WorkerReport(NamedTuple):
-    """What a worker says along with a batch.
+    """What a worker reports with a batch.
 
     Attributes:
         worker: its number.
-        needed: bytes that the batch would have liked to have in its block.
+        needed: bytes that the whole batch takes in a block.
         samples: how many samples the batch has.
-        told: sentences for the user, to be said in the main process, and what each is about (see
+        told: warnings for the main process to give, and what each is about (see
             :class:`hotset._warnings.Warner`).
         states: of the worker's generators after the batch, if it has a live part.
     """
@@ -94,27 +94,27 @@ class BatchMessage:
 
     Attributes:
         pool, block: where its tensors lie.
-        batch: the batch; its tensors are views of the block once the letter has arrived.
-        news: what else there is to say.
+        batch: the batch; its tensors are views of the block once the message has arrived.
+        report: what the worker reports with it.
     """
 
-    def __init__(self, pool: int, block: int, batch: Any, news: WorkerReport) -> None:
+    def __init__(self, pool: int, block: int, batch: Any, report: WorkerReport) -> None:
         self.pool = pool
         self.block = block
         self.batch = batch
-        self.news = news
+        self.report = report
 
     def __reduce__(self) -> Any:
         # Arguments are unpickled in order: the block is open when its tensors are made.
         opener = _BlockRef(self.pool, self.block)
-        return _received, (opener, self.pool, self.block, self.batch, self.news)
+        return _received, (opener, self.pool, self.block, self.batch, self.report)
 
     def pin_memory(self, device: Any = None) -> BatchMessage:
-        """Called by the inner loader's pin-memory thread; the block is free once this letter is dropped."""
+        """Called by the inner loader's pin-memory thread; the block is free once this message is dropped."""
         batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
-        return BatchMessage(self.pool, self.block, batch, self.news)
+        return BatchMessage(self.pool, self.block, batch, self.report)
 
 
-def _received(opened: None, pool: int, block: int, batch: Any, news: WorkerReport) -> BatchMessage:
+def _received(opened: None, pool: int, block: int, batch: Any, report: WorkerReport) -> BatchMessage:
     _opening.array = None
-    return BatchMessage(pool, block, batch, news)
+    return BatchMessage(pool, block, batch, report)

@@ -1,16 +1,16 @@
 """Batches made by workers, straight into shared blocks.
 
-The workers are torch's: an inner DataLoader runs them over a private data set (:class:`BatchMaker`) whose
+The workers are torch's: an inner DataLoader runs them over a private dataset (:class:`BatchMaker`) whose
 "samples" are whole batches. The inner loader's sampler hands out tasks, a batch's indices and the number of
-a free block; a worker fills, gathers, applies what is live, collates into the block, and sends a letter: the
+a free block; a worker fills, gathers, applies what is live, collates into the block, and sends a message: the
 batch's tree, with a place in the block where a tensor would be (:mod:`hotset.loader.worker_messages`).
 
 ::
 
     main      task = (block 3, indices) ──>  worker: fill, gather or live + collate into block 3
-    main      tensors over block 3      <──  letter = (block 3, {"image": at 0, uint8, (64, 3, 224, 224)})
+    main      tensors over block 3      <──  message = (block 3, {"image": at 0, uint8, (64, 3, 224, 224)})
 
-What fits no block (text, other objects, a batch larger than its block) travels in the letter as it would
+What fits no block (text, other objects, a batch larger than its block) travels in the message as it would
 with torch's own loader. Everything else about workers, their seeds, errors, time-outs, deaths and
 persistence, is torch's business and done through its public arguments.
 """
@@ -61,7 +61,7 @@ class Task(NamedTuple):
     """What a worker is asked for: a batch, and where to put it.
 
     Attributes:
-        indices: of the batch, or whatever the data set takes with ``batch_size=None``.
+        indices: of the batch, or whatever the dataset takes with ``batch_size=None``.
         idle: whether there is no batch, and only turns are to be kept.
         pool, block_bytes, block: where to put it.
         states: what to put the worker's generators to before; None to leave them.
@@ -97,7 +97,7 @@ class BatchBuffers:
         return pool
 
     def rest(self) -> None:
-        """Nothing is built for now: keep no memory for it."""
+        """Free the blocks' memory, as no batch is being built."""
         if self._pool is not None and self._pool.is_ours:
             self._pool.trim()
 
@@ -109,14 +109,14 @@ class TaskSampler:
 
     Args:
         batches: the user's batch sampler.
-        desks: where blocks come from.
-        announce: is told of each batch as it is drawn, some batches before it is handed over; None if
-            nobody wants to know.
+        buffers: where blocks come from.
+        announce: is called with each batch as it is drawn, some batches before it is handed over; None for
+            no call.
     """
 
-    def __init__(self, batches: Any, desks: BatchBuffers, announce: Callable[[Any], None] | None) -> None:
+    def __init__(self, batches: Any, buffers: BatchBuffers, announce: Callable[[Any], None] | None) -> None:
         self._batches = batches
-        self._desks = desks
+        self._buffers = buffers
         self._announce = announce
         self._out: dict[tuple[int, int], BlockPool] = {}
         self._idle = 0
@@ -139,7 +139,7 @@ class TaskSampler:
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
         # The workers take turns, so the first tasks' numbers are their own.
         for turn, indices in enumerate(itertools.chain(itertools.repeat((), self._idle), batches)):
-            pool = self._desks.pool()
+            pool = self._buffers.pool()
             number = pool.take()
             address = pool.address
             self._out[address.inode, number] = pool
@@ -151,9 +151,9 @@ class TaskSampler:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def answered(self, letter: BatchMessage) -> None:
-        """A letter has come: its block is its own business from now on."""
-        self._out.pop((letter.pool, letter.block), None)
+    def answered(self, message: BatchMessage) -> None:
+        """A message has come: its block is its own business from now on."""
+        self._out.pop((message.pool, message.block), None)
 
     def recall(self) -> None:
         """Take back the blocks of tasks that no worker will answer any more."""
@@ -163,12 +163,12 @@ class TaskSampler:
 
 
 class BatchMaker(Dataset[Any]):
-    """The inner loader's data set: makes the batch that a task asks for, in a worker.
+    """The inner loader's dataset: makes the batch that a task asks for, in a worker.
 
     Args:
-        dataset: the user's data set, with caches behind it.
+        dataset: the user's dataset, with caches behind it.
         collate_fn: the user's.
-        batched: whether an index is a batch's; else it is the data set's own, and collated alone.
+        batched: whether an index is a batch's; else it is the dataset's own, and collated alone.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool) -> None:
@@ -211,16 +211,16 @@ class _InWorker:
         if task.states is not None:
             self._draws = True
             put(self._drawn_from(), task.states)
-        desk = self._desk(task)
-        batch = self._batch(task.indices, desk) if not task.idle else None
+        buffer = self._buffer(task)
+        batch = self._batch(task.indices, buffer) if not task.idle else None
         told = tuple(self._told)
         self._told.clear()
         self._draws |= any(cached._access.draws for cached in self.route.caches)
         states = pack(self._drawn_from().states()) if self._draws else None
-        news = WorkerReport(self._worker, desk.needed, samples_in(task.indices), told, states)
-        return BatchMessage(task.pool.inode, task.block, batch, news)
+        report = WorkerReport(self._worker, buffer.needed, samples_in(task.indices), told, states)
+        return BatchMessage(task.pool.inode, task.block, batch, report)
 
-    def _desk(self, task: Task) -> _BatchBuffer:
+    def _buffer(self, task: Task) -> _BatchBuffer:
         """The task's block; one without room where the memory of the process that has it is out of reach."""
         blocks = self._pools.get(task.pool)
         if blocks is None:
@@ -242,40 +242,45 @@ class _InWorker:
     def _hand_on(self, sentence: str, about: str = "") -> None:
         self._told.append((sentence, about))
 
-    def _batch(self, indices: Any, desk: _BatchBuffer) -> Any:
-        ids, in_hand = self._builder.resolve(indices), None
+    def _batch(self, indices: Any, buffer: _BatchBuffer) -> Any:
+        resolved, in_hand = self._builder.resolve(indices), None
         single = self.route.single
-        if ids is not None and single is not None and not single._source.live and is_known(self.collate_fn):
+        if (
+            resolved is not None
+            and single is not None
+            and not single._source.live
+            and is_known(self.collate_fn)
+        ):
             batch, in_hand = self._builder.filled(
-                self.route.local(ids), partial(self._prepare, desk), partial(self._finish, desk)
+                self.route.sample_ids(resolved), partial(self._prepare, buffer), partial(self._finish, buffer)
             )
             if batch is not None:
                 return batch
-        return self._collate(self._builder.samples(indices, ids, in_hand), desk)
+        return self._collate(self._builder.samples(indices, resolved, in_hand), buffer)
 
-    def _prepare(self, desk: _BatchBuffer, local: Ids, records: Sequence[ReceivedRecords]) -> Copy | None:
+    def _prepare(self, buffer: _BatchBuffer, ids: Ids, records: Sequence[ReceivedRecords]) -> Copy | None:
         single = self.route.single
         assert single is not None
         if self._gather is None and not self._not_gathered and single._store is not None:
-            here = single._store.in_common_form(local)
+            here = single._store.in_common_form(ids)
             if not len(here):
                 return None
             self._gather = make_gather(single, self.collate_fn, int(here[0]))
             self._not_gathered = self._gather is None
-        return self._gather.prepare(local, desk.whole, records) if self._gather is not None else None
+        return self._gather.prepare(ids, buffer.whole, records) if self._gather is not None else None
 
-    def _finish(self, desk: _BatchBuffer, copy: Copy) -> Any | None:
+    def _finish(self, buffer: _BatchBuffer, copy: Copy) -> Any | None:
         assert self._gather is not None
-        return self._gather.finish(copy, desk.placed)
+        return self._gather.finish(copy, buffer.placed)
 
-    def _collate(self, samples: Any, desk: _BatchBuffer) -> Any:
+    def _collate(self, samples: Any, buffer: _BatchBuffer) -> Any:
         if self.collate_fn is not default_collate or not self._batched:
-            return desk.lay(bound(self.collate_fn, self.route.schema)[0](samples))
+            return buffer.lay(bound(self.collate_fn, self.route.schema)[0](samples))
         kinds = {
-            kind: _onto(desk, function) if kind in _NUMBERS else function
+            kind: _onto(buffer, function) if kind in _NUMBERS else function
             for kind, function in default_collate_fn_map.items()
         }
-        return collate(samples, collate_fn_map={**kinds, torch.Tensor: desk.stack})
+        return collate(samples, collate_fn_map={**kinds, torch.Tensor: buffer.stack})
 
 
 def _is_still(collate_fn: Callable[[Any], Any]) -> bool:
@@ -289,13 +294,13 @@ def random_parts(route: Route, collate_fn: Callable[[Any], Any]) -> list[Any]:
     return parts if _is_still(collate_fn) else [*parts, collate_fn]
 
 
-# Kinds whose collated tensor is made somewhere and then copied to the desk: a few bytes for each sample.
+# Kinds whose collated tensor is made somewhere and then copied to the buffer: a few bytes for each sample.
 _NUMBERS = (int, float, (np.bool_, np.number, np.object_))
 
 
-def _onto(desk: _BatchBuffer, function: Callable[..., Any]) -> Callable[..., Any]:
+def _onto(buffer: _BatchBuffer, function: Callable[..., Any]) -> Callable[..., Any]:
     def collated(batch: Any, *, collate_fn_map: Any = None) -> Any:
-        return desk.put(function(batch, collate_fn_map=collate_fn_map))
+        return buffer.put(function(batch, collate_fn_map=collate_fn_map))
 
     return collated
 
@@ -305,7 +310,7 @@ class _BatchBuffer:
 
     Attributes:
         size: bytes of the block.
-        needed: bytes that the batch would have liked to have.
+        needed: bytes that the whole batch takes.
     """
 
     def __init__(self, array: Any, size: int) -> None:
@@ -333,7 +338,7 @@ class _BatchBuffer:
         return self._view(offset, dtype, (count,), count) if count else torch.empty(0, dtype=dtype)
 
     def placed(self, done: torch.Tensor, offset: int) -> Any:
-        """What stands in the letter for a finished column."""
+        """What stands in the message for a finished column."""
         return TensorRef(offset, done.dtype, tuple(done.shape)) if done.numel() else done
 
     def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
@@ -423,11 +428,12 @@ def _with_places(made: Any, places: dict[int, Any]) -> Any:
 
 
 class WorkerInit:
-    """Runs in each worker before its first batch: the user's function sees the user's data set.
+    """Runs in each worker before its first batch: the user's function sees the user's dataset.
 
-    From then on the worker dies with the process that made it. torch's own notes who its parent is only after
-    this, to end when that dies: if it just has, it takes whoever adopts orphans for it, and waits for work
-    for ever. And at its end it waits until what it has made was read, which nobody does then.
+    From then on the worker dies with the process that made it. torch's worker looks up its parent only after
+    this, to end when that dies: if the parent has died already, the worker takes the process that adopted it
+    for its parent, and waits for work for ever. And at its end it waits until its batches were read, which no
+    process does then.
 
     Args:
         user: the user's function.
@@ -447,7 +453,7 @@ class WorkerInit:
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, BatchMaker):
             keep_freed_memory()
-            # WorkerInfo refuses plain assignment; what a user finds there must be the data set.
+            # WorkerInfo refuses plain assignment; what a user finds there must be the dataset.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker)

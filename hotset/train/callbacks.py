@@ -1,4 +1,4 @@
-"""Callbacks: what is told of a training run, and when.
+"""Callbacks: which events of a training run they are called for, and when.
 
 ::
 
@@ -12,11 +12,11 @@
     on_train_end
 
 The host hears of K steps at once: with sinking ``on_step_end`` comes when the sink has ended, and while
-counts and loss are those of the step, the network is at the sink's end already. What looks at the network
-does so in ``on_sink_end``.
+counts and loss are those of the step, the network is at the sink's end already. A callback that reads the
+network does so in ``on_sink_end``.
 
-An epoch that a stop cut short has no ``on_epoch_end``. When an exception passes through there is no
-``on_train_end`` either: what must be closed then is closed by who called ``train``.
+An epoch that a stop cut short has no ``on_epoch_end``. After an exception there is no
+``on_train_end`` either: the caller of ``train`` closes what must be closed then.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _BETWEEN_LOSSES = 0.25  # seconds between two losses that the bar reads: reading
 class Callback:
     """Base of all callbacks: a method for each event, which does nothing until it is overridden.
 
-    One that has ``state_dict()`` and ``load_state_dict(state)`` is saved in checkpoints and put back, as the
-    learning rate's scheduler here, which a resumed run goes on with:
+    The state of a callback with ``state_dict()`` and ``load_state_dict(state)`` is saved in checkpoints and
+    put back, as that of the learning rate's scheduler in the example.
 
     Attributes:
-        last: whether it is told after all those that are not, so that it sees what they did.
+        last: whether it is called after all callbacks that are not ``last``, so that it sees what they did.
 
     Example:
         >>> class Schedule(Callback):
@@ -109,15 +109,13 @@ class CallbackList:
         first: callbacks of our own, told before them.
 
     Raises:
-        ArgumentError: one of them is no callback.
+        ArgumentError: one of them is not a callback.
     """
 
     def __init__(self, callbacks: Any, first: Iterable[Callback] = ()) -> None:
         given = [callbacks] if isinstance(callbacks, Callback) else callbacks or []
         if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
-            raise ArgumentError(
-                f"callbacks={callbacks!r} is no list of callbacks; give hotset.Callback objects."
-            )
+            raise ArgumentError(f"callbacks must be a list of hotset.Callback objects, got {callbacks!r}.")
         everything: list[Any] = [*first, *given]
         for one in everything:
             if not isinstance(one, Callback):
@@ -275,9 +273,9 @@ class EarlyStopping(Callback):
         self, monitor: str, *, mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
     ) -> None:
         if mode not in ("min", "max"):
-            raise ArgumentError(f'mode={mode!r} is neither "min" nor "max".')
+            raise ArgumentError(f'mode must be "min" or "max", got {mode!r}.')
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not min_delta >= 0:
-            raise ArgumentError(f"min_delta={min_delta!r} is no difference; give zero or more.")
+            raise ArgumentError(f"min_delta must be a number, 0 or more, got {min_delta!r}.")
         self.monitor = monitor
         self.mode = mode
         self.patience = positive(patience, "patience")
@@ -362,7 +360,9 @@ class ModelCheckpoint(Callback):
         prefix: str = "model",
     ) -> None:
         if not isinstance(prefix, str) or not re.fullmatch(r"\w[\w.-]*", prefix):
-            raise ArgumentError(f"prefix={prefix!r} is no name; give letters, digits, '-', '_' and '.'.")
+            raise ArgumentError(
+                f"prefix must be a name of letters, digits, '-', '_' and '.', got {prefix!r}."
+            )
         self.folder = Path(folder)
         self.save_steps = positive(save_steps, "save_steps") if save_steps is not None else None
         self.keep = positive(keep, "keep") if keep is not None else None
@@ -424,7 +424,7 @@ class ModelCheckpoint(Callback):
 
 
 def bars(progress: bool, held: ExitStack) -> list[Callback]:
-    """The bar, to be closed with ``held``, if one is wanted and somebody is there to see it."""
+    """The bar, which ``held`` closes, on rank 0 of a job whose standard output is a terminal."""
     shown = progress and rank_of_job()[0] == 0 and sys.stdout is not None and sys.stdout.isatty()
     return [held.enter_context(Bar())] if shown else []
 
@@ -476,7 +476,7 @@ class Bar(Callback):
 
 
 def positive(value: Any, name: str) -> int:
-    """``value``, if it is a whole number of at least 1.
+    """``value``, if it is a whole number, 1 or more.
 
     Raises:
         ArgumentError: it is not; names the argument.
@@ -486,5 +486,5 @@ def positive(value: Any, name: str) -> int:
         3
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name}={value!r} is no whole number of at least 1.")
+        raise ArgumentError(f"{name} must be a whole number, 1 or more, got {value!r}.")
     return value

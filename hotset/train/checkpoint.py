@@ -8,8 +8,8 @@
      "data": where the sink stands,  "callbacks": [[class, state], ...],
      "random": {"random", "numpy.random", "torch", and the network's accelerator if it is on one}}
 
-Everything is a tensor or a plain value: ``torch.load(path, weights_only=True)`` reads it, and runs no code of
-the file's. With several ranks each writes its own: their data and draws differ.
+Everything is a tensor or a plain value: ``torch.load(path, weights_only=True)`` reads it, and runs no code
+from the file. With several ranks each writes its own: their data and draws differ.
 
 A file appears under its name complete and on the disk, or not at all: it is written under another one,
 flushed, and renamed.
@@ -78,7 +78,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             ) from error
     if not isinstance(content, dict) or not _PARTS.issubset(content):
         raise StateError(
-            f"{path} is no checkpoint of hotset.Model; load the network's own files with torch.load."
+            f"{path} must be a checkpoint of hotset.Model, and is another file; load the network's own "
+            "files with torch.load."
         )
     if content.get("format") != FORMAT:
         raise StateError(

@@ -1,8 +1,8 @@
-"""The data that a sink is given, so that it can say where it stands and where a pass ends.
+"""The loader that a sink reads, made to have a state and to show where a pass ends.
 
 ==========================  ================================================================================
-torch's own DataLoader      cannot say where it stands. ``hotset.DataLoader`` with the same attributes gives
-                            the same batches and can, so that is what is read
+torch's own DataLoader      has no state. ``hotset.DataLoader`` with the same attributes gives the same
+                            batches and has one, so that one is read
 a loader without a length   a sink goes round the data without end, and would find the end of a pass one step
                             late. Here :class:`PassOver` is raised there, and the next step begins a new pass
 all others                  as they are
@@ -50,11 +50,12 @@ def steps_of_sink(sinking: Any, sink_size: Any, loader: Any) -> int | None:
         ArgumentError: they are not what they may be.
     """
     if not isinstance(sinking, bool):
-        raise ArgumentError(f"dataset_sink_mode={sinking!r} is neither True nor False.")
+        raise ArgumentError(f"dataset_sink_mode must be True or False, got {sinking!r}.")
     whole = isinstance(sink_size, int) and not isinstance(sink_size, bool)
     if not whole or sink_size == 0 or sink_size < -1:
         raise ArgumentError(
-            f"sink_size={sink_size!r} is no number of steps; give 1 or more, or -1 for a pass over the data."
+            f"sink_size must be a number of steps, 1 or more, or -1 for a pass over the data, got "
+            f"{sink_size!r}."
         )
     if sinking and sink_size == -1 and length_of(loader) is None:
         raise ArgumentError(

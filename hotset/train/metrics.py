@@ -99,12 +99,14 @@ def checked_metrics(metrics: Any) -> dict[str, Any]:
     """The metrics by name, if that is what they are.
 
     Raises:
-        ArgumentError: it is no dict of names to metrics.
+        ArgumentError: they are not a dict of names to metrics.
     """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise ArgumentError(f'metrics={metrics!r} is no dict; give names, as in {{"accuracy": Accuracy()}}.')
+        raise ArgumentError(
+            f'metrics must be a dict, got {metrics!r}; give names, as in {{"accuracy": Accuracy()}}.'
+        )
     for name, metric in metrics.items():
         missing = [
             part for part in ("update", "compute", "reset") if not callable(getattr(metric, part, None))

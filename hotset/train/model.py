@@ -94,12 +94,14 @@ class Model:
         device: Any = None,
     ) -> None:
         if not isinstance(network, nn.Module):
-            raise ArgumentError(f"network={network!r} is no torch.nn.Module.")
+            raise ArgumentError(f"network must be a torch.nn.Module, got {network!r}.")
         if loss_fn is not None and not callable(loss_fn):
-            raise ArgumentError(f"loss_fn={loss_fn!r} cannot be called; give a function of (output, label).")
+            raise ArgumentError(
+                f"loss_fn must be callable, got {loss_fn!r}; give a function of (output, label)."
+            )
         if optimizer is not None and not all(hasattr(optimizer, name) for name in ("zero_grad", "step")):
             raise ArgumentError(
-                f"optimizer={optimizer!r} has no zero_grad() and step(); give one of torch.optim."
+                f"optimizer must have zero_grad() and step(), got {optimizer!r}; give one of torch.optim."
             )
         self.device = _device_of(network, device)
         self.network = network.to(self.device)
@@ -149,7 +151,7 @@ class Model:
 
         Raises:
             ArgumentError: an argument is not what it may be; the loader is empty; a batch has no label.
-            StateError: the checkpoint is damaged, or of another model or data set.
+            StateError: the checkpoint is damaged, or of another model or dataset.
             Exception: whatever the loader, the network or a callback raises; nothing is left running.
 
         Example:

@@ -1,7 +1,7 @@
 """A training run as callbacks see it: where it stands, what the losses were, and the wish to stop.
 
-The host hears of training at the end of each *sink*: of 1 step without sinking, of K with it. Losses stay on
-the device until someone reads one; all of a sink's then come in one copy.
+The host learns of progress at the end of each *sink*: of 1 step without sinking, of K with it. Losses stay on
+the device until one is read; all of a sink's then come in one copy.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class RunState:
             as :meth:`save_checkpoint`.
         """
         if self.content is None:
-            raise ArgumentError("there is no training under way that a checkpoint could be made of.")
+            raise ArgumentError(
+                "a checkpoint can be made during training only; call this in a callback of train() or fit()."
+            )
         return self.content()
 
     # ---- for the loop --------------------------------------------------------------------------------

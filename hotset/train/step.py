@@ -60,7 +60,7 @@ def parts_of(batch: tuple[Any, ...]) -> Parts:
         if LABEL not in named:
             raise ArgumentError(
                 f'a batch has no "{LABEL}", only {", ".join(map(repr, named)) or "nothing"}: name it so in '
-                "the data set, or give loss_fn=None and have the network return the loss itself."
+                "the dataset, or give loss_fn=None and have the network return the loss itself."
             )
         return Parts((), {name: value for name, value in named.items() if name != LABEL}, named[LABEL])
     if len(batch) < 2:

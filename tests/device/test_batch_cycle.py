@@ -143,7 +143,7 @@ def test_after_an_error_it_goes_on_and_the_pass_counts() -> None:
 def test_states_that_are_none() -> None:
     rounds = rounds_of([1])
     for state in (None, {}, {"passes": "x", "taken": 0, "loader": {}}, {"passes": 0, "taken": 0}):
-        with pytest.raises(StateError, match="this is no state of a sink, or it is damaged"):
+        with pytest.raises(StateError, match="state must be what Sink"):
             rounds.load_state_dict(state)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="cannot say where it stands"):
         rounds.state_dict()

@@ -207,11 +207,11 @@ def test_batches_that_are_no_tuples_are_one_argument() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, "ten", True, False, 2.0, None, torch.tensor(3)], ids=repr)
 def test_a_sink_size_that_is_no_number_of_steps(size: Any) -> None:
-    with pytest.raises(ArgumentError, match=r'is no number of steps; give 1 or more, or "auto"'):
+    with pytest.raises(ArgumentError, match=r'must be a number of steps, 1 or more, or "auto"'):
         data_sink(abs, [torch.ones(1)], size)
     with data_sink(abs, [torch.ones(1)]) as sink:
         if size is not None:
-            with pytest.raises(ArgumentError, match="is no number of steps"):
+            with pytest.raises(ArgumentError, match="must be a number of steps"):
                 sink(steps=size)
         assert sink.steps == 0
 
@@ -219,11 +219,11 @@ def test_a_sink_size_that_is_no_number_of_steps(size: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"graph": "yes"}, "graph='yes' is none of"),
-        ({"graph": 1}, "graph=1 is none of"),
-        ({"outputs": "none"}, "outputs='none' is neither"),
-        ({"input_signature": "x"}, "input_signature holds no tensor"),
-        ({"device": "marsrover"}, "device='marsrover' is not there"),
+        ({"graph": "yes"}, "graph must be .*got 'yes'"),
+        ({"graph": 1}, "graph must be .*got 1"),
+        ({"outputs": "none"}, "outputs must be .*got 'none'"),
+        ({"input_signature": "x"}, "input_signature must hold tensors"),
+        ({"device": "marsrover"}, "device must be .*got 'marsrover'"),
     ],
 )
 def test_other_arguments(more: dict[str, Any], sentence: str) -> None:
@@ -232,9 +232,9 @@ def test_other_arguments(more: dict[str, Any], sentence: str) -> None:
 
 
 def test_a_step_that_cannot_be_called_and_data_that_cannot_be_read() -> None:
-    with pytest.raises(ArgumentError, match="3 cannot be called"):
+    with pytest.raises(ArgumentError, match="fn must be callable, got 3"):
         data_sink(3, [torch.ones(1)])  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="int cannot be iterated over"):
+    with pytest.raises(ArgumentError, match="must be iterable, got int"):
         data_sink(abs, 3)  # type: ignore[arg-type]
 
 
@@ -243,7 +243,7 @@ def test_a_queue_is_read_as_it_is_unless_the_device_contradicts() -> None:
     with data_sink(abs, queue, device="cpu") as sink:
         assert sink.queue is queue
         assert sink() == 1
-    with pytest.raises(ArgumentError, match=r"device='meta', and the queue's is cpu; give it to one"):
+    with pytest.raises(ArgumentError, match=r"device must be the queue's, cpu, got 'meta'"):
         data_sink(abs, queue, device="meta")
 
 
@@ -295,7 +295,7 @@ def test_a_batch_that_is_not_as_the_signature_says(batch: Any, sentence: str) ->
     signature = (torch.empty(4, 2, device="meta"), torch.empty(4, dtype=torch.int64, device="meta"))
     data = [*pairs(4), batch, *pairs(3)]
     with data_sink(lambda x, y: len(x), data, 2, input_signature=signature) as sink:
-        with pytest.raises(ArgumentError, match="a batch is not as input_signature says: " + sentence):
+        with pytest.raises(ArgumentError, match="a batch does not match input_signature: " + sentence):
             sink()
         assert sink.steps == 1
         assert sink(steps=1) == 3  # the shorter last one passes
@@ -305,7 +305,7 @@ def test_only_the_last_batch_of_a_pass_may_be_shorter_than_the_signature() -> No
     signature = (torch.empty(4, 2, device="meta"), torch.empty(4, dtype=torch.int64, device="meta"))
     data = [*pairs(3), *pairs(4), *pairs(3)]
     with data_sink(lambda x, y: len(x), data, input_signature=signature) as sink:
-        with pytest.raises(ArgumentError, match="not as input_signature says"):
+        with pytest.raises(ArgumentError, match="does not match input_signature"):
             sink()
         assert [sink(), sink()] == [4, 3]
     unknown = (batch for batch in data)  # where the end is not known, any may be the last
@@ -560,6 +560,6 @@ def test_states_that_are_none() -> None:
         with pytest.raises(StateError, match="cannot say where it stands"):
             sink.state_dict()
         for state in (None, {}, {"steps": 3}, {"steps": "x", "passes": 0, "taken": 0, "loader": {}}):
-            with pytest.raises(StateError, match="this is no state of a sink"):
+            with pytest.raises(StateError, match="state must be what Sink"):
                 sink.load_state_dict(state)  # type: ignore[arg-type]
         assert (sink(), sink.steps) == (1, 1)

@@ -535,7 +535,7 @@ def test_what_must_be_an_object_is_named(root: Path, value: Any, depth: int) -> 
     elif isinstance(value, str):
         assert "cannot be read" in refused(root, value, "the configuration: text")
     else:
-        refused(root, value, "a configuration is a path or a dict")
+        refused(root, value, "a configuration must be a path or a dict")
 
 
 @pytest.mark.parametrize(
@@ -593,7 +593,7 @@ def test_validation_uses_the_same_samples_each_time(root: Path) -> None:
 
 
 def test_another_section_is_refused(root: Path) -> None:
-    refused(root, config(WITH_CACHE), "section='test'", "test")
+    refused(root, config(WITH_CACHE), "section must be", "test")
     refused(root, config(WITH_CACHE), "validate is missing", "validate")
 
 
@@ -601,9 +601,9 @@ def test_another_section_is_refused(root: Path) -> None:
 def test_files_that_are_no_json_are_named(root: Path, tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "broken.json"
     file.write_bytes(text)
-    assert "no JSON" in refused(root, file, f"the configuration: {file}")
+    assert "must be JSON" in refused(root, file, f"the configuration: {file}")
     made = config(WITH_CACHE, data_list_file_path=str(file))
-    assert "no JSON" in refused(root, made, f"{ARGS}.data_list_file_path: {file}")
+    assert "must be JSON" in refused(root, made, f"{ARGS}.data_list_file_path: {file}")
 
 
 @pytest.mark.parametrize(

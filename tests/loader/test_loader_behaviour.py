@@ -1,6 +1,6 @@
 """What a loop over the loader may do besides running to the end, and what else torch's loader promises.
 
-Most tests are scripts: the same function drives torch's DataLoader over the plain data set and hotset's over
+Most tests are scripts: the same function drives torch's DataLoader over the plain dataset and hotset's over
 the cached one from the same seeds, twice (cold, then warm), and what it saw must be equal.
 """
 

@@ -1,6 +1,6 @@
 """Any collate function, and ``batch_size=None``: served from the cache, bit for bit as torch's loader does.
 
-A collate function draws from all global generators, says which worker and which data set it sees, and returns
+A collate function draws from all global generators, says which worker and which dataset it sees, and returns
 whatever it likes: the samples themselves, one tensor in two places, objects of its own.
 """
 
@@ -213,7 +213,7 @@ class Bulk(Samples):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_indices_that_are_lists(workers: int) -> None:
-    """``sampler=BatchSampler(...)`` with ``batch_size=None``: the data set is asked for lists, not arrays."""
+    """``sampler=BatchSampler(...)`` with ``batch_size=None``: the dataset is asked for lists, not arrays."""
 
     source = Bulk(number, N)
     for order in (SequentialSampler(source), RandomSampler(source)):
@@ -352,7 +352,7 @@ def test_going_on(kind: str, workers: str) -> None:
 
 
 class _Lists(Samples):
-    """A data set of the user's around a cached one: the loader is torch's own then."""
+    """A dataset of the user's around a cached one: the loader is torch's own then."""
 
     def __init__(self, cached: Any) -> None:
         self.cached = cached

@@ -1,6 +1,6 @@
 """A cached run is bit for bit what the same DataLoader gives without the cache.
 
-Three epochs (cold, warm, warm) are recorded from torch's DataLoader on the plain data set: every batch, and
+Three epochs (cold, warm, warm) are recorded from torch's DataLoader on the plain dataset: every batch, and
 the states of ``random``, ``numpy.random``, ``torch`` and the loader's own generator after ``iter()``, after
 each batch and after the epoch. Then the same is recorded from hotset's, and the two must be equal to the bit.
 """
@@ -146,7 +146,7 @@ def check_equal(
     options: Options,
     **more: Any,
 ) -> None:
-    """Record three epochs of both loaders, each over a data set and transforms of its own, and compare."""
+    """Record three epochs of both loaders, each over a dataset and transforms of its own, and compare."""
 
     def plain() -> DataLoader[Any]:
         dataset = Transformed(source(), suffix())

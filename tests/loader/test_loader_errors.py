@@ -1,4 +1,4 @@
-"""What goes wrong in the user's data set comes out as it does from torch's DataLoader: at once, as itself."""
+"""What goes wrong in the user's dataset comes out as it does from torch's DataLoader: at once, as itself."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ ANYTHING = st.one_of(
 
 @pytest.mark.parametrize("kind", ["distributed", "generators"])
 def test_any_mutation_is_refused_or_goes_on(kind: str, cached: Any) -> None:
-    """Never another exception, and nothing but samples of the data set."""
+    """Never another exception, and nothing but samples of the dataset."""
     with hotset.cache(Samples(number, N), transform=[draw_all], memory="1MiB") as live:
 
         def make() -> Any:

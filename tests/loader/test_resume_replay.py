@@ -117,7 +117,7 @@ def test_the_order_of_torchs_persistent_workers(stop: int | None, earlier: list[
 
 
 class NoisyWithState(Noisy):
-    """A data set that saves the generator that it draws from, as torchdata asks for."""
+    """A dataset that saves the generator that it draws from, as torchdata asks for."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": torch.get_rng_state()}
@@ -227,7 +227,7 @@ def test_beside_torchdata(script: str, stop: int | None, workers: int) -> None:
 
 @pytest.mark.parametrize("script", ["sampler with a state", "iterable with a state"])
 def test_into_the_same_loader_left_in_the_midst_of_a_pass(script: str) -> None:
-    """Its sampler or data set stands where the pass was left, and is put back."""
+    """Its sampler or dataset stands where the pass was left, and is put back."""
     for kind in (hotset.DataLoader, StatefulDataLoader):
         loader = SCRIPTS[script](kind)
         batches = iter(loader)

@@ -182,16 +182,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "code in it": (lambda path: torch.save({"network": Harm()}, path), "cannot be read as a checkpoint"),
     "weights alone": (
         lambda path: torch.save(model_of().network.state_dict(), path),
-        "no checkpoint of hotset",
+        "must be a checkpoint of hotset",
     ),
-    "a list": (lambda path: torch.save([1, 2], path), "no checkpoint of hotset"),
+    "a list": (lambda path: torch.save([1, 2], path), "must be a checkpoint of hotset"),
     "a later format": (_changed(format=2), "has format 2, and this hotset reads format 1"),
     "no step": (_changed(run={"epochs": 1}), "does not say at which step"),
     "a step below zero": (_changed(run={"epochs": 1, "step_in_epoch": 0, "step": -1}), "at which step"),
     "another network": (_changed(network=nn.Linear(2, 2).state_dict()), "does not fit this network"),
     "another optimizer": (_changed(optimizer={"state": {}, "param_groups": []}), "does not fit this network"),
     "damaged randomness": (_changed(random={"torch's global state": b"ab"}), "the state is damaged"),
-    "damaged position": (_changed(data={"steps": 1}), "no state of a sink, or it is damaged"),
+    "damaged position": (_changed(data={"steps": 1}), "state must be what Sink"),
 }
 
 
@@ -216,7 +216,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     trained("torch", 1, ModelCheckpoint(tmp_path))
-    with pytest.raises(hotset.StateError, match="a data set of 22 samples, and this one has 4"):
+    with pytest.raises(hotset.StateError, match="a dataset of 22 samples, and this one has 4"):
         (model := model_of()).train(
             2, hotset.DataLoader([(BATCH[0][0], 0)] * 4), resume=tmp_path / "model-6.pt"
         )
@@ -246,6 +246,6 @@ def test_no_checkpoint_of_an_evaluation(tmp_path: Path) -> None:
         def on_eval_end(self, run: RunState) -> None:
             run.save_checkpoint(tmp_path / "here.pt")
 
-    with pytest.raises(hotset.ArgumentError, match="no training under way"):
+    with pytest.raises(hotset.ArgumentError, match="during training only"):
         model_of({"loss": Loss()}).eval([BATCH], Look())
     assert not list(tmp_path.iterdir())

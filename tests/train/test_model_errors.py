@@ -32,24 +32,22 @@ BATCH = (torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
 @pytest.mark.parametrize("sinking", [True, False])
 def test_sink_sizes(sink_size: Any, sinking: bool) -> None:
     model = model_of()
-    with pytest.raises(
-        hotset.ArgumentError, match=r"sink_size=.* is no number of steps; give 1 or more, or -1"
-    ):
+    with pytest.raises(hotset.ArgumentError, match=r"sink_size must be a number of steps, 1 or more, or -1"):
         model.train(1, [BATCH], dataset_sink_mode=sinking, sink_size=sink_size)
     assert model.steps == 0
 
 
 @pytest.mark.parametrize("epoch", [0, -1, "3", True, 1.0, None])
 def test_epochs(epoch: Any) -> None:
-    with pytest.raises(hotset.ArgumentError, match=r"epoch=.* is no whole number of at least 1"):
+    with pytest.raises(hotset.ArgumentError, match=r"epoch must be a whole number, 1 or more"):
         model_of().train(epoch, [BATCH])
-    with pytest.raises(hotset.ArgumentError, match="epoch="):
+    with pytest.raises(hotset.ArgumentError, match="epoch must be"):
         model_of().fit(epoch, [BATCH])
 
 
 @pytest.mark.parametrize("mode", [1, "yes", None])
 def test_sink_modes(mode: Any) -> None:
-    with pytest.raises(hotset.ArgumentError, match=r"dataset_sink_mode=.* is neither True nor False"):
+    with pytest.raises(hotset.ArgumentError, match=r"dataset_sink_mode must be True or False"):
         model_of().train(1, [BATCH], dataset_sink_mode=mode)
 
 
@@ -69,7 +67,7 @@ class Nothing(torch.utils.data.IterableDataset[Any]):
         lambda: iter(()),
         lambda: torch.utils.data.DataLoader(Nothing()),
     ],
-    ids=["list", "hotset", "torch", "queue", "iterator", "iterable data set"],
+    ids=["list", "hotset", "torch", "queue", "iterator", "iterable dataset"],
 )
 def test_empty_loaders(loader: Any, sinking: bool) -> None:
     with pytest.raises(hotset.ArgumentError, match=r"has no batches|gave no batch in a whole pass"):
@@ -92,7 +90,7 @@ def test_a_pass_of_unknown_length_is_no_sink() -> None:
 
 @pytest.mark.parametrize("loader", [3, None, object()])
 def test_no_loader(loader: Any) -> None:
-    with pytest.raises(hotset.ArgumentError, match="cannot be iterated over"):
+    with pytest.raises(hotset.ArgumentError, match="must be iterable"):
         model_of().train(1, loader)
 
 
@@ -118,8 +116,8 @@ class Half:
 @pytest.mark.parametrize(
     ("metrics", "sentence"),
     [
-        ([Accuracy()], "is no dict"),
-        ("accuracy", "is no dict"),
+        ([Accuracy()], "must be a dict"),
+        ("accuracy", "must be a dict"),
         ({"half": Half()}, r"metrics\['half'\] is without reset\(\)"),
         ({"a": "accuracy"}, r"without update, compute, reset\(\)"),
         ({"a": Accuracy}, "its class: make one of it"),
@@ -131,14 +129,14 @@ def test_no_metrics(metrics: Any, sentence: str) -> None:
 
 
 def test_what_a_model_is_made_of() -> None:
-    with pytest.raises(hotset.ArgumentError, match=r"is no torch.nn.Module"):
+    with pytest.raises(hotset.ArgumentError, match=r"must be a torch.nn.Module"):
         Model(print)  # type: ignore[arg-type]
-    with pytest.raises(hotset.ArgumentError, match="cannot be called"):
+    with pytest.raises(hotset.ArgumentError, match="must be callable"):
         Model(nn.Identity(), "mse")  # type: ignore[arg-type]
-    with pytest.raises(hotset.ArgumentError, match=r"no zero_grad\(\) and step\(\)"):
+    with pytest.raises(hotset.ArgumentError, match=r"must have zero_grad\(\) and step\(\)"):
         Model(nn.Identity(), None, "sgd")
     for device in ("nowhere", "cuda:99"):
-        with pytest.raises(hotset.ArgumentError, match="is not there"):
+        with pytest.raises(hotset.ArgumentError, match="device must be"):
             Model(nn.Identity(), device=device)
 
 
