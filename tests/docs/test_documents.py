@@ -134,5 +134,12 @@ def test_every_relative_link_leads_somewhere() -> None:
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_every_file_that_the_architecture_names_exists() -> None:
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]*(?:\.py)?)`", (ROOT / "ARCHITECTURE.md").read_text()))
+    assert {"store/gather.py", "loader/worker_messages.py", "tests/package/test_layers.py"} <= named
+    for path in sorted(named):
+        assert (ROOT / path).exists() or (ROOT / "hotset" / path).exists(), path
+
+
 def test_the_changelog_names_this_version() -> None:
     assert f"## {hotset.__version__}" in (ROOT / "CHANGELOG.md").read_text()
