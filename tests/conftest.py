@@ -6,6 +6,7 @@ runtime folder. A leak that only shows in the next day's ``df /dev/shm`` shows h
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -56,7 +57,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 # Files that take longest come first, so that no worker is left alone with one of them at the end. Then comes
 # what forks most, as long as processes are small, and last what imports many libraries and makes them large.
-_FIRST = ("docs/test_example_cluster.py", "docs/test_examples_sessions.py", "cluster/test_cluster_ray.py")
+_FIRST = (
+    *("docs/test_example_cluster.py", "docs/test_examples_sessions.py", "server/test_server_connections.py"),
+    "cluster/test_cluster_ray.py",
+)
 _FOLDERS = ("docs", "cluster", "session", "loader", "dataset", "store", "demo", "server", "cli")
 _LAST = (
     *("store/test_gather.py", "store/test_schema.py", "dataset/test_audit.py", "dataset/test_cut_search.py"),
@@ -162,13 +166,32 @@ def disk(tmp_path: Path) -> str:
     return str(tmp_path / "spill")
 
 
+def _below(process: int | str) -> list[int]:
+    """The processes below one, as the kernel lists them: psutil reads what all of the machine's are."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError):
+                for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
+                    found += [int(child), *_below(child)]
+    return found
+
+
+# Some kernels have no such lists.
+_LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
 def _children() -> set[str]:
     found = set()
-    for child in psutil.Process().children(recursive=True):
+    numbers = (
+        _below("self") if _LISTED else [child.pid for child in psutil.Process().children(recursive=True)]
+    )
+    for number in numbers:
         try:
+            child = psutil.Process(number)
             line = " ".join(child.cmdline())
             if not any(servant in line for servant in _SERVANTS):
-                found.add(f"process {child.pid}: {child.status()} {line[:60]}")
+                found.add(f"process {number}: {child.status()} {line[:60]}")
         except psutil.NoSuchProcess:
             continue
     return found

@@ -158,10 +158,10 @@ def test_cached_and_uncached_runs_agree_with_a_random_suffix(workers: int, conte
     def run(cached: bool) -> list[Any]:
         source: Any = Both(LiveCompose([image_to_float, image_jitter]), double)
         dataset = hotset.cache(source, memory="8MiB") if cached else source
-        kind = context if workers else None
-        loader = hotset.DataLoader(
-            dataset, batch_size=4, shuffle=True, num_workers=workers, multiprocessing_context=kind
-        )
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+        if workers:
+            options["multiprocessing_context"] = context if cached else "fork"
+        loader = hotset.DataLoader(dataset, batch_size=4, shuffle=True, **options)
         seed_everything(7)
         return [(list(loader), rng_states()) for _ in range(2)]
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import all_pairs
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -119,9 +120,7 @@ ROOM: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("room", ROOM)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", MAKES)
+@pytest.mark.parametrize(("kind", "workers", "room"), all_pairs(MAKES, [0, 2], ROOM))
 def test_transforms_in_place_leave_a_list_of_dicts_as_it_was(kind: str, workers: int, room: str) -> None:
     items = rows(MAKES[kind])
     before = copy.deepcopy(items)
@@ -170,9 +169,9 @@ class OwnList(OwnChain):
         return sample
 
 
-@pytest.mark.parametrize("room", ROOM)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["tensor", "array", "memmap", "from numpy"])
+@pytest.mark.parametrize(
+    ("kind", "workers", "room"), all_pairs(["tensor", "array", "memmap", "from numpy"], [0, 2], ROOM)
+)
 def test_views_of_the_users_memory_are_not_worked_on(
     kind: str, workers: int, room: str, tmp_path: Path
 ) -> None:

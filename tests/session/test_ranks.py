@@ -847,6 +847,7 @@ def test_two_jobs_of_torchrun_at_once_train_like_without_a_cache_and_stay_apart(
     assert holders(folder) == []
 
 
+@pytest.mark.chaos  # the test above has two ranks in each of two jobs
 def test_four_ranks_read_each_sample_about_once(folder: Path) -> None:
     check_example(output(torchrun(ROOT / "examples" / "ddp.py", 4, "--standalone")), 4)
     assert holders(folder) == []

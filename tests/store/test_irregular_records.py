@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, equal_batches, in_fork, is_a_sentence, recorded
+from helpers import all_pairs, difference, equal_batches, in_fork, is_a_sentence, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import Colour, Opaque, Pair, Record
@@ -130,9 +130,10 @@ def test_all_are_cached_and_hits_equal_misses(make: Make, tmp_path: Path) -> Non
     is_quiet(run)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("loader_type", [hotset.DataLoader, DataLoader])
-@pytest.mark.parametrize("make", [sometimes_none, boxes, mixed_dtypes])
+@pytest.mark.parametrize(
+    ("make", "loader_type", "workers"),
+    all_pairs([sometimes_none, boxes, mixed_dtypes], [hotset.DataLoader, DataLoader], [0, 2]),
+)
 def test_a_users_collate_function_gets_the_same_in_each_epoch(
     make: Make, loader_type: Any, workers: int
 ) -> None:
