@@ -1,29 +1,29 @@
 """The cached dataset: what :func:`hotset.cache` returns, and every process of the job holds.
 
-It can stand wherever the dataset itself could: its own attributes are few, and all others are the dataset's,
-to read and to set. What loaders need of it, samples by the store's numbers, is another object
-(:mod:`hotset.dataset.sample_access`). With a window its positions are those of the epoch's residents
+It can be used wherever the dataset itself could: it has few attributes of its own, and all others are read
+from and set on the dataset. Loaders read samples by sample id from another object
+(:mod:`hotset.dataset.sample_access`). With a window its indices are positions among the epoch's residents
 (:mod:`hotset.dataset.active_window`).
 
-**What is set is never ignored.** Libraries set a dataset's transform after it was made; timm's
-``create_loader`` does. An attribute that is set on the cached dataset is set on the dataset, as it would be
-if there were no cache. What is cached belongs to what the dataset was, so it is let go, and a new plan and
-cache are made, with all that was asked for:
+**Setting an attribute always has an effect.** Libraries set a dataset's transform after it was made; timm's
+``create_loader`` does. An attribute that is set on the cached dataset is set on the dataset, as without a
+cache. The cached samples are those of the dataset before, so they are dropped, and a new plan and cache are
+made with the same arguments:
 
 =========================================  ===================================================================
 set on the cached dataset, any attribute   a new plan at once
 a transform set on the dataset itself, or  noticed at the next use (``len()``, indices, a loader's pass), by
 in what it wraps, or put into a container  the identity of what it holds (:class:`Snapshot`); workers that
-                                           had begun before that read their dataset themselves
-set by a loader's worker                   that worker reads its dataset, as it is there, and caches nothing
-no new plan can be made, or there is a     samples come from the source, and that is said
+                                           had begun before that read their dataset uncached
+set by a loader's worker                   that worker reads its dataset, as it is there, uncached
+no new plan can be made, or there is a     samples come from the source, with a warning
 ``key=``, which names what was cached
 =========================================  ===================================================================
 
-What belongs to one plan is in one object, :class:`Current`, which is exchanged as a whole.
+What belongs to one plan is in one object, :class:`Current`, which is replaced as a whole.
 
-**An index that is an integer** goes through the cache. Anything else (a slice, a list, a mask, a column's
-name) is the dataset's own affair, and is handed to it.
+**An index that is an integer** goes through the cache. Any other (a slice, a list, a mask, a column's name)
+is passed to the dataset.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ T = TypeVar("T")
 
 
 class Current(NamedTuple):
-    """What belongs to one plan; another plan has another one.
+    """The objects that belong to one plan.
 
     Attributes:
         source: the dataset and its chains, cut in two.
         plan: what is cached, what stays live, and why.
-        supply: where samples come from.
-        residents: the running window; None if there is none.
-        neighbours: other machines, which have a part of the cache; None if this one is alone.
-        meeting: what ranks find this cache by: see :class:`~hotset.dataset.identity.Identity`.
+        access: reads samples, cached or not.
+        window: the running window; None if there is none.
+        remote: the other machines' parts of the cache; None without other machines.
+        lookup_key: what ranks find this cache by: see :class:`~hotset.dataset.identity.Identity`.
     """
 
     source: Source
@@ -89,12 +89,12 @@ class Current(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """Makes what belongs to a plan: what the user asked :func:`cache` for, and how that is done. It pickles.
+    """Makes a :class:`Current` with the arguments of :func:`cache`. It pickles.
 
     Attributes:
-        make: makes it, from the dataset and what was asked for.
-        meeting: what ranks will find it by, from the same.
-        asked: the arguments of :func:`cache`.
+        make: makes it, from the dataset and the arguments.
+        lookup_key: returns what ranks will find it by, from the same.
+        arguments: the arguments of :func:`cache`.
     """
 
     make: Callable[[Any, dict[str, Any]], Current]
@@ -111,12 +111,12 @@ class CachedDataset(Dataset[T], Generic[T]):
     and the samples are cached anew.
 
     ``cached[index]`` is what ``dataset[index]`` is for every index. Integers go through the cache; slices,
-    lists and whatever else the dataset takes are handed to it.
+    lists and all other indices are passed to the dataset.
 
     Attributes:
         dataset: the dataset that was given to :func:`cache`.
         plan: what is cached, what stays live, and why; print it.
-        epoch: what :meth:`set_epoch` was told last; 0 before.
+        epoch: the last epoch given to :meth:`set_epoch`; 0 before.
 
     Example:
         >>> import hotset, torch
@@ -176,7 +176,7 @@ class CachedDataset(Dataset[T], Generic[T]):
 
     @property
     def _store(self) -> Store | None:
-        """Where samples are kept; None if none are: see :attr:`SampleAccess.store`."""
+        """The store of the samples; None if there is none: see :attr:`SampleAccess.store`."""
         return self._current.access.store
 
     # ---- samples -------------------------------------------------------------------------------------
@@ -192,14 +192,14 @@ class CachedDataset(Dataset[T], Generic[T]):
         if not -current.plan.used <= number < current.plan.used:
             if current.window is not None:
                 raise IndexError(
-                    f"the window has {current.plan.used:,} resident samples, and no number {number}"
+                    f"index {number} is out of range for a window of {current.plan.used:,} resident samples"
                 )
-            # Out of range: whatever the dataset itself says to that.
+            # Out of range: the dataset itself raises, or returns something.
             return current.source.finish(current.source.read(number))
         return self._samples(current, np.array([number], np.int64))[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
-        """The samples of a batch, as DataLoader asks for them."""
+        """The samples of a batch, as torch's DataLoader calls it."""
         current = self._up_to_date()
         numbers = [_integer(index) for index in indices]
         if None in numbers:
@@ -216,7 +216,7 @@ class CachedDataset(Dataset[T], Generic[T]):
 
     @staticmethod
     def _samples(current: Current, ids: Ids) -> list[Any]:
-        """The samples of these numbers, which are in range."""
+        """The samples at these indices, which are in range."""
         ids[ids < 0] += current.plan.used
         access = current.access
         if current.window is not None:
@@ -224,26 +224,26 @@ class CachedDataset(Dataset[T], Generic[T]):
         return [current.source.finish(sample) for sample in access.records(access.numbers(ids))]
 
     def _from_dataset(self, index: Any) -> Any:
-        """What the dataset says to an index that is no integer."""
+        """What the dataset returns for an index that is not an integer."""
         self._up_to_date()
         self._require_dataset_can_answer(f"dataset[{index!r}]")
         return self._dataset[index]
 
     def _require_dataset_can_answer(self, what: str) -> None:
-        """Refuse what the dataset alone cannot answer.
+        """Refuse an index that the dataset alone cannot answer.
 
         Raises:
-            TypeError: there are transforms of samples, or a window, of which the dataset knows nothing.
+            TypeError: there is a ``transform=`` or a window, which the dataset does not know.
         """
         if self._current.window is not None:
             raise TypeError(
-                "a window's samples are numbered from 0 to its length, and the dataset's own are others, so "
-                f"{printable(what)} cannot be asked of it; index it by integers."
+                f"{printable(what)} cannot be passed to the dataset, as a window's indices are not the "
+                "dataset's; index it by integers."
             )
         if self._maker.arguments["transform"] is not None:
             raise TypeError(
-                f"transform= takes one sample, and {printable(what)} may be any number of them; index the "
-                "cached dataset by integers, or give the transform to the dataset itself."
+                f"transform= takes one sample, but {printable(what)} may return any number of them; index "
+                "the cached dataset by integers, or give the transform to the dataset itself."
             )
 
     # ---- the store -----------------------------------------------------------------------------------
@@ -264,49 +264,49 @@ class CachedDataset(Dataset[T], Generic[T]):
         return stats_of(store, used, entries, peers, replaced)
 
     def check(self) -> list[str]:
-        """Verify every record; a sentence for each problem, an empty list if there is none."""
+        """Verify every record. Returns a sentence for each problem, or an empty list."""
         store = self._up_to_date().access.store
         return store.check() if store is not None else []
 
     def clear(self) -> None:
-        """Forget every cached sample, in all processes; also those that an audit has found not to be right.
+        """Drop every cached sample, in all processes. A cache that an audit has disabled is used again.
 
         Raises:
             SegmentError: another process went on writing samples for five seconds, or another machine of the
-                cluster has not said that it has forgotten its part.
+                cluster has not confirmed that it dropped its part.
         """
         store = self._up_to_date().access.any_store
         if store is not None and store.segment.live[Live.INVALIDATED] == DESTROYED:
             raise SegmentError(f"{self.plan.name} cannot be cleared: its session was destroyed.")
         if store is not None and not store.clear():
             raise SegmentError(
-                f"{self.plan.name} cannot be cleared while other processes fill it; stop them."
+                f"{self.plan.name} cannot be cleared while other processes fill it; stop them first."
             )
         if store is not None and self._remote is not None:
             self._remote.clear(store, self.plan.name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins; the data set is told as well, if it has a ``set_epoch``.
+        """Announce the epoch that begins; calls the dataset's ``set_epoch`` as well, if it has one.
 
-        The order of samples is the sampler's: call ``loader.sampler.set_epoch(epoch)`` as ever. A cached
-        sample does not change with the epoch. A window moves on, if this is another epoch than the last;
-        with :class:`hotset.DataLoader` it does so by itself, and not a second time.
+        The sampler determines the order: call ``loader.sampler.set_epoch(epoch)`` as usual. A cached sample
+        does not change with the epoch. A window moves on if the epoch differs from the last one;
+        :class:`hotset.DataLoader` announces epochs itself, and not a second time.
 
         Raises:
-            Exception: what the data set has raised in a process that prepares a window's next samples.
+            Exception: what the dataset has raised in a process that prepares a window's next samples.
         """
         current = self._up_to_date()
         self._epoch = epoch
         if current.window is not None:
             current.window.announce(epoch, current.access.ring, current.access.tell)
             current.access.tell_of_machines()
-        # Two, where the chain was cut: what is read is a copy then.
+        # If the chain was cut, samples are read from a copy of the dataset.
         for dataset in {id(known): known for known in (self._dataset, current.source.dataset)}.values():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
 
     def close(self) -> None:
-        """Detach from the cache; samples come from the source from then on. Batches in hand stay valid."""
+        """Detach from the cache; samples then come from the source. Existing batches stay valid."""
         self._closed = True
         self._current.close()
 
@@ -317,7 +317,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         self.close()
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
-        # At the interpreter's end anything may be gone already, what this module has imported too.
+        # At interpreter exit anything may be gone already, this module's imports included.
         with suppress(Exception):
             self.close()
 
@@ -341,19 +341,19 @@ class CachedDataset(Dataset[T], Generic[T]):
         self._rebuild(name)
 
     def _up_to_date(self) -> Current:
-        """What belongs to the plan, after another one was made if transforms have changed."""
+        """The current objects, made again if transforms have changed."""
         if not self._snapshot.is_current():
             self._rebuild("transform", noticed=True)
         return self._current
 
     def _rebuild(self, name: str, *, noticed: bool = False) -> None:
-        """Make another plan and cache, as this attribute was changed."""
+        """Make another plan and cache after this attribute was changed."""
         what = f"{type(self._dataset).__name__}.{name}"
         self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
         old, arguments = self._current, self._maker.arguments
         if get_worker_info() is not None:
-            # Noticed: it was set before the worker began, and the main process sees it by its next pass.
-            here = f"{what} was set in a loader's worker, which reads its samples itself now."
+            # Noticed: it was set before the worker began, and the main process notices it at its next epoch.
+            here = f"{what} was set in a loader's worker, so this worker reads its samples uncached."
             self._read_uncached(None if noticed else here)
             return
         if self._closed:
@@ -361,31 +361,31 @@ class CachedDataset(Dataset[T], Generic[T]):
             return
         if arguments["key"] is not None:
             self._read_uncached(
-                f'{what} was set, and key="{arguments["key"]}" names what was cached before, so samples come '
-                "from the source; set it before hotset.cache is called, with another key."
+                f'{what} was set, but key="{arguments["key"]}" names what was cached before, so samples come '
+                "from the source; set it before you call hotset.cache, with another key."
             )
             return
         dropped = self._stats_of(old).cached
         try:
             alike = self._maker.lookup_key(self._dataset, arguments) == old.lookup_key
-            if not alike:  # its memory is the new one's
+            if not alike:  # free the old cache's memory for the new one
                 old.close()
             current = self._maker.make(self._dataset, arguments)
         except Exception as error:
             self._read_uncached(f"{what} was set, and samples come from the source: {error}")
             return
         old.close()
-        note = f"made anew, as {what} was set"
+        note = f"this plan was made again after {what} was set"
         self._current = current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note)))
         self._resume_window(old)
         if dropped and name not in TRANSFORM_NAMES and not alike:
             warn(
-                f"{what} was set, and samples may depend on it, so what was cached ({dropped:,} samples) "
-                "is let go and they are cached anew; set what they do not depend on on `.dataset`."
+                f"{what} was set, and samples may depend on it, so {dropped:,} cached samples were dropped, "
+                "and samples are cached anew; set attributes that no sample depends on on `.dataset`."
             )
 
     def _resume_window(self, old: Current) -> None:
-        """Go on with the window where it stood."""
+        """Continue the window at the old window's position."""
         before, now = old.window, self._current.window
         if before is None or now is None or before.position.epoch < 0:
             return
@@ -393,7 +393,7 @@ class CachedDataset(Dataset[T], Generic[T]):
             self._current.access.go_to(before.position)
 
     def _read_uncached(self, why: str | None) -> None:
-        """Have samples come from the dataset as it is now; nothing is cached any more."""
+        """Read all samples from the dataset as it is now, uncached."""
         old = self._current
         source = Source(self._dataset, (), (), chain_of(self._maker.arguments["transform"]))
         window = old.window.reading(source.read) if old.window is not None else None
@@ -416,16 +416,16 @@ class CachedDataset(Dataset[T], Generic[T]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # By identity, so it is taken anew of what was unpickled; it was current when this was pickled.
+        # It compares identities, so it is taken of the unpickled dataset; it was current at pickling.
         self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
 
 
 def _integer(index: Any) -> int | None:
-    """An index as an integer; None if it is something else, or an array of one dimension or more."""
+    """An index as an integer; None for anything else, such as an array of one dimension or more."""
     if type(index) is int:
         return index
     if isinstance(index, bool) or getattr(index, "dtype", None) in (torch.bool, np.bool_):
-        return None  # a mask, to a tensor
+        return None  # a tensor takes it for a mask
     if getattr(index, "shape", ()) != ():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a cache holds and has served, in numbers."""
+"""Statistics of a cache: what it holds and has served."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Stats:
     """What a cache holds and has served so far, over all processes that use it.
 
     Attributes:
-        cached: samples in the cache; of a window its residents.
-        uncached: samples of the data set, or residents of the window, that are not.
+        cached: samples in the cache; with a window, residents in the cache.
+        uncached: samples of the dataset, or residents of the window, that are not.
         spilled: samples of ``cached`` that lie on disk.
-        bytes: bytes of their records.
+        bytes: bytes of the cached records.
         hits: samples served from the cache.
         misses: samples read from the source.
         fill_seconds: time spent in the source and the cached transforms, summed over processes.
         peer_hits: samples served from other machines' memory to processes of this one.
-        peers: what passed between this machine and each other one, for all caches of the session: by name,
+        peers: the traffic between this machine and each other one, for all caches of the session: by name,
             :class:`~hotset.cluster.peer_stats.PeerStats`.
-        audited: hits that were computed anew and compared with the source.
+        audited: hits that were read again from the source and compared.
         late: samples that were not ready at the boundary where they should have entered the window.
-        replaced: samples that have left the window, for others, as this process sees it.
+        replaced: samples that others have replaced in the window, as this process sees it.
     """
 
     cached: int
@@ -61,7 +61,7 @@ class Stats:
         return self.audited / hits if hits else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON's types: the attributes, ``hit_rate`` and ``audit_rate``.
+        """All statistics as JSON types: the attributes, ``hit_rate`` and ``audit_rate``.
 
         Each of ``peers`` is a dictionary.
 
@@ -78,14 +78,14 @@ class Stats:
 def stats_of(
     store: Store, used: int, entries: Ids | None, peers: Mapping[str, PeerStats], replaced: int = 0
 ) -> Stats:
-    """Count.
+    """The statistics of a store.
 
     Args:
         store: the cache.
-        used: samples that an epoch uses.
-        entries: what the store calls these, of a window; None: all.
-        peers: what passed between machines.
-        replaced: how many samples have left the window.
+        used: the number of samples that an epoch uses.
+        entries: their sample ids, with a window; None for all.
+        peers: the traffic between machines.
+        replaced: the number of samples that were replaced in the window.
     """
     here = store.segment.index if entries is None else store.words(entries)
     cached = int((here >= PRESENT).sum())

@@ -1,18 +1,18 @@
-"""Where data sets keep their transforms, and how to give a data set others without changing it.
+"""The attributes in which datasets keep transforms, and how to replace these without changing the dataset.
 
-===================  ====================================================================================
-``transform``        of the picture, or of the whole item: torchvision's data sets, MONAI's ``Dataset``
+====================  ===================================================================================
+``transform``         of the picture, or of the whole item: torchvision's datasets, MONAI's ``Dataset``
 ``target_transform``  of the label
-``transforms``       of both at once, called with two values (torchvision's detection data sets); where it
-                     only holds the two others, as torchvision makes it from them, those are meant
-===================  ====================================================================================
+``transforms``        of both at once, called with two values (torchvision's detection datasets); if it only
+                      holds the two others, as torchvision makes it from them, those are used
+====================  ===================================================================================
 
-A list of transforms, which the data set applies itself, is exchanged for a list of one.
+A list of transforms, which the dataset applies itself, is replaced by a list of one.
 
-``Subset`` is looked through, and so is ``ConcatDataset`` where all parts have equal chains. What has a chain
-of its own is not looked through: what it wraps stays whole.
+The attributes of what a ``Subset`` wraps are used, and of a ``ConcatDataset`` if all parts have equal chains.
+The wrapped dataset of any other class with a chain of its own keeps its transforms.
 
-All this can be set at any time, by anybody who has the dataset. A :class:`Snapshot` tells whether it was.
+The user can set all of these at any time. A :class:`Snapshot` tells whether that happened.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _ABSENT = object()
 
 
 class TransformAttribute(NamedTuple):
-    """An attribute of a data set that holds a chain."""
+    """An attribute of a dataset that holds a chain."""
 
     name: str
     chain: Any
 
 
 def transform_attributes_of(dataset: Any) -> tuple[TransformAttribute, ...]:
-    """Where a data set, or what a Subset or ConcatDataset wraps, keeps its transforms; empty for nowhere.
+    """The attributes with transforms of a dataset, or of what a Subset or ConcatDataset wraps.
 
     Example:
         >>> import types
@@ -63,11 +63,11 @@ def transform_attributes_of(dataset: Any) -> tuple[TransformAttribute, ...]:
 
 
 def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
-    """A shallow copy of a data set, and of what it wraps, with other transforms.
+    """A shallow copy of a dataset, and of what it wraps, with other transforms.
 
     Args:
-        dataset: has the sites that are named.
-        chains: for each site's name what it is to hold; others keep what they hold.
+        dataset: a dataset with these attributes.
+        chains: the new value of each attribute, by name; other attributes keep their values.
     """
     if not chains:
         return dataset
@@ -90,14 +90,14 @@ def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
 
 
 class Snapshot:
-    """What a dataset, and what it wraps, hold as transforms in this process.
+    """The transforms that a dataset, and what it wraps, hold in this process.
 
-    Objects are compared by identity, as that is cheap enough for each batch: attributes, and the children of
-    containers. A parameter that changes inside a transform is not seen.
+    Attributes and the children of containers are compared by identity, which is cheap enough for each batch.
+    A parameter that changes inside a transform is not noticed.
 
     Args:
-        dataset: the user's.
-        given: further transforms, whose containers are looked into.
+        dataset: the user's dataset.
+        given: further transforms; the children of their containers are compared as well.
 
     Example:
         >>> import types
@@ -135,7 +135,7 @@ class Snapshot:
                     self._look_into(vars(chain)[name], depth + 1)
 
     def is_current(self) -> bool:
-        """Whether all of it is what it was."""
+        """Whether the dataset still holds the same transforms."""
         for owner, name, value in self._held:
             if owner.__dict__.get(name, _ABSENT) is not value:
                 return False
@@ -166,16 +166,16 @@ def _own(dataset: Any) -> tuple[TransformAttribute, ...]:
 
 
 def _held(dataset: Any, name: str) -> Any | None:
-    """A chain in this attribute of the object itself; not what a wrapper's ``__getattr__`` reaches."""
+    """The chain in this attribute of the object itself, without a wrapper's ``__getattr__``."""
     value = inspect.getattr_static(dataset, name, None)
     of_class = isinstance(value, (staticmethod, classmethod, property)) or inspect.isfunction(value)
     if of_class and name not in getattr(dataset, "__dict__", {}):
-        return None  # a method called `transform` is no attribute to be exchanged
+        return None  # a method called `transform` is not replaced
     return value if callable(value) or (isinstance(value, (list, tuple)) and value) else None
 
 
 def _pair(dataset: Any) -> Any | None:
-    """torchvision's ``transforms``, where it holds just the data set's two others."""
+    """torchvision's ``transforms``, if it only holds the dataset's two others."""
     pair = inspect.getattr_static(dataset, "transforms", None)
     if pair is None or not hasattr(pair, "transform") or not hasattr(pair, "target_transform"):
         return None

@@ -1,4 +1,4 @@
-"""``hotset.Window``: how much of a data set is resident in memory, and the sizes that follow from it.
+"""``hotset.Window``: how much of a dataset is resident in memory, and the sizes that follow from it.
 
 The arithmetic is :mod:`hotset.policy.window`'s, the motion :mod:`hotset.dataset.active_window`'s.
 """
@@ -25,28 +25,28 @@ __all__ = ["Sizes", "Window"]
 
 @dataclass(frozen=True)
 class Window:
-    """How much of a data set is resident in memory, and how fast that part wanders over all of it.
+    """How much of a dataset is resident in memory, and how fast that part moves over all of it.
 
-    In an epoch exactly the N residents are used: ``len(cached)`` is N. Meanwhile R = ceil(N * replace) others
-    are prepared by processes in the background; at the boundary they go in, and the R longest-resident leave.
-    Where preparing keeps up, every sample is used within ceil((D - N) / R) + 1 epochs of a data set of D.
+    An epoch uses exactly the N residents: ``len(cached)`` is N. Meanwhile background processes prepare
+    R = ceil(N * replace) others; at the boundary between epochs they replace the R longest-resident ones.
+    If preparing keeps up, every sample of a dataset of D is used within ceil((D - N) / R) + 1 epochs.
 
     Attributes:
-        resident: N: a count (int), a fraction of the data set (float), or an amount of memory, such as
-            ``"20GiB"``, which then also holds those being prepared; ``"50%"`` is of the memory that is free.
+        resident: N: a count (int), a fraction of the dataset (float), or an amount of memory, such as
+            ``"20GiB"``, which then includes those being prepared; ``"50%"`` is of the memory that is free.
         replace: the share of the residents that is replaced after an epoch, 0 to 1; 0 never replaces.
             ``"auto"``: as many as were prepared in the meantime, up to half.
-        shuffle: whether the order is random, that in which samples come in and that in which an epoch uses
-            them: a pure function of ``seed``, the epoch, and how many have left.
-        seed: of that order.
-        wait: whether a boundary waits until all R are ready. Without, those that are ready go in, the others
-            are made up later, and training never waits.
-        prefill: whether the residents are read before the first epoch, showing progress; without, the first
+        shuffle: whether the order is random, both in which samples enter and in which an epoch uses them. It
+            is a pure function of ``seed``, the epoch, and how many samples have left.
+        seed: the seed of that order.
+        wait: whether a boundary waits until all R are ready. If not, those that are ready enter, the others
+            enter at later boundaries, and training never waits.
+        prefill: whether the residents are read before the first epoch, with a progress bar; if not, the first
             epoch reads them as it goes.
 
     Raises:
-        ArgumentError: a value outside its range.
-        QuantityError: ``resident`` is a text that is no amount of memory.
+        ArgumentError: a value is outside its range.
+        QuantityError: ``resident`` is a string, but not an amount of memory.
 
     Example:
         >>> import hotset, torch
@@ -66,26 +66,27 @@ class Window:
     prefill: bool = False
 
     def __post_init__(self) -> None:
-        # With any data set these are wrong; sizes that depend on it are looked at when there is one.
+        # Checks what is wrong for any dataset; Sizes.of checks the rest.
         resident_count(self.resident, self.replace, sys.maxsize, sample_bytes=1e-9)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ArgumentError(f"seed={self.seed!r} is no whole number; give an int.")
+            raise ArgumentError(f"seed= must be an int, got {self.seed!r}.")
         if self.wait and self.replace == AUTO:
             raise ArgumentError(
-                'replace="auto" takes what is ready, so that there is nothing to wait for; give a rate.'
+                'wait=True needs a rate: replace="auto" takes the samples that are ready, and never waits; '
+                "give replace= a number, or leave out wait=."
             )
 
 
 class Sizes(NamedTuple):
-    """A window's sizes for one data set; JSON's types.
+    """A window's sizes for one dataset, as JSON types.
 
     Attributes:
-        samples: D, of the data set.
+        samples: D, the length of the dataset.
         resident: N.
-        replaced: R, or the most with ``"auto"``.
-        ahead: for how many beside the residents there is room.
-        seed, shuffle: the order's.
-        auto: whether what is ready goes in, and nothing is ever late.
+        replaced: R; with ``"auto"`` its maximum.
+        ahead: for how many samples there is room besides the residents.
+        seed, shuffle: see :class:`Window`.
+        auto: whether as many as are ready enter, and none is ever late.
     """
 
     samples: int
@@ -98,10 +99,10 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, window: Window, samples: int, sample_bytes: float) -> Sizes:
-        """The sizes for a data set of so many samples.
+        """The sizes for a dataset of this many samples.
 
         Raises:
-            ArgumentError: an amount of memory is not enough for one sample and those being prepared.
+            ArgumentError: the amount of memory is too small for one resident and those being prepared.
         """
         resident = resident_count(window.resident, window.replace, samples, sample_bytes=sample_bytes)
         replaced = replaced_count(resident, window.replace, samples)
@@ -111,32 +112,32 @@ class Sizes(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many samples there is room for."""
+        """The number of samples that fit, residents and prepared ones."""
         return self.resident + self.ahead
 
     def due(self, behind: int) -> int:
-        """How many samples are to go in at the next boundary, when so many are behind."""
+        """How many samples are to enter at the next boundary, if this many are behind."""
         return self.ahead if self.auto else min(self.replaced + behind, self.ahead)
 
     def moved(self, now: WindowState, epoch: int, ready: int) -> WindowState:
-        """Where the window stands once an epoch has begun.
+        """The window's state after an epoch has begun.
 
         Args:
-            now: where it stands.
-            epoch: its number, from 0 on.
-            ready: how many of those that are due go in. Before the first epoch none are.
+            now: its state before.
+            epoch: the epoch's number, from 0 on.
+            ready: how many of the due samples enter. Before the first epoch none are due.
         """
         if not now.epoch:
             return now._replace(epoch=epoch + 1)
         if self.auto:
             return now._replace(epoch=epoch + 1, cursor=now.cursor + ready)
-        # More may be behind than there is room for at once: it is all made up, a part at a time.
+        # More may be behind than fit at once: they enter over several boundaries.
         behind = now.behind + self.replaced - ready
         late = now.late + max(self.replaced - ready, 0)
         return WindowState(now.loads, epoch + 1, now.cursor + ready, behind, late)
 
     def leads(self, then: WindowState, now: WindowState) -> bool:
-        """Whether a window that stood there stands here when no epoch, or one, has begun since."""
+        """Whether a window in state ``then`` is in state ``now`` if at most one epoch has begun since."""
         moved, behind = now.cursor - then.cursor, now.behind - then.behind
         if now.epoch == then.epoch:
             return moved == behind == 0
@@ -145,9 +146,9 @@ class Sizes(NamedTuple):
 
     @property
     def epochs_until_all_seen(self) -> int | None:
-        """How many epochs use every sample, where preparing keeps up; None for never."""
+        """How many epochs use every sample, if preparing keeps up; None for never."""
         return epochs_until_all_seen(self.samples, self.resident, self.replaced)
 
     def policy(self) -> RunningWindow:
-        """Which samples are resident, and which come next."""
+        """The policy: which samples are resident, and which enter next."""
         return RunningWindow(self.samples, self.resident, self.ahead, self.seed, self.shuffle)
