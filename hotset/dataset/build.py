@@ -1,12 +1,12 @@
-"""``hotset.cache``: a data set whose deterministic part is read once per machine.
+"""``hotset.cache``: a dataset whose deterministic part is read once per machine.
 
-The order of what happens in :func:`cache`: the data set gets its identity, a few real samples decide where
-its chains are cut, and are read twice up to there (the probe: does the source draw random numbers, do two
-readings agree?), the samples give the schema, and an empty segment is made. Nothing else is read. From then
-on every process that has the object, by fork or by pickle, shares that segment: who needs an absent sample
-reads it and leaves it there for all. Ranks of one job each call :func:`cache` themselves; by the identity
-they find the segment that the first of them has made (:mod:`hotset.session.find_or_create`), and take it
-without reading a sample. In a session all jobs do.
+:func:`cache` takes these steps: it computes the dataset's identity; it decides on a few real samples where
+the chains are cut; it reads these samples twice up to the cut (the probe: does the source draw random
+numbers, do two readings agree?); it infers the schema from them; and it makes an empty segment. It reads
+nothing else. From then on every process that has the object, by fork or by pickle, shares that segment: a
+process that needs a missing sample reads it and stores it there for all. Each rank of a job calls
+:func:`cache` itself; by the identity it finds the segment that the first rank has made
+(:mod:`hotset.session.find_or_create`), and takes it without reading a sample. In a session all jobs do so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
-from hotset.dataset.cluster_setup import join_machines, neighbours_of, planned_by_all, require_machines
+from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache, require_machines
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Pipeline
 from hotset.dataset.planner import CacheOptions, PlanResult, found_plan, joined_plan, make_plan, own_memory
@@ -59,7 +59,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _explained(function: F) -> F:
-    """Have a call that does not fit the arguments say which one to write."""
+    """Have a call with wrong arguments raise an error that says what to write."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -74,7 +74,7 @@ def _explained(function: F) -> F:
 
 
 def _advice(given: Sequence[Any], named: Mapping[str, Any], known: list[str], error: TypeError) -> str:
-    """What is wrong with these arguments, and what to write."""
+    """The error for these arguments: what is wrong, and what to write."""
     if len(given) > 1:
         value = printable(repr(given[1]), 60)
         name = "memory" if isinstance(given[1], (int, str)) else "transform"
@@ -105,35 +105,35 @@ def cache(
     strict: bool = False,
     cut: int | None = None,
 ) -> CachedDataset[T]:
-    """Cache the deterministic part of a data set in memory that all processes of this job share.
+    """Cache the deterministic part of a dataset in memory that all processes of this job share.
 
-    The chain of transforms (the data set's own ``transform``, ``target_transform`` or ``transforms``, then
-    ``transform=``) is cut after its leading transforms that are deterministic: declared with
-    :func:`hotset.deterministic`, known by the structure of torchvision, MONAI, albumentations, kornia and
-    torch.nn, whose containers are cut in their middle, or of unknown structure and well-behaved in a trial.
-    It is cut earlier where that is clearly cheaper, as smaller samples are stored and more of them fit. What
-    comes before the cut is computed once per sample; what comes after runs for each use, on a copy of the
-    cached sample. ``print(cached.plan)`` tells what was decided, and why.
+    The chain of transforms (the dataset's own ``transform``, ``target_transform`` or ``transforms``, then
+    ``transform=``) is cut after its leading deterministic transforms: those that are declared with
+    :func:`hotset.deterministic`, that are known by the structure of torchvision, MONAI, albumentations,
+    kornia or torch.nn (whose containers are cut in their middle), or that are of unknown structure and pass a
+    trial. It is cut earlier where that is clearly cheaper, because samples are smaller there and more of them
+    fit. The part before the cut is computed once per sample; the part after it runs for each use, on a copy
+    of the cached sample. ``print(cached.plan)`` shows what was decided, and why.
 
     Ranks of one job on one machine (torchrun, Accelerate, Lightning, srun, mpirun) that call this with the
-    same data set share one cache: the first makes it, with its ``memory``, and the others take it. A data set
-    whose samples depend on the rank by something that is no part of its state needs a ``key`` for each.
+    same dataset share one cache: the first rank makes it, with its ``memory``, and the others take it. A
+    dataset whose samples depend on the rank by something outside its state needs a ``key`` for each rank.
 
     Args:
         dataset: anything with ``len(dataset)`` and ``dataset[i]``. It is not changed.
-        transform: one callable or a list of them, applied to whole samples after the data set's own.
+        transform: one callable or a list of them, applied to whole samples after the dataset's own.
         memory: the most that the cached samples may take: bytes, a string such as ``"64GiB"``, or
             ``"auto"``: half of what is free under the machine's and every enclosing control group's limit, or
-            what the session may hold. ``"80%"`` is a share of the same. Samples for which there is no room
-            come from the source, each time.
-        spill: a folder on a disk of this machine, for samples that memory has no room for; better a fast
-            one. It is made if it is not there, in a folder that is. Of the disk, 64 MiB or a hundredth,
-            whichever is more, stay free. A session spills where it says; ``False`` keeps this cache of it in
-            memory.
-        session: name or number of a session (``hotset session create``), whose caches outlive this job: who
-            caches the same in it, now or later, finds what is there. Without it the cache ends with the job.
-        key: names the cached content, instead of the fingerprint of source and transforms. Ranks share what
-            has one key, one length, and a live part or none.
+            what the session may hold. ``"80%"`` is a share of the same. Samples that do not fit come from the
+            source, each time.
+        spill: a folder on a disk of this machine, preferably a fast one, for samples that do not fit into
+            memory. It is made if it does not exist; its parent must exist. Of the disk, 64 MiB or a
+            hundredth, whichever is more, stay free. A session has a spill folder of its own; ``False`` keeps
+            this cache in memory there.
+        session: name or number of a session (``hotset session create``), whose caches outlive this job: a job
+            that caches the same in it later finds the samples there. Without it the cache ends with the job.
+        key: names the cached content, in place of the fingerprint of source and transforms. Ranks share a
+            cache if they give the same key, the length is the same, and both or neither have a live part.
         window: keep only a part of the samples in memory, which runs over all of them: see
             :class:`hotset.Window`. An epoch uses just those, and ``len()`` is their number. Where that is
             given as an amount of memory, ``memory`` is not looked at. Not with ``cluster``: there give each
@@ -142,12 +142,11 @@ def cache(
             data together, each sample once: its address, or ``"auto"`` for the one that this process or
             machine belongs to. Where a machine has no such session it is made there, with ``memory``.
         replicate: keep samples that other machines sent in the memory that this one has left over.
-        strict: leave live what is known to be deterministic by its trial only.
-        cut: how many transforms are cached, the data set's own ``transform`` first; instead of what hotset
-            would choose.
+        strict: leave transforms live that only a trial shows to be deterministic.
+        cut: how many transforms are cached, the dataset's own ``transform`` first; without it hotset chooses.
 
     Returns:
-        A data set of the same length and samples, unless there is a window.
+        A dataset of the same length and samples, unless there is a window.
 
     Raises:
         ArgumentError: the data set is empty, iterable only, a transform cannot be called, ``cut`` is not
@@ -155,10 +154,10 @@ def cache(
             given that do not go together, or ``spill`` is in a folder that is not there.
         SessionError: there is no such session.
         ClusterError: Ray is not installed, or no Ray cluster can be reached.
-        QuantityError: ``memory`` is no amount of memory.
-        NotCacheable: the source gives other samples each time, and the part that does cannot be cut off.
+        QuantityError: ``memory`` is not an amount of memory.
+        NotCacheable: the source returns other samples each time, and the random part cannot be cut off.
         UnsupportedPlatform: this is not Linux.
-        Exception: what the data set or a transform raises on the samples that are read to decide.
+        Exception: what the dataset or a transform raises on the samples that are read to decide.
 
     Example:
         >>> import torch
@@ -168,14 +167,15 @@ def cache(
         (tensor([4, 5]), 1)
     """
     if memory != "auto":
-        parse_bytes(memory, whole=lambda: 0)  # an error here, also in a rank that takes another one's cache
+        parse_bytes(memory, whole=lambda: 0)  # raises here also in a rank that takes another rank's cache
     if window is not None and not isinstance(window, Window):
         raise ArgumentError(
-            f"window={window!r} is no window; write window=hotset.Window(resident={window!r})."
+            f"window= must be a hotset.Window, got {window!r}; write "
+            f"window=hotset.Window(resident={window!r})."
         )
-    _require_sense(session, window, spill, cluster, replicate)
+    _check_arguments(session, window, spill, cluster, replicate)
     spill = _folder(spill)
-    asked = {
+    arguments = {
         "transform": transform,
         "memory": memory,
         "spill": spill,
@@ -187,78 +187,80 @@ def cache(
         "strict": strict,
         "cut": cut,
     }
-    return CachedDataset(dataset, Maker(_make, _lookup_key, asked))
+    return CachedDataset(dataset, Maker(_make, _lookup_key, arguments))
 
 
-def _make(dataset: Any, asked: dict[str, Any]) -> Current:
+def _make(dataset: Any, arguments: dict[str, Any]) -> Current:
     """Cache a dataset as it is now."""
-    memory, session, cluster = asked["memory"], asked["session"], asked["cluster"]
+    memory, session, cluster = arguments["memory"], arguments["session"], arguments["cluster"]
     with contextlib.ExitStack() as stack:
         joined, found = None, None
         if not can_reopen():
-            pass  # neither is to be had: _cached says so
+            pass  # neither can be used: _current warns
         elif cluster is not None and isinstance(session, str):
             joined = join_machines(cluster, session, memory)
             stack.callback(joined.leave)
             found = joined.here()
         elif session is not None:
             found = find(session)
-        strict, cut, window = asked["strict"], asked["cut"], asked["window"]
-        wanted = CacheOptions(memory, strict, cut, window, asked["spill"], found, joined, asked["replicate"])
-        uncut = Pipeline.of(dataset, asked["transform"])
-        identity = _identity(uncut, asked)
+        strict, cut, window = arguments["strict"], arguments["cut"], arguments["window"]
+        options = CacheOptions(
+            memory, strict, cut, window, arguments["spill"], found, joined, arguments["replicate"]
+        )
+        pipeline = Pipeline.of(dataset, arguments["transform"])
+        identity = _identity(pipeline, arguments)
         try:
-            return _current(uncut, identity, wanted)
+            return _current(pipeline, identity, options)
         except NotShared as why:
             assert found is not None
             name = type(dataset).__name__
             warn(f"{name} is cached for this job alone, and not in session {found.name!r}: {why}.")
-            return _current(uncut, identity, wanted._replace(session=None, joined=None))
+            return _current(pipeline, identity, options._replace(session=None, joined=None))
 
 
-def _lookup_key(dataset: Any, asked: dict[str, Any]) -> str:
-    """What ranks find the cache of this by."""
-    return _identity(Pipeline.of(dataset, asked["transform"]), asked).lookup_key
+def _lookup_key(dataset: Any, arguments: dict[str, Any]) -> str:
+    """What ranks find the cache of this dataset by."""
+    return _identity(Pipeline.of(dataset, arguments["transform"]), arguments).lookup_key
 
 
-def _identity(uncut: Pipeline, asked: dict[str, Any]) -> Identity:
-    window = asked["window"]
+def _identity(pipeline: Pipeline, arguments: dict[str, Any]) -> Identity:
+    window = arguments["window"]
     running = None if window is None else [str(field) for field in astuple(window)]
-    return Identity.of(uncut, asked["key"], asked["strict"], asked["cut"], running)
+    return Identity.of(pipeline, arguments["key"], arguments["strict"], arguments["cut"], running)
 
 
-def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Current:
+def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> Current:
     """Find the cache, or make it.
 
     Raises:
-        NotShared: what is wanted in a session is for this job alone.
+        NotShared: ``session`` was given, but this job alone can use the cache.
         Exception: see :func:`cache`.
     """
-    dataset, found, joined = uncut.dataset, wanted.session, wanted.joined
-    made: PlanResult | None = None
-    theirs: OSError | None = None  # what the data set raised, and no session
+    dataset, found, joined = pipeline.dataset, options.session, options.joined
+    result: PlanResult | None = None
+    source_error: OSError | None = None  # raised by the dataset, and not by the session
 
-    def create(place: CacheLocation | None = None) -> Store | None:
-        nonlocal made, theirs
+    def create(location: CacheLocation | None = None) -> Store | None:
+        nonlocal result, source_error
         try:
             if joined is not None:
-                made, store = planned_by_all(
-                    joined, uncut, wanted, identity, lambda made: _create(made, wanted, place)
+                result, store = planned_by_all(
+                    joined, pipeline, options, identity, lambda result: _create(result, options, location)
                 )
                 return store
-            made = make_plan(uncut, wanted, identity)
-        except SegmentError:  # the cluster has something else under that name
+            result = make_plan(pipeline, options, identity)
+        except SegmentError:  # the cluster has another cache under that name
             raise
         except OSError as error:
-            theirs = error
+            source_error = error
             raise
-        return _create(made, wanted, place)
+        return _create(result, options, location)
 
     def attach(address: Address | str) -> Store:
-        nonlocal made
+        nonlocal result
         store = attach_store(address)
         try:
-            made = joined_plan(uncut, wanted, identity, store.segment.metadata)
+            result = joined_plan(pipeline, options, identity, store.segment.metadata)
         except BaseException:
             store.close()
             raise
@@ -268,17 +270,17 @@ def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Curre
     shared: Shared[Store] | None = None
     if not can_reopen():
         warn(
-            f"{name} is not cached, and its samples come from the source: /proc is not mounted here, and "
-            "by it processes reach what they share; mount it (`mount -t proc proc /proc`)."
+            f"{name} is not cached, and its samples come from the source: /proc is not mounted here, through "
+            "which processes reach shared memory; mount it (`mount -t proc proc /proc`)."
         )
-        made, shared = make_plan(uncut, wanted, identity), Shared(None, None, joined=False)
+        result, shared = make_plan(pipeline, options, identity), Shared(None, None, joined=False)
     elif found is not None:
         try:
             if identity.unknowns:
                 raise NotShared(unshareable(identity.unknowns))
             shared = find_or_create_in_session(found, identity.lookup_key, name, create=create, attach=attach)
         except OSError as error:
-            if error is theirs:
+            if error is source_error:
                 raise
             warn(f"{name} is cached for this job alone, as session {found.name!r} cannot be used: {error}")
     if shared is None:
@@ -290,81 +292,88 @@ def _current(uncut: Pipeline, identity: Identity, wanted: CacheOptions) -> Curre
         shared = find_or_create_in_job(identity.lookup_key, name, create=create, attach=attach)
     store, registration, is_found = shared.value, shared.registration, shared.joined
     if found is not None and is_found and isinstance(registration, SessionCacheHandle):
-        _compare_with_source(made, shared)
-    assert made is not None, "either made here or found"
+        _compare_with_source(result, shared)
+    assert result is not None, "either made here or found"
     if is_found and found is not None and isinstance(registration, SessionCacheHandle):
-        made = found_plan(made, found, registration.left())
+        result = found_plan(result, found, registration.left())
     if not is_found and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
         warn(
-            f"{name} has a set_epoch, so its samples may change from epoch to epoch, and cached ones do not: "
-            f"move what changes to transform=, or if nothing does, declare it: hotset.deterministic({name})."
+            f"{name} has a set_epoch, so its samples may change from epoch to epoch, but cached ones do not: "
+            "move what changes to transform=, or if nothing changes, declare it: "
+            f"hotset.deterministic({name})."
         )
-    for note in made.plan.warnings:
+    for note in result.plan.warnings:
         warn(note)
     if is_found and store is not None:
         if store.invalidated:
             where = f"session {found.name!r}" if found is not None else "this job"
             warn(
-                f"{name}: an audit has found that what is cached of it in {where} is not what the source "
-                "gives, so samples come from the source; call clear() to cache them anew."
+                f"{name}: an audit has found that its cached samples in {where} differ from what the source "
+                "returns, so samples come from the source; call clear() to cache them anew."
             )
         elif store.segment.trusted:
             map_ahead(store.segment)
-    neighbours = neighbours_of(wanted, identity, store)
-    residents = _residents(made, wanted.window, store)
-    attachment = Attachment(store, registration, made.plan.name)
-    supply = SampleAccess(made.source, made.plan, attachment, residents, neighbours)
-    return Current(made.source, made.plan, supply, residents, neighbours, identity.lookup_key)
+    remote = remote_cache(options, identity, store)
+    window = _active_window(result, options.window, store)
+    attachment = Attachment(store, registration, result.plan.name)
+    access = SampleAccess(result.source, result.plan, attachment, window, remote)
+    return Current(result.source, result.plan, access, window, remote, identity.lookup_key)
 
 
-def _compare_with_source(made: PlanResult | None, shared: Shared[Store]) -> None:
-    """Look at a few samples of a cache that another job has made.
+def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> None:
+    """Compare a few samples of a cache that another job has made with the source.
 
     Raises:
-        NotShared: the source gives another here. Which of the two is right nobody can tell: the other job may
-            run where its own is. So that cache stays as it is, and is not used here.
+        NotShared: the source returns another sample here. Neither is known to be wrong: the other job's
+            source may differ. So that cache is left unchanged, and not used here.
     """
     store, registration = shared.value, shared.registration
-    if made is None or store is None or registration is None or store.invalidated or not made.plan.audited:
+    if (
+        result is None
+        or store is None
+        or registration is None
+        or store.invalidated
+        or not result.plan.audited
+    ):
         return
-    if made.plan.window is not None or set(this_job().offers) & set(store.segment.metadata.get("job", ())):
+    if result.plan.window is not None or set(this_job().offers) & set(store.segment.metadata.get("job", ())):
         return
-    differs = first_difference(made.source, store)
+    differs = first_difference(result.source, store)
     if differs is not None:
         store.close()
         registration.close()
         raise NotShared(
-            f"{differs} is not what another job has cached of the same data set there, so something differs "
-            "between the two that no fingerprint sees; give each its key=, or destroy the session's cache if "
-            "it is out of date"
+            f"{differs} is not what another job has cached of the same dataset there, so something differs "
+            "between the two jobs that no fingerprint covers; give each its key=, or destroy the session's "
+            "cache if it is out of date"
         )
 
 
 def _is_steady(dataset: object) -> bool:
-    """Whether nothing that is cached of a data set with a ``set_epoch`` depends on the epoch."""
+    """Whether no cached sample of a dataset with a ``set_epoch`` depends on the epoch."""
     return isinstance(dataset, CachedDataset) or declared(dataset) == "deterministic"
 
 
 def _folder(spill: Any) -> str | Literal[False] | None:
-    """A spill folder's path; None and False stay.
+    """The path of a spill folder; None and False are returned as they are.
 
     Raises:
-        ArgumentError: it is no path.
+        ArgumentError: it is not a path, or its parent does not exist.
     """
     if spill is None or spill is False:
         return spill
     path = os.fspath(spill) if isinstance(spill, (str, os.PathLike)) else b""
     if not isinstance(path, str) or not path:
-        raise ArgumentError(f"spill={spill!r} is no folder; give the path of one on a disk of this machine.")
+        raise ArgumentError(f"spill= must be the path of a folder on a disk of this machine, got {spill!r}.")
     if not os.path.isdir(above := os.path.dirname(os.path.abspath(path))):
         raise ArgumentError(
-            f"spill={spill!r} cannot be made, as there is no folder {above}; mend the name, mount the disk, "
-            "or make that folder."
+            f"spill={spill!r} cannot be made, as the folder {above} does not exist; correct the path, mount "
+            "the disk, or make that folder."
         )
     return path
 
 
-def _require_sense(
+def _check_arguments(
     session: str | int | None, window: Window | None, spill: object, cluster: object, replicate: bool
 ) -> None:
     """Refuse arguments that do not go together.
@@ -375,84 +384,89 @@ def _require_sense(
     if cluster is not None:
         require_machines(cluster, session, window)
     elif replicate:
-        raise ArgumentError("replicate= is for cluster=, and there are no other machines; leave it out.")
+        raise ArgumentError("replicate= is for cluster=, which was not given; leave it out.")
     if window is not None and spill is not None:
         raise ArgumentError(
-            "a window keeps in memory what an epoch uses, and has nothing to spill; leave out spill= or "
-            "window=."
+            "window= and spill= cannot be combined: a window keeps all samples of an epoch in memory; leave "
+            "out one of them."
         )
     if session is None:
         if spill is False:
-            raise ArgumentError("spill=False is for a session that spills; leave it out.")
+            raise ArgumentError(
+                "spill=False is for a session that spills, and session= was not given; leave it out."
+            )
         return
     if window is not None:
         raise ArgumentError(
-            "a window belongs to one job, which moves it, and a session to all; leave out session= or "
-            "window=."
+            "window= and session= cannot be combined: a window belongs to one job, which moves it; leave out "
+            "one of them."
         )
     if spill is not None and spill is not False:
         raise ArgumentError(
-            f"session {session!r} spills to where it was created to; leave out spill=, or create the session "
-            f"with `--spill {spill}`."
+            f"session {session!r} has its own spill folder, set at its creation; leave out spill=, or create "
+            f"the session with `--spill {spill}`."
         )
 
 
-def _create(made: PlanResult, wanted: CacheOptions, place: CacheLocation | None) -> Store | None:
-    plan, schema = made.plan, made.schema
+def _create(result: PlanResult, options: CacheOptions, location: CacheLocation | None) -> Store | None:
+    plan, schema = result.plan, result.schema
     if schema is None:
         return None
-    about = {**plan.about(wanted.memory, made.cuts), **made.metadata}
+    about = {**plan.about(options.memory, result.cuts), **result.metadata}
     try:
         if plan.window is not None:
-            where = place.path if place is not None else None
+            where = location.path if location is not None else None
             ring = Ring.create(schema, plan.window.slots, plan.limit, about=about, path=where)
-            ring.path = place.name if place is not None else None
+            ring.path = location.name if location is not None else None
             ring.room.knob = "`resident=`"
             return ring
-        path, spill = place.path if place is not None else None, _spill_to(plan.name, wanted, place)
+        path, spill = location.path if location is not None else None, _spill_to(plan.name, options, location)
         store = Store.create(
-            schema, plan.samples, _limit(made, wanted, place), about=about, path=path, spill=spill
+            schema, plan.samples, _limit(result, options, location), about=about, path=path, spill=spill
         )
-        store.path = place.name if place is not None else None
+        store.path = location.name if location is not None else None
         return store
     except UnsupportedPlatform:
         raise
     except (OSError, MemoryError, ValueError, OverflowError) as error:
         warn(
-            f"{plan.name}: no cache can be made, samples come from the source: {error}. Look at the "
-            "limits of this shell (`ulimit -a`), or lower `memory=`."
+            f"{plan.name}: no cache can be made, so samples come from the source: {error}. Check the limits "
+            "of this shell (`ulimit -a`), or lower `memory=`."
         )
     return None
 
 
-def _limit(made: PlanResult, wanted: CacheOptions, place: CacheLocation | None) -> int:
-    """Bytes that the cache may ever take; a session may be resized, and its ledger bounds it besides."""
-    if place is None:
-        return made.plan.limit
-    return place.limit if wanted.memory == "auto" else min(own_memory(wanted), place.limit)
+def _limit(result: PlanResult, options: CacheOptions, location: CacheLocation | None) -> int:
+    """The most bytes that the cache may ever take. A session may be resized; its quota applies as well."""
+    if location is None:
+        return result.plan.limit
+    return location.limit if options.memory == "auto" else min(own_memory(options), location.limit)
 
 
-def _spill_to(name: str, wanted: CacheOptions, place: CacheLocation | None) -> SpillTo | None:
-    if place is not None:
-        if place.spill is None or wanted.spill is False:
+def _spill_to(name: str, options: CacheOptions, location: CacheLocation | None) -> SpillTo | None:
+    if location is not None:
+        if location.spill is None or options.spill is False:
             return None
-        return SpillTo(place.folder, place.spill, keeps_all=place.persist)
-    if not isinstance(wanted.spill, str):
+        return SpillTo(location.folder, location.spill, keeps_all=location.persist)
+    if not isinstance(options.spill, str):
         return None
-    folder = os.path.abspath(wanted.spill)
+    folder = os.path.abspath(options.spill)
     try:
         os.close(open_spill(folder, make=True))
     except (SessionError, FolderError) as error:
-        warn(f"{name}: nothing is spilled, and what memory has no room for comes from the source: {error}")
+        warn(
+            f"{name}: nothing is spilled, and samples that do not fit into memory come from the source: "
+            f"{error}"
+        )
         return None
     return SpillTo(str(spill_path(folder)))
 
 
-def _residents(made: PlanResult, window: Window | None, store: Store | None) -> ActiveWindow | None:
-    plan = made.plan
+def _active_window(result: PlanResult, window: Window | None, store: Store | None) -> ActiveWindow | None:
+    plan = result.plan
     if plan.window is None or window is None:
         return None
     ring = store if isinstance(store, Ring) else None
     return ActiveWindow(
-        plan.window, ring, made.source.read, plan.name, wait=window.wait, prefill=window.prefill
+        plan.window, ring, result.source.read, plan.name, wait=window.wait, prefill=window.prefill
     )

@@ -1,8 +1,8 @@
 """Several machines: what :func:`hotset.cache` does differently with ``cluster=``.
 
-How a data set is cached is found out by one process, for all machines; the others take that over as ranks of
-one job do, and each machine has its part of the cache in a session of its own. What a process then lacks it
-gets from its neighbours (:mod:`hotset.cluster.remote_cache`).
+One process makes the plan for all machines; the others take it over, as ranks of one job do, and each machine
+holds its part of the cache in a session of its own. A process gets the samples that its machine does not hold
+from the machines that do (:mod:`hotset.cluster.remote_cache`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:  # what they need is an extra
     from hotset.cluster.ray_join import Joined
     from hotset.cluster.remote_cache import RemoteCache
 
-__all__ = ["join_machines", "neighbours_of", "planned_by_all", "require_machines"]
+__all__ = ["join_machines", "planned_by_all", "remote_cache", "require_machines"]
 
 
 def require_machines(cluster: object, session: object, window: object) -> None:
-    """Refuse what machines cannot share.
+    """Refuse arguments that ``cluster=`` does not allow.
 
     Raises:
         ArgumentError: says what, and which argument to change.
     """
     if not isinstance(cluster, str) or not cluster:
-        raise ArgumentError(f'cluster={cluster!r} is no address; write cluster="auto", or host:port.')
+        raise ArgumentError(f'cluster= must be "auto" or an address (host:port), got {cluster!r}.')
     if window is not None:
         raise ArgumentError(
             "window= and cluster= cannot be combined; give each machine its own torch.utils.data.Subset of "
@@ -42,7 +42,8 @@ def require_machines(cluster: object, session: object, window: object) -> None:
         )
     if not isinstance(session, str):
         raise ArgumentError(
-            'the machines of a cluster find each other by their session\'s name; write session="...".'
+            f"cluster= needs a session name, by which machines find each other, got session={session!r}; "
+            'write session="...".'
         )
 
 
@@ -50,7 +51,7 @@ def join_machines(cluster: str, session: str, memory: int | str) -> Joined:
     """Join a session that several machines share.
 
     Raises:
-        ClusterError: what that needs is not installed, or no Ray cluster can be reached.
+        ClusterError: a package is not installed, or no Ray cluster can be reached.
     """
     try:
         import zmq  # noqa: F401
@@ -61,18 +62,18 @@ def join_machines(cluster: str, session: str, memory: int | str) -> Joined:
             f"cluster= needs {error.name}, which is not installed here; run `pip install 'hotset[ray]'` on "
             "all machines."
         ) from error
-    whole = headroom().limit  # as `hotset session create` has it; of this machine, for all that have none
+    whole = headroom().limit  # the default of `hotset session create`; for machines without such a session
     return join(cluster, session, None if memory == "auto" else parse_bytes(memory, whole=lambda: whole))
 
 
 def planned_by_all(
     joined: Joined,
-    uncut: Pipeline,
-    wanted: CacheOptions,
+    pipeline: Pipeline,
+    options: CacheOptions,
     identity: Identity,
     create: Callable[[PlanResult], Store | None],
 ) -> tuple[PlanResult, Store | None]:
-    """Take over how another machine caches this, or find it out, and make this machine's part of the cache.
+    """Take over another machine's plan, or make one, and make this machine's part of the cache.
 
     Raises:
         Exception: see :func:`make_plan`.
@@ -82,29 +83,30 @@ def planned_by_all(
     metadata = {"meeting": identity.lookup_key, "maker": joined.machine}
     with joined.planning(identity.lookup_key) as described:
         if described is not None:
-            made = joined_plan(uncut, wanted, identity, described.about)
-            made = made._replace(schema=Schema.from_json(described.schema), metadata=metadata)
-            return made, create(made)
-        made = make_plan(uncut, wanted, identity)._replace(metadata=metadata)
-        if joined.has_alike(made.plan.name, made.plan.samples):
+            result = joined_plan(pipeline, options, identity, described.about)
+            result = result._replace(schema=Schema.from_json(described.schema), metadata=metadata)
+            return result, create(result)
+        result = make_plan(pipeline, options, identity)._replace(metadata=metadata)
+        if joined.has_alike(result.plan.name, result.plan.samples):
             warn(
-                f"{made.plan.name}: another machine caches a data set of this class and length under another "
-                "fingerprint, so the two share nothing. If they are the same data (files whose dates or "
-                'folders differ from machine to machine, say), name them: hotset.cache(..., key="...").'
+                f"{result.plan.name}: another machine caches a dataset of this class and length under "
+                "another fingerprint, so the two share nothing. If they are the same data (for example, "
+                "files whose "
+                'dates or folders differ between machines), name them: hotset.cache(..., key="...").'
             )
-        store = create(made)
+        store = create(result)
         if store is not None:
             joined.publish(Described.of(identity.lookup_key, len(store), store.segment.metadata))
-        return made, store
+        return result, store
 
 
-def neighbours_of(wanted: CacheOptions, identity: Identity, store: Store | None) -> RemoteCache | None:
-    """The way to the other machines, once all have their part of the cache; None if there are none."""
-    joined = wanted.joined
+def remote_cache(options: CacheOptions, identity: Identity, store: Store | None) -> RemoteCache | None:
+    """The other machines' parts of the cache, once all are made; None without other machines."""
+    joined = options.joined
     if joined is None or store is None:
         return None
     from hotset.cluster.node import fingerprint_of
     from hotset.cluster.remote_cache import RemoteCache
 
     joined.wait_for_all(identity.lookup_key)
-    return RemoteCache(joined.number, fingerprint_of(store.segment.metadata), replicate=wanted.replicate)
+    return RemoteCache(joined.number, fingerprint_of(store.segment.metadata), replicate=options.replicate)
