@@ -1,8 +1,8 @@
-"""The form of a SharedCache's samples: what fits in a slot, how it is stored, and how many slots there are.
+"""The specification of a SharedCache's samples: dtype and shape, how they are stored, how many slots fit.
 
-Samples of one shape are one fixed leaf of the store's schema, so that slots are the rows of one array. Where
-the shape varies, also in the number of dimensions, a sample is two variable leaves: its shape, and its
-elements in a row.
+Samples of one shape are one fixed leaf of the store's schema, so that slots are the rows of one array. If the
+shape varies, also in the number of dimensions, a sample is two variable leaves: its shape, and its elements,
+flattened.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _LARGEST_SAMPLE = (1 << 31) - 64
 
 
 class SampleSpec:
-    """What all samples of one cache have in common.
+    """The common properties of all samples of a cache.
 
     Args:
         data_dims: their shape, or None if it varies.
-        dtype: of their elements.
+        dtype: their dtype.
 
     Raises:
-        ArgumentError: one of them is no such thing, or a sample would have 2 GiB or more.
+        ArgumentError: an argument has a wrong type or value, or a sample would have 2 GiB or more.
 
     Attributes:
         dims: their shape, or None.
-        dtype: of their elements.
+        dtype: their dtype.
         schema: how they are stored.
     """
 
@@ -60,23 +60,24 @@ class SampleSpec:
                 return Schema.infer([torch.empty(dims, dtype=dtype)], as_lies=True)
         except (SchemaMismatch, AttributeError, RuntimeError, TypeError) as error:
             raise ArgumentError(
-                f"dtype={dtype!r} cannot be cached; give a torch.dtype whose values are whole bytes, such as "
-                "torch.uint8, torch.bfloat16 or torch.float32."
+                "dtype= must be a torch.dtype whose values are whole bytes, such as torch.uint8, "
+                f"torch.bfloat16 or torch.float32, got {dtype!r}."
             ) from error
         raise ArgumentError(
-            f"data_dims={dims} makes samples of {size:,} bytes, and a slot holds less than 2 GiB; split them."
+            f"A sample must be smaller than 2 GiB, but data_dims={dims} makes {size:,} bytes; split the "
+            "samples."
         )
 
     def share_out(self, limit: int, samples: int) -> tuple[int, int]:
         """Return how many of these samples have a slot, and how many lines there are for their tails.
 
         Args:
-            limit: bytes for the samples, and, where they have one shape, one more for each one's state:
-                stocaching's arithmetic, which gives as many slots as it does.
-            samples: length of the data set.
+            limit: bytes for the samples; if they have one shape, it includes one byte for each one's state:
+                stocaching's arithmetic, which gives the same number of slots.
+            samples: the length of the dataset.
         """
         if self.dims is None:
-            # A slot without a line for its sample would be of no use.
+            # A slot needs at least one line for its sample.
             length = min(samples, limit // (self.schema.stride + LINE))
             return length, (limit - length * self.schema.stride) // LINE
         size = math.prod(self.dims) * self.dtype.itemsize
@@ -85,10 +86,10 @@ class SampleSpec:
         return max(limit - samples, 0) // max(size, 1), 0
 
     def prepare(self, value: object) -> Prepared:
-        """Take a sample apart, as the store wants it.
+        """Prepare a sample for the store.
 
         Raises:
-            ArgumentError: it is of another dtype or shape, or no sample at all.
+            ArgumentError: it has another dtype or shape, or is not an array or a number.
         """
         try:
             tensor = self._tensor(value)
@@ -97,13 +98,13 @@ class SampleSpec:
         shape = tuple(tensor.shape)
         if tensor.dtype != self.dtype:
             raise ArgumentError(
-                f"This SharedCache holds {self.dtype}, and the sample is {tensor.dtype}; convert it with "
+                f"A sample of this SharedCache must be {self.dtype}, got {tensor.dtype}; convert it with "
                 f"`.to({self.dtype})`, or make the cache with `dtype={tensor.dtype}`."
             )
         if self.dims is not None and shape != self.dims:
             raise ArgumentError(
-                f"This SharedCache holds samples of shape {self.dims}, and this one has {shape}; give it "
-                "that shape, or make the cache with `data_dims=None`, for shapes that vary."
+                f"A sample of this SharedCache must have shape {self.dims}, got {shape}; reshape it, or make "
+                "the cache with `data_dims=None`, for shapes that vary."
             )
         try:
             if self.dims is not None:
@@ -113,35 +114,37 @@ class SampleSpec:
             raise ArgumentError(f"A SharedCache cannot hold this sample: {error}.") from error
 
     def unpack(self, stored: Any) -> torch.Tensor:
-        """Return the sample that was read as ``stored``; it shares its memory."""
+        """Return the sample that was read as ``stored``. They share memory."""
         if self.dims is not None:
             return stored  # type: ignore[no-any-return]
         shape, elements = stored
         return elements.view(shape.tolist())  # type: ignore[no-any-return]
 
     def _tensor(self, value: object) -> torch.Tensor:
-        """The sample as a plain, contiguous tensor on the CPU; a number becomes one of the cache's dtype."""
+        """The sample as a plain, contiguous CPU tensor; a number is converted to the cache's dtype."""
         if isinstance(value, torch.Tensor):
             return value.detach().as_subclass(torch.Tensor).cpu().contiguous()
         if isinstance(value, np.ndarray):
-            with contextlib.suppress(TypeError):  # text, objects
+            with contextlib.suppress(TypeError):  # strings, objects
                 return torch.from_numpy(np.require(value, requirements=["C", "W"]))
         elif isinstance(value, bool | int | float | complex | np.generic):
             with contextlib.suppress(RuntimeError, OverflowError, TypeError):
                 if torch.can_cast(torch.as_tensor(value).dtype, self.dtype):
                     return torch.tensor(value, dtype=self.dtype)
-            raise ArgumentError(f"{value!r} is no value of {self.dtype}, which this cache holds; convert it.")
+            raise ArgumentError(
+                f"A sample of this SharedCache must be a value of {self.dtype}, got {value!r}; convert it."
+            )
         raise ArgumentError(
-            f"A SharedCache holds tensors, numpy arrays of numbers, and numbers; this is a "
-            f"{type(value).__name__}. Convert it to a tensor."
+            f"A sample of a SharedCache must be a tensor, a numpy array of numbers, or a number, got a "
+            f"{type(value).__name__}; convert it to a tensor."
         )
 
 
 def limit_in_bytes(size_limit_gib: Any) -> int:
-    """Return a limit that was given in GiB.
+    """Convert a limit in GiB to bytes.
 
     Raises:
-        QuantityError: it is negative, not finite, or no number.
+        QuantityError: it is negative, not finite, or not a number.
 
     Example:
         >>> limit_in_bytes(0.5)
@@ -150,23 +153,23 @@ def limit_in_bytes(size_limit_gib: Any) -> int:
     number = isinstance(size_limit_gib, Real) and not isinstance(size_limit_gib, bool)
     if not number or not 0 <= size_limit_gib < math.inf:
         raise QuantityError(
-            f"size_limit_gib={size_limit_gib!r} is no number of GiB; give an int or a float, 0 or more."
+            f"size_limit_gib= must be an int or a float of at least 0, got {size_limit_gib!r}."
         )
     return int(size_limit_gib * _GIB)
 
 
 def sample_count(dataset_len: Any) -> int:
-    """Return the length of a data set.
+    """Return the length of a dataset as an int.
 
     Raises:
-        ArgumentError: it is no int, or less than 1.
+        ArgumentError: it is not an int, or less than 1.
     """
     try:
         count = operator.index(dataset_len)
     except TypeError:
         count = 0
     if count < 1:
-        raise ArgumentError(f"dataset_len={dataset_len!r} is no number of samples; give an int, 1 or more.")
+        raise ArgumentError(f"dataset_len= must be an int of at least 1, got {dataset_len!r}.")
     return count
 
 
@@ -179,7 +182,7 @@ def _dimensions(data_dims: Sequence[int] | None) -> tuple[int, ...] | None:
         dims = (-1,)
     if min(dims, default=0) < 0:
         raise ArgumentError(
-            f"data_dims={data_dims!r} is no shape; give a tuple of ints such as (3, 224, 224), or None if "
-            "the samples' shapes vary."
+            "data_dims= must be a tuple of ints such as (3, 224, 224), or None if the samples' shapes vary, "
+            f"got {data_dims!r}."
         )
     return dims

@@ -136,7 +136,7 @@ def test_what_is_set_takes_effect_as_on_the_data_set(
     if change is sets_another:
         assert len(words) == 1
         assert "Pictures.scale was set" in words[0]
-        assert f"{N} samples" in words[0]
+        assert f"{N} cached samples" in words[0]
     else:
         assert words == []
 
