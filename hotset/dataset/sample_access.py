@@ -1,26 +1,26 @@
-"""The supply: where each sample of a cached data set comes from, in this process.
+"""Sample access: where each sample of a cached dataset comes from, in this process.
 
 ::
 
     in the store            copied from there: a hit
     another machine's       sent by it, or read here and passed on to it
-    absent                  read from the source, and put into the store where there is room
+    missing                 read from the source, and stored if there is room
     draws random numbers    read from the source each time, in its turn among the samples of its batch
     without a store         the same
 
-Reading for the store is watched, and what was drawn is put back (:mod:`hotset.determinism.draw_watch`). So a
-draw is only ever made by who uses the sample, in the order of the batch, and is the one that torch's loader
-would have made over the data set itself.
+Reads for the store are watched, and generators that they moved are restored
+(:mod:`hotset.determinism.draw_watch`). So random numbers are drawn only where a sample is used, in the order
+of the batch, and are those that torch's loader would have drawn over the dataset itself.
 
-It goes by what the store calls a sample: its number in the data set, or a window's entry
-(:mod:`hotset.dataset.active_window`). Whatever the way, a sample is the caller's own; and what goes wrong on
-it, other than in the source, costs time and no sample. The user is told of it, once for all processes.
+Samples are addressed by sample id: the index in the dataset, or a window's entry
+(:mod:`hotset.dataset.active_window`). The caller owns every sample that it gets. A failure of anything but
+the source costs time, but no sample; the user is warned of it, once for all processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from hotset._warnings import Warner
 from hotset.dataset.active_window import ActiveWindow, WindowPosition
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.audit import Audit
-from hotset.dataset.capacity_warning import draws, first_to_tell, shortage
 from hotset.dataset.pipeline import Source
 from hotset.dataset.plan import Plan
 from hotset.determinism.declare import declared
@@ -38,7 +37,7 @@ from hotset.determinism.draw_watch import DrawWatch
 from hotset.errors import SegmentError
 from hotset.session.free_cache import DESTROYED
 from hotset.store.claims import Ids
-from hotset.store.format import Live, Slot
+from hotset.store.format import PRESENT, Live, Slot
 from hotset.store.record_batch import ReceivedRecords
 from hotset.store.ring import Ring
 from hotset.store.store import Store
@@ -48,21 +47,26 @@ if TYPE_CHECKING:  # what it needs is an extra
 
 __all__ = ["SampleAccess"]
 
+# Fewer samples that cannot be cached do not matter; of many, a hundredth does.
+_MISMATCHES_WORTH_WARNING = 16
+# How many samples a warning names.
+_NAMED = 8
+
 
 class SampleAccess:
-    """Samples at the cut, by the store's numbers. It pickles.
+    """Reads samples at the cut, by sample id. It pickles.
 
     Args:
-        source: gives what is in no cache.
-        plan: of the cache.
-        attachment: this process's way to the store.
-        residents: the running window; None if there is none.
-        neighbours: other machines, which have a part of the cache; None if this one is alone.
+        source: reads samples that are not cached.
+        plan: the plan of the cache.
+        attachment: how this process reaches the store.
+        window: the running window; None if there is none.
+        remote: the other machines' parts of the cache; None without other machines.
 
     Attributes:
-        tell: gets a sentence, and what it is about if that is to be told once; warns. A loader's worker
-            hands it on instead.
-        uncached: samples that this process has read from the source because nothing kept them.
+        tell: warns with a sentence; a second argument names its subject, if it is to be warned of once. A
+            loader's worker sends it to the main process instead.
+        uncached: how many samples this process has read from the source without storing them.
         draws: whether this process has read samples in their turn, which may have drawn random numbers.
     """
 
@@ -71,18 +75,18 @@ class SampleAccess:
         source: Source,
         plan: Plan,
         attachment: Attachment,
-        residents: ActiveWindow | None,
-        neighbours: RemoteCache | None,
+        window: ActiveWindow | None,
+        remote: RemoteCache | None,
     ) -> None:
         self._source = source
         self._plan = plan
         self._attachment = attachment
-        self._residents = residents
-        self._neighbours = neighbours
+        self._window = window
+        self._remote = remote
         self._audit = Audit(source, plan.sample_seconds, self._audited()) if plan.audited else None
         if plan.audited and declared(source.dataset) != "deterministic":
             attachment.watch = DrawWatch([source.dataset, source.prefix])
-        self._ended = False  # and that was told
+        self._ended = False  # whether the user was warned that the session was destroyed
         self.tell: Callable[..., None] = Warner()
         self.uncached = 0
         self.draws = False
@@ -93,22 +97,22 @@ class SampleAccess:
     def store(self) -> Store | None:
         """The store as this process sees it.
 
-        None when nothing can be cached, after :meth:`close`, and when an audit found that it is not right.
+        None if nothing can be cached, after :meth:`close`, and after an audit found a difference.
         """
         store = self._attachment.store()
         if store is None or not store.invalidated:
             return store
-        self._tell_of_the_end(store)
+        self._warn_of_destruction(store)
         return None
 
     @property
     def any_store(self) -> Store | None:
-        """The store, whether or not samples are still to come from it."""
+        """The store, even if no samples are served from it any more."""
         return self._attachment.store()
 
     @property
     def ring(self) -> Ring | None:
-        """What holds the window's cursor, whether or not samples are still to come from it."""
+        """The ring with the window's cursor, even if no samples are served from it any more."""
         store = self.any_store
         return store if isinstance(store, Ring) else None
 
@@ -119,27 +123,28 @@ class SampleAccess:
         return store is not None and store.spill is not None
 
     def numbers(self, positions: Ids) -> Ids:
-        """What the store calls the samples at these places of the epoch; without a window the same."""
-        return positions if self._residents is None else self._residents.entries(positions, self.ring)
+        """The sample ids at these positions of the epoch; without a window they are the same."""
+        return positions if self._window is None else self._window.entries(positions, self.ring)
 
     def holds(self, positions: Ids | None) -> bool:
-        """Whether all samples at these places of the epoch, or at all of them, are cached now."""
+        """Whether all samples at these positions of the epoch, or at all, are cached now."""
         store = self.store
         if store is None:
             return False
-        if self._residents is not None:
-            return store.holds(self._residents.entries(positions, self.ring))
+        if self._window is not None:
+            return store.holds(self._window.entries(positions, self.ring))
         return store.holds(positions)
 
     # ---- samples -------------------------------------------------------------------------------------
 
     def records(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> Iterator[Any]:
-        """Samples as they are at the cut, each the caller's own.
+        """Samples as they are at the cut; the caller owns each.
 
-        What draws random numbers is read when it is asked for: ask for each when the one before it is done.
+        A sample that draws random numbers is read when the iterator reaches it: finish each sample before you
+        take the next.
 
         Args:
-            ids: what :meth:`numbers` gave.
+            ids: what :meth:`numbers` returned.
             in_hand: what :meth:`fill` has just returned for them, if it was called.
         """
         store = self.store
@@ -154,7 +159,7 @@ class SampleAccess:
             stored = np.array([place for place, sample in enumerate(numbers) if sample not in in_hand], int)
             drawing = store.index.drawing(ids[stored])
             if known and drawing.sum() > store.filler.drawing - before:
-                self.tell_of_draws()  # not all were found just now, so it is not the first pass
+                self.tell_of_draws()  # some were known before, so it is not the first epoch
             stored = stored[~drawing]
             there = ids[stored]
             copies = store.read(there) if len(there) and store.present(there).all() else None
@@ -165,15 +170,15 @@ class SampleAccess:
             if place in found:
                 yield found.pop(place)
             elif sample in in_hand:
-                # Given out once: who asks for it again, in the same batch too, must not share the object.
+                # Returned once: a second use, in the same batch too, must not share the object.
                 yield in_hand.pop(sample)
             elif sample in failed:
                 raise failed.pop(sample)
             else:
-                yield self._again(sample)
+                yield self._read_again(sample)
 
     def _fill_or_note(self, ids: Ids, failed: dict[int, Exception]) -> dict[int, Any]:
-        """As :meth:`fill`; enters what the source raised on a sample, to be raised when it is its turn.
+        """As :meth:`fill`, but records an exception of the source, to be raised at that sample's turn.
 
         Samples before it in the batch are used first, as without a cache: their live parts draw.
         """
@@ -195,9 +200,12 @@ class SampleAccess:
     def fill(
         self, ids: Ids, *, keep: bool = True, read: Callable[[int], Any] | None = None
     ) -> dict[int, Any]:
-        """Bring these samples into the cache where there is room: see :meth:`Store.fill`.
+        """Fill the cache with these samples, as far as there is room: see :meth:`Store.fill`.
 
-        What belongs to other machines is got from them, and is in hand.
+        Samples that other machines own are requested from them.
+
+        Returns:
+            The samples that were not stored, by sample id.
         """
         records, in_hand = self.bring(ids, keep=keep, read=read)
         return {**self.taken_apart(records), **in_hand}
@@ -205,62 +213,63 @@ class SampleAccess:
     def bring(
         self, ids: Ids, *, keep: bool = True, read: Callable[[int], Any] | None = None
     ) -> tuple[list[ReceivedRecords], dict[int, Any]]:
-        """As :meth:`fill`; what other machines have sent is returned first, as it came."""
+        """As :meth:`fill`; the records that other machines sent are returned first, undecoded."""
         store, read = self.store, read or self._read
         if store is None:
             return [], {}
         records: list[ReceivedRecords] = []
         in_hand: dict[int, Any] = {}
-        if self._neighbours is not None:
-            brought = self._neighbours.bring(store, ids, read)
+        if self._remote is not None:
+            brought = self._remote.bring(store, ids, read)
             self.tell_of_machines()
             records, in_hand = brought.records, brought.read
             if brought.unkept:
-                self._tell_of_shortage(store)
+                self._warn_of_shortage(store)
             self._audit_theirs(records, store)
             ids = ids[np.isin(ids, brought.ids(), invert=True)]
         got = store.fill(ids, read, keep=keep)
-        while store.room.notes:  # of caches that made room, each told by the process that asked it to
+        while store.room.notes:  # about caches that were freed; the process that freed them warns
             self.tell(f"{self._plan.name}: {store.room.notes.pop()}")
-        if got and (self._neighbours is None or not self._neighbours.pass_on(store, got)):
-            self._tell_of_shortage(store)
+        if got and (self._remote is None or not self._remote.pass_on(store, got)):
+            self._warn_of_shortage(store)
         return records, {**in_hand, **got}
 
     def taken_apart(self, records: list[ReceivedRecords]) -> dict[int, Any]:
-        """The samples of loose records, each the caller's own, by number."""
+        """The samples of received records, by sample id; the caller owns each."""
         store = self.store
         if store is None or not records:
             return {}
         found: dict[int, Any] = {}
         for each in records:
-            # A form of its own whose type this process has not got: these come from the source.
+            # An irregular record whose type this process cannot import: its sample comes from the source.
             with contextlib.suppress(SegmentError):
                 found.update(each.samples(store.schema))
         return found
 
     def announce(self, ids: Ids) -> None:
-        """Say that these samples are wanted soon: what lies on a disk is fetched meanwhile.
+        """Announce that these samples are needed soon: those on a disk are read ahead.
 
         Args:
-            ids: what :meth:`numbers` gave.
+            ids: what :meth:`numbers` returned.
         """
         store = self.any_store
-        # Asked in a thread, whose warnings nobody hears: that the cache has ended is told with the batches.
+        # Called in a thread, which must not warn: the warning comes with the next batch.
         if store is not None and not store.invalidated:
             store.announce(ids)
 
     def ask_ahead(self, ids: Ids) -> None:
-        """Say that these samples are wanted next: what other machines have of them is sent meanwhile.
+        """Announce that these samples are needed next: other machines send theirs ahead.
 
         Args:
-            ids: what :meth:`numbers` gave.
+            ids: what :meth:`numbers` returned.
         """
         store = self.store
-        if store is not None and self._neighbours is not None:
-            self._neighbours.announce(store, ids)
+        if store is not None and self._remote is not None:
+            self._remote.announce(store, ids)
 
-    def _again(self, sample: int) -> Any:
-        """A sample that was in the cache or in hand a moment ago: from there, else from the source."""
+    def _read_again(self, sample: int) -> Any:
+        """A sample that was cached or uncached a moment ago: from the cache if possible, or from the "
+        "source."""
         store = self.store
         ids = np.array([sample])
         if store is not None and store.present(ids).all():
@@ -268,7 +277,7 @@ class SampleAccess:
             if copies is not None:
                 self.count_hits(ids)
                 return copies[0]
-        if store is not None and self._neighbours is not None and not store.index.drawing(ids).any():
+        if store is not None and self._remote is not None and not store.index.drawing(ids).any():
             records, in_hand = self.bring(ids)
             theirs = {**self.taken_apart(records), **in_hand}
             if theirs:
@@ -280,36 +289,36 @@ class SampleAccess:
         return self._read(sample)
 
     def _read(self, number: int) -> Any:
-        """Read a sample from the source, as far as it is cached, by what the store calls it."""
-        return self._source.read(number) if self._residents is None else self._residents.read(number)
+        """Read a sample from the source, up to the cut, by its sample id."""
+        return self._source.read(number) if self._window is None else self._window.read(number)
 
     # ---- a window in motion --------------------------------------------------------------------------
 
     def begin_next(self, processes: int, context: Any) -> None:
-        """Begin the next epoch of the window, if there is one and the user has not begun it.
+        """Begin the next epoch of the window, if there is a window and the user has not begun it.
 
         Args:
-            processes: how many prepare samples in the background.
-            context: a multiprocessing context, or its name, by which they are started.
+            processes: the number of prefetch workers.
+            context: the multiprocessing context that starts them, or its name.
         """
-        if self._residents is not None:
-            self._residents.begin_next(self.ring, processes, context, self.tell)
+        if self._window is not None:
+            self._window.begin_next(self.ring, processes, context, self.tell)
             self.tell_of_machines()
 
     def prepare(self, processes: int, context: Any) -> None:
-        """Have the window's next samples prepared, in the midst of an epoch that goes on here.
+        """Have the window's next samples prepared, while an epoch continues here.
 
-        Takes what :meth:`begin_next` does.
+        The arguments are those of :meth:`begin_next`.
         """
-        if self._residents is not None:
-            self._residents.prepare(self.ring, processes, context)
+        if self._window is not None:
+            self._window.prepare(self.ring, processes, context)
 
     def go_to(self, position: WindowPosition) -> None:
-        """Take up the window where it stood."""
-        if self._residents is not None:
-            self._residents.go_to(position, self.ring)
+        """Continue the window at this position."""
+        if self._window is not None:
+            self._window.go_to(position, self.ring)
 
-    # ---- counting, and now and then looking ----------------------------------------------------------
+    # ---- counters and audits ----------------------------------------------------------
 
     def served(self) -> tuple[int, int]:
         """Hits and misses so far, over all processes."""
@@ -323,7 +332,7 @@ class SampleAccess:
         """Count samples that this process has served from the store, and now and then audit one of them.
 
         Args:
-            ids: what :meth:`numbers` gave.
+            ids: what :meth:`numbers` returned.
             less: how many of them were read for this batch.
         """
         store = self.store
@@ -338,13 +347,13 @@ class SampleAccess:
                 self._compare(number, copies[0], store)
 
     def count_waiting(self, seconds: float) -> None:
-        """Count time that a loader's consumer in this process has waited for batches."""
+        """Add time that the consumer of a loader in this process has waited for batches."""
         store = self.store
         if store is not None:
             store.member.row[Slot.WAIT_NS] += int(seconds * 1e9)
 
     def _audit_theirs(self, records: list[ReceivedRecords], store: Store) -> None:
-        """Now and then compare a sample that another machine has sent with what the source gives."""
+        """Audit now and then a sample that another machine has sent."""
         theirs = sum(len(each.ids) for each in records)
         due = self._audit.due(theirs, self._audited) if self._audit is not None else None
         if due is not None:
@@ -352,7 +361,7 @@ class SampleAccess:
                 self._compare(number, value, store)
 
     def _compare(self, number: int, cached: Any, store: Store) -> None:
-        """Compare a cached sample with what the source gives now; if it is another, stop serving."""
+        """Compare a cached sample with what the source returns now; if they differ, disable the cache."""
         assert self._audit is not None
         found = self._audit.differs(cached, self._index(number))
         store.member.row[Slot.AUDITS] += 1
@@ -366,50 +375,50 @@ class SampleAccess:
         return float(store.segment.slots[:, Slot.AUDIT_NS].sum()) / 1e9 if store is not None else 0.0
 
     def _index(self, number: int) -> int:
-        """The user's number of what the store calls so."""
-        return number if self._residents is None else self._residents.sample(number)
+        """The index in the dataset of a sample id."""
+        return number if self._window is None else self._window.sample(number)
 
-    # ---- telling -------------------------------------------------------------------------------------
+    # ---- warnings -------------------------------------------------------------------------------------
 
     def tell_of_machines(self) -> None:
-        """Tell of other machines what there is to tell."""
-        if self._neighbours is not None:
-            for sentence, machine in self._neighbours.troubles():
+        """Warn of problems with other machines."""
+        if self._remote is not None:
+            for sentence, machine in self._remote.troubles():
                 self.tell(sentence, machine)
 
-    def _tell_of_shortage(self, store: Store) -> None:
-        """Tell the user, once for all processes, that samples stay uncached, and which knob to turn."""
+    def _warn_of_shortage(self, store: Store) -> None:
+        """Warn, once for all processes, that samples stay uncached, and which argument to change."""
         if store.segment.live[Live.TOLD]:
             return
         met: Any = store.filler.mismatches
-        if self._residents is not None:  # a window meets them again, under other numbers
+        if self._window is not None:  # with a window a sample has several ids
             met = dict.fromkeys(map(self._index, met))
-        why = shortage(store, self._plan.used, self._plan.samples, met)
-        if why is not None and first_to_tell(store):
+        why = _shortage(store, self._plan.used, self._plan.samples, met)
+        if why is not None and _first_to_warn(store):
             self.tell(f"{self._plan.name}: {why}.")
 
     def tell_of_draws(self) -> None:
-        """Tell the user, once for all processes, which samples draw random numbers, as far as is known."""
+        """Warn, once for all processes, which samples are known to draw random numbers."""
         store = self.store
         if store is None or store.segment.live[Live.DRAWS_TOLD]:
             return
         ids = np.arange(len(store))
-        if self._residents is not None:
-            ids = np.sort(self._residents.entries(None, self.ring))
+        if self._window is not None:
+            ids = np.sort(self._window.entries(None, self.ring))
         drawing = ids[store.index.drawing(ids)].tolist()
-        if drawing and first_to_tell(store, Live.DRAWS_TOLD):
-            complete = self._residents is None and not store.index.missing(ids).any()
-            told = draws(sorted(map(self._index, drawing)), len(ids), complete=complete)
-            self.tell(f"{self._plan.name}: {told}.")
+        if drawing and _first_to_warn(store, Live.DRAWS_TOLD):
+            complete = self._window is None and not store.index.missing(ids).any()
+            sentence = _draws(sorted(map(self._index, drawing)), len(ids), complete=complete)
+            self.tell(f"{self._plan.name}: {sentence}.")
 
-    def _tell_of_the_end(self, store: Store) -> None:
+    def _warn_of_destruction(self, store: Store) -> None:
         if self._ended or store.segment.live[Live.INVALIDATED] != DESTROYED:
             return
         self._ended = True
-        if get_worker_info() is None:  # each job is to hear it, and not from all of its processes
+        if get_worker_info() is None:  # each job warns once, and not each of its processes
             self.tell(
                 f"{self._plan.name}: its session was destroyed, so samples come from the source from now on; "
-                "make another with `hotset session create`, and call hotset.cache again."
+                "create another with `hotset session create`, and call hotset.cache again."
             )
 
     def close(self) -> None:
@@ -418,3 +427,70 @@ class SampleAccess:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tell": Warner()}
+
+
+# ---- warnings about samples that stay uncached -------------------------------------------------------------
+
+
+def _shortage(store: Store, used: int, samples: int, mismatches: Collection[int]) -> str | None:
+    """Return a sentence without its full stop, which names the argument to change; None for no warning.
+
+    Args:
+        store: a store that does not hold all samples.
+        used: the number of samples to be cached: all, or a window's residents.
+        samples: the length of the dataset.
+        mismatches: the indices of the samples that this process found uncacheable.
+    """
+    if store.why_full is not None:
+        if store.room.why_full is None:  # there is room in memory; the disk should hold all samples, too
+            return f"not all samples are stored on the disk: {store.why_full}"
+        cached = int((store.segment.index >= PRESENT).sum())
+        return f"{cached:,} of {used:,} samples are cached, and no more fit: {store.why_full}"
+    if len(mismatches) < max(_MISMATCHES_WORTH_WARNING, samples // 100):
+        return None
+    reason = next(iter(store.filler.mismatches.values()))
+    return (
+        f"at least {len(mismatches):,} samples stay uncached; sample {next(iter(mismatches))} cannot be "
+        f"cached: {reason}"
+    )
+
+
+def _draws(drawing: Sequence[int], used: int, *, complete: bool) -> str:
+    """Return a sentence about samples that draw random numbers, and what to do; without its full stop.
+
+    Args:
+        drawing: the indices of the samples that are known to draw; at least one.
+        used: the number of samples to be cached: all, or a window's residents.
+        complete: whether all others are known not to draw.
+
+    Example:
+        >>> print(_draws([17], 400, complete=True)[:59])
+        1 sample (17) draws random numbers when it is read, so it c
+    """
+    count = len(drawing)
+    some = ", ".join(map(str, drawing[:_NAMED])) + (", ..." if count > _NAMED else "")
+    so_far = "" if complete else " so far"
+    one = count == 1
+    sentence = (
+        f"{count:,} sample{'' if one else 's'}{so_far} ({some}) draw{'s' if one else ''} random numbers when "
+        f"{'it is' if one else 'they are'} read, so {'it comes' if one else 'they come'} from the source for "
+        "each use; "
+    )
+    if count > used // 2:
+        sentence += f"that is most of the {used:,}, so a cache helps little. "
+    else:
+        sentence += "the others stay cached. "
+    return f"{sentence}Move the random part to transform=[...], so that the part before it is cached"
+
+
+def _first_to_warn(store: Store, what: int = Live.TOLD) -> bool:
+    """Whether no process has given this warning yet. Workers run out of room together, and one is to warn.
+
+    Args:
+        store: its live words record which warnings were given.
+        what: the live word of this warning.
+    """
+    live = store.segment.live
+    with store.member.short_lock():
+        sentence, live[what] = int(live[what]), 1
+    return not sentence

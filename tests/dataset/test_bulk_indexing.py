@@ -161,5 +161,5 @@ def test_what_transform_means_for_several_samples_is_not_guessed() -> None:
 def test_a_windows_samples_have_numbers_of_its_own() -> None:
     with hotset.cache(Columns(), window=hotset.Window(4, replace=0.5)) as cached:
         assert cached[3].keys() == {"x", "y"}
-        with pytest.raises(TypeError, match="a window.s indices are not"):
+        with pytest.raises(TypeError, match="indices are not the dataset's"):
             cached[1:3]
