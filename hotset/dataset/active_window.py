@@ -1,20 +1,20 @@
-"""The residents: a window in motion. One part of the data is trained on while the next is prepared.
+"""The active window: training uses one part of the data while the next is prepared.
 
 ::
 
-    epoch e        training uses the N residents ── meanwhile helpers prepare those that come next
-    boundary       begin(e + 1): as many as are ready go in, the longest-resident leave: the cursor moves
+    epoch e        training uses the N residents ── meanwhile workers prepare those that come next
+    boundary       begin(e + 1): as many as are ready enter, the longest-resident leave: the cursor moves
     epoch e + 1    ...
 
-**One cursor.** It is a word in shared memory, moved under the store's short lock by the first process that
-comes to the boundary; the others find it moved and take it as it is. Each main process puts its epoch and
-cursor into its own slot, where its workers read them: ranks may be some batches apart.
+**One cursor.** It is a word in shared memory. The first process that reaches the boundary moves it, under the
+store's short lock; the others find it moved and take it. Each main process writes its epoch and cursor into
+its own slot, where its workers read them, as ranks may be some batches apart.
 
 **Ready** are the next samples up to the first that is missing. So the order never depends on speed; speed
-only decides how far the cursor goes. What is late is due again at the next boundary, together with that
-one's own R. A sample that cannot be read, or cannot be stored, is not waited for: it comes in, and is read
-from the source when it is used, as it would be without a cache. Where no resident is in memory (after a
-restart) nothing is lost by moving on, and all that are due go in.
+only determines how far the cursor moves. A late sample is due again at the next boundary, together with that
+boundary's own R. The window does not wait for a sample that cannot be read or stored: it enters, and is read
+from the source when it is used, as without a cache. If no resident is in memory (after a restart), all due
+samples enter, as moving on loses nothing.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = ["ActiveWindow", "WindowPosition", "positions_of"]
 
 _PROGRESS_SECONDS = 0.1
 _STARTING_SECONDS = 1.0
-# Entries are looked up this many at a time: the arithmetic takes a tenth of a millisecond for one, too.
+# Entries are computed in blocks of this size: a single one takes a tenth of a millisecond, too.
 _BLOCK = 4096
 
 
 class WindowPosition(NamedTuple):
-    """Where a window stands.
+    """The position of a window.
 
     Attributes:
-        epoch: the last one that was begun; -1 before the first.
+        epoch: the last epoch that was begun; -1 before the first.
         cursor: how many samples have left.
-        behind: how many of those that were due have not come in.
+        behind: how many of the due samples have not entered.
     """
 
     epoch: int
@@ -62,14 +62,14 @@ class WindowPosition(NamedTuple):
 
 
 class ActiveWindow:
-    """The window over one data set, as this process sees it.
+    """The window over one dataset, as this process sees it.
 
     Args:
-        sizes: of the window.
+        sizes: the window's sizes.
         wait, prefill: see :class:`Window`.
         ring: holds the entries; None if nothing can be cached.
-        read: gives the sample of a number of the data set, up to the cut.
-        name: of the data set, for people.
+        read: returns the sample at an index of the dataset, up to the cut.
+        name: the dataset's name, for warnings.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class ActiveWindow:
         self._name = name
         self._wait = wait
         self._prefill = prefill
-        self._background: PrefetchPool | None = None
+        self._pool: PrefetchPool | None = None
         self._pid = os.getpid()
-        # The slot of the process that announces epochs; its workers inherit the number.
+        # The slot of the process that announces epochs; its workers inherit its number.
         self._slot = -1
         self._here = WindowPosition(-1, 0, 0)
         self._offset: int | None = None
@@ -99,10 +99,10 @@ class ActiveWindow:
         self._samples: dict[int, Ids] = {}
         self._served: float = 0
         self._started = 0.0
-        # Epoch and cursor where nothing can be cached, and there is no slot to put them: workers may stay.
+        # Epoch and cursor if nothing can be cached, as there is no slot then: workers may be persistent.
         self._bare = _words() if ring is None else None
         if ring is not None:
-            self._settle(ring)
+            self._remember_slot(ring)
 
     # ---- which samples -------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class ActiveWindow:
         return order if positions is None else order[positions]
 
     def sample(self, entry: int) -> int:
-        """The number in the data set of the sample that an entry is."""
+        """The index in the dataset of an entry's sample."""
         block, place = divmod(entry, _BLOCK)
         if block not in self._samples:
             if len(self._samples) > self.sizes.slots // _BLOCK + 2:
@@ -127,7 +127,7 @@ class ActiveWindow:
         return int(self._samples[block][place])
 
     def read(self, entry: int) -> Any:
-        """Read the sample that an entry is, as far as it is cached."""
+        """Read an entry's sample, up to the cut."""
         return self._read(self.sample(entry))
 
     def cursor(self, ring: Ring | None) -> int:
@@ -135,13 +135,13 @@ class ActiveWindow:
         return self._epoch_and_cursor(ring)[1]
 
     def reading(self, read: Callable[[int], Any]) -> ActiveWindow:
-        """The same window, as this process sees it, whose samples are read so."""
+        """The same window with another function that reads samples."""
         other = copy.copy(self)
         other._read = read
         return other
 
     def _epoch_and_cursor(self, ring: Ring | None) -> tuple[int, int]:
-        """Of the process that announces epochs: this one, or the one whose worker this is."""
+        """Epoch and cursor of the process that announces epochs: this one, or this worker's parent."""
         if ring is None and self._bare is not None:
             return int(self._bare[0]), int(self._bare[1])
         if ring is None or self._slot < 0 or (self._pid == os.getpid() and ring.member.slot == self._slot):
@@ -154,76 +154,76 @@ class ActiveWindow:
     def begin_next(
         self, ring: Ring | None, processes: int, context: Any, tell: Callable[[str], None]
     ) -> None:
-        """Begin the epoch after the last one, unless the user has announced one since."""
+        """Begin the next epoch, unless the user has announced one since the last."""
         if not self._announced:
             self.begin(self._here.epoch + 1, ring, processes, context, tell)
         self._announced = False
 
     def announce(self, epoch: int, ring: Ring | None, tell: Callable[[str], None]) -> None:
-        """Begin an epoch because the user says so; a loader that begins a pass next does not do it again."""
+        """Begin an epoch for the user; a loader that starts next does not begin another."""
         self.begin(epoch, ring, 1, None, tell)
         self._announced = True
 
     def begin(
         self, epoch: int, ring: Ring | None, processes: int, context: Any, tell: Callable[[str], None]
     ) -> None:
-        """Begin an epoch in this process: the cursor moves if no other process has moved it there already.
+        """Begin an epoch in this process, and move the cursor unless another process has done so.
 
         Args:
-            epoch: its number; the one under way changes nothing.
+            epoch: its number; the current one has no effect.
             ring: the store.
-            processes: helpers that prepare samples from now on, if none do yet.
-            context: how these are started.
-            tell: gets the sentence about samples that were late, once for all processes.
+            processes: how many prefetch workers to start, if there are none yet.
+            context: the multiprocessing context that starts them.
+            tell: warns about late samples, once for all processes.
 
         Raises:
-            Exception: what the data set has raised in a helper.
+            Exception: what the dataset has raised in a prefetch worker.
         """
         if epoch == self._here.epoch:
             return
-        if ring is None:  # nothing is kept, so nothing is waited for
+        if ring is None:  # nothing can be cached
             moves = self.sizes.replaced if self._here.epoch >= 0 else 0
-            self._stand(WindowPosition(epoch, self._here.cursor + moves, 0))
+            self._set_position(WindowPosition(epoch, self._here.cursor + moves, 0))
             return
-        self._settle(ring)
-        first = self._background is None
+        self._remember_slot(ring)
+        first = self._pool is None
         self._start_workers(ring, processes, context)
         self.raise_errors()
         live = ring.segment.live
-        if self._offset is None:  # a job that comes later counts from 0, where others are far ahead
+        if self._offset is None:  # this job counts from 0, while other jobs of the window are ahead
             self._offset = max(int(live[Live.EPOCH]) - 1 - epoch, 0)
-        elif epoch < self._here.epoch:  # counted from 0 again: another training, whose epochs are new ones
+        elif epoch < self._here.epoch:  # counted from 0 again: another training, with new epochs
             self._offset += self._here.epoch + 1 - epoch
         number = epoch + self._offset
-        # The word counts from 1, so that 0 is: none has begun yet, and nothing is due.
+        # The word counts from 1; 0 means that no epoch has begun, so nothing is due.
         if self._wait and not ring.invalidated and 0 < int(live[Live.EPOCH]) <= number:
             due = self._due(ring)
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
         self._move(ring, number, tell)
         self._here = WindowPosition(epoch, int(live[Live.CURSOR]), int(live[Live.BEHIND]))
-        self._say_where(ring)
-        if self._background is not None:
+        self._publish_position(ring)
+        if self._pool is not None:
             if self._prefill and first:
                 self._fill_first(ring)
-            self._background.request(self._due(ring))
+            self._pool.request(self._due(ring))
 
     def prepare(self, ring: Ring | None, processes: int, context: Any) -> None:
         """Have the samples prepared that are due at the next boundary; see :meth:`begin`."""
         if ring is not None:
             self._start_workers(ring, processes, context)
-            if self._background is not None:
-                self._background.request(self._due(ring))
+            if self._pool is not None:
+                self._pool.request(self._due(ring))
 
     def _start_workers(self, ring: Ring, processes: int, context: Any) -> None:
-        """Have helpers, if there are none and they will have something to do."""
+        """Make a pool of prefetch workers, if there is none and samples will be due."""
         if ring.invalidated:
             self.close()
-        elif self._background is None and self.sizes.replaced + self._prefill:
-            self._background = PrefetchPool(ring, self.read, processes=processes, context=context)
+        elif self._pool is None and self.sizes.replaced + self._prefill:
+            self._pool = PrefetchPool(ring, self.read, processes=processes, context=context)
             self._started = time.monotonic()
 
     def _due(self, ring: Ring) -> Ids:
-        """The entries that are to go in at the next boundary."""
+        """The entries that are to enter at the next boundary."""
         now = WindowState.of(ring)
         return _run(now.cursor + self.sizes.resident, self.sizes.due(now.behind))
 
@@ -238,13 +238,13 @@ class ActiveWindow:
                 fresh = not ring.settled(_run(now.cursor, self.sizes.resident)).any()
                 after = self.sizes.moved(now, epoch, len(due) if self._wait or fresh else ready)
                 after.put(ring)
-                self._tell_late(ring, now, after, tell)
+                self._warn_late(ring, now, after, tell)
 
-    def _tell_late(
+    def _warn_late(
         self, ring: Ring, before: WindowState, after: WindowState, tell: Callable[[str], None]
     ) -> None:
         live = ring.segment.live
-        # Once, or in the first moments, is no more than helpers that were just started.
+        # Once, or in the first second, the reason may be that the workers were just started.
         if self.sizes.auto or not before.behind or time.monotonic() <= self._started + _STARTING_SECONDS:
             return
         due = self.sizes.due(before.behind)
@@ -252,18 +252,18 @@ class ActiveWindow:
         if late and not live[Live.LATE_TOLD]:
             live[Live.LATE_TOLD] = 1
             tell(
-                f"{self._name}: {late:,} of the {due:,} samples that were to go into the window were not "
-                "ready, as preparing them takes longer than an epoch; they go in at later boundaries. Lower "
+                f"{self._name}: {late:,} of the {due:,} samples that were to enter the window were not "
+                "ready, as preparing them takes longer than an epoch; they enter at later boundaries. Lower "
                 '`replace=`, set it to "auto", or give the loader more workers.'
             )
 
     def _fill_first(self, ring: Ring) -> None:
-        """Fill the residents before the first epoch, and show how far that is."""
-        assert self._background is not None
-        wanted = _run(self._here.cursor, self.sizes.resident)
-        self._background.request(wanted)
-        with counted(self._name, len(wanted), "samples") as show:
-            while not (settled := ring.settled(wanted)).all() and not self._background.idle:
+        """Read the residents before the first epoch, with a progress bar."""
+        assert self._pool is not None
+        residents = _run(self._here.cursor, self.sizes.resident)
+        self._pool.request(residents)
+        with counted(self._name, len(residents), "samples") as show:
+            while not (settled := ring.settled(residents)).all() and not self._pool.idle:
                 self.raise_errors()
                 show(int(settled.sum()))
                 time.sleep(_PROGRESS_SECONDS)
@@ -271,88 +271,88 @@ class ActiveWindow:
         self.raise_errors()
 
     def count(self, samples: int, ring: Ring | None, tell: Callable[[str], None]) -> None:
-        """Count samples that a loader of another kind has taken; tell the user if it announces no epochs."""
+        """Count samples that another kind of loader has taken; warn if no epochs are announced."""
         self._served += samples
         if 2 * self.sizes.resident < self._served < math.inf:
             begun = self._here.epoch >= 0 or (ring is not None and ring.segment.live[Live.EPOCH])
             if self.sizes.replaced and not begun:
                 tell(
-                    f"{self._name} was read twice over and no epoch was announced, so its window stands "
-                    "still: call set_epoch(epoch) on it before each epoch, or use hotset.DataLoader, which "
-                    "does so."
+                    f"{self._name} was read twice and no epoch was announced, so its window does not move: "
+                    "call set_epoch(epoch) on it before each epoch, or use hotset.DataLoader, which does so."
                 )
             self._served = math.inf
 
     def raise_errors(self) -> None:
-        """Raise, once, what the data set has raised in a helper. Costs a microsecond or two if nothing."""
-        if self._background is not None:
-            self._background.raise_errors()
+        """Raise, once, what the dataset has raised in a prefetch worker. Costs 1 to 2 microseconds if "
+        "nothing."""
+        if self._pool is not None:
+            self._pool.raise_errors()
 
-    # ---- going on ------------------------------------------------------------------------------------
+    # ---- resuming ------------------------------------------------------------------------------------
 
     @property
     def position(self) -> WindowPosition:
-        """Where the window stands for this process."""
+        """The window's position in this process."""
         return self._here
 
     def state(self) -> list[int]:
-        """Where the window stands, after what tells it from another, as plain numbers."""
+        """The window's sizes and its position, as plain numbers."""
         epoch, cursor, behind = self._here
         return [*map(int, self.sizes), epoch + 1, cursor, behind]
 
     def go_to(self, position: WindowPosition, ring: Ring | None) -> None:
-        """Take up a window where it stood."""
-        self._stand(position)
+        """Continue the window at this position."""
+        self._set_position(position)
         self._offset, self._announced = 0, False
         if ring is None:
             return
-        self._settle(ring)
-        self.close()  # the helpers are filling what was due elsewhere, and must not go on after the clear
+        self._remember_slot(ring)
+        self.close()  # the workers prepare what was due at the old position, and must stop before the clear
         now = WindowState.of(ring)
         to = WindowState(now.loads + 1, position.epoch + 1, position.cursor, position.behind, now.late)
-        # Another rank may have loaded it, and begun: what has come in since is not to be forgotten.
+        # Another rank may have loaded the state and begun: keep the samples that have entered since.
         if not self.sizes.leads(to, now):
             to.put_back(ring)
-        self._say_where(ring)
+        self._publish_position(ring)
 
-    def _stand(self, position: WindowPosition) -> None:
-        """Be there; for workers, too, that have nothing else to look at."""
+    def _set_position(self, position: WindowPosition) -> None:
+        """Set the position, for workers too if there is no slot."""
         self._here = position
         if self._bare is not None:
             self._bare[0], self._bare[1] = max(position.epoch, 0), position.cursor
 
-    def _say_where(self, ring: Ring) -> None:
+    def _publish_position(self, ring: Ring) -> None:
         """Tell this process's workers which epoch they are in."""
         row = ring.member.row
         row[Slot.CURSOR], row[Slot.EPOCH] = self._here.cursor, self._here.epoch
 
-    def _settle(self, ring: Ring) -> None:
-        """Have the slot from which this process's workers read the epoch."""
+    def _remember_slot(self, ring: Ring) -> None:
+        """Remember the slot from which this process's workers read the epoch."""
         self._pid, self._slot = os.getpid(), ring.member.slot
 
     def close(self) -> None:
-        """End the helpers."""
-        if self._background is not None:
-            self._background.close()
-            self._background = None
+        """Kill the prefetch workers."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_background": None, "_order": None}
+        return {**self.__dict__, "_pool": None, "_order": None}
 
 
 def positions_of(states: list[list[int]], now: list[list[int]]) -> tuple[WindowPosition, ...]:
-    """Where each window stood when its state was taken.
+    """The position of each window when its state was saved.
 
     Args:
-        states, now: what :meth:`ActiveWindow.state` gave then, and gives now.
+        states, now: what :meth:`ActiveWindow.state` returned then, and returns now.
 
     Raises:
-        StateError: they are other windows.
+        StateError: the windows differ.
     """
     known = len(Sizes._fields)
     if [state[:known] for state in states] != [state[:known] for state in now]:
         raise StateError(
-            "the state is of a loader over another window (its size, rate, seed or order differ); load it "
+            "the state is of a loader over another window (its size, rate, seed or order differs); load it "
             "into a loader over a window with the same parameters."
         )
     return tuple(WindowPosition(epoch - 1, *rest) for epoch, *rest in (state[known:] for state in states))
@@ -363,8 +363,8 @@ def _run(first: int, count: int) -> Ids:
 
 
 def _words() -> torch.Tensor:
-    """Two words that workers share, whichever way they are started."""
+    """Two words that workers share, with any start method."""
     words = torch.zeros(2, dtype=torch.int64)
-    with contextlib.suppress(RuntimeError):  # a full /dev/shm: workers that persist stay in the first epoch
+    with contextlib.suppress(RuntimeError):  # /dev/shm is full: persistent workers stay in the first epoch
         words.share_memory_()  # type: ignore[no-untyped-call]
     return words

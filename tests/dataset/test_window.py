@@ -713,7 +713,7 @@ def test_what_preparing_raises_comes_with_the_next_batch(make: Make, tmp_path: P
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
     batches = iter(loader_over(cached, batch_size=1))
-    assert eventually(lambda: cached._window._background.idle)
+    assert eventually(lambda: cached._window._pool.idle)
     found = failure(lambda: next(batches))
     assert found.kind is PlainError
     assert "prefetch worker" in found.text
@@ -734,7 +734,7 @@ def test_a_sample_that_can_never_be_read_does_not_hold_the_window_up(make: Make,
             except PlainError as error:
                 taken_apart(error)
                 raised += 1
-            assert eventually(lambda: cached._window._background.idle)
+            assert eventually(lambda: cached._window._pool.idle)
             if cursor_of(cached) >= 12:
                 break
     assert raised >= 2
