@@ -1,12 +1,12 @@
-"""Whose is a value? What a source hands out by reference is copied before anything may change it.
+"""Aliasing: a value that the source still refers to is copied before a transform may change it.
 
-A list of dicts gives its own dicts, a ``TensorDataset`` views of the user's tensors, an in-memory cache what
-it will give again. A transform that works in place would change the user's data, and would do so once more
-with each reading. A decoded picture, on the other hand, is the reader's alone, and copying it is waste. So
-:func:`owned` asks each value whether anybody else can reach it, and copies it unless the answer is a proof:
+A list of dicts returns its own dicts, a ``TensorDataset`` views of the user's tensors, an in-memory cache
+what it will return again. A transform that works in place would change the user's data, once more with each
+reading. But a decoded picture belongs to the reader alone, and a copy would waste time. So :func:`owned`
+copies each value, unless it is certain that no other object can reach it:
 
 =======================  ==============================================================================
-value                    nobody else can reach it, if
+value                    no other object can reach it, if
 =======================  ==============================================================================
 number, text, ...        always: it cannot change
 dict, list, tuple        only its holder refers to it, and so with each of its parts
@@ -17,9 +17,9 @@ an object from Python    only its holder refers to it, and so with each of its a
 anything else            never
 =======================  ==============================================================================
 
-"Only its holder" is the interpreter's count of references, compared with what is counted for a new object on
-the same way. Where the count is higher for another reason (a tracer, a traceback) the value is copied: that
-costs time only. It is decided for each sample, as a source may hand out references for some only.
+"Only its holder" is decided by the interpreter's reference count, compared with that of a new object on the
+same path. If the count is higher for another reason (a tracer, a traceback), the value is copied: that only
+costs time. It is decided for each sample, as a source may return references for some only.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _uses_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", 
 
 
 def owned(value: Any, refused: Callable[[object, Exception], None] | None = None) -> Any:
-    """Return the value itself if nobody else can reach it, else a copy.
+    """Return the value itself if no other object can reach it, otherwise a copy.
 
-    Must be called with the value as it comes (``owned(dataset[3])``): a variable of the caller's is somebody
-    else who can reach it.
+    Must be called with the value directly (``owned(dataset[3])``): a variable of the caller is a further
+    reference.
 
     Args:
         value: a sample, or part of one.
@@ -77,16 +77,16 @@ def owned(value: Any, refused: Callable[[object, Exception], None] | None = None
 
 
 def owns_all(values: list[Any]) -> bool:
-    """Whether nobody but this list can reach any of the values; the caller must not hold one either."""
+    """Whether only this list can reach the values; the caller must not hold a reference either."""
     return _alone_in(values)
 
 
 class _Gauge:
-    """A new object, to see what is counted for one."""
+    """A new object, to measure its reference count."""
 
 
 def _alone_in(values: Iterable[Any]) -> bool:
-    """Whether each value is reached by the container only that is gone through here."""
+    """Whether each value can be reached only through the container that is iterated over here."""
     for value in values:
         count = sys.getrefcount(value)
         kind = type(value)
@@ -98,7 +98,7 @@ def _alone_in(values: Iterable[Any]) -> bool:
 
 
 def _is_alone(value: Any, kind: type) -> bool:
-    """Whether a value that only its holder refers to shares nothing that can change with anybody."""
+    """Whether a value that only its holder refers to shares no mutable memory with another object."""
     if kind is torch.Tensor:
         return _tensor_is_alone(value)
     if kind is tuple or kind is list:
@@ -163,12 +163,12 @@ def _is_image(kind: type) -> bool:
 def copied(value: Any, refused: Callable[[object, Exception], None] | None = None) -> Any:
     """Return a deep copy, in which what was one object before is one again.
 
-    Of a view its own elements are copied, not all the memory that it looks into. A part that cannot be
-    copied, an open file say, stays itself.
+    Of a view only its own elements are copied, not the whole memory behind it. A part that cannot be copied,
+    such as an open file, is returned as it is.
 
     Args:
         value: a sample, or part of one.
-        refused: is told of each part that stays itself, and why.
+        refused: is called with each part that is not copied, and the reason.
 
     Example:
         >>> table = torch.zeros(1_000_000, 2)
@@ -260,7 +260,7 @@ def _is_of_more(tensor: torch.Tensor) -> bool:
         return plain and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-# ---- what is counted for a new object ------------------------------------------------------------------
+# ---- reference counts of a new object ------------------------------------------------------------------
 
 
 def _passed() -> int:
@@ -277,7 +277,7 @@ def _contained() -> int:
     return min(counts)
 
 
-# Never more than is known of any interpreter: a tracer that holds on to variables must not raise them.
+# At most what is known of all interpreters: a tracer that holds references must not raise them.
 _PASSED = 0
 _PASSED = min(_passed(), 2 if sys.version_info >= (3, 11) else 3)
 _CONTAINED = min(_contained(), 3)

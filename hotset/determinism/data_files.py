@@ -1,6 +1,6 @@
-"""The files that a data set names: their sizes and dates, as part of its identity.
+"""The files that a dataset names: their sizes and dates, as part of its identity.
 
-A data set does not say which of its strings are paths, so every string of its state is a candidate: one that
+A dataset does not say which of its strings are paths, so every string of its state is a candidate: one that
 names a file counts with the file's size and time of change, one that names a folder stands for the files in
 it, any other string counts for nothing here. Candidates come singly (an attribute, a global constant) or as
 a column (the first members of a million ``(path, label)`` pairs).

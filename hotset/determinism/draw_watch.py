@@ -1,6 +1,6 @@
 """A watch over reading: which samples draw random numbers as they are read, among all that are read.
 
-A probe reads a few samples. A data set that augments its rare classes draws for a twentieth of them, and two
+A probe reads a few samples. A dataset that augments its rare classes draws for a twentieth of them, and two
 readings of a few see nothing of it. But every sample that goes into a cache is read once, so all of that
 reading is watched: the states of all generators are compared after every few samples::
 

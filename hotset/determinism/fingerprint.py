@@ -1,6 +1,6 @@
 """The fingerprint: 32 digits that two pipelines share only if they give the same samples.
 
-A cache outlives the object that filled it, so its name must say what is in it: which data set, with which
+A cache outlives the object that filled it, so its name must say what is in it: which dataset, with which
 parameters, over which files, through which code. The name of a class or a function says none of that: two
 lambdas have one name, an edited function keeps its own. So an object is described by *what it is made of*,
 recursively, and the description is hashed.
@@ -72,25 +72,25 @@ class Fingerprint:
 def fingerprint(
     source: object, prefix: Sequence[Callable[..., Any]] = (), *, seconds: float = 2.0
 ) -> Fingerprint:
-    """Return the identity of a data set and of the deterministic transforms after it.
+    """Return the identity of a dataset and of the deterministic transforms after it.
 
     The same in every process and run, under every hash seed, for the same code and parameters, the same
     versions of libraries, files of the same sizes and dates, and the same surroundings; another one
     otherwise, and wherever something could not be looked into. Nothing is read but attributes (and
     ``__reduce_ex__`` of objects written in C); no random number is drawn.
 
-    What changes while samples are read (a count of the calls, a log file that the data set names) is part of
+    What changes while samples are read (a count of the calls, a log file that the dataset names) is part of
     the state and changes the fingerprint: take it before reading, or give ``hotset.cache`` a ``key=``.
 
     Args:
-        source: the data set.
+        source: the dataset.
         prefix: what is applied to its samples before they are cached, in order.
         seconds: about how long files may be asked for sizes and dates; with more files than that allows, a
             fixed number of evenly spread ones is compared, and a note says so. At the very limit, two
             processes may decide differently, and have different fingerprints.
 
     Raises:
-        OSError: a picture on the data set could not be read from its file.
+        OSError: a picture on the dataset could not be read from its file.
 
     Example:
         >>> ours = fingerprint([1, 2, 3], [lambda x: x + 1])

@@ -1,9 +1,9 @@
-"""What is within reach of an object: on its attributes, in closures, defaults, base classes, globals.
+"""What can be reached from an object: through attributes, closures, defaults, base classes, globals.
 
-A transform's generator, or a training step's optimizer, hangs somewhere: on an attribute, in a list of
-augmenters, in a closure, as a default argument, on a base class, or in the module that a method looks into.
-The search goes breadth first, so that what is near is found before the bounds are reached, looks at
-attributes without running any code of the object, and never copies.
+A transform's generator, or a training step's optimizer, may be an attribute, an item in a list of augmenters,
+in a closure, a default argument, on a base class, or a global that a method uses. The search is breadth
+first, so that near objects are found before the bounds are reached. It reads attributes without running any
+code of the object, and never copies.
 
 :func:`attributes` reads one object from outside: no ``__getattr__``, property or ``__eq__`` of its own runs.
 An object written in Python *is* its attributes: its ``__dict__`` and its slots. One with a base written in C
@@ -43,11 +43,11 @@ _LIBRARIES = sys.stdlib_module_names | {"builtins", "numpy", "torch"}
 
 
 def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str, object]]:
-    """Every object of these kinds within reach of the holders and the path to it, near ones first.
+    """Every object of these kinds that the holders reach, with the path to it, near ones first.
 
     Args:
-        holders: where to begin; a list or tuple stands for its elements.
-        kinds: classes. What such an object holds itself is not looked at.
+        holders: where to begin; of a list or tuple, its elements.
+        kinds: classes. The search does not continue into an object that it finds.
 
     Example:
         >>> import random
@@ -56,7 +56,7 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
         >>> [path for path, _ in within_reach([flip], (random.Random,))]
         ['flip -> rng']
     """
-    seen: dict[int, object] = {}  # and kept, as an id is only a name while its object lives
+    seen: dict[int, object] = {}  # keeps the objects alive, as ids are reused
     # A chain given as one holder is named after its parts: "Flip.rng", not "tuple[1].rng".
     chains: Iterator[Any] = (holder if type(holder) in (list, tuple) else (holder,) for holder in holders)
     for holder in itertools.chain.from_iterable(chains):
@@ -71,7 +71,7 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
                 yield path, node
             elif depth < _DEPTH:
                 for label, child in _reachable(node, kinds):
-                    # What hangs on a class is named after it: an instance may have one of that name as well.
+                    # Attributes of a class are named after it: an instance may have one of that name as well.
                     here = child.__qualname__ if issubclass(type(child), type) else path + label
                     queue.append((here, child, depth + 1))
 
@@ -83,7 +83,7 @@ def _name(holder: Any) -> str:
 
 
 def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
-    """What hangs on one object, each with what leads to it in the path.
+    """The objects that one object refers to, each with its part of the path.
 
     Asks ``type(node)`` throughout: ``isinstance`` would read the object's own ``__class__`` too.
     """
@@ -124,7 +124,7 @@ def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[s
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f".{name}", cell.cell_contents
-        except ValueError:  # a cell that nothing was put into yet
+        except ValueError:  # an empty cell
             continue
     positional = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
@@ -133,14 +133,14 @@ def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[s
     for name, *_ in loaded_globals(code):
         value = function.__globals__.get(name)
         module = value.__module__ if issubclass(type(value), _NAMED) else type(value).__module__
-        # Of a module's globals, what is looked for or may hold it, and what is of the same module: the rest
-        # of the world is libraries.
+        # Of a module's globals only objects of these kinds, containers, and what the same module defines: the
+        # rest is libraries.
         if issubclass(type(value), (*kinds, *_CONTAINERS)) or module == function.__module__:
             yield f" -> {name}", value
 
 
 def _of_container(node: Any) -> Iterator[tuple[str, Any]]:
-    """Its elements; of a large one, evenly spread ones. A list of a million paths is passed by at once.
+    """Its elements; of a large one, evenly spread ones. A list of a million paths is skipped at once.
 
     Read by the container's own methods, as those of a subclass may compute what they return.
     """

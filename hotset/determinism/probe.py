@@ -75,7 +75,7 @@ def probe(
     Args:
         read: returns the sample of an index.
         indices: which to read.
-        holders: objects on which generators may hang: the data set, its transforms, functions.
+        holders: objects on which generators may hang: the dataset, its transforms, functions.
         repeats: readings of each index, at least 1.
         seconds: about how long the first readings may take, of at least two indices. Each way back may take
             a tenth of that, and reads the last and the first index at least.

@@ -3,7 +3,7 @@
 Caching freezes what a generator would have drawn, so before anything is cached, samples are read under watch:
 a generator whose state moved is the surest sign of randomness, surer than outputs that differ (a flip with
 p=0.5 gives two equal outputs every other time). The global generators are three. The others hang somewhere on
-the data set: on an attribute, in a list of augmenters, in a closure, as a default argument, on a base class,
+the dataset: on an attribute, in a list of augmenters, in a closure, as a default argument, on a base class,
 or in the module that its methods look into.
 
 They are found by :mod:`hotset.determinism.object_graph`, which never copies: a copy's generator moves, the

@@ -1,13 +1,13 @@
-"""A trial of one transform on real samples: looking for what structure cannot tell, and leaving no trace.
+"""A trial of one transform on real samples, which finds what structure cannot tell, and leaves no trace.
 
-A trial can only *demote* (see :mod:`hotset.determinism.probe`, which does the looking): a generator that
-moves, two outputs that differ, and here also state that the transform goes on changing on itself. A counter
-that no output shows yet, a running mean: whatever it is, the transform is another one after each call, and
-what it gives on the thousandth is anybody's guess. What is built with the first call and stays is no such
-state.
+A trial can only *demote* (see :mod:`hotset.determinism.probe`, which it uses): it finds a generator that
+moves, two outputs that differ, and also state on the transform that changes with each call. With a counter
+that no output shows yet, or a running mean, the transform is another one after each call, and its later
+outputs are unknown. State that the first call builds, and that then stays, does not count.
 
-The transform itself is never copied, because a copy's generator is not the one that moves. Its *inputs* are,
-for each call anew: a transform may work in place. Its state is put back after the trial: attributes get their
+The transform itself is never copied, because a copy's generator is not the one that moves. Its *inputs* are
+copied for each call: a transform may work in place. Its state is restored after the trial: attributes get
+    their
 old values, and lists, dicts, sets, arrays and tensors among them, one level deep, their old contents.
 
 Calls are timed several times (:class:`Timed`). The first call may import a library, another may wait for the
@@ -47,8 +47,8 @@ class Trial:
 
     Attributes:
         outputs: its first output for each input.
-        seconds: that a call takes typically.
-        doubts: a sentence for each sign that it is not the same each time; empty is good.
+        seconds: the typical time of a call.
+        doubts: a sentence for each sign that its outputs vary; empty if there is none.
     """
 
     outputs: list[Any]
@@ -57,7 +57,7 @@ class Trial:
 
 
 def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -> Trial:
-    """Apply a transform to each input, several times over, under watch.
+    """Apply a transform to each input several times, and watch it.
 
     Args:
         step: the transform.
@@ -96,9 +96,10 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
 
 
 def once(step: Callable[..., Any], value: Any) -> tuple[Any, float]:
-    """What a transform, a random one too, makes of a value, and what that takes typically; no trace is left.
+    """The output of a transform, possibly random, for a value, and its typical time; leaves no trace.
 
-    It is called several times, with other draws each time, for about twenty milliseconds; the first counts.
+    It is called several times, with other draws each time, for about twenty milliseconds; the first output is
+    returned.
 
     Raises:
         Exception: whatever the transform raises, untouched; all state is put back then too.
@@ -116,9 +117,9 @@ def once(step: Callable[..., Any], value: Any) -> tuple[Any, float]:
 
 
 def alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
-    """Whether transforms, applied one after the other, change what the first of them is given.
+    """Whether transforms, applied one after the other, change the input of the first.
 
-    No trace is left. False as well where one raises: it is not the time for that.
+    Leaves no trace. False as well if one raises, which is reported elsewhere.
 
     Example:
         >>> alters([sorted], [2, 1]), alters([list.sort], [2, 1])
@@ -140,7 +141,7 @@ def alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
 
 
 class _State:
-    """What a transform holds in its attributes, to be compared and put back."""
+    """The attributes of a transform, to be compared and restored."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -156,7 +157,7 @@ class _State:
         return {} if not self._values and not hasattr(self._step, "__dict__") else changeable(self._step)
 
     def changed(self) -> tuple[str, ...]:
-        """A sentence that names what has another value than when this was made; empty if nothing has."""
+        """A sentence that names an attribute that has changed since; empty if none has."""
         now = self._look()
         for place in self._digests | now:
             if self._digests.get(place) != now.get(place):
@@ -190,10 +191,10 @@ def _refill(value: Any, content: Any) -> None:
 
 
 class Timed:
-    """A function, and what each of its calls took.
+    """A function, and the times of its calls.
 
     Attributes:
-        times: seconds of each call that returned.
+        times: the seconds of each call that returned.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:

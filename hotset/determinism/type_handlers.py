@@ -238,7 +238,7 @@ def _buffer(to: Describer, buffer: Any) -> None:
 
 
 def _cached(to: Describer, cached: Any) -> None:
-    """A data set that is cached itself gives what its source gives."""
+    """A dataset that is cached itself gives what its source gives."""
     to.put(b"H")
     to.add(cached.dataset, cached._source)
 

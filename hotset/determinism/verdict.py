@@ -1,4 +1,4 @@
-"""A verdict on one transform: does it give the same output for the same input, and how do we know?
+"""A verdict on one transform: does it return the same output for the same input, and how is that known?
 
 Evidence is asked for in this order, and the first that answers wins:
 
@@ -9,13 +9,13 @@ Evidence is asked for in this order, and the first that answers wins:
 
 What is left is unknown. Outputs are not looked at here: two equal outputs prove nothing.
 
-A user's subclass is believed to be what its library's class is only if it changes none of that class's
-methods; and a library's transform that was handed a function (a filter, a getter of labels, a hook) is
-believed only as far as that function is. Of what draws, all subclasses draw: that side needs no proof.
+The verdict on a library's class holds for a user's subclass only if that changes none of the class's methods;
+and a library's transform that holds a function of the user (a filter, a getter of labels, a hook) is
+deterministic only if that function is. All subclasses of a class that draws are taken to draw, without proof.
 
 ``deterministic`` speaks of outputs. ``RandomHorizontalFlip(p=0)`` returns its input each time, and still
-draws a number that it does not use: its verdict says so (``draws``), because whoever caches it shifts what
-all others draw from that generator.
+draws a number that it does not use: its verdict says so (``draws``), because caching it would shift what all
+others draw from that generator.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of one transform.
+    """The verdict on one transform.
 
     Attributes:
         step: the transform.
@@ -123,17 +123,17 @@ def verdict_of(step: object) -> Verdict:
 
 
 def spoken(step: object) -> Verdict | None:
-    """What is declared of a transform or container, or what it says of itself; None if neither.
+    """The verdict by declaration, or by the transform's own ``is_deterministic``; None if it has neither.
 
     Example:
         >>> spoken(torch.nn.ReLU()) is None
         True
     """
-    told = declared(step)
-    if told is None:
+    mark = declared(step)
+    if mark is None:
         return _asked(step)
     return Verdict.of(
-        step, "deterministic" if told == "deterministic" else "random", f"declared @hotset.{told}"
+        step, "deterministic" if mark == "deterministic" else "random", f"declared @hotset.{mark}"
     )
 
 
@@ -200,9 +200,9 @@ def changed(step: object, base: type) -> str | None:
 
 
 def handed(step: object, library: str) -> str | None:
-    """A sentence about a function that a library's transform holds and that is not known as deterministic.
+    """A sentence about a function in a library's transform that is not known to be deterministic.
 
-    Functions of the library itself are its defaults, and are believed.
+    The library's own functions are its defaults, and count as deterministic.
     """
     for name, value in _held(attributes(step)):
         if not callable(value) or isinstance(value, _NO_FUNCTION) or _root(_maker(value)) == library:
@@ -214,7 +214,7 @@ def handed(step: object, library: str) -> str | None:
 
 
 def name_of(step: object) -> str:
-    """A transform's name for people.
+    """A transform's name, for messages.
 
     Example:
         >>> name_of(torch.nn.ReLU()), name_of(functools.partial(max, 3))
@@ -227,7 +227,7 @@ def name_of(step: object) -> str:
 
 
 def _asked(step: object) -> Verdict | None:
-    """Clara's interface: the transform says it of itself."""
+    """Clara's interface: the transform's own ``is_deterministic``."""
     if isinstance(step, type) or not callable(inspect.getattr_static(type(step), "is_deterministic", None)):
         return None
     answer = step.is_deterministic()  # type: ignore[attr-defined]
@@ -247,7 +247,7 @@ def _by_structure(step: object) -> Verdict | None:
 
 
 def _of_partial(step: functools.partial[Any]) -> Verdict | None:
-    """A known function with plain values bound; whatever else is bound may be anything."""
+    """A known function with plain values bound. With other values bound, nothing is known."""
     inner = _by_structure(step.func)
     if inner is None or (inner.kind == "deterministic" and not _is_plain([step.args, step.keywords])):
         return None
@@ -268,7 +268,7 @@ def _root(maker: Any) -> str:
 
 
 def _maker(value: object) -> object:
-    """What says where a callable comes from: a function does itself, an object's class does."""
+    """The function, or the class of an object, whose module tells where a callable comes from."""
     if isinstance(value, functools.partial):
         return _maker(value.func)
     return value if isinstance(value, _FUNCTIONS) else type(value)

@@ -60,48 +60,50 @@ def judge(step: Any) -> Verdict | None:
         return _composition(step, base, replaced)
     known = replaced is None and not step.replay_mode
     if known and step.p <= 0:
-        return _told(step, "deterministic", "with p=0 is never applied")
+        return _verdict(step, "deterministic", "with p=0 is never applied")
     if step.p < 1 and not (known and base.__name__ == "NoOp"):
-        return _told(step, "random", f"draws whether it is applied, p={step.p:g}")
+        return _verdict(step, "random", f"draws whether it is applied, p={step.p:g}")
     if not known:
         why = f"has its own {replaced}" if replaced else "replays what was drawn before"
-        return _told(step, "random" if _drawing(base) else "unknown", why)
+        return _verdict(step, "random" if _drawing(base) else "unknown", why)
     if base.__name__ in _CALMS:
         return _calm(step, base.__name__)
     ranges = _RANGES.get(base.__name__)
     if ranges and all(_one(getattr(step, name)) for name in ranges):
         draws = ranges != ("blur_limit",)  # where a kernel's size is given by itself, it is not drawn
-        return _told(step, "deterministic", f"has a single {' and '.join(ranges)} to draw", draws)
+        return _verdict(step, "deterministic", f"has a single {' and '.join(ranges)} to draw", draws)
     method = _drawing(base)
     if method:
-        return _told(step, "random", f"draws from its own generators in {method}")
-    return _told(step, "unknown", "is a class of which nothing is known")
+        return _verdict(step, "random", f"draws from its own generators in {method}")
+    return _verdict(step, "unknown", "is a class of which nothing is known")
 
 
 def _calm(step: Any, name: str) -> Verdict:
     if name in ("LongestMaxSize", "SmallestMaxSize") and isinstance(step.max_size, (list, tuple)):
-        return _told(step, "random" if len(step.max_size) > 1 else "deterministic", "chooses from its sizes")
+        return _verdict(
+            step, "random" if len(step.max_size) > 1 else "deterministic", "chooses from its sizes"
+        )
     if name == "CropAndPad":
         sizes = (step.px, step.percent, step.fill, step.fill_mask)
         if not all(each is None or isinstance(each, (int, float)) for each in sizes):
-            return _told(step, "random", "draws its sizes or what it fills them with")
+            return _verdict(step, "random", "draws its sizes or what it fills them with")
     if "random" in (getattr(step, "position", None), getattr(step, "pad_position", None)):
-        return _told(step, "random", "draws the position")
+        return _verdict(step, "random", "draws the position")
     why = handed(step, "albumentations")
     if why:
-        return _told(step, "unknown", why)
-    return _told(step, "deterministic", "draws nothing where it is applied", draws=step.p < 1)
+        return _verdict(step, "unknown", why)
+    return _verdict(step, "deterministic", "draws nothing where it is applied", draws=step.p < 1)
 
 
 def _composition(step: Any, base: type, replaced: str | None) -> Verdict:
     if replaced or base.__name__ == "ReplayCompose" or step.replay_mode:
-        return _told(step, "unknown", f"has its own {replaced}" if replaced else "replays what was drawn")
+        return _verdict(step, "unknown", f"has its own {replaced}" if replaced else "replays what was drawn")
     if step.p <= 0:
-        return _told(step, "deterministic", "with p=0 is never applied", draws=True)
+        return _verdict(step, "deterministic", "with p=0 is never applied", draws=True)
     if base.__name__ not in _IN_ORDER:
-        return _told(step, "random", "draws which of its transforms it applies, or where")
+        return _verdict(step, "random", "draws which of its transforms it applies, or where")
     if step.p < 1:
-        return _told(step, "random", f"draws whether it is applied, p={step.p:g}")
+        return _verdict(step, "random", f"draws whether it is applied, p={step.p:g}")
     around = _around(step)
     whole = f", and is kept whole, as it {around}" if around else ""
     verdict = together(
@@ -110,7 +112,7 @@ def _composition(step: Any, base: type, replaced: str | None) -> Verdict:
     return Verdict.of(step, verdict.kind, verdict.evidence, draws=verdict.kind == "deterministic")
 
 
-def _told(step: Any, kind: Any, what: str, draws: bool = False) -> Verdict:
+def _verdict(step: Any, kind: Any, what: str, draws: bool = False) -> Verdict:
     return Verdict.of(step, kind, f"albumentations: {name_of(step)} {what}", draws)
 
 

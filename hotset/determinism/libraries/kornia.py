@@ -74,19 +74,19 @@ def judge(step: Any) -> Verdict | None:
     if "_BasicAugmentationBase" in names:
         return _augmentation(step, base, replaced)
     if "PolicyAugmentBase" in names:
-        return _told(step, "random", "draws from its policy")
+        return _verdict(step, "random", "draws from its policy")
     if "ImageSequentialBase" in names:
         return _sequence(step, replaced)
     if replaced or not base.__module__.startswith(_PURE) or base.__module__.startswith(_NETWORKS):
         why = f"has its own {replaced}" if replaced else "is a class of which nothing is known"
-        return _told(step, "unknown", why)
+        return _verdict(step, "unknown", why)
     unsure = handed(step, "kornia")
     if unsure:
-        return _told(step, "unknown", unsure)
+        return _verdict(step, "unknown", unsure)
     children = list(step.children())
     if children:
         return together(step, children, f"kornia: {base.__name__} draws nothing beside its modules")
-    return _told(step, "deterministic", "is no augmentation")
+    return _verdict(step, "deterministic", "is no augmentation")
 
 
 def _augmentation(step: Any, base: type, replaced: str | None) -> Verdict:
@@ -94,20 +94,22 @@ def _augmentation(step: Any, base: type, replaced: str | None) -> Verdict:
     known = base.__module__.startswith("kornia.augmentation._")
     if replaced or not known:
         if known and not calm:
-            return _told(step, "random", f"is derived from {base.__name__}, which draws")
-        return _told(step, "unknown", f"has its own {replaced}" if replaced else "is of an unknown class")
+            return _verdict(step, "random", f"is derived from {base.__name__}, which draws")
+        return _verdict(step, "unknown", f"has its own {replaced}" if replaced else "is of an unknown class")
     if 0 in (step.p, step.p_batch):
-        return _told(step, "deterministic", "with p=0 is never applied", draws=not calm or _gated(step))
+        return _verdict(step, "deterministic", "with p=0 is never applied", draws=not calm or _gated(step))
     if _gated(step):
-        return _told(step, "random", f"draws whether it is applied, p={step.p:g}, p_batch={step.p_batch:g}")
+        return _verdict(
+            step, "random", f"draws whether it is applied, p={step.p:g}, p_batch={step.p_batch:g}"
+        )
     unsure = handed(step, "kornia")
     if unsure:
-        return _told(step, "unknown", unsure)
+        return _verdict(step, "unknown", unsure)
     if calm:
-        return _told(step, "deterministic", "has no parameters to draw and is always applied")
+        return _verdict(step, "deterministic", "has no parameters to draw and is always applied")
     if _single(step, base):
-        return _told(step, "deterministic", "draws each parameter from a range of one value", draws=True)
-    return _told(step, "random", "draws its parameters from torch's generator")
+        return _verdict(step, "deterministic", "draws each parameter from a range of one value", draws=True)
+    return _verdict(step, "random", "draws its parameters from torch's generator")
 
 
 def _gated(step: Any) -> bool:
@@ -127,17 +129,17 @@ def _single(step: Any, base: type) -> bool:
 def _sequence(step: Any, replaced: str | None) -> Verdict:
     children = list(step.children())
     if getattr(step, "random_apply", False):
-        return _told(step, "random", "draws which of its children it applies")
+        return _verdict(step, "random", "draws which of its children it applies")
     if replaced or type(step).__name__ not in (*_SEQUENCES, "VideoSequential"):
         verdict = together(step, children, f"kornia: {name_of(step)}")
         why = "does more than apply its children in order"
-        return verdict if verdict.kind == "random" else _told(step, "unknown", why)
+        return verdict if verdict.kind == "random" else _verdict(step, "unknown", why)
     around = _around(step)
     whole = f", and is kept whole, as it {around}" if around else ""
     return together(step, children, f"kornia: {name_of(step)} applies its children{whole}")
 
 
-def _told(step: Any, kind: Any, what: str, draws: bool = False) -> Verdict:
+def _verdict(step: Any, kind: Any, what: str, draws: bool = False) -> Verdict:
     return Verdict.of(step, kind, f"kornia: {name_of(step)} {what}", draws)
 
 
