@@ -69,7 +69,7 @@ class Window:
         # Checks what is wrong for any dataset; Sizes.of checks the rest.
         resident_count(self.resident, self.replace, sys.maxsize, sample_bytes=1e-9)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ArgumentError(f"seed= must be an int, got {self.seed!r}.")
+            raise ArgumentError(f"seed= must be an int, from which the order follows, got {self.seed!r}.")
         if self.wait and self.replace == AUTO:
             raise ArgumentError(
                 'wait=True needs a rate: replace="auto" takes the samples that are ready, and never waits; '
