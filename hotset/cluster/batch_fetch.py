@@ -1,21 +1,21 @@
-"""An errand: one batch's way around the neighbours, for the samples that this machine has not got.
+"""Fetch one batch's missing samples from their owners.
 
 ::
 
     owned here          left to the store: claimed, read, kept                      (Store.fill)
-    owned elsewhere     asked for, of all owners at once, one request each:
-      present           verified; given out as they came
-      absent            this process has promised to bring it: read here, and put to its owner
-      promised          by another one, who reads it: waited for, after all else is done
-      roomless          absent, and no room for it there: the next in order is asked
+    owned elsewhere     all owners are asked at once, one request each; the answer for a sample is
+      present           verified; given out as it came
+      absent            this process has claimed it: it reads the sample, and puts it to its owner
+      promised          another process reads it: waited for, after all else is done
+      roomless          absent, and its owner has no room for it: the next machine in order is asked
       no answer         read here, and kept nowhere
 
-What this machine owns and has no room for goes the same way, from the next in order on. Where the roster has
-changed, a sample's former owner is asked before the source is read: so a machine that joins gets its share
-from its neighbours.
+What this machine owns and has no room for goes the same way, from the next machine in order on. After the
+membership has changed, a sample's former owner is asked before the source is read: so a machine that joins
+gets its share from the other machines.
 
-Nothing here raises but what reading the source does. Every wait is bounded: an answer's by the machine's
-patience (:class:`hotset.cluster.membership.Member`), and that for what others promised by `PATIENCE`.
+Only what reading the source raises is raised. Every wait is bounded: for an answer by the machine's patience
+(:class:`hotset.cluster.membership.Member`), for what others have promised by `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PUTS = 8
 
 
 class Brought:
-    """What an errand has brought.
+    """What a fetch has brought.
 
     Attributes:
         records: as other machines have sent them, sound.
@@ -77,7 +77,7 @@ def parts(cache: CacheIdentity, ids: Longs) -> Iterator[Longs]:
 
 
 class _Waiting(NamedTuple):
-    """Samples that another process reads: whom to ask for them, and how far after their owner it comes."""
+    """Samples that another process reads: the machine to ask, and how far after their owner it is."""
 
     name: str
     ids: Longs
@@ -90,11 +90,11 @@ class _Put(NamedTuple):
     name: str
     samples: dict[int, Any]
     turn: int
-    ticket: PendingRequest
+    request: PendingRequest
 
 
 class BatchFetch:
-    """One batch's way around the neighbours.
+    """One fetch of a batch's missing samples.
 
     Args:
         peers: the other machines; no other thread asks them meanwhile.
@@ -121,8 +121,8 @@ class BatchFetch:
             asked: what was asked for before.
         """
         begun = time.monotonic()
-        for ticket in asked:
-            self._take_in(ticket.ids, ticket.wait(begun + self._peers.patience(ticket.name)))
+        for request in asked:
+            self._take_in(request.ids, request.wait(begun + self._peers.patience(request.name)))
         missing = missing[np.isin(missing, self._got.ids(), invert=True)]
         owned = self._peers.known.others(missing)
         waiting = self._ask(owned)
@@ -134,7 +134,7 @@ class BatchFetch:
         pause = _SHORTEST_PAUSE
         while waiting:
             if time.monotonic() > until:
-                for each in waiting:  # brought as well: whoever is first is kept
+                for each in waiting:  # brought as well: the first to come is kept
                     self._read_here(each.name, each.ids, each.turn)
                 break
             time.sleep(pause)
@@ -156,7 +156,7 @@ class BatchFetch:
     # ---- asking --------------------------------------------------------------------------------------
 
     def _ask(self, owned: list[Owned], turn: int = 0) -> list[_Waiting]:
-        """Ask these machines at once; read what is nobody's yet. Returns what others have promised.
+        """Ask these machines at once; read what no process has claimed. Returns what others have promised.
 
         Args:
             owned: machines, and what each is asked for.
@@ -173,16 +173,16 @@ class BatchFetch:
         roomless = [np.empty(0, np.int64)]
         while asked:
             again = []
-            for name, ticket in asked:
-                answer = ticket.wait(begun + self._peers.patience(name))
-                self._take_in(ticket.ids, answer)
+            for name, request in asked:
+                answer = request.wait(begun + self._peers.patience(name))
+                self._take_in(request.ids, answer)
                 if answer.left.any():
-                    left = self._peers.by_name[name].ask(self._cache, ticket.ids[answer.left], claim=True)
+                    left = self._peers.by_name[name].ask(self._cache, request.ids[answer.left], claim=True)
                     again.append((name, left))
                 if answer.promised.any():
-                    waiting.append(_Waiting(name, ticket.ids[answer.promised], turn))
-                roomless.append(ticket.ids[answer.roomless])
-                rest = ticket.ids[~(answer.present | answer.left | answer.promised | answer.roomless)]
+                    waiting.append(_Waiting(name, request.ids[answer.promised], turn))
+                roomless.append(request.ids[answer.roomless])
+                rest = request.ids[~(answer.present | answer.left | answer.promised | answer.roomless)]
                 if len(rest):
                     absent.append((name if answer.answered else None, rest))
             asked = again
@@ -219,7 +219,7 @@ class BatchFetch:
     # ---- what moves, as machines come and go ---------------------------------------------------------
 
     def _fetch_home(self, ids: Longs) -> Longs:
-        """Get what this machine owns from who owned it before, and keep it; returns what nobody had."""
+        """Get what this machine owns from its former owners, and keep it; returns what they did not have."""
         left = self._not_moved(None, ids)
         came = np.setdiff1d(ids, left)
         if len(came):
@@ -233,10 +233,10 @@ class BatchFetch:
         ]
         begun = time.monotonic()
         came = [np.empty(0, np.int64)]
-        for name, ticket in asked:
-            answer = ticket.wait(begun + self._peers.patience(name))
-            self._take_in(ticket.ids, answer)
-            came.append(ticket.ids[answer.present])
+        for name, request in asked:
+            answer = request.wait(begun + self._peers.patience(name))
+            self._take_in(request.ids, answer)
+            came.append(request.ids[answer.present])
         found = np.concatenate(came)
         if owner is not None and len(found):
             self._put(owner, self._some(found))
@@ -253,7 +253,7 @@ class BatchFetch:
     # ---- reading, and bringing -----------------------------------------------------------------------
 
     def _read_here(self, owner: str | None, ids: Longs, turn: int = 0) -> None:
-        """Read samples from the source, and bring them to who has promised them room."""
+        """Read samples from the source, and bring them to the machine that has promised them room."""
         samples: dict[int, Any] = {}
         drawing: list[int] = []
         size = 0
@@ -291,16 +291,16 @@ class BatchFetch:
         ids, records = pack(self._cache, self._schema, samples, unread or [])
         if len(ids):
             self._settle(_PUTS - 1)
-            ticket = self._peers.by_name[owner].put(self._cache, ids, records)
-            self._puts.append(_Put(owner, samples, turn, ticket))
+            request = self._peers.by_name[owner].put(self._cache, ids, records)
+            self._puts.append(_Put(owner, samples, turn, request))
 
     def _settle(self, left: int = 0) -> None:
         """Wait until what was brought is there, but for the last so many; what was refused goes further."""
         begun = time.monotonic()
         while len(self._puts) > left:
             put = self._puts.pop(0)
-            answer = put.ticket.wait(begun + self._peers.patience(put.name))
-            refused = put.ticket.ids[answer.roomless].tolist()
+            answer = put.request.wait(begun + self._peers.patience(put.name))
+            refused = put.request.ids[answer.roomless].tolist()
             if refused:
                 self._put_further({sample: put.samples[sample] for sample in refused}, put.turn + 1)
 

@@ -1,22 +1,26 @@
-"""Asking: this process's way to the records of other machines.
+"""The client: this process's way to the records of other machines.
 
 ::
 
-    ask(cache, ids) ──> Ticket ──> wait(deadline)      several tickets of one peer in flight
-                                      │ verified: where the frames lie, to be copied by the caller
-                                      └ or absent: the caller reads the source
+    ask(cache, ids) ──> PendingRequest ──> wait(deadline)      several requests of one peer in flight
+                                              │ verified: where the frames lie, to be copied by the caller
+                                              └ or absent: the caller reads the source
 
-Asking never raises for what a peer does or does not do. A peer *fails* when it is not there, refuses our
-key, speaks another version, or lets a deadline pass. It is then left alone for half a second, twice as long
-after each further failure in a row, half a minute at most, and its samples are absent meanwhile; where it has
-no such cache, for that cache alone. All that is counted, and told once for each peer.
+A request never raises for what a peer does or does not do. A peer *fails* when it is not there, refuses this
+machine's key, speaks another version, or lets a deadline pass. The process then leaves it alone for half a
+second, twice as long after each further failure in a row, half a minute at most, and its samples are absent
+meanwhile; where the peer has no such cache, for that cache alone. All of that is counted, and the user is
+warned once for each peer.
 
-An answer is known by its request's number, which begins at random for each connection: what comes for a
-ticket that nobody has any more (it is weakly held) is dropped, and so is what was said before a restart.
+Nothing of an answer is believed. What does not answer the request is a failure of the peer; a record that is
+damaged, or another sample's, is absent, and counted.
 
-There is no thread here: sockets are looked at while a ticket is waited for. A peer belongs to the thread that
-uses it. A forked child has sockets of its own, made when it first asks; what it inherits it leaves untouched,
-as closing it would end the parent's connections, and tickets from before the fork are absent in the child.
+An answer is known by its request's number, which begins at random for each connection. An answer to a request
+that is no longer held (peers hold them weakly) is dropped, and so is one from before a restart.
+
+There is no thread here: a process looks at its sockets while it waits for a request. A peer belongs to the
+thread that uses it. A forked child makes sockets of its own when it first asks. It leaves the inherited ones
+untouched, as closing them would end the parent's connections, and requests from before the fork are absent.
 """
 
 from __future__ import annotations
@@ -59,12 +63,12 @@ __all__ = ["Answer", "Peer", "PeerClients", "Peers", "PendingRequest"]
 
 T = TypeVar("T")
 
-_IN_FLIGHT = 16  # what the other end queues for one asker
+_IN_FLIGHT = 16  # what the server queues for one client
 
 _ENDS: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "has closed the connection, or died",
     zmq.EVENT_CONNECT_RETRIED: "does not listen at its address",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "has broken off the handshake, as who has other keys does",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "has broken off the handshake, as a machine with other keys does",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "does not speak ZeroMQ with our keys",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "does not let this machine's key in",
 }
@@ -221,7 +225,7 @@ class Peer:
 
     @property
     def rests(self) -> bool:
-        """Whether it is left alone at the moment."""
+        """Whether this process leaves it alone at the moment."""
         return self._rest.lasts
 
     def ask(self, cache: CacheIdentity, ids: Longs, *, claim: bool = False) -> PendingRequest:
@@ -237,44 +241,44 @@ class Peer:
         return self._ask(cache, ids, Operation.CLAIM if claim else Operation.GET)
 
     def clear(self, cache: CacheIdentity, clears: int) -> PendingRequest:
-        """Ask it to forget every record of a cache: see :meth:`Shelf.clear`. It has, if there are words."""
+        """Ask it to forget every record of a cache: see :meth:`Service.clear`. It has, if there are words."""
         word = np.array([clears])
-        ticket = PendingRequest(self, cache, word, Operation.CLEAR)
-        self._send(ticket, lambda number: messages.clear(number, cache, word))
-        return ticket
+        request = PendingRequest(self, cache, word, Operation.CLEAR)
+        self._send(request, lambda number: messages.clear(number, cache, word))
+        return request
 
     def _ask(self, cache: CacheIdentity, ids: Longs, operation: Operation) -> PendingRequest:
-        ticket = PendingRequest(self, cache, ids, operation)
-        self._send(ticket, lambda number: messages.get(number, cache, ids, operation))
-        return ticket
+        request = PendingRequest(self, cache, ids, operation)
+        self._send(request, lambda number: messages.get(number, cache, ids, operation))
+        return request
 
     def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> PendingRequest:
         """Bring records of these samples, ``messages.LARGEST`` bytes at most; sends at once."""
-        ticket = PendingRequest(self, cache, ids, Operation.PUT)
-        self._send(ticket, lambda number: messages.put(number, cache, ids, records))
-        return ticket
+        request = PendingRequest(self, cache, ids, Operation.PUT)
+        self._send(request, lambda number: messages.put(number, cache, ids, records))
+        return request
 
-    def _send(self, ticket: PendingRequest, frames: Callable[[int], list[Any]]) -> None:
+    def _send(self, request: PendingRequest, frames: Callable[[int], list[Any]]) -> None:
         if self._pid != os.getpid():
             self._leave_to_parent()
-        if self.rests or self._rest_of[ticket.cache.fingerprint].lasts or len(self._open) >= _IN_FLIGHT:
-            ticket.is_lost = True
+        if self.rests or self._rest_of[request.cache.fingerprint].lasts or len(self._open) >= _IN_FLIGHT:
+            request.is_lost = True
             return
         try:
             if self._socket is None:
                 self._connect()
         except (OSError, zmq.ZMQError) as error:
-            ticket.is_lost = True
+            request.is_lost = True
             self.fail(f"cannot be connected to: {error}")
             return
         self._number = (self._number + 1) % (1 << 64)
         try:
             self._socket.send_multipart(frames(self._number), zmq.NOBLOCK)
         except zmq.Again:
-            ticket.is_lost = True
+            request.is_lost = True
             self.fail("takes no more requests")
             return
-        self._open[self._number] = ticket
+        self._open[self._number] = request
 
     def _connect(self) -> None:
         require_descriptors()
@@ -310,16 +314,16 @@ class Peer:
         except Malformed as error:
             self.fail(str(error))
             return
-        ticket = self._open.pop(head.number, None)
-        if ticket is None or ticket.is_lost:
+        request = self._open.pop(head.number, None)
+        if request is None or request.is_lost:
             self.traffic.late += 1
             return
-        ticket.head, ticket.frames = head, frames
+        request.head, request.frames = head, frames
 
     def fail(self, why: str) -> None:
-        """Note that the peer fails, tell of it once, and leave it alone for a while.
+        """Note that the peer fails, warn of it once, and leave it alone for a while.
 
-        Its connection is closed, and with it goes whatever else is on its way.
+        Its connection is closed; whatever else is on its way is lost.
         """
         self._disconnect()
         self.traffic.failures += 1
@@ -355,8 +359,8 @@ class Peer:
             )
 
     def _disconnect(self) -> None:
-        for ticket in list(self._open.values()):
-            ticket.is_lost = True
+        for request in list(self._open.values()):
+            request.is_lost = True
         self._open.clear()
         if self._socket is not None:
             if self._events is not None:
@@ -372,7 +376,7 @@ class Peer:
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """Close the connection; tickets that are open are absent."""
+        """Close the connection; open requests are absent."""
         if self._pid == os.getpid():
             self._disconnect()
 
@@ -424,7 +428,7 @@ class PeerClients:
         return self._context
 
     def close(self) -> None:
-        """Close all connections, at once; nothing happens in a forked child that has asked nobody."""
+        """Close all connections, at once; nothing happens in a forked child that has asked no peer."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()

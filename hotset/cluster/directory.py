@@ -1,23 +1,23 @@
-"""The directory: which machines share a session, and who is just finding out how a data set is cached.
+"""The directory: which machines share a session, and which of them is planning how a dataset is cached.
 
-There is one for each session, in an actor of Ray's that begins again, somewhere, if its machine dies. It has
-nothing that the machines' nodes do not know better: each of them *beats* once a second, says who it is and
-which caches it has, and gets back who else is there and what it has not heard of. So after a restart a few
-seconds of beats fill it again; until then it tells nobody anything, as a list with half of the machines in it
-would move half of the samples.
+There is one for each session, in an actor of Ray's that Ray starts again, anywhere, if its machine dies. It
+has nothing that the machines' nodes do not know better: each node *beats* once a second, says which machine
+it is and which caches it has, and gets back which other machines there are and what it has not heard of. So
+after a restart a few seconds of beats fill the directory again. Until then it gives out no list of machines:
+a list with half of them in it would move half of the samples. A machine has
 
     joined       once it has its part of all caches, and all others let its key in; at the latest after
-                 `PREPARING` seconds. But not with records of before a clear: it forgets them first
-    left         after `SILENT` seconds without a beat, whatever became of it. Where that is most of them at
-                 once, the directory was cut off, and gathers them anew
+                 `PREPARING` seconds. But not with records from before a clear: it forgets them first
+    left         after `SILENT` seconds without a beat, whatever became of it. Where most machines fall silent
+                 at once, it is the directory that was cut off, and it gathers them anew
 
-Who has come gets its samples from those that owned them before, so these are told of too, for `FORMER`
-seconds: by then what is used at all has moved.
+A machine that has joined gets its samples from the machines that owned them before. So these are given out
+too, for `FORMER` seconds: by then what is used at all has moved.
 
-Two machines that make plans for one data set could cut its chain in two places, as measured seconds decide.
-So the first who asks for a plan makes it, for all: the others wait for what it finds out.
+Two machines that plan for one dataset could cut its chain in two places, as measured seconds decide. So the
+first machine that asks for a plan makes it, for all; the others wait for it.
 
-It knows nothing of Ray: :mod:`hotset.cluster.ray_actors` puts it into one.
+The directory knows nothing of Ray: :mod:`hotset.cluster.ray_actors` makes an actor of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SILENT = 6.0
 PREPARING = 10.0
 FORMER = 600.0
 _GATHERING = 15.0
-_CUT_OFF = 120.0  # Ray takes a minute to see who is dead, and expects no more of them then
+_CUT_OFF = 120.0  # Ray takes a minute to see which machines are dead, and expects none of them then
 _PLANNING = 60.0
 
 
@@ -42,8 +42,8 @@ class Described(NamedTuple):
     """A cache, as a machine that has none of it can make its part.
 
     Attributes:
-        meeting: what it is found by: see :class:`hotset.dataset.identity.Identity`.
-        samples: length of the data set.
+        meeting: what machines find it by: see :class:`hotset.dataset.identity.Identity`.
+        samples: length of the dataset.
         schema: of its samples; JSON's types.
         about: its metadata; JSON's types.
     """
@@ -92,7 +92,7 @@ class HeartbeatReply(NamedTuple):
     Attributes:
         keys: of all machines that beat, by name, which are to be let in.
         members: the machines that have joined; None while it is gathering them.
-        former: those that had before the last of them came or left; none after a while, or if nobody has.
+        former: the machines before the last of them came or left; none after a while, or without a change.
         caches: those that this machine has not got.
         unknown: meetings that it wants to hear of with the next beat.
         clears: how often the cluster has cleared those caches that this machine has not cleared as often.
@@ -157,19 +157,19 @@ class Directory:
             return
         # Those that fell silent together are found so one after the other, within a beat.
         quiet = [silences[name] > SILENT / 2 for name, come in self._joined.items() if come is None]
-        if 2 * sum(quiet) > len(quiet):  # it is rather this one that was cut off: see who is there
+        if 2 * sum(quiet) > len(quiet):  # rather the directory was cut off: gather the machines anew
             self._has_gathered, self._begun, self._patience = False, now, _CUT_OFF
         for gone in silent:
             del self._beats[gone], self._joined[gone]
 
     def _changed(self, members: tuple[Member, ...] | None, now: float) -> tuple[Member, ...] | None:
-        """Note who was there before, if it is others than now, or of other capacity."""
+        """Note which machines there were before, if they or their capacities have changed."""
         if members is not None and _weights(members) != _weights(self._last):
             self._last, self._former, self._changed_at = members, self._last, now
         return members
 
     def _let_join(self, now: float) -> None:
-        """Note which machines have joined: who is asked before it is ready refuses, and that is told of."""
+        """Note which machines have joined: one that is asked too early refuses, and users are warned."""
         for name, come in self._joined.items():
             if come is not None:
                 beat = self._beats[name][1]
@@ -203,14 +203,14 @@ class Directory:
         ]
 
     def plan(self, meeting: str, who: str) -> Described | bool:
-        """Ask how a data set is cached.
+        """Ask how a dataset is cached.
 
         Args:
             meeting: which.
-            who: asks.
+            who: the process that asks.
 
         Returns:
-            How; or True for who is to find out, and :meth:`publish` it; or False: somebody is at it.
+            How; True if the process has to find out, and :meth:`publish` it; False if another one does.
         """
         if meeting in self._caches:
             return self._caches[meeting]
@@ -222,12 +222,12 @@ class Directory:
         return True
 
     def publish(self, described: Described) -> None:
-        """Say how a data set is cached; the first to say so is right."""
+        """Say how a dataset is cached; the first process to say so is right."""
         self._caches.setdefault(described.meeting, described)
         self._plans.pop(described.meeting, None)
 
     def has_alike(self, name: str, samples: int, maker: str) -> bool:
-        """Whether another machine has found out how a data set of that class and length is cached.
+        """Whether another machine has found out how a dataset of that class and length is cached.
 
         Args:
             name: of the class.
@@ -240,7 +240,7 @@ class Directory:
         )
 
     def give_up(self, meeting: str, who: str) -> None:
-        """Say that this one will not find out how a data set is cached."""
+        """Say that this process will not find out how a dataset is cached."""
         if self._plans.get(meeting, (0.0, ""))[1] == who:
             del self._plans[meeting]
 

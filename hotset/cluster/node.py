@@ -1,11 +1,12 @@
 """The node: what one machine does for a session that it shares with others.
 
-It owns the session on its machine: it makes it if it is not there, and anew if it is gone; makes this
-machine's part of each cache that any machine has, and serves what is in them. Who is there it hears from the
-directory, once a second, and writes it down for the machine's processes (:mod:`hotset.cluster.membership`).
+It owns the session on its machine: it makes the session if there is none, and anew if it is gone. It makes
+this machine's part of each cache that any machine has, and serves what is in it. Once a second the directory
+tells it which machines there are, and it writes that down for the machine's processes
+(:mod:`hotset.cluster.membership`).
 
-It runs in an actor of Ray's on that machine, which begins again when it dies: the session, what is in it, the
-machine's name and its keys are where they were, and only the port is another.
+It runs in an actor of Ray's on that machine, which Ray starts again when it dies. The session, what is in it,
+the machine's name and its keys are where they were; only the port is another.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Part(NamedTuple):
     """This machine's part of a cache, as its node has it."""
 
     use: SessionCacheHandle
-    shelf: StoreService
+    service: StoreService
     store: Store
 
 
@@ -101,18 +102,18 @@ class Node:
         new = f"{socket.gethostname()[:_LONGEST]}-{secrets.token_hex(4)}"
         self._me = known.me if known is not None else new
         self._keys = known.keys if known is not None else Keys.new()
-        self._roster = known
+        self._membership = known
         self._beat = beat
-        self._shelves = StoreServices()
+        self._services = StoreServices()
         self._caches: dict[str, Described] = {}
         self._wanted: tuple[str, ...] = ()
         self._parts: dict[str, _Part] = {}  # by meeting
         members = known.members if known is not None else ()
         self._knows = {self._me: self._keys.public, **{m.name: m.key.encode() for m in members}}
-        self._allowed = set(self._knows.values())  # only ever added to: who has left may come back
+        self._allowed = set(self._knows.values())  # only added to: a machine that left may come back
         make_tally(self.session.number)
         self._adopt_what_is_there()
-        self._serving = Serving(host, self._shelves, self._keys, self._allowed)
+        self._serving = Serving(host, self._services, self._keys, self._allowed)
         self.member = Member(
             self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity()
         )
@@ -134,7 +135,7 @@ class Node:
         self._stop.set()
         self._thread.join()
         self._serving.close()
-        self._shelves.close()
+        self._services.close()
         for part in self._parts.values():
             part.use.close()
 
@@ -146,7 +147,7 @@ class Node:
         return 0
 
     def status(self) -> dict[str, Any]:
-        """What it has served, what its session holds, and what its processes got from others, for people."""
+        """What the node has served, what its session holds, and what its processes got from others."""
         said: dict[str, Any] = {"pid": os.getpid(), "served": asdict(self._serving.served)}
         with contextlib.suppress(OSError):
             report = reports.report(self.session)
@@ -169,13 +170,13 @@ class Node:
     # ---- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(0 if self._roster is None else BEAT_SECONDS):
-            for task in (self._shelves.end_leases, self._keep_session, self._let_go, self._exchange):
-                # Each for itself, whatever it is (no descriptors, say): it is tried again with the next beat.
-                # Without a directory for the moment, what was known last holds.
+        while not self._stop.wait(0 if self._membership is None else BEAT_SECONDS):
+            for task in (self._services.end_leases, self._keep_session, self._let_go, self._exchange):
+                # Each by itself, whatever it raises (no descriptors, say): the next beat tries it again.
+                # While there is no directory, what was known last holds.
                 with contextlib.suppress(Exception):
                     task()
-            if self._roster is None:
+            if self._membership is None:
                 self._stop.wait(0.2)
 
     def _is_there(self) -> bool:
@@ -189,23 +190,23 @@ class Node:
         return False
 
     def _let_go(self) -> None:
-        """Use the caches alone that other machines ask for: one that nobody uses makes room for others.
+        """Keep in use only those caches that other machines ask for: an unused one makes room for others.
 
-        One that has made room is made anew, empty, when the directory says that it is missing.
+        A cache that has made room is made anew, empty, when the directory says that it is missing.
         """
         now = time.monotonic()
         for meeting, part in list(self._parts.items()):
             if part.store.segment.live[Live.INVALIDATED] == DESTROYED:
-                self._shelves.drop(part.shelf.cache.fingerprint)
+                self._services.drop(part.service.cache.fingerprint)
                 part.use.close()
                 del self._parts[meeting], self._caches[meeting]
-            elif now - part.shelf.asked < _UNASKED_SECONDS:
+            elif now - part.service.asked < _UNASKED_SECONDS:
                 part.use.join()
             else:
                 part.use.stand_by()
 
     def _keep_session(self) -> None:
-        """Make the session anew if it is gone, unless that was on purpose: as empty as it was at first."""
+        """Make the session anew, empty, if it is gone and was not destroyed on purpose."""
         if self._is_there():
             return
         self.member = self.member._replace(capacity=0)  # it owns nothing, and the others are told so
@@ -213,11 +214,11 @@ class Node:
             return
         session = find_or_make(self._name, self.session.memory, like=self.session)
         make_tally(session.number)
-        if self._roster is not None:
-            write_membership(session.number, self._roster)
+        if self._membership is not None:
+            write_membership(session.number, self._membership)
         self.session = session
         caches, self._caches = self._caches, {}
-        self._shelves.retire()
+        self._services.retire()
         for part in self._parts.values():
             part.use.close()
         self._parts.clear()
@@ -231,7 +232,7 @@ class Node:
 
     def _said(self) -> Heartbeat:
         news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
-        clears = {meeting: self._shelves[mark].clears for meeting, mark in self._marks().items()}
+        clears = {meeting: self._services[mark].clears for meeting, mark in self._marks().items()}
         return Heartbeat(
             self.member, frozenset(self._knows), tuple(self._caches), news, clears, self.status()
         )
@@ -239,10 +240,10 @@ class Node:
     def _marks(self) -> dict[str, bytes]:
         """The fingerprints of the caches that are served here, by their meetings."""
         marks = {meeting: fingerprint_of(described.about) for meeting, described in self._caches.items()}
-        return {meeting: mark for meeting, mark in marks.items() if mark in self._shelves}
+        return {meeting: mark for meeting, mark in marks.items() if mark in self._services}
 
     def _hear(self, heard: HeartbeatReply) -> None:
-        # First: who is let in says so with the next beat, and is asked from then on.
+        # First: with the next beat this node says which keys it lets in, and is asked from then on.
         self._knows = {name: key.encode() for name, key in heard.keys.items()}
         self._allowed |= set(self._knows.values())
         self._wanted = heard.unknown
@@ -251,16 +252,16 @@ class Node:
                 self._make(described)
         marks = self._marks()
         for meeting, clears in heard.clears.items():
-            # Whose clear it was may have asked for it meanwhile; and what is not done is heard of again.
-            if meeting in marks and (shelf := self._shelves[marks[meeting]]).clears < clears:
+            # The machine that clears may have asked for it meanwhile; what is not done is heard of again.
+            if meeting in marks and (service := self._services[marks[meeting]]).clears < clears:
                 with contextlib.suppress(Exception):
-                    shelf.clear(clears)
+                    service.clear(clears)
         if heard.members is None:
             return
-        roster = Membership(self._me, self._keys, heard.members, heard.former)
-        if roster != self._roster and self._is_there():
-            write_membership(self.session.number, roster)
-            self._roster = roster
+        membership = Membership(self._me, self._keys, heard.members, heard.former)
+        if membership != self._membership and self._is_there():
+            write_membership(self.session.number, membership)
+            self._membership = membership
 
     # ---- caches --------------------------------------------------------------------------------------
 
@@ -311,9 +312,9 @@ class Node:
         store.filler.ahead = True
         store.room.allowance, store.room.knob = use, "the session's `--memory`"
         self._caches[described.meeting] = described
-        shelf = StoreService(store, fingerprint_of(described.about))
-        self._shelves.add(shelf, store)
-        self._parts[described.meeting] = _Part(use, shelf, store)
+        service = StoreService(store, fingerprint_of(described.about))
+        self._services.add(service, store)
+        self._parts[described.meeting] = _Part(use, service, store)
 
 
 def find_or_make(name: str, memory: int | None, like: Session | None = None) -> Session:
@@ -326,4 +327,4 @@ def find_or_make(name: str, memory: int | None, like: Session | None = None) -> 
     try:
         return sessions.create(name, memory=memory, ttl=_TTL)
     except SessionError:
-        return sessions.find(name)  # somebody else has just made it
+        return sessions.find(name)  # another process has just made it

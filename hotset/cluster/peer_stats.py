@@ -38,7 +38,7 @@ class PeerStats:
         stored: records that the peer took.
         unsound: records that were damaged, or another sample's.
         refused: requests that it had no records for: no such cache, or too many requests.
-        late: answers that nobody waited for any more.
+        late: answers that came after the wait for them had ended.
         failures: of the peer.
         answers: that came in time.
         seconds: from asking to the answer being there, summed over those.

@@ -4,7 +4,7 @@ A message is a list of frames. All integers are little-endian, and every frame's
 was read before it: what has another length is refused with a reason. ::
 
     get        header | ids                                     sample numbers, i64 each
-    claim      the same; what is absent the asker will bring
+    claim      the same; the client will bring what is absent
     clear      header | a word, i64: how often, by now          forget all
     put        header | ids | entries | rows | tails
     answer     header | entries | rows | tails                  of a put: header | entries; of a clear: it
@@ -26,13 +26,13 @@ was read before it: what has another length is refused with a reason. ::
 
 A *row* is a record's row as it lies in the sender's segment (:mod:`hotset.store.format`), header and checksum
 included; a *tail* its run of 256-byte lines. Rows of present records lie side by side in the order of the
-ids, and so do the tails. A row's head says at which line its tail begins **in the sender's segment**: whoever
-stores the record elsewhere writes its own line there, and a new checksum.
+ids, and so do the tails. A row's head says at which line its tail begins **in the sender's segment**: a store
+that stores the record elsewhere writes its own line there, and a new checksum.
 
 The checksum travels with each record and covers the sample's number, so that a record sent for another sample
-is found like a damaged one. Against who forges, it is no help: that is what keys are for.
+is found like a damaged one. It is no help against forgery: that is what keys are for.
 
-The first 24 bytes stay what they are in every version, so that another version can be told of in a sentence.
+The first 24 bytes stay what they are in every version, so that a sentence can name another version.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _TAIL_MASK = (1 << TAIL_COUNT_BITS) - 1
 
 
 class Malformed(ValueError):
-    """A message that is none; says why, as the end of a sentence that begins with who sent it."""
+    """A malformed message; says why, as the end of a sentence that begins with the sending machine."""
 
 
 class Operation(IntEnum):
@@ -255,7 +255,7 @@ def parse_words(head: Head, frames: Sequence[Frame]) -> Longs:
 def parse_records(
     head: Head, frames: Sequence[Frame], cache: CacheIdentity, *, bare: bool = False
 ) -> WireRecords:
-    """Read entries, rows and tails; views of the frames, which nobody has verified yet (:func:`sound`).
+    """Read entries, rows and tails; views of the frames, which are not verified yet (:func:`sound`).
 
     Args:
         head: of the message.

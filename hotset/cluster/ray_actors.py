@@ -88,7 +88,7 @@ class NodeActor:
     def __init__(self, session: str, memory: int | None, host: str) -> None:
         import ray
 
-        from hotset.cluster.node import Node  # brings torch along, which who only looks can do without
+        from hotset.cluster.node import Node  # brings torch along, which the directory does without
         from hotset.store.memory_limits import keep_freed_memory
 
         keep_freed_memory()  # what is sent and received is allocated for each message

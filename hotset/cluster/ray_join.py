@@ -1,7 +1,8 @@
-"""Joining: how a program gets to a session that the machines of a Ray cluster share, and looks after it.
+"""Joining: how a program gets to a session that the machines of a Ray cluster share, and manages it.
 
-A process that trains needs Ray once, in :func:`join`; after that it has the roster, and lets go of Ray if it
-was connected for this alone. Ray Client (``ray://``) is refused: its process is on no machine of the cluster.
+A process that trains needs Ray once, in :func:`join`. After that it reads the membership file, and
+disconnects from Ray if it was connected for this alone. Ray Client (``ray://``) is refused: its process is on
+no machine of the cluster.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class Joined:
 
     @contextlib.contextmanager
     def planning(self, meeting: str) -> Iterator[Described | None]:
-        """Find out how a data set is cached, or be the one who finds out, for all: then it is None.
+        """Find out how a dataset is cached; None if this process has to find out, for all machines.
 
-        Who is that one calls :meth:`publish` in the block, or leaves it to the next. Where the directory does
-        not answer, everybody finds out.
+        That process calls :meth:`publish` in the block, or leaves it to the next one. If the directory does
+        not answer, every process finds out.
         """
         import ray
 
@@ -93,9 +94,9 @@ class Joined:
                     ray.get(self._directory.give_up.remote(meeting, self._who), timeout=ANSWER_SECONDS)
 
     def leave(self) -> None:
-        """Let go of Ray, if this process is connected to it for this alone.
+        """Disconnect from Ray, if this process is connected to it for this alone.
 
-        Or Ray would end the process a minute after the Ray cluster has ended.
+        Otherwise Ray would end the process a minute after the Ray cluster has ended.
         """
         if self._alone:
             import ray
@@ -105,18 +106,18 @@ class Joined:
     @property
     def machine(self) -> str:
         """This machine's name, which outlives its session; empty before it has one."""
-        roster = read_membership(self.number)
-        return roster.me if roster is not None else ""
+        membership = read_membership(self.number)
+        return membership.me if membership is not None else ""
 
     def publish(self, described: Described) -> None:
-        """Say how a data set is cached."""
+        """Say how a dataset is cached."""
         import ray
 
         with contextlib.suppress(Exception):
             ray.get(self._directory.publish.remote(described), timeout=ANSWER_SECONDS)
 
     def has_alike(self, name: str, samples: int) -> bool:
-        """Whether another machine caches a data set of that class and length."""
+        """Whether another machine caches a dataset of that class and length."""
         import ray
 
         with contextlib.suppress(Exception):
@@ -287,11 +288,11 @@ def _is_connected() -> bool:
 
 
 def _require_open(address: str) -> None:
-    """Look whether anybody listens there: Ray itself would wait for minutes.
+    """Check that a process listens there: Ray itself would wait for minutes.
 
     Raises:
-        OSError: nobody does.
-        ValueError: it is no address.
+        OSError: none does.
+        ValueError: it is not an address.
     """
     host, _, port = address.rpartition(":")
     if host:

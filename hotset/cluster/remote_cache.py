@@ -1,9 +1,9 @@
-"""Neighbours: this process's way to those samples of a cache that other machines own.
+"""The remote cache: this process's way to those samples of a cache that other machines own.
 
-Each sample has an owner among the machines (:mod:`hotset.cluster.membership`), whose memory keeps it. What a
-batch lacks is got from the owners (:mod:`hotset.cluster.batch_fetch`). What the next batch will lack can be
-asked for before (:meth:`RemoteCache.announce`): it comes while this one is trained on. That promises nothing:
-what is absent is asked for again, with a promise to bring it, when it is needed.
+Each sample has an owner among the machines (:mod:`hotset.cluster.membership`), whose memory keeps it. A batch
+gets its missing samples from their owners (:mod:`hotset.cluster.batch_fetch`). The next batch's can be asked
+for ahead (:meth:`RemoteCache.announce`), and come while this one is trained on. Asking ahead claims nothing:
+a sample that is absent then is asked for again, with a claim, when it is needed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ESTIMATE, _ESTIMATE_SECONDS = 4000, 1.0
 
 
 class _Ahead(NamedTuple):
-    """What was asked for ahead of use, and the store's era at that time."""
+    """Requests that were sent ahead of use, and the store's era at that time."""
 
     era: int | None
-    tickets: list[PendingRequest]
+    requests: list[PendingRequest]
 
 
 class RemoteCache:
@@ -59,21 +59,21 @@ class RemoteCache:
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one process."""
+        """Make what belongs to one process."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._peers = Peers(self._number)
         self._cache: CacheIdentity | None = None
         self._ahead: dict[bytes, _Ahead] = {}  # by the ids of a batch
         self._estimated = (float("-inf"), 0.0)
-        # A worker ends without collecting anything: what it has counted last would be lost.
+        # A loader's worker ends without collecting garbage: what it counted last would be lost.
         Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
 
     def __reduce__(self) -> Any:
         return _restored, (self._number, self._fingerprint, self._replicate)
 
     def bring(self, store: Store, ids: Longs, read: Read) -> Brought:
-        """Get what this machine has not got of these samples, but for what it is to read and keep itself.
+        """Get the samples that this machine lacks, but for those that it has to read and keep itself.
 
         Args:
             store: this machine's part of the cache.
@@ -92,13 +92,13 @@ class RemoteCache:
             try:
                 ahead = self._ahead.pop(ids.tobytes(), None)
                 # What was asked for before a clear is what was to be forgotten.
-                asked = ahead.tickets if ahead is not None and ahead.era == store.era() else []
-                return self._errand(store, read).run(missing, asked)
+                asked = ahead.requests if ahead is not None and ahead.era == store.era() else []
+                return self._fetch(store, read).run(missing, asked)
             finally:
                 self._peers.count()
 
     def pass_on(self, store: Store, samples: dict[int, Any]) -> bool:
-        """Bring to other machines what this one was to keep and had no room for; whether all is kept now.
+        """Bring to other machines what this one had no room for; returns whether all of it is kept now.
 
         Args:
             store: this machine's part of the cache.
@@ -111,14 +111,14 @@ class RemoteCache:
                 return False
             ids = np.fromiter(samples, np.int64)
             ids = ids[store.words(ids) < PRESENT]
-            errand = self._errand(store, samples.__getitem__)
-            return errand.pass_on({sample: samples[sample] for sample in ids.tolist()})
+            fetch = self._fetch(store, samples.__getitem__)
+            return fetch.pass_on({sample: samples[sample] for sample in ids.tolist()})
 
-    def _errand(self, store: Store, read: Read) -> BatchFetch:
+    def _fetch(self, store: Store, read: Read) -> BatchFetch:
         return BatchFetch(self._peers, self.cache(store), store, read, partial(self._keeps, store))
 
     def announce(self, store: Store, ids: Longs) -> None:
-        """Ask for what this machine has not got of samples that will be wanted soon; returns at once.
+        """Ask for those samples of a coming batch that this machine lacks; returns at once.
 
         Args:
             store: this machine's part of the cache.
@@ -131,13 +131,13 @@ class RemoteCache:
             if self._peers.membership is None or ids.tobytes() in self._ahead:
                 return
             cache, era = self.cache(store), store.era()
-            tickets = [
+            requests = [
                 self._peers.by_name[name].ask(cache, part)
                 for name, some in self._peers.known.others(missing)
                 for part in parts(cache, some)
             ]
-            self._ahead[ids.tobytes()] = _Ahead(era, tickets)
-            while len(self._ahead) > _AHEAD:  # a pass that was left in its midst
+            self._ahead[ids.tobytes()] = _Ahead(era, requests)
+            while len(self._ahead) > _AHEAD:  # an epoch was left before its end
                 del self._ahead[next(iter(self._ahead))]
 
     @staticmethod
@@ -163,7 +163,7 @@ class RemoteCache:
 
     @contextlib.contextmanager
     def _looked(self, store: Store) -> Iterator[None]:
-        """Be the one who uses the sockets, and know who is there."""
+        """Use the sockets alone, and know which machines there are."""
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
@@ -177,13 +177,13 @@ class RemoteCache:
 
         Args:
             store: this machine's part.
-            name: of the data set, for people.
+            name: of the dataset, for people.
 
         Raises:
             SegmentError: some have not said that they have.
         """
         deadline = time.monotonic() + _CLEAR_SECONDS
-        store.segment.live[Live.CLEARS] += 1  # of which the node tells those that cannot be asked now
+        store.segment.live[Live.CLEARS] += 1  # the node tells the machines that cannot be asked now
         with self._looked(store):
             gone = self._peers.gone()
             kept = self._cleared(self._peers.by_name, store, deadline)
@@ -206,9 +206,9 @@ class RemoteCache:
         clears = int(store.segment.live[Live.CLEARS])
         asked = {name: peer.clear(self.cache(store), clears) for name, peer in peers.items()}
         return {
-            name: ticket.is_refused_for_now
-            for name, ticket in asked.items()
-            if ticket.words(deadline) is None
+            name: request.is_refused_for_now
+            for name, request in asked.items()
+            if request.words(deadline) is None
         }
 
     # ---- of this cache -------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class RemoteCache:
         return self._cache
 
     def _keeps(self, store: Store, count: int) -> bool:
-        """Whether so many records that others sent are kept here: in memory that is left over.
+        """Whether to keep so many records that other machines sent: in memory that is left over.
 
         What this machine owns, and lacks, comes first.
         """
@@ -256,6 +256,6 @@ def _restored(number: int, fingerprint: bytes, replicate: bool) -> RemoteCache:
 
 
 def _count_up(of: weakref.ref[RemoteCache]) -> None:
-    neighbours = of()
-    if neighbours is not None:
-        neighbours.traffic()
+    remote = of()
+    if remote is not None:
+        remote.traffic()

@@ -1,23 +1,24 @@
-"""Serving: a thread that answers other machines' multi-gets from this machine's caches, and takes puts.
+"""The server: a thread that answers other machines' requests from this machine's caches, and takes puts.
 
 ::
 
     ROUTER ──> frames parsed ──> waiting ──> a buffer is free ──> records copied into it ──> sent from it
                     │               │                                        tracker done: free again
-                    └─ refused      └─ more than 16 of one asker: refused, as busy
+                    └─ refused      └─ more than 16 of one client: refused, as busy
 
 A record is copied once, side by side with the others, as the store's memory may be used again; what ZeroMQ
 sends lies in that copy until it has left, which a tracker tells. (To send each record from where it lies
 would take a frame each, and hold rows back that a window wants to use again.)
 
-Everything has a bound: samples and bytes of a message, requests that wait, and buffers, of which one asker
-may have two at a time, so that one that stopped reading leaves the others theirs. It is cut off when its
+Everything has a bound: samples and bytes of a message, requests that wait, and buffers. One client may have
+two buffers at a time, so a client that stopped reading does not block the others; it is cut off when its
 heartbeat fails, and its buffers are free again.
 
-It is bound to the one address that it is given. Who is let in is decided in this thread too, by the list of
-allowed keys (:mod:`hotset.cluster.sockets`); strangers get no byte of an answer.
+The server is bound to the one address that it is given. The same thread decides which clients are let in, by
+the list of allowed keys (:class:`hotset.cluster.sockets.ZapAuthenticator`); strangers get no byte of an
+answer.
 
-Whatever goes wrong with one request, the thread lives, and answers the others.
+Whatever goes wrong with one request, the thread goes on, and answers the others.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ from hotset.cluster.wire_records import (
     sound,
 )
 
-__all__ = ["Served", "Serving", "Shelf"]
+__all__ = ["Served", "Service", "Serving"]
 
 _BUFFERS = 4
 _BUFFERS_EACH = 2
 _WAITING_EACH = 16
-_AT_ONCE = 64  # requests read in one go, between looks at who wants to be let in
+_AT_ONCE = 64  # requests read in one go, between looks at which clients want to be let in
 _ANY_PORT = "*"
 
 
-class Shelf(Protocol):
+class Service(Protocol):
     """A store, as other machines see it. Called by the serving thread alone."""
 
     @property
@@ -73,13 +74,13 @@ class Shelf(Protocol):
         Args:
             ids: sample numbers, each in ``range(cache.samples)``.
             memory: one-dimensional; the records returned may lie in it.
-            claim: the asker brings what is ``ABSENT`` in the answer; what another one has claimed, and has
-                not brought yet, is ``PROMISED``.
+            claim: the client brings what is ``ABSENT`` in the answer; what another client has claimed, and
+                has not brought yet, is ``PROMISED``.
         """
         ...
 
     def clear(self, clears: int) -> bool:
-        """Forget every record; False if somebody goes on writing, so that it is to be asked for again.
+        """Forget every record; False if some process goes on writing, so that the client has to retry.
 
         Args:
             clears: how often the cluster has cleared this cache, this time counted.
@@ -107,9 +108,9 @@ class Served:
         stored: records that others brought.
         unsound: records that others brought, damaged or for another sample.
         refused: requests that were refused: malformed, for another cache, or at a time when it is busy.
-        dropped: answers that the asker did not wait for.
+        dropped: answers that the client did not wait for.
         strangers: connections that were not let in.
-        problem: what a shelf raised last, in words; empty if none did.
+        problem: what a store raised last, in words; empty if none did.
     """
 
     requests: int = 0
@@ -124,11 +125,11 @@ class Served:
 
 
 class _Busy(Exception):
-    """Not now: who asks may ask again."""
+    """The server is busy; the client may retry."""
 
 
 class _Request(NamedTuple):
-    asker: bytes
+    client: bytes
     head: Head
     frames: Sequence[memoryview]
 
@@ -138,7 +139,7 @@ class _Buffer:
 
     def __init__(self) -> None:
         self.memory = np.empty(LARGEST, np.uint8)
-        self.asker = b""
+        self.client = b""
         self.sent: zmq.MessageTracker | None = None
 
     @property
@@ -151,9 +152,9 @@ class Serving:
 
     Args:
         address: of this machine in the cluster, to which alone it is bound (``"10.0.0.7"``, ``"::1"``).
-        shelves: the caches by fingerprint; looked at anew with each request.
+        services: the caches by fingerprint; looked at anew with each request.
         keys: this machine's; None: no keys at all (:mod:`hotset.cluster.sockets`).
-        allowed: public keys of who is let in; looked at anew with each connection.
+        allowed: public keys that are let in; looked at anew with each connection.
 
     Attributes:
         endpoint: where others reach it, ``"tcp://10.0.0.7:41173"``; the port is the system's choice.
@@ -166,17 +167,17 @@ class Serving:
     def __init__(
         self,
         address: str,
-        shelves: Mapping[bytes, Shelf],
+        services: Mapping[bytes, Service],
         keys: Keys | None,
         allowed: Collection[bytes] = (),
     ) -> None:
         require_descriptors()
         self.served = Served()
-        self._shelves = shelves
+        self._services = services
         self._pid = os.getpid()
         self._context: zmq.Context[Any] = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
-        # Before the address is bound: who comes first is asked for a key too.
-        self._door = ZapAuthenticator(self._context, allowed)
+        # Before the address is bound, so that the first client is asked for a key too.
+        self._authenticator = ZapAuthenticator(self._context, allowed)
         self._socket = open_socket(self._context, zmq.ROUTER, keys, None)
         self._socket.router_mandatory = True
         try:
@@ -201,7 +202,7 @@ class Serving:
         self.close()
 
     def close(self) -> None:
-        """Stop; askers find out at once. Nothing happens in a forked child, or a second time."""
+        """Stop; clients find out at once. Nothing happens in a forked child, or a second time."""
         if self._pid != os.getpid() or self._stop < 0:
             return
         os.eventfd_write(self._stop, 1)
@@ -213,7 +214,7 @@ class Serving:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._stop, self._socket, self._door.socket):
+        for source in (self._stop, self._socket, self._authenticator.socket):
             poller.register(source, zmq.POLLIN)
         try:
             while True:
@@ -229,59 +230,59 @@ class Serving:
             self._close()
 
     def _go_on(self, ready: Mapping[Any, int]) -> None:
-        if self._door.socket in ready:
-            self._door.admit()
-            self.served.strangers = self._door.strangers
+        if self._authenticator.socket in ready:
+            self._authenticator.admit()
+            self.served.strangers = self._authenticator.strangers
         if self._socket in ready:
             self._read()
         self._answer()
 
     def _close(self) -> None:
-        close(self._context, self._socket, self._door.socket)
+        close(self._context, self._socket, self._authenticator.socket)
 
     def _read(self) -> None:
         """Read what came, and queue it or refuse it."""
-        waiting = Counter(request.asker for request in self._waiting)
+        waiting = Counter(request.client for request in self._waiting)
         for _ in range(_AT_ONCE):
             try:
-                asker, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                client, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             frames = [frame.buffer for frame in rest]
             try:
-                request = _Request(asker.bytes, messages.parse_head(frames, answers=False), frames[1:])
+                request = _Request(client.bytes, messages.parse_head(frames, answers=False), frames[1:])
             except Malformed:
-                self._refuse(asker.bytes, messages.refusal_of(frames))
+                self._refuse(client.bytes, messages.refusal_of(frames))
                 continue
-            waiting[request.asker] += 1
-            if waiting[request.asker] > _WAITING_EACH:
-                self._refuse(request.asker, messages.refusal(request.head, Status.BUSY))
+            waiting[request.client] += 1
+            if waiting[request.client] > _WAITING_EACH:
+                self._refuse(request.client, messages.refusal(request.head, Status.BUSY))
             else:
                 self._waiting.append(request)
 
     def _answer(self) -> None:
-        """Answer what can be answered now, in order; who has no buffer free waits, and holds up nobody."""
+        """Answer what can be answered now, in order; one without a free buffer waits, and blocks none."""
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             try:
-                buffer = self._buffer(request.asker)
+                buffer = self._buffer(request.client)
             except MemoryError:
-                self._refuse(request.asker, messages.refusal(request.head, Status.BUSY))
+                self._refuse(request.client, messages.refusal(request.head, Status.BUSY))
                 continue
             if buffer is None:
                 self._waiting.append(request)
                 continue
             frames = self._frames(request, buffer)
-            buffer.asker, buffer.sent = request.asker, self._send(request.asker, frames)
+            buffer.client, buffer.sent = request.client, self._send(request.client, frames)
 
-    def _buffer(self, asker: bytes) -> _Buffer | None:
-        """A buffer for this asker; None if it has enough, or none is free.
+    def _buffer(self, client: bytes) -> _Buffer | None:
+        """A buffer for this client; None if it has enough, or none is free.
 
         Raises:
             MemoryError: there is no memory for another one.
         """
         taken = [buffer for buffer in self._buffers if not buffer.is_free]
-        if sum(buffer.asker == asker for buffer in taken) >= _BUFFERS_EACH:
+        if sum(buffer.client == client for buffer in taken) >= _BUFFERS_EACH:
             return None
         for buffer in self._buffers:
             if buffer.is_free:
@@ -294,12 +295,12 @@ class Serving:
     def _frames(self, request: _Request, buffer: _Buffer) -> list[Any]:
         """The answer to one request."""
         head = request.head
-        shelf = self._shelves.get(head.fingerprint)
-        if shelf is None or shelf.cache.layout != head.layout:
+        service = self._services.get(head.fingerprint)
+        if service is None or service.cache.layout != head.layout:
             self.served.refused += 1
-            return messages.refusal(head, Status.UNKNOWN if shelf is None else Status.LAYOUT)
+            return messages.refusal(head, Status.UNKNOWN if service is None else Status.LAYOUT)
         try:
-            frames = self._frames_of(shelf, request, buffer)
+            frames = self._frames_of(service, request, buffer)
         except Malformed:
             self.served.refused += 1
             return messages.refusal(head, Status.MALFORMED)
@@ -313,41 +314,41 @@ class Serving:
         self.served.requests += 1
         return frames
 
-    def _frames_of(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> list[Any]:
+    def _frames_of(self, service: Service, request: _Request, buffer: _Buffer) -> list[Any]:
         head = request.head
         if head.operation is Operation.CLEAR:
-            said = _cleared(shelf, messages.parse_words(head, request.frames))
-            return messages.words_answer(head, shelf.cache, said)
-        return messages.answer(head, shelf.cache, self._records(shelf, request, buffer))
+            said = _cleared(service, messages.parse_words(head, request.frames))
+            return messages.words_answer(head, service.cache, said)
+        return messages.answer(head, service.cache, self._records(service, request, buffer))
 
-    def _records(self, shelf: Shelf, request: _Request, buffer: _Buffer) -> WireRecords:
-        head, frames, cache = request.head, request.frames, shelf.cache
+    def _records(self, service: Service, request: _Request, buffer: _Buffer) -> WireRecords:
+        head, frames, cache = request.head, request.frames, service.cache
         if len(frames) != (4 if head.operation is Operation.PUT else 1):
             raise Malformed(f"sends {len(frames)} frames after its header")
         ids = messages.parse_ids(head, frames[0], cache)
         nothing = np.empty((0, 1), np.uint8)
         if head.operation is not Operation.PUT:
-            records = shelf.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
+            records = service.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
             self.served.records += len(records.rows)
             self.served.bytes += records.rows.nbytes + records.tails.nbytes
             return records
         brought = messages.parse_records(head, frames[1:], cache)
         good = sound(cache, ids, brought)
         self.served.unsound += int(np.count_nonzero((brought.generations >= 0) & ~good))
-        there = shelf.put(ids, only(brought, good))
+        there = service.put(ids, only(brought, good))
         self.served.stored += int(np.count_nonzero(there))
         # What is sound and not there had no room.
         missing = np.where(good, ROOMLESS, ABSENT)
         return WireRecords(np.where(there, 0, missing), np.zeros(len(ids), np.int64), nothing, nothing)
 
-    def _refuse(self, asker: bytes, frames: list[Any] | None) -> None:
+    def _refuse(self, client: bytes, frames: list[Any] | None) -> None:
         self.served.refused += 1
         if frames is not None:
-            self._send(asker, frames)
+            self._send(client, frames)
 
-    def _send(self, asker: bytes, frames: list[Any]) -> zmq.MessageTracker | None:
-        """Send, or drop what the asker is gone for, or does not read; returns what tells when it has left."""
-        frames = [asker, *frames]
+    def _send(self, client: bytes, frames: list[Any]) -> zmq.MessageTracker | None:
+        """Send, or drop what the client does not read; returns what tells when the answer has left."""
+        frames = [client, *frames]
         with contextlib.suppress(zmq.ZMQError):
             # One by one: of many parts sent at once, pyzmq tracks the last one alone.
             more = [zmq.SNDMORE] * (len(frames) - 1) + [0]
@@ -361,10 +362,10 @@ class Serving:
         return None
 
 
-def _cleared(shelf: Shelf, words: Longs) -> Longs:
-    """Clear a shelf, and give the words back."""
+def _cleared(service: Service, words: Longs) -> Longs:
+    """Clear a service, and give the words back."""
     if len(words) != 1 or words[0] < 0:
         raise Malformed("does not say how often the cache was cleared")
-    if not shelf.clear(int(words[0])):
+    if not service.clear(int(words[0])):
         raise _Busy
     return words

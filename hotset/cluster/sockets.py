@@ -1,9 +1,9 @@
-"""Sockets and keys: what both ends of a connection between machines set alike.
+"""Sockets and keys: what both ends of a connection between machines set alike, and which clients are let in.
 
-Every machine has a pair of keys. Who serves lets in only the public keys that it was told of, and who asks
-knows the public key of whom it asks, so that each end is sure of the other; what passes between them is
-encrypted, and cannot be replayed, as CURVE numbers it (https://rfc.zeromq.org/spec/26/). Without keys
-(None), whoever reaches the address may ask: for networks that encrypt by themselves.
+Every machine has a pair of keys. A server lets in only the public keys that it was told of, and a client
+knows the server's public key, so each end is sure of the other. What passes between them is encrypted, and
+cannot be replayed, as CURVE numbers it (https://rfc.zeromq.org/spec/26/). Without keys (None) any process
+that reaches the address may ask: for networks that encrypt by themselves.
 
 Whether a key is allowed is asked at one address of a context, for all of its sockets (ZAP,
 https://rfc.zeromq.org/spec/27/); the serving thread answers there.
@@ -42,7 +42,7 @@ def open_socket(context: zmq.Context[Any], kind: int, keys: Keys | None, server:
         context: of this process.
         kind: ``zmq.ROUTER`` serves, ``zmq.DEALER`` asks.
         keys: this machine's; None: without.
-        server: whom a DEALER asks: its public key.
+        server: public key of the server that a DEALER asks.
     """
     socket: Any = context.socket(kind)
     socket.linger = 0
@@ -54,7 +54,7 @@ def open_socket(context: zmq.Context[Any], kind: int, keys: Keys | None, server:
         socket.curve_publickey, socket.curve_secretkey = keys
         if kind == zmq.ROUTER:
             socket.curve_server = True
-            # Fail closed: without an answer from whoever knows the allowed keys, nobody is let in.
+            # Fail closed: without an answer from the authenticator no client is let in.
             socket.zap_domain, socket.zap_enforce_domain = b"hotset", True
         else:
             socket.curve_serverkey = server
@@ -87,11 +87,11 @@ def close(context: zmq.Context[Any], *sockets: Any) -> None:
 
 
 class ZapAuthenticator:
-    """Says whether who connects may. To be made before any socket of the context is bound.
+    """Decides which clients may connect. To be made before any socket of the context is bound.
 
     Args:
-        context: whose sockets it is for; there is one door to each.
-        allowed: public keys of who is let in; looked at anew with each connection.
+        context: whose sockets it is for; a context has one authenticator.
+        allowed: public keys that are let in; looked at anew with each connection.
 
     Attributes:
         socket: to be polled; if there is something, :meth:`admit`.

@@ -1,12 +1,12 @@
-"""A store as a shelf: records copied out of it as they lie, and others' records brought into it.
+"""A store's service to other machines: it copies records out as they lie, and takes in others' records.
 
-A record goes out with its row and its lines as they are. It comes in by way of the sample: taken apart anew,
-as it gets another row, other lines, and so another checksum.
+A record goes out with its row and its lines as they are. It comes in by way of the sample, and is written
+anew, as it gets another row, other lines, and so another checksum.
 
-Who asks with a claim is to read what is absent, alone in the whole cluster. So the shelf claims it in the
-store on the asker's behalf: other machines are told that it is promised, and processes of this machine wait
-for it as they would for each other. An asker may die, so a claim is on lease: after `LEASE` seconds the next
-one who asks gets it.
+A client that asks with a claim has to read what is absent, alone in the whole cluster. So the service claims
+the sample in the store on the client's behalf: other machines are told that it is promised, and processes of
+this machine wait for it as they would for each other. A client may die, so its claim is a lease: after
+`LEASE` seconds the next client that asks gets it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:  # these bring torch along
 
 __all__ = ["LEASE", "StoreService", "StoreServices", "cache_of"]
 
-# Less than anybody waits for another one's sample: see hotset.store.fill.
+# Less than a process waits for a sample that another one reads: see hotset.store.fill.
 LEASE = 1.5
-# Of a record that alone is more than an answer has room for: it is there, and to be had by nobody.
+# Of a record that alone is more than an answer has room for: it is there, and cannot be sent.
 _TOO_LARGE = -9
-# Nothing else is served meanwhile: who goes on clearing asks again.
+# Nothing else is served meanwhile: a client whose clear was not done in time asks again.
 _CLEAR_SECONDS = 0.5
 
 
@@ -56,7 +56,7 @@ def cache_of(store: Store, fingerprint: bytes) -> CacheIdentity:
 
 
 class StoreService:
-    """One store, to be served (:class:`hotset.cluster.server.Shelf`), by any thread.
+    """One store, to be served (:class:`hotset.cluster.server.Service`), by any thread.
 
     Args:
         store: of samples.
@@ -98,15 +98,15 @@ class StoreService:
         return found
 
     def _lease(self, ids: Longs) -> npt.NDArray[np.bool_]:
-        """Claim these samples; which of them somebody else reads is False. Without a claim all may read."""
+        """Claim these samples; False for those that another process reads. Without a claim all may read."""
         granted = self._store.filler.claims.take(ids, len(ids))
         until = time.monotonic() + LEASE
         self._leases.update((sample, until) for sample in granted.tolist())
-        # What was published this moment is promised as well: who asks again has it.
+        # What was published this moment is promised as well: the client asks again, and gets it.
         return np.isin(ids, granted) | (self._store.words(ids) < CLAIMED)
 
     def end_leases(self, ids: Longs | None = None) -> None:
-        """Give back the claims on these samples, or those whose time is over."""
+        """Give back the claims on these samples; without ``ids``, those whose time is over."""
         with self._lock:
             if ids is None:
                 now = time.monotonic()
@@ -148,7 +148,7 @@ class StoreService:
         found.generations[some[:fits]] = generations[some[:fits]]
         found.generations[some[fits:]] = LEFT
         found.generations[later] = LEFT
-        if not fits:  # it alone is too large, and would be asked for again for ever
+        if not fits:  # the first record alone is too large, and would be asked for again for ever
             found.generations[some[0]] = _TOO_LARGE
         found.lines[some[:fits]] = lines[:fits]
         return found
@@ -196,11 +196,11 @@ class StoreService:
             clears: see :attr:`clears`; what it is from then on, if that is more.
         """
         with self._lock:
-            self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for who is reading
+            self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for readers
             if self._store.segment.live[Live.INVALIDATED] == DESTROYED:
-                return True  # nothing is there, and nobody is to bring anything
+                return True  # nothing is there, and no client has to bring anything
             cleared = self._store.clear(_CLEAR_SECONDS)
-            if cleared:  # not before: who dies in between is told to do it once more
+            if cleared:  # not before: a node that dies in between is told to clear once more
                 self._store.segment.live[Live.CLEARS] = max(self.clears, clears)
             return cleared
 
@@ -210,15 +210,14 @@ class StoreService:
         store = self._store
         there = records.generations >= 0
         if not there.any():
-            self.end_leases(ids)  # who had promised them has nothing to bring
+            self.end_leases(ids)  # the client that had claimed them has nothing to bring
             return there
         came = ReceivedRecords(ids[there], records.lines[there], records.rows, records.tails)
         with self._lock:
-            store.adopt(
-                came.samples(store.schema, decode=False)
-            )  # under the claims that were made for who brings them
+            # Under the claims that were made for the client that brings them.
+            store.adopt(came.samples(store.schema, decode=False))
             self.end_leases(ids)
-        # A claim is somebody's here, who has the sample in a moment.
+        # A claim is of a process here, which has the sample in a moment.
         return (store.present(ids) | (store.words(ids) >= CLAIMED)) & there & (store.era() is not None)
 
 
@@ -226,25 +225,25 @@ class StoreServices(Mapping[bytes, StoreService]):
     """Caches that are served, by fingerprint. The serving thread looks at it, and another one adds to it."""
 
     def __init__(self) -> None:
-        self._shelves: dict[bytes, tuple[StoreService, Store]] = {}
+        self._services: dict[bytes, tuple[StoreService, Store]] = {}
         self._retired: list[tuple[StoreService, Store]] = []
 
-    def add(self, shelf: StoreService, store: Store) -> None:
-        self._shelves[shelf.cache.fingerprint] = shelf, store
+    def add(self, service: StoreService, store: Store) -> None:
+        self._services[service.cache.fingerprint] = service, store
 
     def end_leases(self) -> None:
-        for shelf, _ in list(self._shelves.values()):
-            shelf.end_leases()
+        for service, _ in list(self._services.values()):
+            service.end_leases()
 
     def drop(self, fingerprint: bytes) -> None:
         """Serve this one no more."""
-        if fingerprint in self._shelves:
-            self._retired.append(self._shelves.pop(fingerprint))
+        if fingerprint in self._services:
+            self._retired.append(self._services.pop(fingerprint))
 
     def retire(self) -> None:
         """Serve none of them any more. Another thread may be in the midst of one, so none is closed yet."""
-        self._retired += self._shelves.values()
-        self._shelves = {}
+        self._retired += self._services.values()
+        self._services = {}
 
     def close(self) -> None:
         self.retire()
@@ -253,10 +252,10 @@ class StoreServices(Mapping[bytes, StoreService]):
         self._retired.clear()
 
     def __getitem__(self, fingerprint: bytes) -> StoreService:
-        return self._shelves[fingerprint][0]
+        return self._services[fingerprint][0]
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._shelves)
+        return iter(self._services)
 
     def __len__(self) -> int:
-        return len(self._shelves)
+        return len(self._services)

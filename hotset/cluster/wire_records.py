@@ -51,7 +51,7 @@ class CacheIdentity:
     Attributes:
         fingerprint: 16 bytes; of source, transforms and versions.
         layout: 16 bytes; of how a record is laid out.
-        samples: length of the data set.
+        samples: length of the dataset.
         stride: bytes of a row.
 
     Example:
