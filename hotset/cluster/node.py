@@ -151,8 +151,13 @@ class Node:
         said: dict[str, Any] = {"pid": os.getpid(), "served": asdict(self._serving.served)}
         with contextlib.suppress(OSError):
             report = reports.report(self.session)
-            counted = ("cached", "stored", "hits", "misses")
-            said |= {field: sum(getattr(cache, field) for cache in report.caches) for field in counted}
+            caches = report.caches
+            said |= {
+                "cached": sum(cache.cached for cache in caches),
+                "stored": round(sum(cache.mean_bytes * cache.cached for cache in caches)),
+                "hits": sum(cache.hits for cache in caches),
+                "misses": sum(cache.misses for cache in caches),
+            }
             said["memory"] = report.memory
             said["peers"] = {
                 name: asdict(traffic) for name, traffic in read_tally(self.session.number).items()
