@@ -54,7 +54,7 @@ class PrefetchThread:
         try:
             raise item.error or StopIteration
         finally:
-            del item  # its traceback holds this frame, and who reads waits for no garbage collector
+            del item  # its traceback holds this frame, which would live until the garbage collector runs
 
     def stop(self) -> None:
         """End the thread, after the item that it is reading; there are no more items."""

@@ -62,7 +62,7 @@ def data_sink(
         outputs: ``"last"`` returns the last step's result, ``"all"`` those of all steps, stacked.
 
     Raises:
-        ArgumentError: an argument is not what it may be.
+        ArgumentError: an argument is not valid.
 
     Note:
         After Mindspore's ``mindspore.data_sink``, whose three ways of calling work here. A captured step is

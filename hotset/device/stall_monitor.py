@@ -64,7 +64,7 @@ class StallMonitor:
 
 
 class _Clock:
-    """When the waiting began; None while nobody waits. Stores of an attribute are atomic."""
+    """When the waiting began; None while the consumer does not wait. Stores of an attribute are atomic."""
 
     since: float | None = None
 

@@ -106,7 +106,7 @@ class LocalBatches:
         self._summary = summary
         self._ahead: HelperThread[Copy | None] = HelperThread("hotset-gather")
         self._several: _Several | None = None
-        self._handed_over = math.inf  # when the last batch was: before the first, nobody has been away
+        self._handed_over = math.inf  # when the last batch was; the first consumer counts as long away
         self._cost = float("inf")  # seconds that gathering one took; unknown at first
         self._selected: Any = None
         self._announced = 0 if route.spills else None  # how many of the next batches

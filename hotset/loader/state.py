@@ -69,7 +69,7 @@ class EpochProgress:
         workers: for each worker the states after its last consumed batch.
         goes_on: whether it was begun before, so that its workers' states are to be put back.
         asks: whether the workers, which have worked before, are to be asked for their states first: they
-            have made batches that nobody consumed.
+            have built batches that were not consumed.
         said: what all states of the pass have in common.
         gathered: whether its batches come from the cache alone, with nothing live.
         watch: called with each batch, to raise what has gone wrong in the background.

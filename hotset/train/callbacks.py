@@ -174,7 +174,7 @@ class LossMonitor(Callback):
             with its last step's loss.
 
     Raises:
-        ArgumentError: ``per_print_times`` is not what it may be.
+        ArgumentError: ``per_print_times`` is not a whole number, 1 or more.
         LossNotFinite: (in training) a loss that was to be printed is NaN or infinite. Training ends with it,
             before good checkpoints are replaced by bad ones.
 
@@ -262,7 +262,7 @@ class EarlyStopping(Callback):
         min_delta: by how much a value must be better to count as such. NaN is never better.
 
     Raises:
-        ArgumentError: an argument is not what it may be; (in training) there is no such metric, or it is not
+        ArgumentError: an argument is not valid; (in training) there is no such metric, or it is not
             one number.
 
     Example:
@@ -339,7 +339,7 @@ class ModelCheckpoint(Callback):
         prefix: of their names.
 
     Raises:
-        ArgumentError: an argument is not what it may be.
+        ArgumentError: an argument is not valid.
         StateError: (when training begins) the loader cannot say where it stands.
         OSError, RuntimeError: (in training) a checkpoint cannot be written.
 

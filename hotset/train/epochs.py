@@ -47,7 +47,7 @@ def steps_of_sink(sinking: Any, sink_size: Any, loader: Any) -> int | None:
     """Steps of an epoch if ``sink_size`` says them; None if an epoch is a pass over the loader.
 
     Raises:
-        ArgumentError: they are not what they may be.
+        ArgumentError: they are not valid.
     """
     if not isinstance(sinking, bool):
         raise ArgumentError(f"dataset_sink_mode must be True or False, got {sinking!r}.")

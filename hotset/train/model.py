@@ -35,7 +35,7 @@ __all__ = ["Model"]
 
 
 class _Left(NamedTuple):
-    """What a run that did not come to its end has left for the next one.
+    """What a run that was interrupted leaves for the next one.
 
     Attributes:
         loader: whose position it is; None for a checkpoint's, which fits any loader of the same make.
@@ -66,7 +66,7 @@ class Model:
         steps: training steps that were done so far, over all calls.
 
     Raises:
-        ArgumentError: an argument is not what it may be.
+        ArgumentError: an argument is not valid.
 
     Note:
         After Mindspore's ``Model``, whose rules of sinking are kept; the steps that callbacks are told of are
@@ -150,7 +150,7 @@ class Model:
             progress: whether to show a bar, where ``sys.stdout`` is a terminal.
 
         Raises:
-            ArgumentError: an argument is not what it may be; the loader is empty; a batch has no label.
+            ArgumentError: an argument is not valid; the loader is empty; a batch has no label.
             StateError: the checkpoint is damaged, or of another model or dataset.
             Exception: whatever the loader, the network or a callback raises; nothing is left running.
 
@@ -248,7 +248,7 @@ class Model:
             run.done = run.before + sink.steps
             if run.done > self.steps:
                 self._left = _Left(run.loader, _position(run, sink, tell))
-            elif not isinstance(error, StateError):  # no step was done; but nobody can go on from a bad state
+            elif not isinstance(error, StateError):  # no step was done; a bad state is not kept
                 self._left = left
             raise
         finally:

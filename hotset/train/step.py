@@ -123,12 +123,12 @@ def in_mode(network: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = was
 
 
-def _scalar(loss: Any, who: str) -> torch.Tensor:
+def _scalar(loss: Any, source: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = (
             f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss))
         )
         raise ArgumentError(
-            f"{who} returned {what}, and a loss is one number in a tensor: reduce it to that."
+            f"{source} must return one number in a tensor, got {what}; reduce the loss to that."
         )
     return loss.reshape(()) if loss.dim() else loss  # one node less for each backward pass
