@@ -292,7 +292,7 @@ def test_states_of_other_loaders_are_refused(cached: Any) -> None:
     assert "EagerBatches" in refused(lambda: other.load_state_dict(state))
     assert "format 3" in refused(lambda: loader.load_state_dict({**state, "format": 3}))
     for nothing in (None, 3, [], {}, {"epoch": 3}, "state"):
-        assert "no state" in refused(lambda nothing=nothing: loader.load_state_dict(nothing))
+        assert "state must be" in refused(lambda nothing=nothing: loader.load_state_dict(nothing))
     for name in state:
         if name != "format":
             lacks = {key: value for key, value in state.items() if key != name}
