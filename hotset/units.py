@@ -53,7 +53,7 @@ def parse_bytes(quantity: int | str, *, name: str = "memory", whole: Callable[[]
     """
     if isinstance(quantity, int) and not isinstance(quantity, bool):
         if quantity < 0:
-            raise QuantityError(f"{name}={quantity} must be zero or more bytes.")
+            raise QuantityError(f"{name} must be zero or more bytes, got {name}={quantity}.")
         return quantity
     if isinstance(quantity, str) and len(quantity) < 60 and (share := _SHARE.fullmatch(quantity)):
         if whole is None:

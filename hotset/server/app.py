@@ -1,6 +1,6 @@
 """The HTTP API: routes, and how an error becomes an answer.
 
-A route is one call of the keeper. It runs in a thread of the framework's pool, since it reads files.
+A route is one call of the session service. It runs in a thread of the framework's pool: it reads files.
 
 ======================================  ======
 an argument that cannot be used         400
@@ -36,11 +36,11 @@ __all__ = ["make_app"]
 _BEARER = Security(HTTPBearer(auto_error=False, description="`hotset status --token` prints it."))
 
 _WHY = {
-    400: "It cannot be done as asked for.",
+    400: "An argument cannot be used.",
     401: "It needs the token.",
-    403: "The host or the origin is not this server's.",
+    403: "The host or the origin is not the server's.",
     404: "There is no such session.",
-    409: "It cannot be done as things are.",
+    409: "The present state does not allow it.",
     413: "The body is too long.",
     422: "The body is not of the right form.",
 }
@@ -90,7 +90,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
         dependencies=[_BEARER],
     )
     def create_session(new: models.NewSession) -> dict[str, Any]:
-        """Make a session that this server owns."""
+        """Create a session that this server owns."""
         return keeper.create(new.model_dump(exclude_unset=True))
 
     @app.get(
@@ -109,7 +109,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
         dependencies=[_BEARER],
     )
     def resize_session(which: str, change: models.Change) -> dict[str, Any]:
-        """Change what a session may hold; what it holds beyond that goes, unless it is in use or pinned."""
+        """Change a session's memory limit; caches beyond it are dropped unless they are in use or pinned."""
         return keeper.resize(which, change.memory)
 
     @app.delete(

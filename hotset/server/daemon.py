@@ -62,13 +62,13 @@ def serve(options: Options) -> int:
 
 
 class _Server(uvicorn.Server):
-    """A server with its chores: they begin when it answers, and end before it does."""
+    """A server with its housekeeper, which starts when the server answers and ends before it."""
 
     def __init__(self, config: uvicorn.Config, keeper: SessionService, history: History) -> None:
         super().__init__(config)
         self._chores = Housekeeper(keeper, history)
-        # uvicorn raises the signal that ended it once more, when it has put the old handlers back; the old
-        # ones are these, so that this process goes on to its own end. They also hold before it listens.
+        # uvicorn restores the old handlers and raises the signal again that ended it. These are the old
+        # handlers, so that the process continues to its own end. They also apply before it listens.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end)
 
@@ -97,7 +97,7 @@ def _make_server(options: Options, keeper: SessionService, token: str) -> uvicor
         lifespan="off",
         log_config=None,
         log_level=None,
-        # A line for each poll of the page would drown what is worth reading; it is for looking closely.
+        # A line for each poll of the page would hide the others, so only for debugging.
         access_log=options.level == "debug",
         proxy_headers=False,
         server_header=False,
@@ -115,16 +115,16 @@ def _bind(options: Options) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ServerError(
-            f"{options.host} is no address of this machine ({error.strerror}); choose another host."
+            f"host must be an address of this machine, got {options.host} ({error.strerror}); choose another."
         ) from error
     try:
-        # A port whose last server has just gone may be had again; one that somebody listens on may not.
+        # A port whose last server has just ended can be bound again; one that is listened on cannot.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()
         raise ServerError(
-            f"port {options.port} of {options.host} cannot be had ({error.strerror}); "
-            "choose another port, or end the program that has it."
+            f"cannot listen on port {options.port} of {options.host} ({error.strerror}); "
+            "choose another port, or stop the program that uses it."
         ) from error
     return listener

@@ -1,7 +1,7 @@
-"""What the server does by itself, every two seconds: cleaning, and a look for the history.
+"""What the server does every two seconds: it cleans up, and records the history.
 
-A chore that fails is logged, once for each new reason, and tried again at its next turn: nothing that goes
-wrong here ends the server.
+A chore that fails is logged, once for each new reason, and tried again two seconds later: no failure here
+ends the server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Housekeeper:
-    """A thread that does them for as long as the ``with`` block runs."""
+    """A thread that does the chores for as long as the ``with`` block runs."""
 
     def __init__(self, keeper: SessionService, history: History) -> None:
         self._keeper, self._history = keeper, history

@@ -1,8 +1,8 @@
-"""Sessions and caches for Prometheus, read at the moment of the scrape.
+"""Sessions and caches for Prometheus, read when they are scraped.
 
-Nothing is counted here: the caches count themselves, a session's tally counts what passes between machines,
-and a collector turns both into samples. A cache's counters end with it. How many sessions, caches and
-machines are told is bounded, as each is a time series to whoever scrapes.
+Nothing is counted here: the caches count themselves, a session's tally counts the traffic between machines,
+and a collector turns both into samples. A cache's counters end with it. The numbers of sessions, caches and
+machines are bounded, because each is a time series for the scraper.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _OF_SESSION: list[tuple[str, str, Callable[[SessionReport], float]]] = [
     ("in_use", "1 while a process uses the session.", lambda report: report.in_use),
 ]
 _OF_CACHE: list[tuple[str, str, Callable[[CacheReport], float]]] = [
-    ("samples", "Length of the data set.", lambda cache: cache.samples),
+    ("samples", "Length of the dataset.", lambda cache: cache.samples),
     ("cached_samples", "Samples in memory or on disk.", lambda cache: cache.cached),
     ("spilled_samples", "Of these on disk.", lambda cache: cache.spilled),
     ("memory_bytes", "Memory taken.", lambda cache: cache.memory),
     ("disk_bytes", "Disk taken.", lambda cache: cache.disk),
     ("processes", "Processes that have it open.", lambda cache: cache.processes),
-    ("ok", "0 if the cache is condemned or cannot be opened.", lambda cache: cache.state == "ok"),
+    ("ok", "0 if the cache is invalidated or cannot be opened.", lambda cache: cache.state == "ok"),
 ]
 _COUNTED: list[tuple[str, str, Callable[[CacheReport], float]]] = [
     ("cache_hits", "Samples served from the cache.", lambda cache: cache.hits),
@@ -99,7 +99,7 @@ class _Sessions(Collector):
 
         caches = [(report.session.name, cache) for report in told for cache in report.caches][:_MOST_CACHES]
         labels = ["session", "cache"]
-        info = GaugeMetricFamily("hotset_cache_info", "Class of its data set.", labels=[*labels, "dataset"])
+        info = GaugeMetricFamily("hotset_cache_info", "Class of its dataset.", labels=[*labels, "dataset"])
         for session, cache in caches:
             info.add_metric([session, str(cache.id), printable(cache.name)], 1.0)
         yield info

@@ -1,4 +1,4 @@
-"""What a server is told at its start, checked before a process is made for it."""
+"""The options of a server, checked before its process is started."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Options:
     """A server's options.
 
     Attributes:
-        host: name or address of *one* interface, by which clients name it too: requests with another
-            ``Host`` are refused, so "every interface" (0.0.0.0) would be an address that nobody may use.
+        host: name or address of *one* interface, which clients must use too: requests with another
+            ``Host`` are refused, so no request could reach "every interface" (0.0.0.0).
         port: 1 to 65535.
         memory: bytes that its sessions may hold together.
         spill: folder for what its sessions spill, unless they name their own; None: they spill nothing.
@@ -50,15 +50,15 @@ class Options:
         level: str = "info",
         logs_to_file: bool = True,
     ) -> Options:
-        """Check what a person typed.
+        """Check the options of the command line.
 
         Args:
             memory: bytes, or a percentage of the machine's memory or its control group's limit.
-            spill: a folder that is there and may be written to; relative paths count from here.
+            spill: a folder that exists and is writable; a relative path starts at the working directory.
 
         Raises:
-            QuantityError, ArgumentError: an option is not what it may be.
-            SessionError, FolderError: nothing can be spilled to that folder.
+            QuantityError, ArgumentError: an option is invalid.
+            SessionError, FolderError: the spill folder cannot be used.
 
         Example:
             >>> Options.parse(port=50060, memory="64MiB").memory
@@ -67,15 +67,17 @@ class Options:
         host = host.lower()  # as in the requests, where case does not count
         if _is_wildcard(host):
             raise ArgumentError(
-                f"host={host!r} is every interface, which no request can name; give the one name or address "
-                "by which clients reach the server."
+                f"host must be one name or address by which clients reach the server, got {host!r}, which "
+                "is every interface."
             )
         if not host or not host.isascii() or not all(c.isalnum() or c in ".-_:" for c in host):
-            raise ArgumentError(f"host={printable(host)!r} is no name or address; give 127.0.0.1, say.")
+            raise ArgumentError(
+                f"host must be a name or an address such as 127.0.0.1, got {printable(host)!r}."
+            )
         if not 1 <= port <= 65535:
-            raise ArgumentError(f"port={port} is no port; give one from 1 to 65535.")
+            raise ArgumentError(f"port must be in 1 to 65535, got {port}.")
         if level not in LEVELS:
-            raise ArgumentError(f"log level {printable(level)!r} is none of {', '.join(LEVELS)}.")
+            raise ArgumentError(f"log level must be one of {', '.join(LEVELS)}, got {printable(level)!r}.")
         limit = headroom().limit
         return cls(host, port, parse_share(memory, limit), _folder(spill), level, logs_to_file)
 
@@ -110,7 +112,7 @@ def _folder(spill: str | None) -> str | None:
     path = os.path.abspath(spill)
     if not os.path.isdir(path):
         raise ArgumentError(
-            f"the spill folder {printable(path)!r} is not there; make it, or give another one."
+            f"the spill folder {printable(path)!r} does not exist; create it, or choose another."
         )
-    os.close(open_spill(path, make=True))  # whoever may write everywhere fails here too, on /proc, say
+    os.close(open_spill(path, make=True))  # fails for root too, for example on /proc
     return path

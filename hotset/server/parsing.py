@@ -1,7 +1,6 @@
-"""What people type for a share of the memory and for a time: ``80%``, ``120GiB``, ``24h``.
+"""Parse amounts of memory and times: ``80%``, ``120GiB``, ``24h``.
 
-Text that reaches a terminal or a log is made printable here as well, as it may come from whoever can send
-a request.
+Text that reaches a terminal or a log is made printable, because any client may have sent it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _LONGEST_AMOUNT = 100
 
 
 def parse_share(amount: str, whole: int) -> int:
-    """Return an amount of memory in bytes, given as such or as a percentage of ``whole`` bytes.
+    """Return an amount of memory in bytes, given as an amount or as a percentage of ``whole`` bytes.
 
     Raises:
         QuantityError: it is neither, or a percentage beyond 100.
-        ArgumentError: it is nothing at all, or more than the whole.
+        ArgumentError: it is zero, or more than the whole.
 
     Example:
         >>> parse_share("80%", 1000), parse_share("1KiB", 4096)
@@ -36,29 +35,29 @@ def parse_share(amount: str, whole: int) -> int:
     count = parse_bytes(amount, whole=lambda: whole)
     if not 0 < count <= whole:
         raise ArgumentError(
-            f"memory={amount!r} is not between nothing and the {format_bytes(whole)} that there are; "
-            'give less, "80%" for example.'
+            f"memory must be above 0 and at most {format_bytes(whole)}, got {amount!r}; "
+            'use "80%" for example.'
         )
     return count
 
 
 def parse_memory(memory: int | str) -> int:
-    """Return what a session may hold, in bytes; nothing is a session that only spills.
+    """Return a session's memory limit in bytes; a session with 0 bytes only spills.
 
     A percentage is of the machine's memory, or of its control group's limit.
 
     Raises:
-        QuantityError: it is no amount of memory.
+        QuantityError: it is not an amount of memory.
         ArgumentError: no machine has that much.
 
     Example:
         >>> parse_memory("1GiB")
         1073741824
     """
-    # Python refuses to read numbers of thousands of digits at all, in words of its own.
+    # Python itself refuses to parse numbers of thousands of digits.
     is_absurd = isinstance(memory, str) and len(memory) > _LONGEST_AMOUNT
     if is_absurd or (count := parse_bytes(memory, whole=lambda: headroom().limit)) >= _LARGEST_MEMORY:
-        raise ArgumentError(f"memory={printable(str(memory))} is more than any machine has; give less.")
+        raise ArgumentError(f"memory={printable(str(memory))} is more than any machine has; choose less.")
     return count
 
 
@@ -66,7 +65,7 @@ def parse_seconds(time: float | str) -> float:
     """Return a time to live in seconds: a number of them, or ``"90s"``, ``"30m"``, ``"24h"``, ``"7d"``.
 
     Raises:
-        ArgumentError: it is no such time, or not above zero.
+        ArgumentError: it is not a time, or not above zero.
 
     Example:
         >>> parse_seconds("24h"), parse_seconds("1.5m"), parse_seconds(7)
@@ -79,5 +78,5 @@ def parse_seconds(time: float | str) -> float:
         seconds = math.nan if isinstance(time, str) else float(time)
     if not 0 < seconds < math.inf:
         shown = printable(repr(time))
-        raise ArgumentError(f'ttl={shown} is no time to live; give seconds, or "90s", "30m", "24h", "7d".')
+        raise ArgumentError(f'ttl must be positive seconds, or "90s", "30m", "24h", "7d", got {shown}.')
     return seconds

@@ -1,4 +1,4 @@
-"""Where the server of a port is found, and the claim that there is only one.
+"""Where the server on a port is found, and the lock that keeps it the only one.
 
 A server has three files in the runtime folder, which is this user's alone:
 
@@ -12,9 +12,9 @@ A server has three files in the runtime folder, which is this user's alone:
 
     open or make ── lock ── still named? ── token ── tell ──> answer ──> remove both ──> gone: unlock
 
-A killed server leaves its files; without the lock they mean nothing, and the next one on that port takes
-them over. The number in the file is for people: it may be another process's by now, or of another container.
-A client that finds the lock and no sensible content looks again: the server is just starting.
+A killed server leaves its files; without the lock they mean nothing, and the next server on that port takes
+them over. The process number in the file is for the user: by now it may be another process's, or another
+container's. If a client finds the lock without valid content, the server is still starting.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ class ServerError(HotsetError, OSError):
 
 
 def already_running(port: int) -> ServerError:
-    """The error of whoever would start a second server."""
+    """Return the error for a port on which a server runs already."""
     return ServerError(
-        f"A server of port {port} runs already; stop it with `hotset stop --port {port}`, or choose another."
+        f"A server on port {port} runs already; stop it with `hotset stop --port {port}`, or choose another "
+        "port."
     )
 
 
@@ -101,7 +102,7 @@ def log_path(port: int) -> Path:
 
 
 def find(port: int) -> Place | None:
-    """Return where the living server of this port is; None if there is none, or it is still starting.
+    """Return where the server on this port is; None if there is none, or it is still starting.
 
     Raises:
         FolderError: the runtime folder, or the file, is not safely this user's own.
@@ -114,7 +115,7 @@ def find(port: int) -> Place | None:
 
 
 def running() -> list[int]:
-    """The ports of the servers that live, answering or not.
+    """The ports of the servers that run, answering or not.
 
     Raises:
         FolderError: the runtime folder, or a file, is not safely this user's own.
@@ -124,7 +125,7 @@ def running() -> list[int]:
 
 
 def is_claimed(port: int) -> bool:
-    """Whether a server of this port lives, answering or not.
+    """Whether a server runs on this port, answering or not.
 
     Raises:
         FolderError: the runtime folder, or the file, is not safely this user's own.
@@ -134,7 +135,7 @@ def is_claimed(port: int) -> bool:
 
 @contextlib.contextmanager
 def ending(port: int) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether the server that has this port now has gone, process and all.
+    """Yield a function that returns whether the process of this port's present server has ended.
 
     Raises:
         FolderError: the runtime folder, or the file, is not safely this user's own.
@@ -165,7 +166,7 @@ class Claim:
         self.token = token
 
     def tell(self, place: Place) -> None:
-        """Say where the server answers."""
+        """Write where the server listens."""
         content = json.dumps(asdict(place)).encode()
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, content, 0)
@@ -173,10 +174,10 @@ class Claim:
 
 @contextlib.contextmanager
 def claim(port: int) -> Iterator[Claim]:
-    """Be the one server of this port, with a new token, for as long as the block runs.
+    """Claim this port for the one server, with a new token, for as long as the block runs.
 
-    The port can be claimed again after it. The lock stays until this process has gone, which is what whoever
-    stopped the server waits for.
+    Another process can claim the port after the block. The lock stays until this process has ended, which
+    ``hotset stop`` waits for.
 
     Raises:
         ServerError: another server has it.
@@ -188,7 +189,7 @@ def claim(port: int) -> Iterator[Claim]:
         stack.callback(os.close, folder)
         file = f"server-{port}.json"
         fd = _lock(folder, file, port)
-        # The name goes while the lock is held: who opened the file before begins anew.
+        # The name is removed under the lock: a process that opened the file before starts again.
         stack.callback(_remove, folder, file)
         os.ftruncate(fd, 0)
         _remove(folder, f"server-{port}.token")

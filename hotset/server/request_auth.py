@@ -1,4 +1,4 @@
-"""Who may ask: every request passes here before anything looks at it, and every answer on its way out.
+"""Authorization: every request passes here before anything else sees it, and every answer on its way out.
 
 ========================================  ====  ========================================================
 ``Host`` is none of the server's names    403   a page of another site, whose name was made to mean
@@ -104,10 +104,10 @@ class Guard:
             try:
                 body = await _read(receive)
             except ClientDisconnect:
-                return None  # half a request, of which nothing is done
+                return None  # an incomplete request is ignored
             if body is not None:
                 return await self._app(scope, _replay(body, receive), send_with_headers)
-            refusal = 413, f"The request is longer than {LARGEST_BODY} bytes; none needs to be."
+            refusal = 413, f"The request's body must be at most {LARGEST_BODY} bytes."
         return await _answer(*refusal, send_with_headers)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
@@ -115,7 +115,7 @@ class Guard:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         host = _one(headers, b"host").lower()
         if host not in self._names:
-            return 403, "This server is not known by that name; use the one that `hotset status` shows."
+            return 403, "This server has another host name; use the address that `hotset status` shows."
         origins = [value.decode("latin-1").lower() for key, value in headers if key == b"origin"]
         # A TLS proxy in front makes it https; the name must be the one that was asked for, either way.
         if any(origin not in (f"http://{host}", f"https://{host}") for origin in origins):

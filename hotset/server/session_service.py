@@ -1,10 +1,10 @@
-"""What the server keeps: its sessions, under one budget, from recovery to the end.
+"""The sessions of a server, under one memory limit, from its start to its end.
 
-Everything that a session holds is in the runtime folder, the shared memory and the spill folders, so a keeper
-has hardly a state of its own: one that is killed loses nothing, and the next one of its port goes on.
+Everything that a session holds is in the runtime folder, in shared memory and in the spill folders, so the
+service has hardly any state: a killed server loses nothing, and the next server on its port continues.
 
-Changes come one after the other (a lock in this process; other processes are the session layer's care).
-Readers take no lock: a session that is destroyed under their eyes is left out of what they report.
+Changes are made one at a time, under a lock of this process; the session layer excludes other processes.
+Readers take no lock: a session that is destroyed while they look is left out of their report.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Refusal(HotsetError):
-    """A request that cannot be done, with the HTTP status that says so."""
+    """An error of a request, with its HTTP status."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -52,7 +52,7 @@ class SessionService:
         self.place = Place(os.getpid(), options.host, options.port, log, options.level)
 
     def begin(self) -> None:
-        """Say what the sessions may hold together, and take over what an earlier server of this port left.
+        """Set the sessions' common limit, and take over what an earlier server on this port left.
 
         Raises:
             HotsetError: the runtime folder cannot be used.
@@ -62,9 +62,9 @@ class SessionService:
             _log.info("%s", sentence)
 
     def end(self) -> None:
-        """Destroy the sessions of this server, and make no more of them; again is no harm.
+        """Destroy the sessions of this server, and create no more; it may be called again.
 
-        One that cannot be destroyed stays, with a word in the log, for the next server of this port.
+        A session that cannot be destroyed is logged, and stays for the next server on this port.
         """
         with self._changing:
             self._ended = True
@@ -126,20 +126,20 @@ class SessionService:
             raise Refusal(404, str(error)) from error
 
     def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Make a session that this server owns.
+        """Create a session that this server owns.
 
         Args:
-            wanted: any of name, memory, spill, ttl and persist; without spill the server's own folder.
+            wanted: any of name, memory, spill, ttl and persist; without spill, the server's folder is used.
 
         Raises:
             Refusal: 409 for a name that is taken or a server that is ending.
-            HotsetError: it cannot be made as asked for.
+            HotsetError: it cannot be created as requested.
         """
         memory, ttl = wanted.get("memory"), wanted.get("ttl")
         name = wanted.get("name")
         with self._changing:
             if self._ended:
-                raise Refusal(409, "The server is stopping and makes no more sessions; start it again.")
+                raise Refusal(409, "The server is stopping and creates no more sessions; start it again.")
             try:
                 session = sessions.create(
                     name,
@@ -156,11 +156,11 @@ class SessionService:
         return session_view(reports.report(session))
 
     def resize(self, which: str, memory: int | str) -> dict[str, Any]:
-        """Change what a session may hold, also under jobs that use it.
+        """Change a session's memory limit, also while jobs use it.
 
         Raises:
             Refusal: there is none.
-            HotsetError: it cannot hold that.
+            HotsetError: it cannot have that limit.
         """
         amount = parse_memory(memory)
         with self._changing:
@@ -170,7 +170,7 @@ class SessionService:
         return resized_view(resized)
 
     def destroy(self, which: str) -> int:
-        """Destroy a session; jobs that use it go on from their source. Returns the bytes that it frees.
+        """Destroy a session; jobs that use it read from their source. Returns the bytes freed.
 
         Raises:
             Refusal: there is none.
@@ -209,6 +209,6 @@ def _is_there(name: str) -> bool:
 def _folder(spill: str | None) -> str | None:
     if spill is not None and not (spill.startswith("/") and spill.isprintable() and len(spill) < 1000):
         raise Refusal(
-            400, f"spill={printable(spill)!r} is no absolute path of printable characters; give one."
+            400, f"spill must be an absolute path of printable characters, got {printable(spill)!r}."
         )
     return spill

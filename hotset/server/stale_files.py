@@ -1,9 +1,9 @@
-"""What servers leave that have gone: their files, freed by ``hotset gc``.
+"""Files that ended servers have left, removed by ``hotset gc``.
 
-Whoever can claim a port is alone with its files, so the claim is the question whether its server lives. Its
-sessions are not remains: they hold what jobs have read, for jobs that run and for the next server of the
-port. While there are any, the ledger of their common budget stays too. Its log, which says why the server has
-gone, stays for a day.
+A process that can claim a port is alone with its files, and knows that its server has ended. The server's
+sessions are not stale: they hold samples for running jobs and for the next server on the port. As long as
+there are any, the ledger of their common limit stays too. The log, which says why the server ended, stays for
+a day.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOG_SECONDS = 86400.0
 
 
 def collect() -> list[str]:
-    """Remove the files of servers that run no more; return a sentence for each file.
+    """Remove the files of servers that have ended; return a sentence for each file.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
@@ -50,5 +50,5 @@ def collect() -> list[str]:
         os.close(folder)
     for file in sorted(before - after):
         if found := _FILE.fullmatch(file):
-            told.append(f"Removed {file}: the server of port {found[1]} has gone.")
+            told.append(f"Removed {file}: the server on port {found[1]} has ended.")
     return told

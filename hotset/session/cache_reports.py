@@ -1,8 +1,8 @@
-"""Looking after the caches on this machine: which there are, what they hold, and whether they are sound.
+"""Reports of the caches on this machine: what they hold, and whether their records are valid.
 
-Private caches are found in the list of the runtime folder, those of sessions by their files. A cache that
-only another container's processes hold is listed, because its file's lock shows that it lives, and cannot be
-opened from here, because its memory has no name: it is reported as out of reach, and left alone.
+Private caches are found in the catalog, those of sessions by their files. If only processes of another
+container hold a cache, its file's lock shows that it is alive, but its memory, which has no name, cannot be
+opened from here: it is reported as out of reach, and left alone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["Report", "gc", "reports"]
 
 @dataclass(frozen=True)
 class Report:
-    """What was found of one cache.
+    """The report of one cache.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         owner: ``process 123``, or ``session NAME``.
         state: ``ok``, ``damaged``, ``dead`` (nobody holds it: ``hotset gc`` frees it) or ``out of reach``.
-        samples: length of its data set; 0 if it could not be opened.
+        samples: length of its dataset; 0 if it could not be opened.
         cached: how many of them it holds.
         bytes: memory that it has taken for them.
         disk: bytes that it has spilled.
@@ -77,7 +77,7 @@ def reports() -> Iterator[Report]:
 
 
 def gc() -> list[str]:
-    """Free what dead processes left, and sessions whose time is over; return a sentence for each.
+    """Free what dead processes left, and expired sessions; return a sentence for each.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
@@ -98,7 +98,7 @@ def _private(entry: Entry) -> Report:
         seen = _opened(address_of(entry), name, owner)
     except SegmentError as error:
         seen = Report(name, owner, "damaged", problems=(str(error),))
-    # Who had it open may have ended since it was listed: that is no damage.
+    # The process that had it open may have ended since it was listed: that is not damage.
     gone = seen.state == "damaged" and not os.path.exists(entry.path or "")
     return Report(name, owner, "out of reach") if gone else seen
 
@@ -110,7 +110,9 @@ def _opened(where: str | Address, name: str, owner: str) -> Report:
         return Report(name, owner, "damaged", problems=(str(error),))
     try:
         live = segment.live
-        if live[Live.INVALIDATED] == DESTROYED:  # and its files are not removed yet, or their remover died
+        if (
+            live[Live.INVALIDATED] == DESTROYED
+        ):  # its files are not removed yet, or the process that removed them died
             return Report(name, owner, "dead")
         disk, spilled = _check_spilled(where, segment)
         problems = (*check_segment(segment), *spilled)
@@ -137,7 +139,7 @@ def _check_spilled(where: str | Address, segment: Segment) -> tuple[int, list[st
     try:
         second = attach_second(where, said)
     except SegmentError as error:
-        # A private cache's has no name, and ends with its processes: that is no damage.
+        # A private cache's second tier has no name, and ends with its processes: that is not damage.
         return 0, [str(error)] if "path" in said else []
     try:
         live = second.live

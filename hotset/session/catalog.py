@@ -1,9 +1,9 @@
-"""The list of the caches on this machine: one small file for each, in the runtime folder.
+"""The catalog of the caches on this machine: one small file for each, in the runtime folder.
 
-A cache is a memfd, which has no name: who knows process, descriptor, inode and nonce reaches it through
-``/proc``, and the file (:mod:`hotset.session.entry`) is where they are told. It says nothing about life. A
-cache is alive while somebody holds a *shared lock* on its file, which the kernel drops with the holder. A pid
-would not do: it may be reused, and the same number means another process in each container that shares
+A cache is a memfd, which has no name: a process reaches it through ``/proc`` with process, descriptor, inode
+and nonce, which are in the file (:mod:`hotset.session.entry`). The file does not say whether the cache is
+alive. A cache is alive while a process holds a *shared lock* on its file, which the kernel drops with the
+holder. A pid would not do: it may be reused, and it means another process in each container that shares
 ``/dev/shm``.
 
 ::
@@ -18,14 +18,14 @@ What keeps a living cache's file from being removed:
 - the file gets its name when its lock is held, so a listed file without a lock has lost its last holder,
   and is not one that is still to be locked. A temporary file has such a moment: it is stale only when it is
   a minute old as well, and a creator that finds it gone makes another;
-- who removes takes an *exclusive* lock first, which any holder's shared one prevents, and then looks
-  whether the name still means the file that it locked;
-- who joins takes a shared lock first, then looks likewise, and if not, it came too late.
+- a process that removes it takes an *exclusive* lock first, which any holder's shared lock prevents, and then
+  checks that the name still means the file that it locked;
+- a process that joins takes a shared lock first, then checks the same; if not, it came too late.
 
-The last one to close drops its shared lock *before* it tries for the exclusive one. The other order
-(turn one into the other) fails for both when two close at once, and the file stays behind.
+The last process to close drops its shared lock *before* it tries for the exclusive one. If it converted the
+one into the other, both would fail when two close at once, and the file would stay behind.
 
-Nothing here may fail a training run: a cache that cannot be listed works, unlisted, after one warning.
+Nothing here may fail a training run: a cache that cannot be listed works unlisted, after one warning.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class CatalogHandle:
     """A process's share in a listed cache. While one process holds one, the cache counts as alive.
 
     Pickling carries nonce and name only; the process that unpickles it calls :meth:`join`. A forked child
-    has left by itself, as its copy of the descriptor would keep a dead parent alive in everyone's eyes, and
-    calls :meth:`join` too. It ends with :meth:`close`, with the object, or with the process.
+    has no share, because its copy of the descriptor would make a dead parent look alive; it calls
+    :meth:`join` too. The share ends with :meth:`close`, with the object, or with the process.
 
     Attributes:
         nonce: which cache, in hexadecimal.
@@ -96,7 +96,7 @@ class CatalogHandle:
     def after_fork(self) -> None:
         """In a forked child: drop what was inherited, and leave the parent's share alone.
 
-        It is called by itself after ``os.fork()``; calling it again does no harm.
+        ``os.fork()`` has closed it already; calling this as well does no harm.
         """
         self._share.drop_inherited()
 
@@ -138,7 +138,7 @@ class _Share(locks.Description):
         return False
 
     def offer(self, memory: int) -> None:
-        """Be listed as one that has the memory open; a full disk leaves that to others."""
+        """List this process as one that has the memory open, unless the disk is full."""
         if not self._told:
             self._told = True
             with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ def register(
     """
     if not re.fullmatch(NONCE, nonce):
         raise ArgumentError(
-            f"nonce={nonce!r} is not 8 to 32 bytes in hexadecimal digits, a to f in lower case."
+            f"nonce must be 8 to 32 bytes in lower-case hexadecimal digits, got nonce={nonce!r}."
         )
     registration = CatalogHandle(nonce, name)
     try:
@@ -249,9 +249,9 @@ def find(nonce: str) -> Entry | None:
 
 
 def gc() -> list[str]:
-    """Remove the files of caches, and of turns, that no living process holds; returns a sentence for each.
+    """Remove the files of caches, and of turns, that no living process holds; return a sentence for each.
 
-    What is held in another container is left alone, like every file that is not of this list.
+    Files that are held in another container stay, and files that are not the catalog's.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
@@ -311,7 +311,7 @@ def _write(fd: int, content: bytes) -> None:
 
 
 def _remove_unheld(fd: int, folder: int, file: str) -> bool:
-    """Remove the file unless somebody holds it or the name means another one by now."""
+    """Remove the file unless a process holds it, or the name means another file by now."""
     if not locks.try_lock(fd, _LIFE, length=0) or not is_named(fd, folder, file):
         return False
     os.unlink(file, dir_fd=folder)
@@ -319,9 +319,9 @@ def _remove_unheld(fd: int, folder: int, file: str) -> bool:
 
 
 def _removal_reason(fd: int, file: str) -> str:
-    """Return the sentence to say when this file is removed; empty if it is too young for that."""
+    """Return the sentence for this file's removal; empty if it is too young to be removed."""
     if file == TURNS:
-        return f"Removed {file}: no process that makes a cache or a session has its turn there."
+        return f"Removed {file}: no process is creating a cache or a session."
     if _TEMPORARY.fullmatch(file):
         young = abs(time.time() - os.fstat(fd).st_mtime) < _YOUNG_SECONDS
         return "" if young else f"Removed {file}: the process that was listing a cache there has died."

@@ -1,10 +1,10 @@
-"""Retiring: a cache's memory is given back under whoever still uses it.
+"""Free a cache's memory while processes still use the cache.
 
-A file's pages live as long as anybody has it mapped, so removing its name frees nothing while a job runs. So
-it is emptied first: the era becomes odd and the cache is condemned, so that nobody begins to read; who was in
-the midst of a copy is waited for, and finds that it is no good; then the pages go. (If somebody is stopped in
-the midst of one, they stay until he ends: touching a page that is gone would be SIGBUS on a full file
-system.) A writer that is late may put one more chunk there, which goes with the file.
+A file's pages live as long as a process has it mapped, so removing its name frees nothing while a job runs.
+The cache is emptied first: its era becomes odd and it is marked as invalidated, so that no process starts to
+read. Processes that are copying are waited for, and reject their copies. Then the pages are freed. (If a
+process is stopped while it copies, the pages stay until it ends: touching a freed page would be SIGBUS on a
+full file system.) A late writer may store one more chunk, which is freed with the file.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["DESTROYED", "is_retired", "retire"]
 _READERS_SECONDS = 5.0
 _BLOCK = 512  # the unit of st_blocks, whatever the file system's own is
 
-DESTROYED = 2  # in the live word CONDEMNED: its session was destroyed, or it made room for another cache
+DESTROYED = 2  # in the live word INVALIDATED: its session was destroyed, or the cache was dropped
 
 
 def retire(path: str) -> int:
-    """Empty the cache in this file for good; returns the bytes that are free now.
+    """Empty the cache in this file for good; return the bytes freed.
 
-    They are none where somebody is stopped in the midst of a look at it: then its memory goes with whoever
-    has it mapped last.
+    If a process is stopped while it reads the cache, nothing is freed: the memory is freed when the last
+    process that has it mapped ends.
 
     Raises:
         SegmentError: there is no usable cache.
@@ -37,7 +37,7 @@ def retire(path: str) -> int:
     member = Participant(segment)
     try:
         live, geometry = segment.live, segment.geometry
-        # Also without the lock, whose holder may be stopped: these words only ever say less.
+        # Also without the lock, whose holder may be stopped: these words only take samples away.
         with member.short_lock():
             live[Live.INVALIDATED] = DESTROYED
             live[Live.ERA] |= 1

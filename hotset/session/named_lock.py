@@ -1,10 +1,9 @@
-"""Turns: of all processes that want to make one thing, one at a time.
+"""Turns: processes that want to create the same thing do so one at a time.
 
 All turns are locks on one file of the runtime folder, each on a byte that follows from the thing's name. The
-kernel drops a lock with its holder, so a killed one holds up nobody. The file is there while anybody has a
-turn, or waits for one: the last one removes it, once it has locked all of the file, which nobody else can
-have a part of then. Who waited, or came meanwhile, gets the lock of a file without a name, sees that, and
-begins anew:
+kernel drops a lock with its holder, so a killed holder delays no other process. The file exists while any
+process has a turn or waits for one: the last one removes it, after it has locked the whole file. A process
+that waited, or came meanwhile, then gets the lock of a file without a name, sees that, and starts again:
 
 ::
 
@@ -12,9 +11,9 @@ begins anew:
          ^                       │                                           └── no: others are there
          └────────── no ─────────┘
 
-So nothing stays behind, but for a killed holder's file, which the next one uses, and the collector removes
-when nobody has a turn. (A file for each name was the alternative. What ends a turn must be one call, which no
-interrupt comes into: see :mod:`hotset.store.locks`. That of several names would have been several files.)
+So nothing stays behind except the file of a killed holder, which the next process uses, and ``hotset gc``
+removes when no process has a turn. (The alternative was a file for each name. But one call must end a turn,
+so that no interrupt comes in between, see :mod:`hotset.store.locks`; several names would be several files.)
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _DIGITS = 15  # of a name's 32, as offsets in a file have 63 bits
 
 
 class Turns(locks.Held):
-    """A block that has the turns of all these names at once; it gets False if that could not be.
+    """A block that has the turns of all these names at once; it gets False if it could not get them in time.
 
     Args:
-        names: 32 hexadecimal digits each. Processes that want several of the same must name them in one
+        names: 32 hexadecimal digits each. Processes that share several names must list them in one
             order, or they wait for each other until their patience ends.
         patience: seconds for all of them together.
 
@@ -53,7 +52,7 @@ class Turns(locks.Held):
         self._seconds = patience
 
     def take(self) -> bool:
-        """Have them."""
+        """Lock all of them."""
         deadline = time.monotonic() + self._seconds
         while True:
             self._file.open()
@@ -68,7 +67,7 @@ class Turns(locks.Held):
 
 
 class _File(locks.Description):
-    """The file that all turns are locks on, open; whoever closes it last removes it."""
+    """The open file that all turns are locks on; the last process that closes it removes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ class _File(locks.Description):
 
 
 class _All(locks.Held):
-    """The whole file, if nobody else has a part of it."""
+    """A lock of the whole file, if no other process has a part of it."""
 
     def __init__(self, file: _File) -> None:
         super().__init__(file, 0, length=0)

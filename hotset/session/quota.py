@@ -1,7 +1,7 @@
-"""Ledgers: what may be held together, and who holds how much of it.
+"""Ledgers: a memory limit for several caches or sessions, and how much each of them holds.
 
 A session's caches share its memory, and a server's sessions share the server's. Each has a ledger, a small
-file in the runtime folder, and every process that takes room for samples enters it there first:
+file in the runtime folder, and a process that takes memory for samples enters it there first:
 
 ::
 
@@ -15,18 +15,18 @@ file in the runtime folder, and every process that takes room for samples enters
           │ row 1 ...                        (510 rows) │
           └─────────────────────────────────────────────┘
 
-Nothing is ever added up: a row is *set* to what its member will hold, under the ledger's lock and before the
-member takes it. A process killed in between leaves a row that says too much, until that member's next extent
-sets it right; it never says too little, and no sum can drift.
+No sums are stored: a row is *set* to what its member will hold, under the ledger's lock and before the member
+takes it. A process killed in between leaves a row that says too much, until the member's next extent sets it
+again. A row never says too little, and no sum can drift.
 
 A session's ledger may stand under a server's: then both must have room. The order of locks is the segment's,
-the session's, the server's, and nothing waits for long: who cannot have a lock in time has no room, for half
-a second.
+the session's, the server's. No lock is waited for long: a process that does not get it in time has no room,
+for half a second.
 
 Byte 0 of the file is held, shared, by every process that uses the session; byte 1 is the lock. Byte 2 and the
-row's number is held, shared, by every process that uses that cache, so that who would give its memory to
-others (:mod:`hotset.session.reclaim`) knows that nobody does, and by trying to hold it alone keeps them out.
-A process that is stopped holds its locks, and so uses what it used.
+row's number is held, shared, by every process that uses that cache. A process that reclaims its memory
+(:mod:`hotset.session.reclaim`) locks the byte exclusively: it sees that no process uses the cache, and keeps
+others out. A stopped process keeps its locks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Quota:
         file: its name there.
 
     Raises:
-        SessionError: it is no ledger of this version.
+        SessionError: it is not a ledger of this version.
         OSError: see :func:`hotset.session.runtime_dir.open_at`.
 
     Attributes:
@@ -102,7 +102,9 @@ class Quota:
         """
         content = json.dumps(head).encode()
         if len(content) > _HEAD_BYTES - 96:
-            raise SessionError(f"{len(content):,} bytes of names and paths are too many; shorten them.")
+            raise SessionError(
+                f"names and paths must be up to {_HEAD_BYTES - 96:,} bytes together, got {len(content):,}."
+            )
         temporary = f"{file}.{secrets.token_hex(4)}.new"
         fd = open_at(folder, temporary, create=True)
         try:
@@ -156,7 +158,7 @@ class Quota:
         return min(self.limit, parent.left(above))
 
     def take(self, row: int, memory: int, member: int | None = None) -> bool:
-        """Have a member hold so many bytes of memory in all; False if they are not there to be had.
+        """Set how many bytes of memory a member holds in all; False if there are not that many.
 
         Args:
             row: the member's.
@@ -191,7 +193,7 @@ class Quota:
             return int(row)
         free = np.flatnonzero(self._rows[:, _MEMBER] == 0)
         if not len(free):
-            raise SessionError(f"there are {_ROWS} already, which is the most; destroy some.")
+            raise SessionError(f"there are {_ROWS} already, which is the limit; destroy some.")
         self._rows[free[0]] = member, 0, time.time_ns(), 0
         return int(free[0])
 
@@ -206,7 +208,7 @@ class Quota:
 
     @property
     def departures(self) -> int:
-        """How many members have left so far: another number says that there is more room."""
+        """How many members have left so far; if it changes, there is more room."""
         return int(self._words[_LEFT])
 
     def members(self) -> dict[int, int]:
@@ -214,7 +216,7 @@ class Quota:
         return {int(self._rows[row, _MEMBER]): int(row) for row in np.flatnonzero(self._rows[:, _MEMBER])}
 
     def end(self) -> None:
-        """Take no new members any more."""
+        """Refuse new members from now on."""
         with self.lock():
             self._words[_ENDED] = 1
 
@@ -240,36 +242,36 @@ class Quota:
         return any(locks.is_locked(fd, _FIRST_USE + row) for row in self.unused())
 
     def note_if_used(self, row: int) -> bool:
-        """Whether any process uses this row's member, which is noted: it may end without a word."""
+        """Whether any process uses this row's member; if so it is recorded, as a process may be killed."""
         used = row == self._used_row or locks.is_shared(self._locks().process().value, _FIRST_USE + row)
         if used:
             self._rows[row, _USED] = time.time_ns()
         return used
 
     def used_at(self, row: int) -> float:
-        """When it was noted last that this row's member is used, in seconds of Unix time."""
+        """The last recorded use of this row's member, in seconds of Unix time."""
         return int(self._rows[row, _USED]) / 1e9
 
     def is_pinned(self, row: int) -> bool:
-        """Whether this row's member stays, though nobody uses it."""
+        """Whether this row's member stays while no process uses it."""
         return bool(self._rows[row, _PINNED])
 
     def pin(self, row: int, pinned: bool) -> None:
-        """Have this row's member stay when nobody uses it, or no longer."""
+        """Pin this row's member, so that it stays while no process uses it, or unpin it."""
         self._rows[row, _PINNED] = int(pinned)
 
     def alone(self, row: int) -> locks.Held:
-        """A block that keeps everybody from using this row's member.
+        """A block in which no other process can use this row's member, to remove it.
 
-        It gets False if somebody does use it, or if it is pinned. Whoever begins to use it meanwhile finds it
-        gone, so it has to go.
+        It gets False if a process uses the member, or if it is pinned. A process that wants the member
+        meanwhile finds it gone.
         """
         return _Alone(self, self._locks().thread(), row)
 
     # ---- locks ---------------------------------------------------------------------------------------
 
     def lock(self) -> locks.Held:
-        """A block that holds the ledger's lock; it gets False if that is not had within two seconds.
+        """A block that holds the ledger's lock; it gets False if the lock is still taken after two seconds.
 
         Raises:
             SessionError: this process has left the session.
@@ -278,7 +280,7 @@ class Quota:
         return locks.Held(self._locks().thread(), _SHORT, patience=_LOCK_SECONDS)
 
     def use(self, row: int = -1) -> bool:
-        """Be known as one that uses the session, and a member of it, until this object or the process ends.
+        """Mark the session as in use, and a member of it, until :meth:`close` or the process ends.
 
         Args:
             row: the member's; -1: none.
@@ -294,20 +296,20 @@ class Quota:
         return row == self._used_row
 
     def stand_by(self) -> None:
-        """Use no member any more, and the session still."""
+        """Stop using the member, but go on using the session."""
         row, self._used_row = self._used_row, -1
         if row >= 0:
             locks.unlock(self._locks().process().value, _FIRST_USE + row)
 
     def touch(self) -> None:
-        """Note that it is used now, and its member that is."""
+        """Record the time as the last use, of the session and of the member in use."""
         os.utime(self._locks().process().value)
         if self._used_row >= 0:
             self._rows[self._used_row, _USED] = time.time_ns()
 
     @property
     def last_used(self) -> float:
-        """When it was noted last that it is used, in seconds of Unix time."""
+        """The session's last recorded use, in seconds of Unix time."""
         return os.fstat(self._locks().process().value).st_mtime
 
     @property
@@ -316,7 +318,7 @@ class Quota:
         return self._holds or locks.is_locked(self._locks().process().value, _LIFE)
 
     def close(self) -> None:
-        """Use it no more."""
+        """Stop using it."""
         if self._used_row >= 0:
             self._rows[self._used_row, _USED] = time.time_ns()
         self._holds, self._used_row = False, -1
@@ -351,11 +353,11 @@ class _Alone(locks.Held):
 
 def _read_head(fd: int, file: str) -> dict[str, Any]:
     if os.fstat(fd).st_size != _SIZE:
-        raise SessionError(f"{file} is no session of this version of hotset.")
+        raise SessionError(f"{file} is not a session of this version of hotset.")
     try:
         head = json.loads(os.pread(fd, _HEAD_BYTES, 0))
     except ValueError:
         head = None
     if not isinstance(head, dict):
-        raise SessionError(f"{file} is no session of this version of hotset, or is damaged.")
+        raise SessionError(f"{file} is not a session of this version of hotset, or is damaged.")
     return head

@@ -1,26 +1,27 @@
-"""Reclaiming: a cache that no process uses makes room for one that runs, least recently used first.
+"""Reclaiming: unused caches are dropped for a cache that needs room, the least recently used first.
 
-Whoever edits a transform begins a new cache, and what the old one holds of the session is of no use to it. So
-before a process says that its session is full, it looks for caches that nobody uses:
+A user who edits a transform starts a new cache, and the old one only takes up the session's memory. So before
+a process reports that its session is full, it looks for caches that no process uses:
 
 ::
 
     no room ── a cache unused, not pinned? ── no ──> full: samples come from the source
        ^              │ the least recently used
        │              v
-       │        hold its byte of the ledger alone ── somebody was quicker ──> the next one
+       │        hold its byte of the ledger alone ── another was quicker ──> the next one
        │              │
        └── row given back <── emptied, file removed, what it spilled too
 
-A cache is used by each process that holds its byte of the ledger, shared (:mod:`hotset.session.quota`), from
-before it attaches until it closes or ends; a process that is stopped uses what it used. While the byte is
-held alone, whoever comes for the cache finds it gone, and makes it anew, under another name. Its memory is
-given back as a destroyed session's is (:mod:`hotset.session.free_cache`), so that a reader who holds no byte
-(a machine's node, somebody who looks) never sees pages that are gone.
+A process uses a cache while it holds the cache's byte of the ledger with a shared lock
+(:mod:`hotset.session.quota`): from before it attaches until it closes or ends. A stopped process still holds
+its lock. While the reclaiming process holds the byte exclusively, a process that wants the cache finds it
+gone and creates it again under another name. The memory is freed as that of a destroyed session
+(:mod:`hotset.session.free_cache`), so that a reader without a lock (a machine's node, a report) never touches
+pages that are gone.
 
-A process that dies in the midst of it leaves a file that is condemned, or a row without a file; both are the
-first to go the next time. Of a session that persists memory alone is given back: the records on its disk are
-to outlive more than that, and the next job goes on from them.
+A process that dies while reclaiming leaves an invalidated file, or a row without a file; both are dropped
+first the next time. If the session persists, only memory is freed: the next job continues from the records on
+its disk.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ __all__ = ["Dropped", "Room", "pin", "reclaim", "room_of", "said_of"]
 
 @dataclass(frozen=True)
 class Dropped:
-    """A cache that made room.
+    """A cache that was dropped: its name, its bytes of memory, and how many seconds it was unused.
 
     Attributes:
-        name: what its data set is called.
-        bytes: of memory, that the session has back.
-        idle: seconds since it was used last, as far as that was noted.
+        name: of its dataset.
+        bytes: of memory that were freed.
+        idle: seconds since its last recorded use.
     """
 
     name: str
@@ -58,12 +59,12 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of memory that a session has for a cache that begins now.
+    """Bytes of memory of a session, as a new cache finds them.
 
     Attributes:
         free: that no cache holds.
-        unused: that caches hold which nobody uses and that are not pinned: they make room when it is needed.
-        used: that the others hold.
+        unused: held by caches that no process uses and that are not pinned; they are dropped when needed.
+        used: held by the other caches.
     """
 
     free: int
@@ -72,7 +73,7 @@ class Room:
 
 
 def room_of(session: Session) -> Room:
-    """Look at what there is room for in a session.
+    """Return the room that a session has for a new cache.
 
     Raises:
         SessionError: it is gone.
@@ -85,7 +86,7 @@ def room_of(session: Session) -> Room:
 
 
 def reclaim(session: Session, needed: int) -> list[Dropped]:
-    """Have caches that nobody uses give their memory back, until so many bytes are, or there are none.
+    """Drop unused caches until this many bytes are freed, or none is left; return the dropped caches.
 
     Raises:
         SessionError: the session is gone.
@@ -98,14 +99,14 @@ def reclaim(session: Session, needed: int) -> list[Dropped]:
         for row in ledger.unused():
             if sum(each.bytes for each in dropped) >= needed:
                 break
-            # An empty one has nothing to give, unless it is a row that somebody has died over.
+            # An empty cache frees nothing, unless its row was left by a process that died.
             if row in rows and (ledger.bytes_of(row) or rows[row] not in files):
                 dropped += _drop(session, ledger, folder, row, rows[row], files.get(rows[row]))
     return dropped
 
 
 def pin(session: Session, which: str | int, pinned: bool = True) -> str:
-    """Have a cache stay when nobody uses it, or no longer, for as long as its memory is there.
+    """Pin a cache, so that it stays while no process uses it, or unpin it.
 
     Args:
         session: whose it is.
@@ -137,7 +138,7 @@ def pin(session: Session, which: str | int, pinned: bool = True) -> str:
 
 
 def said_of(session: str, dropped: list[Dropped]) -> str:
-    """The sentence for people; empty if nothing was dropped."""
+    """Return the sentence that tells the user; empty if nothing was dropped."""
     told = [each for each in dropped if each.bytes]
     if not told:
         return ""
@@ -145,7 +146,7 @@ def said_of(session: str, dropped: list[Dropped]) -> str:
         f"{each.name} ({format_bytes(each.bytes)}, used last {_ago(each.idle)})" for each in told[:5]
     )
     more = f" and {len(told) - 5} more" if len(told) > 5 else ""
-    what = "a cache that nobody uses" if len(told) == 1 else "caches that nobody uses"
+    what = "an unused cache" if len(told) == 1 else "unused caches"
     return (
         f"session {session!r} was full, so {what} made room: {names}{more}. `hotset session pin` keeps a "
         "cache, and `hotset session resize` gives the session more memory."
@@ -155,7 +156,7 @@ def said_of(session: str, dropped: list[Dropped]) -> str:
 def _drop(
     session: Session, ledger: Quota, folder: int, row: int, member: int, file: str | None
 ) -> list[Dropped]:
-    """Drop the cache of this row, unless somebody was quicker."""
+    """Drop the cache of this row, unless another process was quicker."""
     with ledger.alone(row) as mine:
         if not mine or ledger.members().get(member) != row:
             return []
@@ -174,7 +175,7 @@ def _drop(
 
 
 def _name_of(folder: int, file: str) -> str:
-    """What a cache's data set is called; the file's name if it does not say."""
+    """The name of a cache's dataset; the file's name if the cache cannot be opened."""
     with contextlib.suppress(SegmentError, OSError):
         segment = Segment.attach(f"/proc/self/fd/{folder}/{file}")
         try:
@@ -190,7 +191,7 @@ def _is_of(file: str, number: int) -> bool:
 
 
 def _ago(seconds: float) -> str:
-    """How long ago, for a person.
+    """How long ago, as text.
 
     Example:
         >>> _ago(7), _ago(200), _ago(90000)

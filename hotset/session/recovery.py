@@ -1,16 +1,16 @@
-"""Recovery: what processes leave that die in the midst of a session's life, and how it is put right.
+"""Recovery: what processes leave behind that die while they change a session, and how it is repaired.
 
-Nothing of it harms anybody; it takes room. Whoever collects (``hotset gc``, a server that begins) looks
-through the runtime folder and all spill folders that are known:
+It does no harm except that it takes room. ``hotset gc``, and a server when it starts, look through the
+runtime folder and all known spill folders:
 
 ======================================  ==============================================================
-found                                   put right
+found                                   repair
 ======================================  ==============================================================
-a ledger that has ended                 who was destroying the session has died: it is destroyed
+a ledger that has ended                 its destroying process has died: the session is destroyed
 a session that its server's ledger      it was made again after a reboot, and the server has begun since:
-does not name                           it enters
+does not name                           the session enters it
 a ledger that is damaged                removed, unless a process still uses it, which goes on
-a cache whose session is no more        removed, at once: it got its name under the lock of a ledger
+a cache whose session is gone           removed, at once: it got its name under the lock of a ledger
 a roster or a tally whose session is    removed, at once: it was written for a session that was there
 no more
 a spill file without a cache            removed, unless its session persists: the next job goes on from it
@@ -18,8 +18,8 @@ a definition without a session          removed: it does not say what session th
 ``.new``, and 32 digits for a name      removed: the process that was making it has died
 ======================================  ==============================================================
 
-A ledger without caches, and a cache without jobs, are what they should be: sessions outlive both. What a
-living process may just be making looks like what a dead one has left, so the other files stay for a minute.
+A ledger without caches and a cache without jobs are as they should be: sessions outlive both. A file that a
+living process is creating looks like one that a dead process has left, so the other files stay for a minute.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _YOUNG_SECONDS = 60.0
 
 
 def recover() -> list[str]:
-    """Put right what crashes left, and destroy what has expired; return a sentence for each.
+    """Repair what crashes left, and destroy expired sessions; return a sentence for each.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
@@ -81,7 +81,7 @@ def _destroy_half_destroyed() -> list[str]:
     for session in half:  # by a process that died over it
         with contextlib.suppress(SessionError):
             destroy(session)
-            told.append(f"Destroyed session {session.name!r}, as a process that has died had begun to.")
+            told.append(f"Destroyed session {session.name!r}: the process that was destroying it has died.")
     return told
 
 
@@ -104,7 +104,7 @@ def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
             told.append(f"Removed {file}: it is damaged, or of another version, and no process uses it.")
         elif cache and int(cache[1]) not in alive.keys() | used:
             remove_cache(folder, file)
-            told.append(f"Removed {file}: its session is no more.")
+            told.append(f"Removed {file}: its session is gone.")
         elif (shared := SHARED.fullmatch(file)) and int(shared[1]) not in alive:
             unlink(folder, file)
         elif _UNFINISHED.fullmatch(file) and _is_old(folder, file):
@@ -141,12 +141,12 @@ def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list
                 )
                 if not kept and _is_old(place, file):
                     unlink(place, file)
-                    told.append(f"Removed {file} in {spill}: the cache that it belongs to is no more.")
+                    told.append(f"Removed {file} in {spill}: its cache is gone.")
             elif DEFINITION.fullmatch(file) and not is_there(folder, file.removesuffix(".json")):
                 # It was not made again from that, so it cannot be.
                 if _is_old(place, file):
                     unlink(place, file)
-                    told.append(f"Removed {file} in {spill}: it does not say what session that was.")
+                    told.append(f"Removed {file} in {spill}: it does not define a session.")
             elif (_UNFINISHED.fullmatch(file) or _NAMELESS.fullmatch(file)) and _is_old(place, file):
                 unlink(place, file)
                 told.append(f"Removed {file} in {spill}: the process that was making it has died.")
@@ -156,7 +156,7 @@ def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list
 
 
 def _is_old(folder: int, file: str) -> bool:
-    """Whether nobody can be in the midst of making it."""
+    """Whether it is too old for a process to be still creating it."""
     try:
         changed = os.stat(file, dir_fd=folder, follow_symlinks=False).st_ctime
     except OSError:

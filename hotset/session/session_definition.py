@@ -1,9 +1,8 @@
-"""What a session is, and where that is written down.
+"""The definition of a session, and where it is stored.
 
-It is written in the head of the session's ledger, which makes the session be there: who opens the ledger has
-all that there is to know. The ledger lies in memory and is gone after a reboot. A session that persists is
-written down in its spill folder as well, beside the records, and whoever lists sessions makes the ledgers
-again that are missing:
+It is in the head of the session's ledger: a session exists while its ledger does. The ledger lies in memory
+and is gone after a reboot. The definition of a session that persists is also in its spill folder, beside the
+records, and a process that lists the sessions creates missing ledgers from it:
 
 ::
 
@@ -12,9 +11,9 @@ again that are missing:
     restore                └──────────────> <number>.session ──> it is there again, with what was spilled
     forget              (gone)                  ...              it comes back no more
 
-The definition comes first and goes first: a process that dies in between leaves a session that comes back
-whole, or one that does not come back, and never one that a reboot brings back half destroyed. So that nobody
-restores what somebody is just making, both are done in one turn (:mod:`hotset.session.named_lock`).
+The definition is written first and removed first. A process that dies in between leaves a session that comes
+back whole, or does not come back, and never one that a reboot brings back half destroyed. Creating and
+restoring take turns (:mod:`hotset.session.named_lock`), so that no process restores what another creates.
 """
 
 from __future__ import annotations
@@ -53,17 +52,17 @@ _RESTORING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Session:
-    """What a session is; what it holds is told by :func:`hotset.session.reports.report`.
+    """The definition of a session; :func:`hotset.session.reports.report` returns what it holds.
 
     Attributes:
         number: 1 to 2**32 - 1, drawn at random.
-        name: what people call it; the number if they did not say.
+        name: given by the user; else the number.
         memory: bytes that its caches may hold in memory together.
-        spill: the folder for what is beyond that; None if nothing is spilled.
+        spill: the folder for samples beyond that; None if nothing is spilled.
         persist: whether every record is spilled, and outlives a reboot.
         ttl: seconds after its last use at which it expires; None if it does not.
         created: seconds of Unix time.
-        server: port of the server that it belongs to; None if it belongs to nobody.
+        server: port of the server that owns it; None if none does.
     """
 
     number: int
@@ -126,7 +125,7 @@ def attach_ledger(folder: int, file: str) -> Quota:
     try:
         ledger = Quota(folder, file)
     except FileNotFoundError:
-        raise SessionError(f"session {file.partition('.')[0]} is no more.") from None
+        raise SessionError(f"session {file.partition('.')[0]} is gone.") from None
     port, number = ledger.head.get("server"), ledger.head.get("number")
     if isinstance(port, int) and isinstance(number, int):
         servers.stand_under(folder, port, number, ledger)
@@ -160,7 +159,7 @@ def set_memory(ledger: Quota, session: Session) -> None:
 
 
 def write_down(folder: int, session: Session) -> None:
-    """Make a session be there: its ledger in the runtime folder, and its definition if it persists.
+    """Create a session's ledger in the runtime folder, and its definition if it persists.
 
     Raises:
         SessionError: nothing can be written to its spill folder, or the names are too long.
@@ -177,14 +176,14 @@ def write_down(folder: int, session: Session) -> None:
 
 
 def forget(session: Session) -> None:
-    """Have a session not come back after a reboot."""
+    """Remove a session's definition, so that it does not come back after a reboot."""
     if session.spill is not None:
         with contextlib.suppress(OSError):
             remove_spilled(session.spill, session.definition)
 
 
 def restore(folder: int) -> None:
-    """Make the sessions again that outlive a reboot, and whose ledgers are gone."""
+    """Create the missing ledgers of sessions that outlive a reboot."""
     for spill in known_folders():
         place = open_spill(spill)
         try:
@@ -223,7 +222,9 @@ def _define(session: Session) -> None:
             os.close(fd)
     except OSError as error:
         why = error.strerror or error
-        raise SessionError(f"nothing can be written to {session.spill}: {why}.") from error
+        raise SessionError(
+            f"cannot write to the spill folder {session.spill}: {why}; free space, or use another folder."
+        ) from error
     finally:
         os.close(place)
 
@@ -237,5 +238,5 @@ def _restore_one(folder: int, place: int, file: str, spill: str) -> None:
     session = Session(**{**head, "spill": spill})  # where it was found, whatever it says
     if session.definition == file and type(session.memory) is int:
         Quota.create(folder, session.file, asdict(session), session.memory)
-        # The server that it belonged to is no more, unless it has begun anew and asks for it.
+        # Its server is gone, unless it has been started again and lists the session.
         servers.enter(folder, session.server, session.number)

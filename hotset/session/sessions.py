@@ -1,23 +1,23 @@
-"""Sessions: caches that have a name, a budget and a life of their own, beyond the job that filled them.
+"""Sessions: named caches with a common memory limit, which outlive the job that filled them.
 
 A session is a ledger in the runtime folder, whose head says what it is
-(:mod:`hotset.session.session_definition`), and one file for each of its caches beside it; what memory has no
-room for lies in its spill folder (:mod:`hotset.session.file_names`). This is its life:
+(:mod:`hotset.session.session_definition`), and one file for each of its caches beside it. Samples that do not
+fit into memory lie in its spill folder (:mod:`hotset.session.file_names`). This is its life:
 
 ========== ============================================================================================
-created    by a person or a server; nothing is taken but the ledger
-used       every process that uses it holds a lock on the ledger, shared; no list of processes is kept
+created    by a user or a server; it takes no memory except for the ledger
+used       every process that uses it holds a shared lock on the ledger; there is no list of processes
 destroyed  first the ledger ends, so that no cache is added; then each cache is emptied where it is: jobs
-           that are reading find their samples gone and go on from their source; then the files go
-expired    its time to live has passed since it was last used; whoever looks destroys it
-resized    its ledger's limit changes, also under jobs that use it: those that had no more room go on with
-           more, or caches that nobody uses make room for less
-rebooted   memory is gone. A session that says so (``persist``) is made again from its definition in the
-           spill folder, and its caches go on from what was spilled
+           that are reading find their samples gone and read from their source; then the files go
+expired    its time to live has passed since its last use; the next process that looks destroys it
+resized    its ledger's limit changes, also while jobs use it: a job that had no room left gets more, or
+           unused caches are dropped until the session fits
+rebooted   memory is gone. A session with ``persist`` is created again from its definition in the spill
+           folder, and its caches continue from what was spilled
 ========== ============================================================================================
 
-No process has to run for any of that. A server (:mod:`hotset.server`) is one more user of this module. What a
-process leaves that dies over it is put right by :mod:`hotset.session.recovery`.
+None of this needs a process that runs all the time. A server (:mod:`hotset.server`) is one more user of this
+module. :mod:`hotset.session.recovery` repairs what a process leaves that dies in between.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ def create(
     persist: bool = False,
     server: int | None = None,
 ) -> Session:
-    """Make a session.
+    """Create a session.
 
     Args:
         name: up to 100 of the characters A-Z, a-z, 0-9, dot, underscore and hyphen, no dot first and not a
             number; its number if None.
         memory: bytes that its caches may hold together. None: what the server has, or without a server half
             of what is free; but no more than the runtime folder's file system has.
-        spill: a folder for what is beyond; it is made if it is not there, in a folder that is. Of its disk,
-            64 MiB or a hundredth, whichever is more, stay free.
+        spill: a folder for samples beyond that; it is created if only the last folder of the path is missing.
+            64 MiB or 1% of its disk, whichever is more, stays free.
         ttl: seconds after its last use at which it expires.
-        persist: write every record to ``spill`` too, and keep it there over a reboot.
+        persist: write every record to ``spill`` too, and keep it there across a reboot.
         server: port of the server that it belongs to.
 
     Raises:
-        SessionError: the name is no such name or taken, or the spill folder cannot be used.
+        SessionError: the name is not allowed or taken, or the spill folder cannot be used.
         FolderError: the runtime folder is not safely this user's own.
 
     Warns:
@@ -99,7 +99,7 @@ def create(
     with one_at_a_time(), runtime() as folder:
         there = {known.name: known.number for known in sessions()}
         if name in there:
-            raise SessionError(f"there is a session {name!r} already; destroy it, or take another name.")
+            raise SessionError(f"there is a session {name!r} already; destroy it, or choose another name.")
         number = _draw(set(there.values()))
         session = Session(number, name or str(number), memory, spill, persist, ttl, time.time(), server)
         try:
@@ -112,7 +112,7 @@ def create(
             where = os.readlink(f"/proc/self/fd/{folder}")
             why = error.strerror or error
             raise SessionError(
-                f"no session can be made in {where}: {why}; free some, or {_ELSEWHERE}."
+                f"no session can be created in {where}: {why}; free some memory there, or {_ELSEWHERE}."
             ) from error
     return session
 
@@ -130,7 +130,7 @@ def find(which: str | int) -> Session:
             return session
     known = f"there are: {', '.join(known.name for known in found[:10])}" if found else "there is none"
     raise SessionError(
-        f"there is no session {_short(str(which))} on this machine; `hotset session create NAME` makes one "
+        f"there is no session {_short(str(which))} on this machine; `hotset session create NAME` creates one "
         f"({known})."
     )
 
@@ -152,9 +152,9 @@ def sessions() -> list[Session]:
 
 
 def destroy(session: Session) -> int:
-    """Destroy a session: free its memory and its disk, also under jobs that use it.
+    """Destroy a session: free its memory and its disk, also while jobs use it.
 
-    They find their samples absent and read them from their source from then on.
+    These jobs find their samples absent and read them from their source from then on.
 
     Returns:
         Bytes that were freed.
@@ -177,12 +177,12 @@ def destroy(session: Session) -> int:
 
 @dataclass(frozen=True)
 class Resized:
-    """What came of a resize.
+    """The outcome of a resize.
 
     Attributes:
         session: as it is now.
-        dropped: the caches that made room, as nobody used them.
-        over: bytes that its caches hold beyond what they may; they are in use or pinned, and stay.
+        dropped: the unused caches that were dropped.
+        over: bytes that its caches hold beyond the limit; these caches are in use or pinned, and stay.
     """
 
     session: Session
@@ -191,18 +191,18 @@ class Resized:
 
 
 def resize(session: Session, memory: int) -> Resized:
-    """Change what the caches of a session may hold together, from now on, also under jobs that use it.
+    """Change the memory limit of a session's caches, also while jobs use it.
 
-    A job that had found it full goes on filling within half a second. If the caches hold more than that,
-    those that nobody uses go, the least recently used first; what is in use or pinned stays, and nothing is
-    added until it is less.
+    A job that had found the session full goes on filling within half a second. If the caches hold more than
+    the new limit, unused caches are dropped, the least recently used first. Caches that are in use or pinned
+    stay, and no samples are added until the session holds less.
 
     Args:
         session: which.
         memory: bytes.
 
     Raises:
-        SessionError: it is gone, the amount is none, or more than the server has that it belongs to.
+        SessionError: it is gone, or the amount is invalid or more than its server has.
         FolderError: the runtime folder is not safely this user's own.
 
     Warns:
@@ -212,8 +212,8 @@ def resize(session: Session, memory: int) -> Resized:
     bound = servers.limit(session.server) if session.server is not None else None
     if bound is not None and memory > bound:
         raise SessionError(
-            f"memory={format_bytes(memory)} is more than the {format_bytes(bound)} that the server of port "
-            f"{session.server} has for all its sessions; give less, or start it with more `--memory`."
+            f"memory={format_bytes(memory)} is more than the {format_bytes(bound)} that the server on port "
+            f"{session.server} has for all its sessions; choose less, or start it with more `--memory`."
         )
     with one_at_a_time(), runtime() as folder, ledger_in(folder, session.file) as ledger:
         if ledger.ended:
@@ -227,7 +227,7 @@ def resize(session: Session, memory: int) -> Resized:
 
 
 def expire() -> list[str]:
-    """Destroy the sessions whose time is over and that nobody uses; return a sentence for each.
+    """Destroy the sessions that have expired and that no process uses; return a sentence for each.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
@@ -245,17 +245,17 @@ def expire() -> list[str]:
             if idle > session.ttl:
                 freed = destroy(session)
                 told.append(
-                    f"Destroyed session {session.name!r}, not used for {idle:.0f} s: "
+                    f"Destroyed session {session.name!r}, unused for {idle:.0f} s: "
                     f"{format_bytes(freed)} freed."
                 )
     return told
 
 
 def one_at_a_time() -> Turns:
-    """A block in which this process is the one, of all that make or destroy sessions.
+    """A block that one process at a time enters, to create or destroy sessions.
 
-    Entering it raises SessionError if another one is at it and does not end, and FolderError if the runtime
-    folder is not safely this user's own.
+    Entering it raises SessionError if another process stays in its block for too long, and FolderError if the
+    runtime folder is not safely this user's own.
     """
     return _TheOne([_TURN], _TURN_SECONDS)
 
@@ -265,8 +265,8 @@ class _TheOne(Turns):
         if super().take():
             return True
         raise SessionError(
-            "another process is making or destroying a session, and has not ended for "
-            f"{_TURN_SECONDS:.0f} s; look whether one is stopped."
+            "another process has been creating or destroying a session for more than "
+            f"{_TURN_SECONDS:.0f} s; check whether a process is stopped."
         )
 
 
@@ -278,26 +278,26 @@ def _require_sense(
 ) -> None:
     if name is not None and (not _NAME.fullmatch(name) or name.isdigit()):
         raise SessionError(
-            f"{_short(name)} is no name for a session; use up to 100 of the characters A-Z, a-z, 0-9, dot, "
-            "underscore and hyphen, no dot at the beginning, and not digits only."
+            "a session's name must be up to 100 of the characters A-Z, a-z, 0-9, dot, underscore and hyphen, "
+            f"not start with a dot, and not be digits only, got {_short(name)}; choose another."
         )
     if persist and spill is None:
-        raise SessionError("persist needs a spill folder, where the records are kept; name one by spill.")
+        raise SessionError("persist needs a spill folder to keep the records in; pass one as spill.")
     if memory is not None:
         _require_amount(memory)
     if ttl is not None and not 0 < ttl < float("inf"):
-        raise SessionError(f"ttl={ttl} is no time to live; give a number of seconds above zero.")
+        raise SessionError(f"ttl must be a positive number of seconds, got {ttl}.")
 
 
 def _require_amount(memory: int) -> None:
     if memory < 0:
-        raise SessionError(f"memory={memory} is negative; give a number of bytes, zero or more.")
+        raise SessionError(f"memory must be zero or more bytes, got {memory}.")
     if memory > _MOST_MEMORY:
-        raise SessionError(f"memory={memory} is more than any machine has; give a number of bytes.")
+        raise SessionError(f"memory must be a number of bytes that a machine can have, got {memory}.")
 
 
 def _memory(asked: int | None, server: int | None) -> int:
-    """What a session gets that asked for so many bytes; more than there is is told."""
+    """The memory limit of a new session; it warns if there is less memory than was asked for."""
     if asked is None:
         limit = servers.limit(server) if server is not None else None
         return min(machine.headroom().bytes // 2 if limit is None else limit, _room_here())
@@ -306,7 +306,7 @@ def _memory(asked: int | None, server: int | None) -> int:
 
 
 def _tell_if_too_much(asked: int, held: int = 0) -> None:
-    """Tell whoever asked for more than the file system has, besides what is held already."""
+    """Warn if this is more than the file system has, including what the session holds already."""
     if asked - held > (room := _room_here()):
         warn(
             f"memory={format_bytes(asked)} is more than the {format_bytes(room + held)} that the file system "
@@ -327,6 +327,6 @@ def _draw(taken: set[int]) -> int:
 
 
 def _short(text: str) -> str:
-    """A name as it can be shown: whoever gave it."""
+    """A name from any source, as it can be shown."""
     shown = ascii(text[:60])
     return shown if len(text) <= 60 else f"{shown}... ({len(text):,} characters)"

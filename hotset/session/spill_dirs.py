@@ -1,4 +1,4 @@
-"""Spill folders: where records go that memory has no room for, and how they are found again.
+"""Spill folders: where records go that do not fit into memory, and how they are found again.
 
 In the folder that the user names, hotset uses one of its own, ``hotset-<uid>``, under the rules of the
 runtime folder (:mod:`hotset.session.runtime_dir`): private, and nothing in it is trusted by its name.
@@ -10,9 +10,9 @@ machine. A session's has one, as it outlives jobs:
     <session's number>.session.json            what the session is, if it outlives a reboot (``--persist``)
 
 The runtime folder, which says what sessions there are, lies in memory and is gone after a reboot, the spill
-files are not. So each spill folder is entered in a list that lies on disk, ``spill-folders`` in
-``$XDG_STATE_HOME/hotset`` (``~/.local/state/hotset``), one path a line. Whoever collects looks through
-all of them.
+files are not. So each spill folder is entered in a list on disk, ``spill-folders`` in
+``$XDG_STATE_HOME/hotset`` (``~/.local/state/hotset``), one path a line. ``hotset gc`` looks through all of
+them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def open_spill(folder: str, *, make: bool = False) -> int:
     """Return a descriptor of hotset's own folder in a spill folder; the caller closes it.
 
     Args:
-        folder: what the user named; absolute.
-        make: make it if it is not there, in a folder that is.
+        folder: the absolute path that the user gave.
+        make: create it if it is missing.
 
     Raises:
         SessionError: it cannot be made.
@@ -62,22 +62,22 @@ def open_spill(folder: str, *, make: bool = False) -> int:
         if not folder.isprintable() or (system := _file_system(folder)) in _REMOTE:
             why = f"it is on a network ({system})" if folder.isprintable() else "its name has odd characters"
             raise SessionError(
-                f"{folder!r} cannot be spilled to: {why}; name a folder on a disk of this machine."
+                f"the spill folder {folder!r} cannot be used: {why}; choose one on a disk of this machine."
             )
         try:
-            # The last folder alone: what is not there above it is a slip of the pen, or a disk not mounted,
-            # and what would be spilled there would fill another one.
+            # Only the last folder: if one above it is missing, the name is wrong or a disk is not mounted,
+            # and spilling there would fill another disk.
             for last in (folder, path):
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(last, 0o700)
         except FileNotFoundError as error:
             raise SessionError(
-                f"nothing can be spilled to {folder}: there is no folder {os.path.dirname(folder)}; mend the "
-                "name, mount the disk, or make that folder."
+                f"the spill folder {folder} cannot be used: there is no folder {os.path.dirname(folder)}; "
+                "correct the name, mount the disk, or create that folder."
             ) from error
         except OSError as error:
             raise SessionError(
-                f"nothing can be spilled to {folder} ({error.strerror}); name a folder that you may write to."
+                f"the spill folder {folder} cannot be used ({error.strerror}); choose one that is writable."
             ) from error
     return open_private(path)
 
@@ -100,8 +100,8 @@ def remember(folder: str) -> None:
             os.close(fd)
     except OSError as error:
         raise SessionError(
-            f"{file} cannot be written ({error.strerror}), and without it what is spilled to {folder} would "
-            "not be found after a crash; set XDG_STATE_HOME to a folder that you may write to."
+            f"{file} cannot be written ({error.strerror}); without it, files in {folder} would not be found "
+            "after a crash. Set XDG_STATE_HOME to a folder that you may write to."
         ) from error
 
 

@@ -1,9 +1,9 @@
 """Claims: which process reads which sample, so that each is read from the source once.
 
 A process that attaches to write takes a *slot*: it holds an open-file-description lock on the slot's byte
-for as long as it lives, and the kernel drops it when the process dies, however it dies. A claim is an index
-word that names a slot and the incarnation of its holder. So there is no owner's pid to be reused, no lease
-to be renewed, and nothing to clean up: a claim whose slot is free, or has had another holder since, is void.
+for as long as it is attached, and the kernel drops it when the process dies. A claim is an index word that
+names a slot and the incarnation of its holder. So there is no owner's pid to be reused, no lease to be
+renewed, and nothing to clean up: a claim whose slot is free, or has had another holder since, is void.
 
 ::
 
@@ -18,13 +18,13 @@ Where a sample's record has a place of its own (:mod:`hotset.store.slots`), a pr
 well, to be written again; in a ring (:mod:`hotset.store.ring`) the place of one that has left is claimed for
 the next. Nothing else goes from present to claimed.
 
-Claims are handed out under one short lock, taken by bounded tries and never waited for without end: its
-holder may have been stopped. Who cannot have it reads the source without a claim, which costs a second
-reading and nothing else. Publishing needs no lock, since only a living claimant stores over its own claim.
+Claims are taken under one short lock, which is tried for a bounded time, because its holder may be stopped. A
+process that does not get it reads the source without a claim, at the cost of reading a sample twice.
+Publishing needs no lock, since only a living claimant stores over its own claim.
 
-After a fork the child must not keep the parent's lock descriptor: a copy of it would keep the parent
-alive in everyone's eyes. It is closed in the child at once, and the child takes a slot of its own when it
-first needs one.
+A forked child must not keep the parent's lock descriptor, which would make a dead parent look alive. It is
+closed in the child at once (:class:`hotset.store.locks.FileLock`), and the child takes a slot of its own when
+it first needs one.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class Participant:
         return -1
 
     def short_lock(self) -> locks.Held | contextlib.nullcontext[bool]:
-        """A block that holds the segment's short lock; it gets False if that is not had within two seconds.
+        """A block that holds the segment's short lock; it gets False if the lock is taken for two seconds.
 
-        After a time-out nobody waits again for a second, so that a stopped holder costs its neighbours two
-        seconds and not two seconds a sample.
+        After a time-out this process does not wait again for a second, so that a stopped holder costs it two
+        seconds, and not two seconds a sample.
         """
         try:
             return _ShortLock(self, self._locks.thread())
@@ -124,13 +124,13 @@ class Participant:
 
     @property
     def reading(self) -> locks.Held | contextlib.nullcontext[bool]:
-        """A block that looks at records through the mapping, of which others can tell that somebody does.
+        """A block that reads records through the mapping, while a lock shows other processes that it does.
 
-        A cache that is destroyed gives its pages back under whoever has it mapped. A touch of such a page
-        takes memory anew, and where the file system has none left by then, that is SIGBUS. So whoever
-        destroys it says so first (an odd era), then waits for those who hold the lock here, and who takes it
-        looks at the era after that: one of them sees the other. A few system calls for a batch; where no file
-        system bounds the segment, nothing.
+        A cache that is destroyed frees its pages while processes have it mapped. Touching such a page
+        allocates memory again, and if the file system has none left, that is SIGBUS. So the process that
+        destroys the cache first makes the era odd, then waits for the holders of this lock; a reader takes
+        the lock first, then looks at the era: one of them sees the other. It costs a few system calls a
+        batch, and nothing if no file system bounds the segment.
         """
         if not self.segment.bounded:
             return contextlib.nullcontext(True)
@@ -141,7 +141,7 @@ class Participant:
 
     @property
     def one_thread(self) -> contextlib.AbstractContextManager[object]:
-        """Excludes other threads of this process, for what only this process writes."""
+        """A lock that excludes other threads of this process, for what only this process writes."""
         return self._thread_lock
 
     def is_alive(self, slot: int) -> bool:
@@ -149,9 +149,9 @@ class Participant:
         return slot == self._slot or locks.is_locked(self._locks.process().value, 1 + slot)
 
     def unread(self, timeout: float) -> bool:
-        """Wait until nobody looks at records, in whatever process; False if somebody did for so long.
+        """Wait until no process reads records; False if one still did after ``timeout`` seconds.
 
-        To be asked once the era says that nobody is to begin, and not by a thread that looks at them.
+        To be called after the era was made odd, and not by a thread that reads records.
         """
         if not self.segment.bounded:
             return True
@@ -164,7 +164,7 @@ class Participant:
         return True
 
     def leave(self) -> None:
-        """Give slot and descriptor back; claims that are still open become void."""
+        """Give the slot back; claims that are still open become void."""
         self._slot = -1
         self._locks.close()
 
@@ -174,7 +174,7 @@ class Participant:
 
 
 class _ShortLock(locks.Held):
-    """The segment's short lock, waited for as long as its member has patience."""
+    """The segment's short lock, which is not waited for shortly after a time-out."""
 
     def __init__(self, member: Participant, description: locks.Description) -> None:
         super().__init__(description, _SHORT_LOCK)
@@ -190,7 +190,7 @@ class _ShortLock(locks.Held):
 
 
 def _no_slot() -> Words:
-    """Where counters go when every slot is held: nowhere."""
+    """A row for counters when every slot is held; it is discarded."""
     return np.zeros(SLOT_WORDS, np.int64)
 
 

@@ -83,7 +83,7 @@ def test_a_port_of_another_program_is_told_with_the_last_line_of_the_log(tmp_pat
         done = run("start", "--port", port, "--memory", "1MiB", environment=environment)
     assert done.returncode == 2
     last = (tmp_path / "runtime" / f"server-{port}.log").read_text().splitlines()[-1]
-    assert f"port {port} of 127.0.0.1 cannot be had" in last
+    assert f"port {port} of 127.0.0.1" in last
     assert last in done.stderr
     # It has given its claim back, with the token.
     assert os.listdir(tmp_path / "runtime") == [f"server-{port}.log"]
@@ -131,7 +131,7 @@ def test_the_next_server_has_the_sessions_of_a_killed_one(tmp_path: Path) -> Non
         assert "No server runs" in first.hotset("status", "--port", str(first.port)).stderr
         # And gc frees them, but for the session and its budget, and the log of its last hours.
         collected = first.hotset("gc").stdout
-        assert collected.count(f"the server of port {first.port} has gone.") == 2
+        assert collected.count(f"the server on port {first.port} has ended.") == 2
         kept = [f"server-{first.port}.{kind}" for kind in ("ledger", "log")]
         assert sorted(os.listdir(first.folder)) == [f"{number}.session", *kept]
         done = first.hotset("start", "--port", str(first.port), "--memory", "32MiB")

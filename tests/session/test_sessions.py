@@ -77,8 +77,8 @@ def test_a_session_without_a_name_is_called_by_its_number() -> None:
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"memory": -1}, "=-1"), ({"ttl": 0.0}, "time to live"), ({"ttl": float("nan")}, "time to live"),
-        ({"ttl": float("inf")}, "time to live"), ({"persist": True}, "spill folder"),
+        ({"memory": -1}, "got -1"), ({"ttl": 0.0}, "ttl must be"), ({"ttl": float("nan")}, "ttl must be"),
+        ({"ttl": float("inf")}, "ttl must be"), ({"persist": True}, "spill folder"),
         ({"spill": "/dev/null/x"}, "/dev/null/x"), ({"spill": "/tmp/odd\nname"}, "odd characters"),
     ],
 )  # fmt: skip
@@ -109,7 +109,7 @@ def test_while_another_makes_or_destroys_one_nobody_else_does(
     with lingering(held.__enter__):
         monkeypatch.setattr(sessions, "_TURN_SECONDS", 0.2)
         for act in (lambda: sessions.create("a", memory=1), lambda: sessions.destroy(there)):
-            with pytest.raises(SessionError, match="another process is making") as refused:
+            with pytest.raises(SessionError, match="creating or destroying a session") as refused:
                 act()
             assert is_a_sentence(str(refused.value))
         assert sessions.sessions() == [there]
