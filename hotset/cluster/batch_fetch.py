@@ -31,11 +31,11 @@ from hotset.cluster.client import Answer, Peers, PendingRequest
 from hotset.cluster.membership import PATIENCE, Owned
 from hotset.cluster.protocol import LARGEST, MOST
 from hotset.cluster.wire_records import ABSENT, Bytes, CacheIdentity, Longs, WireRecords
-from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
-from hotset.store.format import LINE, PRESENT, RECORD, RECORD_HEADER, Slot
+from hotset.store.format import LINE, PRESENT, Slot
 from hotset.store.leaves import SchemaMismatch
 from hotset.store.record_batch import ReceivedRecords
+from hotset.store.records import lay_out
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
@@ -362,12 +362,7 @@ def pack(
     row_at, tail_at = 0, tails_at
     there = np.array([sample for sample, _ in fitting], np.int64)
     for sample, prepared in fitting:
-        stamp = forms.stamp(prepared, 0)
-        forms.write(schema, memory, row_at, prepared, 0, tail_at)
-        length = schema.stride - RECORD_HEADER + prepared.tail_bytes
-        tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
-        crc = fmt.checksum(sample, length, stamp, view[row_at + RECORD_HEADER : row_at + schema.stride], tail)
-        RECORD.pack_into(memory, row_at, length, stamp, crc)
+        lay_out(schema, view, row_at, tail_at, prepared, sample)
         row_at += schema.stride
         tail_at += prepared.tail_lines * LINE
     ids = np.concatenate([there, np.array(missing, np.int64)])

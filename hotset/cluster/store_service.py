@@ -30,8 +30,8 @@ from hotset.cluster.wire_records import (
     WireRecords,
 )
 from hotset.session.free_cache import DESTROYED
-from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, ROW_MASK, Live
-from hotset.store.record_batch import ReceivedRecords, runs
+from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, Live
+from hotset.store.record_batch import ReceivedRecords
 
 if TYPE_CHECKING:  # these bring torch along
     from hotset.store.segment import Words
@@ -136,7 +136,7 @@ class StoreService:
             fits = self._fitting(lines, memory)
             rows, tails = staged.rows[:fits], staged.lines[: int(lines[:fits].sum())]
         else:
-            copied = self._copy(words[some], era, memory)
+            copied = self._copy(ids[some], words[some], era, memory)
             if copied is None:
                 return self._records(len(ids))
             lines, rows, tails = copied
@@ -153,26 +153,22 @@ class StoreService:
         found.lines[some[:fits]] = lines[:fits]
         return found
 
-    def _copy(self, words: Words, era: int, memory: Bytes) -> tuple[Longs, Bytes, Bytes] | None:
+    def _copy(self, ids: Longs, words: Words, era: int, memory: Bytes) -> tuple[Longs, Bytes, Bytes] | None:
         """Copy rows and tails, as many as there is room for; None if they are not what they were any more."""
         store, stride = self._store, self.cache.stride
-        rows = words & ROW_MASK
         with store.member.reading:
-            if not store.unchanged(words, era):
+            found = store.locate(ids, words, era)
+            if found is None:
                 return None
-            tails = store.tails(rows) if store.have_tails(words) else None
-            if not store.unchanged(words, era):
-                return None  # where the tails are may be half of one record and half of another
-            lines = tails.counts if tails is not None else np.zeros(len(rows), np.int64)
+            rows, tails = found
+            lines = tails.counts if tails is not None else np.zeros(len(ids), np.int64)
             fits = self._fitting(lines, memory)
-            rows, at = rows[:fits], fits * stride
+            at, total = fits * stride, int(lines[:fits].sum())
             out = memory[:at].reshape(fits, stride)
-            np.take(store.rows, rows, axis=0, out=out, mode="clip")
-            total = int(lines[:fits].sum())
             out_tails = memory[at : at + total * LINE].reshape(total, LINE)
+            np.take(store.rows, rows[:fits], axis=0, out=out, mode="clip")
             if tails is not None and total:
-                numbers = runs(tails.first[:fits], lines[:fits])
-                np.take(store.lines, numbers, axis=0, out=out_tails, mode="clip")
+                np.take(store.lines, tails.lines()[:total], axis=0, out=out_tails, mode="clip")
         return lines, out, out_tails
 
     def _fitting(self, lines: Longs, memory: Bytes) -> int:

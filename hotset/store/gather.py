@@ -1,4 +1,4 @@
-"""The gather: from index words to a whole batch, one copy for each leaf, no Python for each sample.
+"""The gather: copies a whole batch out of the store, one copy for each leaf, no Python for each sample.
 
 A fixed leaf is a column of strided rows (:mod:`hotset.store.batch_layout`), and ``torch.index_select`` copies
 the rows of a batch straight to where the batch will be (strided rows as fast as contiguous ones). Variable
@@ -8,8 +8,8 @@ leaves come as runs of lines, one more selection with an index that numpy builds
 
     prepare    look the words up, lay the batch out, list the selections    the consumer's thread
     run        select: nothing but copies                                   any thread
-    finish     look whether the records still are what they were, and       the consumer's thread
-               put the columns together
+    finish     compare the index words again, and put the columns           the consumer's thread
+               together
 
 A batch with a sample that has a form of its own (:mod:`hotset.store.irregular_records`) is not gathered: its
 samples are read one by one, and collated.
@@ -18,8 +18,8 @@ Some of a batch's records may have come from other machines
 (:class:`hotset.store.record_batch.ReceivedRecords`). They are copied from there to their places, and the
 records of this machine around them.
 
-What comes out must be exactly what the collate function makes of the same samples. To be sure, a
-sample is collated both ways once, and compared.
+The batch must equal what the collate function makes of the same samples. So one sample is collated both ways
+and compared, once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ALIGN_TAIL = 16
 
 
 class Memory(Protocol):
-    """Where a batch goes: gives a tensor of ``size`` bytes at ``offset``, each a storage of its own."""
+    """The memory of a batch: returns a tensor of ``size`` bytes at ``offset``, with a storage of its own."""
 
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor: ...
 
@@ -66,24 +66,30 @@ class Piece(NamedTuple):
 
 
 class MixedBatch(NamedTuple):
-    """A batch of which some records are in the store, at these places, and the others are loose, at those."""
+    """A batch of which some records are in the store, and the others were received from other machines.
+
+    Attributes:
+        here: positions in the batch of the records that are in the store.
+        received: the other records.
+        there: their positions in the batch, for each part of ``received``.
+    """
 
     here: Ids
-    loose: Sequence[ReceivedRecords]
+    received: Sequence[ReceivedRecords]
     there: list[Ids]
 
     @classmethod
-    def of(cls, ids: Ids, words: Words, loose: Sequence[ReceivedRecords]) -> MixedBatch | None:
-        """Put a batch together; None if a record is missing, or a loose one is asked for more than once.
+    def of(cls, ids: Ids, words: Words, received: Sequence[ReceivedRecords]) -> MixedBatch | None:
+        """Return the batch; None if a record is missing, or a received one occurs in it more than once.
 
         Args:
             ids: of the batch.
             words: of the index.
-            loose: records of different samples, all of this batch.
+            received: records of different samples, all of this batch.
         """
         is_here = np.ones(len(ids), np.bool_)
         there = []
-        for each in loose:
+        for each in received:
             places = np.flatnonzero(np.isin(ids, each.ids))
             places = places[np.argsort(ids[places])]
             if not np.array_equal(ids[places], each.ids):
@@ -91,45 +97,45 @@ class MixedBatch(NamedTuple):
             is_here[places] = False
             there.append(places)
         here = np.flatnonzero(is_here)
-        return cls(here, loose, there) if (words[here] >= PRESENT).all() else None
+        return cls(here, received, there) if (words[here] >= PRESENT).all() else None
 
     def heads(self, heads: Heads) -> Heads:
-        """The heads of all rows, in the batch's order; given those of the store's."""
+        """The heads of all rows, in the batch's order; takes those of the rows in the store."""
         head = heads.dtype
         whole = np.empty(sum(map(len, (self.here, *self.there))), head)
         whole[self.here] = heads
-        for loose, places in zip(self.loose, self.there, strict=True):
-            width = loose.rows[:, RECORD_HEADER : RECORD_HEADER + head.itemsize]
+        for each, places in zip(self.received, self.there, strict=True):
+            width = each.rows[:, RECORD_HEADER : RECORD_HEADER + head.itemsize]
             whole[places] = np.ascontiguousarray(width).view(head)[:, 0]
         return whole
 
     def pieces(self, column: Column, view: Any, rows: Words, out: Any) -> list[Piece]:
-        """What is copied for one column; ``view`` and ``rows`` say where the store has it."""
+        """The parts of one column; ``view`` and ``rows`` say where it lies in the store."""
         ends = column.offset + column.width
         pieces = [Piece(view, rows, self.here, out)] if len(rows) else []
         return pieces + [
-            Piece(loose.rows[:, column.offset : ends], None, places, out)
-            for loose, places in zip(self.loose, self.there, strict=True)
+            Piece(each.rows[:, column.offset : ends], None, places, out)
+            for each, places in zip(self.received, self.there, strict=True)
         ]
 
     def lines(self, tails: VariableTails) -> tuple[Words, list[tuple[Any, Words]]]:
-        """Where the lines go that the store has, and those of each loose part, which are given as well."""
+        """Where the store's lines go; and for each received part its lines, and where they go."""
 
         def places_of_lines(places: Ids) -> Words:
             return runs(tails.starts[places], tails.counts[places])
 
         pieces = [
             (each.tails, places_of_lines(places))
-            for each, places in zip(self.loose, self.there, strict=True)
+            for each, places in zip(self.received, self.there, strict=True)
             if len(each.tails)
         ]
         return places_of_lines(self.here), pieces
 
 
 class Copy:
-    """A batch looked up and ready to be copied: what to select, and where it goes.
+    """A batch that was looked up and is ready to be copied: what to select, and where it goes.
 
-    :meth:`run` needs the interpreter for a few microseconds only, so that a thread can run one copy after
+    :meth:`run` holds the interpreter for a few microseconds only, so that a thread can run one copy after
     the other while the consumer's thread prepares and finishes them.
     """
 
@@ -210,20 +216,20 @@ class Gather:
         self._views = self._tree.views(store.rows)
 
     def prepare(
-        self, ids: Ids, memory: Callable[[int], Memory | None], loose: Sequence[ReceivedRecords] = ()
+        self, ids: Ids, memory: Callable[[int], Memory | None], received: Sequence[ReceivedRecords] = ()
     ) -> Copy | None:
         """Look up a batch and say what has to be copied where.
 
         Args:
             ids: sample numbers.
             memory: gives memory for that many bytes, or None if it has not so much.
-            loose: the records that the store lacks; they are left as they are until the copy was run.
+            received: records that the store lacks; the caller leaves them as they are until the copy was run.
 
         Returns:
-            The copy to be made; None if a sample is not in the store (any more), or has a form of its own, or
+            The copy to be made; None if a sample is not in the store, or has a form of its own, or if
             there is no memory.
         """
-        found = self._look_up(ids, loose)
+        found = self._look_up(ids, received)
         if found is None:
             return None
         count, mix, tails = len(ids), found.mix, found.tails
@@ -254,8 +260,8 @@ class Gather:
                 copy.line_places, copy.line_pieces = mix.lines(tails)
         return copy
 
-    def _look_up(self, ids: Ids, loose: Sequence[ReceivedRecords]) -> _Found | None:
-        """Where the records of a batch lie; None if one is missing, of its own form, or just going."""
+    def _look_up(self, ids: Ids, received: Sequence[ReceivedRecords]) -> _Found | None:
+        """Where the records of a batch lie; None if one is missing, irregular, or changes just now."""
         store = self._store
         era = store.era()
         words = store.words(ids)
@@ -263,17 +269,16 @@ class Gather:
             return None
         mix = None
         if int(np.minimum.reduce(words)) < PRESENT:
-            mix = MixedBatch.of(ids, words, loose)
+            mix = MixedBatch.of(ids, words, received)
             if mix is None:
                 return None
             ids, words = ids[mix.here], words[mix.here]
-        if not store.are_common(words) or not all(each.are_common for each in loose):
-            return None  # they are no columns
+        if not store.are_common(words) or not all(each.are_common for each in received):
+            return None  # irregular records have no columns
         if not store.placed(ids, words):
             return None
         if not self._sound(ids):
             return None
-        rows = words & ROW_MASK
         tails, views, staged = None, self._views, None
         if store.on_disk(words):
             staged = store.stage(ids, words)
@@ -284,13 +289,12 @@ class Gather:
             views = self._tree.views(staged.rows)
         elif self._schema.has_tail:
             with store.member.reading:
-                if not store.unchanged(words, era):
-                    return None
-                tails = store.tails(rows)
-            if not store.unchanged(words, era):
-                return None  # their places may be half of one record and half of another
-            if not store.inside(ids, words, tails):
+                found = store.locate(ids, words, era)
+            if found is None:
                 return None
+            rows, tails = found
+        else:
+            rows = words & ROW_MASK
         lines = None
         if tails is not None:
             lines = tails.lines() if staged is None else np.arange(tails.total)
@@ -332,11 +336,11 @@ class Gather:
         return tree.assemble(columns, variables)
 
     def is_current(self, copy: Copy) -> bool:
-        """Whether the records that a copy is to be made of are still there."""
+        """Whether the records of a copy have stayed the same since they were looked up."""
         return self._store.unchanged(copy.words, copy.era)
 
     def load(self, staged: StagedBatch) -> bool:
-        """Copy staged records, if that was not done yet; False if one is damaged."""
+        """Copy staged records unless that was done; False if one is damaged."""
         return staged.is_loaded or self._store.load(staged)
 
     def _sound(self, ids: Ids) -> bool:
@@ -380,7 +384,7 @@ class Gather:
         dtype = leaf.torch_dtype if leaf.library == "torch" else torch_dtype(leaf.dtype)
         return self._variable(Ragged(lines, starts, shapes, dtype))
 
-    # ---- being sure ----------------------------------------------------------------------------------
+    # ---- comparing with collate ------------------------------------------------------------------------
 
     def compare(self, sample: int) -> None:
         """Collate a sample that is present both ways, once.
@@ -419,7 +423,7 @@ class _Found(NamedTuple):
         staged: what they are copied to first, if some are on a disk.
         line_numbers: the lines of their tails, one run behind the other.
         tails: of the whole batch.
-        mix: which records are in the store, and which are loose; None if all are in the store.
+        mix: which records are in the store, and which were received; None if all are in the store.
     """
 
     era: int

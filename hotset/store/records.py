@@ -23,7 +23,7 @@ from hotset.store.format import PRESENT, RECORD, RECORD_HEADER
 from hotset.store.schema import Schema
 from hotset.store.segment import Segment
 
-__all__ = ["Record", "Records"]
+__all__ = ["Record", "Records", "lay_out"]
 
 _SCRATCH = 1 << 20
 
@@ -104,17 +104,41 @@ class Records:
         view = memoryview(buffer)
         words = []
         for place, generation, prepared, row, line in run:
-            stamp = forms.stamp(prepared, generation)
-            forms.write(self._schema, buffer, row_at, prepared, line, tail_at)
-            length = stride - RECORD_HEADER + prepared.tail_bytes
-            tail = view[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
-            body = view[row_at + RECORD_HEADER : row_at + stride]
-            crc = fmt.checksum(place, length, stamp, body, tail)
-            RECORD.pack_into(buffer, row_at, length, stamp, crc)
+            stamp = lay_out(self._schema, view, row_at, tail_at, prepared, place, generation, line)
             words.append(PRESENT | stamp << fmt.GENERATION_SHIFT | row)
             row_at += stride
             tail_at += prepared.tail_lines * fmt.LINE
         return words
+
+
+def lay_out(
+    schema: Schema,
+    buffer: memoryview,
+    row_at: int,
+    tail_at: int,
+    prepared: forms.Taken,
+    place: int,
+    generation: int = 0,
+    line: int = 0,
+) -> int:
+    """Lay a record out, header and checksum included; returns its stamp.
+
+    Args:
+        schema: of the store.
+        buffer: where it goes; zeros between the leaves of its row.
+        row_at, tail_at: offsets of its row and its tail.
+        prepared: the sample.
+        place: of its word in the index.
+        generation: of the record.
+        line: number of the tail's first line in the segment.
+    """
+    stamp = forms.stamp(prepared, generation)
+    forms.write(schema, buffer, row_at, prepared, line, tail_at)
+    length = schema.stride - RECORD_HEADER + prepared.tail_bytes
+    tail = buffer[tail_at : tail_at + prepared.tail_bytes] if prepared.tail_bytes else None
+    crc = fmt.checksum(place, length, stamp, buffer[row_at + RECORD_HEADER : row_at + schema.stride], tail)
+    RECORD.pack_into(buffer, row_at, length, stamp, crc)
+    return stamp
 
 
 def _follows(one: Record, other: Record) -> bool:

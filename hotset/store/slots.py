@@ -39,6 +39,7 @@ import numpy.typing as npt
 from hotset.store import format as fmt
 from hotset.store.claims import Claims
 from hotset.store.format import CLAIMED, PRESENT, RECORD, RECORD_HEADER, Geometry, Live, Slot
+from hotset.store.records import lay_out
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment
 from hotset.store.store import Store
@@ -256,11 +257,7 @@ class Slots:
         size = stride + prepared.tail_lines * fmt.LINE
         with self.store.member.one_thread:
             buffer = self._scratch_of(size)
-            schema.write(buffer, 0, prepared, run.first, stride)
-            length = stride - RECORD_HEADER + prepared.tail_bytes
-            tail = buffer[stride : stride + prepared.tail_bytes] if prepared.tail_bytes else None
-            crc = fmt.checksum(sample, length, generation, buffer[RECORD_HEADER:stride], tail)
-            RECORD.pack_into(buffer, 0, length, generation, crc)
+            lay_out(schema, buffer, 0, stride, prepared, sample, generation, run.first)
             _LINES.pack_into(buffer, RECORD.size - 4, run.lines)
             segment.write(buffer[:stride], geometry.rows_at + sample * stride)
             if size > stride:

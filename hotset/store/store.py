@@ -251,29 +251,50 @@ class Store:
             return None
         if self.on_disk(words):
             return self._read_staged(ids, words, era)
-        rows = words & ROW_MASK
         with self.member.reading:
-            if not self.unchanged(words, era):
+            found = self.locate(ids, words, era)
+            if found is None:
                 return None
-            tails = self.tails(rows) if self.have_tails(words) else None
-            if tails is not None and not self.unchanged(words, era):
-                return None  # the tails' places may be half of one record and half of another
-            if tails is not None and not self.inside(ids, words, tails):
-                return None
+            rows, tails = found
             tails_at = -(-count * stride // _ALIGN) * _ALIGN
-            block = self._block(tails_at + (tails.total * fmt.LINE if tails else 0))
+            total = tails.total if tails is not None else 0
+            block = self._block(tails_at + total * fmt.LINE)
             # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone:
-            # torch would wake its team, whose spinning beside a busy process cost a factor of 400.
+            # torch would wake its team, whose spinning beside a busy process takes 400 times as long.
             np.take(self.rows, rows, axis=0, out=_view(block, 0, count, stride), mode="clip")
-            starts = np.zeros(count, np.int64)
-            if tails is not None:
-                starts = tails_at + tails.starts * fmt.LINE
-                if tails.total:
-                    out = _view(block, tails_at, tails.total, fmt.LINE)
-                    np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
+            if tails is not None and total:
+                out = _view(block, tails_at, total, fmt.LINE)
+                np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
             if not self.unchanged(words, era):
                 return None
+        starts = np.zeros(count, np.int64) if tails is None else tails_at + tails.starts * fmt.LINE
         return self._put_together(words, block, starts.tolist())
+
+    def locate(self, ids: Ids, words: Words, era: int) -> tuple[Words, VariableTails | None] | None:
+        """Find the rows and tails of these records, in memory; None if one has changed, or is damaged.
+
+        The first half of every reader's double-checked copy: the caller then copies the bytes, and compares
+        the words once more (:meth:`unchanged`). It holds ``member.reading`` while it looks at records, so
+        that no page is given back meanwhile.
+
+        Args:
+            ids: of the samples.
+            words: their index words, of present samples, and :meth:`placed`.
+            era: from before the words were loaded.
+
+        Returns:
+            The row of each record, and the tails; None in place of these if no record can have one.
+        """
+        if not self.unchanged(words, era):
+            return None
+        rows = words & ROW_MASK
+        if not self.have_tails(words):
+            return rows, None
+        tails = self.tails(rows)
+        # The tails' places may be half of one record and half of another.
+        if not self.unchanged(words, era) or not self.inside(ids, words, tails):
+            return None
+        return rows, tails
 
     def placed(self, ids: Ids, words: Words) -> bool:
         """Whether all of these words, of present samples, name existing rows; the others are forgotten."""
