@@ -134,12 +134,12 @@ class Rank:
 
     def members(self) -> list[list[Any]]:
         """Name, endpoint and key of each machine, as this one has them written down."""
-        roster = self._cached[0]._remote.roster
-        return [] if roster is None else [[m.name, m.endpoint, m.key] for m in roster.members]
+        known = self._cached[0]._remote._peers.membership
+        return [] if known is None else [[m.name, m.endpoint, m.key] for m in known.members]
 
     def machine(self) -> str:
         """The name of the machine that it is on."""
-        return str(self._cached[0]._remote.roster.me)
+        return str(self._cached[0]._remote._peers.known.me)
 
     def held(self, data: int = 0) -> int:
         """How many samples of a data set this machine has."""

@@ -131,7 +131,7 @@ def test_machines_whose_data_look_alike_and_are_not_the_same_are_told(tmp_path: 
         one, two = (machine.trainer() for machine in made.machines)
         assert one.cache(made.source, image, key="mine") == []
         (told,) = two.cache(made.source, image, key="yours")
-        assert "another machine caches a data set of this class and length" in told
+        assert "another machine caches a dataset of this class and length" in told
         assert 'hotset.cache(..., key="...")' in told
         again = made.machines[1].trainer()
         assert again.cache(made.source, image, key="mine") == [], "the same, and shared"
@@ -237,7 +237,7 @@ def test_what_the_command_shows_is_what_the_machines_say(tmp_path: Path) -> None
         for number in (machine["cached"], machine["hits"], peer["received"], machine["misses"]):
             assert f" {number:,} " in line
         assert shown.count(machine["name"]) == 3, "itself, what it got, and what was got from it"
-    assert command.described({}) == "No session is shared by the machines of this Ray cluster."
+    assert command.described({}) == "The machines of this Ray cluster share no session."
 
 
 def test_the_command_without_ray_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -499,7 +499,7 @@ def test_resident_samples_are_one_upload_a_call_and_the_same_losses(
         sink.close()
         strict = sink_on(graphs, training.step, loader, 3, input_signature=signature)
         strict.queue._residents = GpuCache(1 << 20, torch.device("cpu"))
-        with pytest.raises(ArgumentError, match=r"input_signature says: at \[0\].*\(4, 3, 6, 5\)"):
+        with pytest.raises(ArgumentError, match=r"input_signature: at \[0\].*\(4, 3, 6, 5\)"):
             strict()
 
 

@@ -551,7 +551,8 @@ def test_what_cannot_be_is_refused_with_a_sentence(given: dict[str, Any], kind: 
     found = failure(lambda: DeviceQueue([], **{**on_cpu, **given}))
     (name, value) = next(iter(given.items()))
     assert found.kind is kind
-    assert f"{name}={value!r}" in found.text or f"{name}={value}" in found.text
+    assert name in found.text
+    assert str(value) in found.text
     assert len(found.text) > 30
 
 

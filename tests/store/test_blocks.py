@@ -413,7 +413,7 @@ def test_what_a_worker_writes_to_a_block_arrives() -> None:
 def test_a_worker_of_a_pool_that_is_gone_is_told() -> None:
     pool = BlockPool(SIZE, shared=True)
     pid, fd, inode, nonce = pool.address
-    with pytest.raises(OSError, match="another file"):
+    with pytest.raises(OSError, match="has closed its pool"):
         SharedBlocks(Address(pid, fd, inode + 1, nonce), SIZE)
     del pool
     with pytest.raises(OSError, match="No such file"):
