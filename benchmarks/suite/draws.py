@@ -9,6 +9,7 @@ own time is taken as well.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks import data
 from benchmarks.harness import Outcome, Spread, Target, compare
 from benchmarks.settings import Settings
 from benchmarks.truth import WrongData
+from hotset.store.fill import NoDrawWatch
 
 __all__ = ["draws"]
 
@@ -25,16 +27,6 @@ WATCHED = "hotset.cache"
 UNWATCHED = "the same without the watch"
 _BATCH = 16
 _FILES = 1024
-
-
-class _Unwatched:
-    """Stands in for the watch; nothing that a user could ask for."""
-
-    def begin(self) -> None:
-        pass
-
-    def drew(self) -> bool:
-        return False
 
 
 class _Timed:
@@ -49,9 +41,9 @@ class _Timed:
         self._watch.begin()
         self.seconds += time.thread_time() - start
 
-    def drew(self) -> bool:
+    def drew(self, read_again: Callable[[], object] | None = None) -> bool:
         start = time.thread_time()
-        drew: bool = self._watch.drew()
+        drew: bool = self._watch.drew(read_again)
         self.seconds += time.thread_time() - start
         return drew
 
@@ -105,7 +97,7 @@ class _Rounds:
                 caches[name] = stack.enter_context(cache(dataset, key=name))
             attachment = caches[WATCHED]._access._attachment
             timed = attachment.watch = _Timed(attachment.watch)
-            caches[UNWATCHED]._access._attachment.watch = _Unwatched()
+            caches[UNWATCHED]._access._attachment.watch = NoDrawWatch()
             for turn, start in enumerate(range(0, count, _BATCH)):
                 batch = list(range(start, min(start + _BATCH, count)))
                 for name in list(spent)[:: -1 if turn % 2 else 1]:

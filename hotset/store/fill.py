@@ -36,7 +36,7 @@ from hotset.store.records import Record, Records
 from hotset.store.schema import Schema
 from hotset.store.spill import Spill
 
-__all__ = ["Filler"]
+__all__ = ["Filler", "NoDrawWatch"]
 
 Read = Callable[[int], Any]
 
@@ -62,7 +62,7 @@ class DrawWatch(Protocol):
         ...
 
 
-class _NoDrawWatch:
+class NoDrawWatch:
     """For sources that are known not to draw, or whose draws are to be cached."""
 
     def begin(self) -> None:
@@ -85,7 +85,7 @@ class Filler:
     """
 
     def __init__(self, member: Participant, index: Index, room: Allocator, schema: Schema) -> None:
-        self.watch: DrawWatch = _NoDrawWatch()
+        self.watch: DrawWatch = NoDrawWatch()
         self.spill: Spill | None = None
         self.ahead = False
         self.mismatches: dict[int, str] = {}
