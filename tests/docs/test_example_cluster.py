@@ -100,6 +100,7 @@ def epochs(done: Done) -> list[list[tuple[int, ...]]]:
     ]
 
 
+@pytest.mark.chaos
 def test_each_picture_is_read_from_the_source_once(done: Done) -> None:
     first, *later = epochs(done)
     assert len(first) == RANKS
@@ -115,12 +116,14 @@ def test_each_picture_is_read_from_the_source_once(done: Done) -> None:
         assert all(0 < local < peer for local, peer, _ in epoch)  # about one third, two thirds
 
 
+@pytest.mark.chaos
 def test_the_network_learns_and_nothing_is_warned_of(done: Done) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.trained)]
     assert losses[0] > 2 * losses[-1]
     assert "Warning" not in done.warned
 
 
+@pytest.mark.chaos
 def test_the_page_s_program_reads_each_number_once(done: Done) -> None:
     said = re.findall(r"^(\d+) local, (\d+) from peers, (\d+) from the source$", done.page, re.MULTILINE)
     assert len(said) == RANKS
@@ -147,6 +150,7 @@ def test_the_manifest_counts_its_memory() -> None:
         assert where.startswith("/hotset/")  # in the volume, which itself belongs to root
 
 
+@pytest.mark.chaos
 def test_nothing_is_left(done: Done) -> None:
     assert done.left == []
 

@@ -14,6 +14,8 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "segmentation_volumes.py"
 SMALL = "--volumes 8 --size 40 --crop 16 --resident 4 --replace 0.5 --steps 12 --workers 1 --plot volumes.png"
 
+pytestmark = pytest.mark.chaos  # three trainings: half a minute
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:

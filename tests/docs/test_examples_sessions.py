@@ -184,6 +184,7 @@ def test_the_server_is_stopped_when_training_fails(place: Place, script: str) ->
     assert done.stdout.endswith("has been stopped successfully.\n")
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("ranks", [2])
 def test_slow_storage_is_read_once_and_crops_stay_random(place: Place, ranks: int) -> None:
     options = "--samples 96 --size 48 --epochs 2 --workers 1 --mb-per-second 100 --latency 0.1"
@@ -199,6 +200,7 @@ def test_slow_storage_is_read_once_and_crops_stay_random(place: Place, ranks: in
     assert is_a_plot(place.cwd / "session-storage.png")
 
 
+@pytest.mark.chaos
 def test_jobs_of_a_sweep_read_the_source_once_together(place: Place) -> None:
     said = place.python("sweep_session", "--jobs 2 --samples 96 --size 48 --epochs 2 --workers 0")
     assert "losses of the jobs, all three ways: equal" in said
