@@ -122,11 +122,12 @@ class Filler:
         if len(missing):
             self.watch.begin()
         while len(missing):
+            absent = missing[self._index.words(missing) < fmt.CLAIMED]
             taken = missing[:0] if self.is_full else self._claim(missing)
             if not len(taken):
                 # Other processes may have published some of them meanwhile.
                 missing = missing[self._index.missing(missing)]
-                taken = np.fromiter(self._unclaimable(missing), np.int64)[: self._chunk]
+                taken = np.fromiter(self._unclaimable(missing, absent), np.int64)[: self._chunk]
                 if len(taken):
                     if self.is_full:
                         self.claims.refuse(taken)
@@ -306,11 +307,13 @@ class Filler:
             self._index.put(samples[: len(words)], np.array(words, np.int64))
         return len(words)
 
-    def _unclaimable(self, missing: Ids) -> Iterator[int]:
+    def _unclaimable(self, missing: Ids, absent: Ids) -> Iterator[int]:
         """Of samples that cannot be claimed, yield those to be read without a claim; wait for the others.
 
         Without room no process claims. Otherwise another process has claimed each of them, and this one waits
-        until that one has published nothing for two seconds, or for five times what a sample takes.
+        until that one has published nothing for two seconds, or for five times what a sample takes. Those
+        that were ``absent`` before the attempt to claim them, and still are, cannot be claimed: the short
+        lock cannot be had. Those that another process has given back since are claimed at the next attempt.
         """
         if self.is_full or self._member.slot < 0:
             yield from missing.tolist()
@@ -322,8 +325,7 @@ class Filler:
         words = self._index.words(missing)
         claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
         if not claimed.any():
-            # Absent, and yet not claimed: the short lock cannot be had.
-            yield from missing[words < fmt.CLAIMED].tolist()
+            yield from missing[(words < fmt.CLAIMED) & np.isin(missing, absent)].tolist()
             return
         now = time.monotonic()
         patience = max(_PATIENCE_SECONDS, 5 * self._seconds)
