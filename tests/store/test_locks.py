@@ -241,9 +241,14 @@ class Interrupt(BaseException):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_block_that_is_interrupted_at_any_instant_leaves_nothing_locked(shared: bool) -> None:
-    """Looked at after each interrupt, while its exception, with all frames, is still there."""
+    """Looked at after each interrupt, while its exception, with all frames, is still there.
+
+    The thread opens its descriptor before: an interrupt between an open and the assignment of what
+    it gave would leave that one descriptor behind.
+    """
     fd = os.memfd_create("test")
     file = locks.FileLock(lambda: fd)
+    file.thread()
     armed = False
 
     def interrupt(*_: object) -> None:
