@@ -18,7 +18,7 @@ with the reason and without a figure.
     peers           the other loaders, each in its best configuration
     outside         peers that need an interpreter of their own, and
     outside_child   what runs in it
-    data            data sets
+    data            datasets
     throttle        a source at the pace of remote storage, for all processes together
     training        a small network and its training, for what waits for data
     curves          the sweep's plot

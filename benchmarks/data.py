@@ -1,4 +1,4 @@
-"""The data sets: six kinds of sample, each labelled with its own index, so that a batch can be checked.
+"""The datasets: six kinds of sample, each labelled with its own index, so that a batch can be checked.
 
 | samples            | shape                       | what they stand for                                |
 |--------------------|-----------------------------|----------------------------------------------------|
@@ -143,7 +143,7 @@ class Generated(Dataset[Sample]):
 
 
 class Counted(Dataset[Sample]):
-    """The samples of another data set; each reading adds a byte to a file, which all processes share."""
+    """The samples of another dataset; each reading adds a byte to a file, which all processes share."""
 
     def __init__(self, samples: Generated | Photographs, log: Path) -> None:
         self._samples = samples

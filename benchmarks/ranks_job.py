@@ -1,4 +1,4 @@
-"""What a rank does in the benchmark "ranks": it trains on nothing, from its shard of a common data set.
+"""What a rank does in the benchmark "ranks": it trains on nothing, from its shard of a common dataset.
 
 Started by torchrun as ``-m benchmarks.ranks_job none|hotset COUNT FOLDER``. Each rank runs one whole epoch,
 so that everything that will be touched has been, and stops half-way through the second: it leaves

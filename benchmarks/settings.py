@@ -10,7 +10,7 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the data sets and of a timing.
+    """Sizes of the datasets and of a timing.
 
     ``quick`` makes everything small: it shows that the benchmarks run, and its figures mean nothing.
     """
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def ragged_bytes(self) -> int:
-        """Bytes of a ragged data set in all, of whatever mean length."""
+        """Bytes of a ragged dataset in all, of whatever mean length."""
         return (1 << 20) if self.quick else (64 << 20)
 
     @property

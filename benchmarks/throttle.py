@@ -87,7 +87,7 @@ class Throttle:
             raise ValueError(f"bytes_per_second={bytes_per_second} is no bandwidth; give a number above 0.")
         if not 0 <= latency_seconds < float("inf"):
             raise ValueError(f"latency_seconds={latency_seconds} is no latency; give 0 or a number above it.")
-        # As bytes, because a text that names a file counts in a data set's fingerprint with the file's date,
+        # As bytes, because a text that names a file counts in a dataset's fingerprint with the file's date,
         # and this one's changes with every request.
         self._file = os.fsencode(os.path.abspath(file))
         self._bytes_per_second = bytes_per_second

@@ -1,6 +1,6 @@
 """What a batch must hold.
 
-A data set of the benchmarks labels each sample with its own index. So a batch names the samples that it
+A dataset of the benchmarks labels each sample with its own index. So a batch names the samples that it
 claims to hold, and each one is compared with the original, value by value: a checksum would do, and would
 say less about what is wrong.
 

@@ -49,7 +49,7 @@ def write(folder: Path, count: int, side: int) -> list[Item]:
 
 
 def volumes(items: Sequence[Item], crop: int) -> Dataset[Any]:
-    """The data set without a cache: dicts of ``image`` and ``label``, float32 crops, and ``number``."""
+    """The dataset without a cache: dicts of ``image`` and ``label``, float32 crops, and ``number``."""
     from monai.data.dataset import Dataset as MonaiDataset
 
     made: Dataset[Any] = MonaiDataset(items, _chain(crop))
@@ -108,7 +108,7 @@ def running_window(stack: ExitStack, cached: Any, workers: int) -> Epoch:
 def monai_window(
     stack: ExitStack, items: Sequence[Item], crop: int, resident: int, workers: int
 ) -> tuple[Epoch, Any]:
-    """MONAI's SmartCacheDataset under torch's DataLoader; the data set comes along."""
+    """MONAI's SmartCacheDataset under torch's DataLoader; the dataset comes along."""
     from monai.data.dataset import SmartCacheDataset
 
     window = SmartCacheDataset(

@@ -1,6 +1,6 @@
 """LeNet-5 on handwritten digits, sunk: through Model.train, then through data_sink in its three ways.
 
-The reference's network, batch of 32 and momentum SGD (0.01, 0.9). Its data set has 1,875 batches and its
+The reference's network, batch of 32 and momentum SGD (0.01, 0.9). Its dataset has 1,875 batches and its
 sinks 1,000 steps; ten epochs are ten sinks, each of which goes on where the last one stopped. Without MNIST's
 files scikit-learn's digits are trained on, of which a pass has 45 batches: a sink of 1,000 steps goes round
 them 22 times. The network is initialised by torch's own rule: with the reference's normal(0.02) the loss

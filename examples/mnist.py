@@ -130,7 +130,7 @@ class Mnist(Dataset[tuple[torch.Tensor, int]]):
         if len(self.images) != len(self.labels):
             raise ValueError(
                 f"{images} has {len(self.images):,} pictures, and {labels} has {len(self.labels):,} labels: "
-                "they are not of the same data set."
+                "they are not of the same dataset."
             )
         if len(self.labels) and int(self.labels.max()) >= CLASSES:
             raise ValueError(f"{labels} has a label {int(self.labels.max())}; digits go from 0 to 9.")

@@ -1,4 +1,4 @@
-"""The eight lines of the README, on random pictures: wrap a data set, and train from memory.
+"""The eight lines of the README, on random pictures: wrap a dataset, and train from memory.
 
 Run it: python examples/quickstart.py
 """

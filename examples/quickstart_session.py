@@ -1,6 +1,6 @@
 """Five rows of CIFAR-10 through a rescale, cached in a session: the quick start's training script.
 
-The data set is CIFAR-10's binary version: files data_batch_1.bin to data_batch_5.bin, in them records of
+The dataset is CIFAR-10's binary version: files data_batch_1.bin to data_batch_5.bin, in them records of
 3,073 bytes: the label, then 32 x 32 pixels of red, of green, of blue. Without a folder of it, a small one is
 written in that format from photographs that scikit-learn and scikit-image bring along.
 

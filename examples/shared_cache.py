@@ -1,4 +1,4 @@
-"""A cache that a data set fills and reads by hand, as with stocaching: change one import.
+"""A cache that a dataset fills and reads by hand, as with stocaching: change one import.
 
 Run it: python examples/shared_cache.py
 """

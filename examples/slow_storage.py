@@ -57,7 +57,7 @@ class Link:
     """
 
     def __init__(self, file: Path, bytes_per_second: float, latency: float) -> None:
-        # As bytes: a text that names a file counts in a data set's fingerprint with that file's date, and
+        # As bytes: a text that names a file counts in a dataset's fingerprint with that file's date, and
         # this one changes with every request.
         self.file = os.fsencode(file)
         self.bytes_per_second = bytes_per_second

@@ -49,7 +49,7 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, folder: Path, reads: Path) -> None:
         self.samples = Photographs(folder).samples
-        # As bytes: a text that names a file counts in a data set's fingerprint with that file's date.
+        # As bytes: a text that names a file counts in a dataset's fingerprint with that file's date.
         self.reads = os.fsencode(reads)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""hotset keeps accelerators fed: a shared-memory cache for PyTorch data sets, and a loader that uses it.
+"""hotset keeps accelerators fed: a shared-memory cache for PyTorch datasets, and a loader that uses it.
 
     import hotset
 
@@ -130,7 +130,7 @@ def __getattr__(name: str) -> Any:
 
         raise UnsupportedPlatform(
             f"hotset runs on Linux only, and this is {sys.platform}: it needs memfd, /proc and Linux's file "
-            "locks. Use torch.utils.data.DataLoader over the data set itself here."
+            "locks. Use torch.utils.data.DataLoader over the dataset itself here."
         )
     if name == "collate":
         found: Any = import_module("hotset.collate")

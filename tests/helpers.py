@@ -1,7 +1,7 @@
 """Exact comparison of samples and batches, RNG states, and small machinery that the tests share.
 
 The comparisons are deliberately written without the library: :func:`difference` is what *indistinguishable*
-means in these tests, byte for byte. Data sets are in ``sources.py``, samples in ``samples.py``, live
+means in these tests, byte for byte. Datasets are in ``sources.py``, samples in ``samples.py``, live
 transforms in ``live.py``; all of them at module level, because a worker may have to unpickle them.
 """
 

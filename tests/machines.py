@@ -484,7 +484,7 @@ class Machine:
 
 
 class Town:
-    """Some machines, their directory, and one data set whose readings are counted.
+    """Some machines, their directory, and one dataset whose readings are counted.
 
     Attributes:
         post: the directory.
@@ -523,7 +523,7 @@ class Town:
         assert eventually(lambda: all(seconds in each.patience() for each in self.machines))
 
     def trainers(self, *machines: Machine, **how: Any) -> list[Trainer]:
-        """A trainer on each machine, with the data set cached; its readings are counted from then on."""
+        """A trainer on each machine, with the dataset cached; its readings are counted from then on."""
         self.settled()
         made = [machine.trainer() for machine in machines or self.machines]
         for trainer in made:

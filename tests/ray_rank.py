@@ -47,14 +47,14 @@ class Picture:
 
 
 class SharedLog(ReadLog):
-    """Reads of one data set by all ranks of all jobs of a run; whoever counts them begins it by ``reset``."""
+    """Reads of one dataset by all ranks of all jobs of a run; whoever counts them begins it by ``reset``."""
 
     def __init__(self, folder: Path | str, data: int) -> None:
         self.path = f"{folder}/reads-{data}"
 
 
 class Pictures(Dataset[Any]):
-    """A data set whose reads are written down. The log changes, so it must not be in the fingerprint."""
+    """A dataset whose reads are written down. The log changes, so it must not be in the fingerprint."""
 
     def __init__(self, data: int, log: SharedLog) -> None:
         self.make = Picture(data)
@@ -84,7 +84,7 @@ class Rank:
         self._cached: dict[int, Any] = {}
 
     def cache(self, data: int, session: str, memory: str = "auto", address: str = "auto") -> dict[str, Any]:
-        """Cache a data set; says which warnings there were, or the error of hotset's."""
+        """Cache a dataset; says which warnings there were, or the error of hotset's."""
         source = Pictures(data, SharedLog(self.folder, data))
         with _caught() as told:
             try:
@@ -103,7 +103,7 @@ class Rank:
         Args:
             number: of the epoch.
             rank: whose part it is, of ``world`` ranks.
-            data: which data set.
+            data: which dataset.
             workers: of the loaders.
             hold: stop after the fifth batch, until :func:`let_go` is called with this.
         """
@@ -142,7 +142,7 @@ class Rank:
         return str(self._cached[0]._remote._peers.known.me)
 
     def held(self, data: int = 0) -> int:
-        """How many samples of a data set this machine has."""
+        """How many samples of a dataset this machine has."""
         return int(self._cached[data].stats().cached)
 
     def damage(self) -> list[str]:

@@ -1,6 +1,6 @@
-"""Data sets and samplers that the tests share: counting, misbehaving, random, batched, streamed.
+"""Datasets and samplers that the tests share: counting, misbehaving, random, batched, streamed.
 
-``Samples(make, n)[i]`` is ``make(i)``, so that the truth is at hand anywhere without a data set. Each class
+``Samples(make, n)[i]`` is ``make(i)``, so that the truth is at hand anywhere without a dataset. Each class
 that misbehaves does so only once it is armed, because building a cache may read any sample.
 """
 
@@ -306,7 +306,7 @@ class HoldsRandom(Samples):
 
 
 class HoldsNumpy(Samples):
-    """The generator sits in a list in an object, not on the data set itself."""
+    """The generator sits in a list in an object, not on the dataset itself."""
 
     def __init__(self, make: Callable[[int], Any], n: int = 40) -> None:
         super().__init__(make, n)

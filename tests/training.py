@@ -60,7 +60,7 @@ deterministic_double = hotset.deterministic(double)
 
 @contextmanager
 def loader_of(kind: str, workers: int = 0, **options: Any) -> Iterator[Any]:
-    """A shuffling loader: "hotset" over a cache, or "torch" over the data set without one."""
+    """A shuffling loader: "hotset" over a cache, or "torch" over the dataset without one."""
     options = {"batch_size": 4, "shuffle": True, "num_workers": workers, **options}
     transforms: list[Any] = [deterministic_double, jitter]
     if kind == "torch":

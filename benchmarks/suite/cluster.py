@@ -53,7 +53,7 @@ class _Failed(Exception):
 
 
 class _Job(NamedTuple):
-    """A data set, opened by all ranks."""
+    """A dataset, opened by all ranks."""
 
     source: Noise
     link: Throttle
@@ -104,7 +104,7 @@ def _guarded(outcome: Outcome, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(nodes: Nodes, count: int, size: int, times: float) -> Iterator[_Job]:
-    """A data set ``times`` as large as each node's budget, which a rank on each of the nodes has opened."""
+    """A dataset ``times`` as large as each node's budget, which a rank on each of the nodes has opened."""
     import ray
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """What ``hotset.cache()`` takes before training begins: judging the chain, trying it, reading a few samples.
 
-Ordinary chains of torchvision on JPEG files and of MONAI on volumes. Beside them what the same data set takes
+Ordinary chains of torchvision on JPEG files and of MONAI on volumes. Beside them what the same dataset takes
 for eight readings, so that the machine's and the data's own speed can be told from ours.
 """
 

@@ -215,7 +215,7 @@ def sequential(path: Path) -> float:
 def _session_of(
     stack: ExitStack, disk: Disk, dataset: Any, memory: int, workers: int, batch: int = BATCH
 ) -> tuple[Any, Epoch]:
-    """A data set in a session of so many bytes of memory, filled, and how its epochs begin."""
+    """A dataset in a session of so many bytes of memory, filled, and how its epochs begin."""
     from hotset import cache
 
     session = stack.enter_context(new_session(memory, disk.folder))

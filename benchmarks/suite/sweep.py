@@ -7,7 +7,7 @@ get faster *in proportion* to what is cached, and the first one costs next to no
 straight line between an uncached and a wholly cached later epoch, and the first epoch without a cache.
 
 Each training is one contestant, opened anew each round: ``hotset, 25 %`` is ``hotset.DataLoader`` over
-``hotset.cache(memory=a quarter of what all samples take)``, ``stocaching, 25 %`` its README's data set with
+``hotset.cache(memory=a quarter of what all samples take)``, ``stocaching, 25 %`` its README's dataset with
 room for a quarter of the samples, under torch's DataLoader. At 0 % both are the same, torch's DataLoader over
 the source. All train the same network from the same seed, and each step's loss must be, to the last bit,
 what it is without a cache: a contestant that lost, repeated or mixed up samples is out.
@@ -138,7 +138,7 @@ class _Training(NamedTuple):
         first: seconds of the first epoch.
         later: mean seconds of the epochs after it.
         held: the share of the samples that was cached at the end, 0 to 1.
-        opened: seconds that making data set and loader took.
+        opened: seconds that making dataset and loader took.
         requested: requests to the link for each sample, beyond opening.
         losses: of each step of each epoch.
     """

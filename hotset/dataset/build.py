@@ -149,7 +149,7 @@ def cache(
         A dataset of the same length and samples, unless there is a window.
 
     Raises:
-        ArgumentError: the data set is empty, iterable only, a transform cannot be called, ``cut`` is not
+        ArgumentError: the dataset is empty, iterable only, a transform cannot be called, ``cut`` is not
             between 0 and the number of transforms, or of ``session``, ``window`` and ``spill`` two are
             given that do not go together, or ``spill`` is in a folder that is not there.
         SessionError: there is no such session.

@@ -109,7 +109,7 @@ def _crop(photograph: Image, size: int, rng: np.random.Generator) -> Image:
 
 
 class Photographs(Dataset[tuple[str, int]]):
-    """A map-style data set over a folder of class subfolders: ``ds[i]`` is ``(path, class index)``.
+    """A map-style dataset over a folder of class subfolders: ``ds[i]`` is ``(path, class index)``.
 
     It reads names only, so that decoding is a step of its own that a cache can hold. Classes are the
     subfolders that hold images at any depth (jpg, jpeg, png, webp, in upper or lower case), sorted by name

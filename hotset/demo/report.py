@@ -27,7 +27,7 @@ class Comparison:
 
     Attributes:
         title: what was trained on, for the table and the plot.
-        samples: in the data set.
+        samples: in the dataset.
         plain: torch's DataLoader, epoch by epoch.
         cached: hotset's, likewise.
         lookups: hits and misses of each of hotset's epochs.

@@ -19,7 +19,7 @@ anything else            never
 
 "Only its holder" is decided by the interpreter's reference count, compared with that of a new object on the
 same path. If the count is higher for another reason (a tracer, a traceback), the value is copied: that only
-costs time. It is decided for each sample, as a source may return references for some only.
+costs time. It is decided for each sample, as a source may keep references to some samples only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ATOMS: tuple[Any, ...] = (
 )
 _ATOM_TYPES = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# What torch counts of a storage is not in its public interface: without it each tensor is copied.
+# torch's count of a storage's users is not public: if a version lacks it, each tensor is copied.
 _uses_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -119,7 +119,7 @@ def _is_alone(value: Any, kind: type) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return _tensor_is_alone(value) and _alone_in(vars(value).values())
     if kind is bytearray or kind is set or kind is frozenset:
-        return True  # what is in a set cannot change, or its hash would
+        return True  # members of a set cannot change, as their hashes would
     if kind.__dictoffset__ and _is_from_python(kind):
         return _alone_in(vars(value).values())
     return False
@@ -131,8 +131,8 @@ def _tensor_is_alone(tensor: torch.Tensor) -> bool:
     if weakref.getweakrefcount(tensor):
         return False
     storage = tensor.untyped_storage()
-    # The tensor and the object that was just asked for. A view has a base as well, which others may hold: it
-    # is copied. Memory that torch has not allocated itself (numpy's, a file's) cannot be resized.
+    # The tensor and the storage object that was just made. A view shares its storage with its base, which
+    # others may hold: it is copied. Memory that torch did not allocate (numpy's, a file's) cannot be resized.
     return _uses_of(storage._cdata) <= 2 and storage.resizable()
 
 
@@ -147,7 +147,7 @@ def _array_is_alone(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _is_from_python(kind: type) -> bool:
-    """Whether an object of this class is its ``__dict__``, and nothing else."""
+    """Whether an object of this class consists of its ``__dict__`` alone."""
     slots = any(vars(cls).get("__slots__") for cls in kind.__mro__)
     return solid_base(kind) is object and not slots
 
@@ -161,7 +161,7 @@ def _is_image(kind: type) -> bool:
 
 
 def copied(value: Any, refused: Callable[[object, Exception], None] | None = None) -> Any:
-    """Return a deep copy, in which what was one object before is one again.
+    """Return a deep copy, in which two references to one object are two references to one copy.
 
     Of a view only its own elements are copied, not the whole memory behind it. A part that cannot be copied,
     such as an open file, is returned as it is.
@@ -200,12 +200,8 @@ def _copy(value: Any, memo: dict[int, Any], refused: Callable[[object, Exception
     return made
 
 
-def _is_left_out(made: Any, name: str, value: Any) -> bool:
-    return type(value) in _ATOM_TYPES and name not in vars(made)
-
-
 def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy without what a subclass adds to a tensor."""
+    """A copy of a tensor, without the attributes that a subclass adds."""
     with torch._C.DisableTorchFunctionSubclass():
         made = tensor.clone() if tensor.requires_grad and not tensor.is_leaf else tensor.detach().clone()
         if type(tensor) is not torch.Tensor:
@@ -216,17 +212,18 @@ def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_of_object(
     value: Any, memo: dict[int, Any], refused: Callable[[object, Exception], None] | None
 ) -> Any:
-    """The copy that :mod:`copy` makes of it, but for the tensors in it."""
+    """The copy that :mod:`copy` makes of an object, except for the tensors in it."""
     try:
-        # torch's own copy of a tensor is one of its whole storage.
+        # torch's own deep copy of a tensor copies its whole storage.
         for tensor in _tensors_in(value, set()):
             if id(tensor) not in memo:
                 memo[id(tensor)] = made = _copy_of_tensor(tensor)
                 if type(tensor) is not torch.Tensor:
                     vars(made).update(copy.deepcopy(vars(tensor), memo))
         made = copy.deepcopy(value, memo)
-        if _is_image(type(value)):  # its own copy has the pixels, and no longer says which file they are of
-            vars(made).update({n: v for n, v in vars(value).items() if _is_left_out(made, n, v)})
+        if _is_image(type(value)):  # PIL's own copy no longer has the attributes that name its file
+            kept = {name: part for name, part in vars(value).items() if type(part) in _ATOM_TYPES}
+            vars(made).update(kept | vars(made))
         return made
     except Exception as error:
         memo[id(value)] = value
@@ -240,7 +237,7 @@ def _tensors_in(value: Any, entered: set[int]) -> Iterable[torch.Tensor]:
     if kind in _ATOM_TYPES or issubclass(kind, _ATOMS) or id(value) in entered:
         return
     if issubclass(kind, torch.Tensor):
-        if kind is torch.Tensor or _is_of_more(value):
+        if kind is torch.Tensor or _is_part_of_storage(value):
             yield value
         return
     entered.add(id(value))
@@ -251,8 +248,8 @@ def _tensors_in(value: Any, entered: set[int]) -> Iterable[torch.Tensor]:
         yield from _tensors_in(part, entered)
 
 
-def _is_of_more(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass looks into more memory than it has elements."""
+def _is_part_of_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass has a larger storage than it has elements."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -264,20 +261,20 @@ def _is_of_more(tensor: torch.Tensor) -> bool:
 
 
 def _passed() -> int:
-    """The count in :func:`owned` of a new object that was handed to it."""
+    """The reference count that :func:`owned` sees of a new object passed to it."""
     counts: list[int] = [owned(_Gauge()) for _ in range(3)]
     return min(counts)
 
 
 def _contained() -> int:
-    """The count of a new object in a list, as that is gone through."""
+    """The reference count of a new object in a list, as seen by a loop over the list."""
     counts = []
     for value in [_Gauge(), _Gauge()]:
-        counts.append(sys.getrefcount(value))  # in a comprehension it may be another
+        counts.append(sys.getrefcount(value))  # the count in a comprehension may differ
     return min(counts)
 
 
-# At most what is known of all interpreters: a tracer that holds references must not raise them.
+# At most the counts of the known interpreters: a tracer that holds references must not raise them.
 _PASSED = 0
 _PASSED = min(_passed(), 2 if sys.version_info >= (3, 11) else 3)
 _CONTAINED = min(_contained(), 3)

@@ -1,4 +1,4 @@
-"""A chain of transforms: its leaves, in the order in which they are applied, and how to cut it between two.
+"""A chain of transforms: its leaves, in the order in which they are applied, and how to cut it in two.
 
 ::
 
@@ -6,14 +6,15 @@
                                          ^ cut here, n = 3
     prefix: load, resize, crop           suffix: flip, norm
 
-A container is opened if it does no more than apply its children in order; one that chooses among them, or
-puts boxes in order before and after, is a leaf itself; and so is one that was declared, as a whole. Only the
-containers on the way to the cut are taken apart, all others stay what they are. Some do work around each
-child: MONAI's Compose maps it over the items of a list. Of those, the two halves are containers of the same
-kind with the same settings, so that applying the prefix and then the suffix is applying the chain.
+A container is opened if it does nothing but apply its children in order. A container that chooses among its
+children, or converts boxes before and after them, is a leaf; so is a container that was declared as a whole.
+The cut takes apart only the containers that it runs through; all others stay as they are. Some containers do
+work around each child: MONAI's Compose maps it over the items of a list. The cut makes two containers of the
+same kind and settings out of one of those, so that applying the prefix and then the suffix equals applying
+the chain.
 
-A container inside such a one is opened only if it is of the same library: MONAI's Compose would take the
-tuple that comes out of the middle of torchvision's for a list of samples.
+Inside a container that does work around each child, a container is opened only if it is of the same library:
+MONAI's Compose would take a tuple from the middle of a torchvision Compose for a list of samples.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ __all__ = ["Values", "applied", "cut", "leaves"]
 
 
 class Values(tuple[Any, ...]):
-    """Several values that a chain is applied to at once: picture and boxes. Each step takes all of them."""
+    """Several values that a chain is applied to together, such as picture and boxes; each step takes all."""
 
 
 def applied(step: Callable[..., Any], value: Any) -> Any:
-    """What a step makes of a value, or of several.
+    """Apply a step to a value, or to several.
 
     Example:
         >>> applied(lambda a, b: (b, a), Values((1, 2)))
@@ -51,7 +52,7 @@ def leaves(chain: Any) -> list[Any]:
         chain: a transform, a container of a known library, or a list or tuple of these, to any depth.
 
     Returns:
-        The leaves, not copies. (MONAI transforms that are lazily resampled together are one leaf,
+        The leaves themselves, not copies. (MONAI transforms that are lazily resampled together are one leaf,
         a Compose of them.)
 
     Example:
@@ -71,8 +72,9 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
         n: how many leaves go to the prefix, 0 to all.
 
     Returns:
-        (prefix, suffix), each a list of callables, empty for no leaves. Applying one after the other is
-        applying the chain. They take what its containers take: albumentations' take keywords and give a dict.
+        (prefix, suffix), each a list of callables, empty for no leaves. Applying the prefix and then the
+        suffix equals applying the chain. They are called as the chain's containers are: albumentations' take
+        keywords and return a dict.
 
     Raises:
         ArgumentError: there are fewer than ``n`` leaves, or ``n`` is negative.
@@ -84,7 +86,7 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
     """
     count = len(leaves(chain))
     if not 0 <= n <= count:
-        raise ArgumentError(f"a chain of {count} transforms cannot be cut after {n} of them.")
+        raise ArgumentError(f"n must be from 0 to {count}, the number of transforms in the chain, got {n}.")
     if n in (0, count):
         whole = list(chain) if isinstance(chain, (list, tuple)) else [chain]
         return ([], whole) if n == 0 else (whole, [])
@@ -92,9 +94,9 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
 
 
 def _cut(node: Any, n: int, outer: Any) -> tuple[list[Any], list[Any]]:
-    """Cut a container somewhere inside."""
+    """Cut a container after its first ``n`` leaves, of which it has more than that."""
     children = _children(node, outer)
-    assert children is not None, "a leaf has no inside"
+    assert children is not None, "a leaf cannot be cut"
     before: list[Any] = []
     after: list[Any] = []
     for child in children:
@@ -121,7 +123,7 @@ def _leaves(node: Any, children: Sequence[Any]) -> list[Any]:
 
 
 def _children(node: Any, outer: Any) -> Sequence[Any] | None:
-    """The children of a container that may be opened where it stands; None for a leaf."""
+    """The children of a container that may be opened inside ``outer``; None for a leaf."""
     if isinstance(node, (list, tuple)):
         return node
     library = library_of(node)
@@ -135,6 +137,7 @@ def _children(node: Any, outer: Any) -> Sequence[Any] | None:
 
 
 def _part(node: Any, children: list[Any], first: bool) -> list[Any]:
+    """Callables that apply these children as the container applies them; ``first``: it begins with them."""
     if isinstance(node, (list, tuple)) or not children:
         return children
     part: list[Any] = library_of(node).part(node, children, first)  # type: ignore[union-attr]

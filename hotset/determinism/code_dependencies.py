@@ -1,9 +1,10 @@
-"""What code is made of: the globals that a function loads, the modules it imports, and where these come from.
+"""What code depends on: the globals that a function loads, the modules it imports, and where they come from.
 
-Read from the instructions, not from ``co_names``, which holds attribute names and globals alike: there an
-attribute ``.count`` would drag in an unrelated global ``count``, and with it another identity on every call.
+The globals are read from the instructions, not from ``co_names``, which also holds the names of attributes:
+an attribute ``.count`` would make an unrelated global ``count`` part of the identity.
 
-Code of an *installed* distribution is known by its version. Any other is the *user's*, and is looked into.
+Code of an *installed* distribution is identified by its version. All other code is the *user's*, and is
+described by its content.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 @lru_cache(maxsize=4096)
 def loaded_globals(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the globals that ``code`` and the code nested in it read, with the attributes read off them.
+    """Return the globals that ``code`` and the code nested in it read, with the attributes read from them.
 
-    In order of first use, each chain of names once.
+    Each chain of names is there once, in order of first use.
 
     Example:
         >>> import math
@@ -81,9 +82,9 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 
 def is_users(value: object) -> bool:
-    """Whether a function, a class, or the class of an object stands in a module of the user's own.
+    """Whether a function, a class, or the class of an object is defined in a module of the user's.
 
-    For a partial, what it calls; for a method, its function. What was made by ``exec`` stands in none.
+    A partial is judged by what it calls, a method by its function. What ``exec`` made is in no module.
     """
     kind = type(value)
     if issubclass(kind, functools.partial):
@@ -101,7 +102,7 @@ def is_users(value: object) -> bool:
 
 
 def replaced(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return what of a library's module or class, given as its names, is a function of the user's."""
+    """Return the functions of the user's among the names of a library's module or class."""
     kinds = (types.FunctionType, staticmethod, classmethod, functools.partial)
     functions = [(name, value) for name, value in list(names.items()) if type(value) in kinds]
     own = names.get("__name__", names.get("__module__"))
@@ -118,14 +119,14 @@ def _root_of(value: Any) -> str:
 
 
 def constants_of(module: str, names: Iterable[str]) -> list[tuple[str, Any]]:
-    """Return those numbers, texts and containers of a user's module that are not what its source says.
+    """Return the numbers, texts and containers of a user's module that differ from what its source says.
 
-    An edited source counts by itself; here is what was set since, ``settings.SCALE = 2``, or was computed.
-    Of a module that was not imported yet there are none.
+    The source counts by itself. This finds values that were set later (``settings.SCALE = 2``) or computed.
+    A module that was not imported yet has none.
 
     Args:
         module: its name.
-        names: which of its globals are wanted.
+        names: the globals to compare.
     """
     found = getattr(sys.modules.get(module), "__dict__", {})
     wanted = [(name, found[name]) for name in sorted(set(names) & found.keys()) if _is_plain(found[name])]
@@ -143,7 +144,7 @@ def _is_plain(value: object) -> bool:
 
 @lru_cache(maxsize=64)
 def _literals(source: bytes) -> dict[str, Any]:
-    """What a module's source sets its globals to, where it says so in so many words."""
+    """The values of a module's globals that its source sets to literals."""
     found: dict[str, Any] = {}
     try:
         statements = ast.parse(source).body
@@ -162,7 +163,7 @@ def _literals(source: bytes) -> dict[str, Any]:
 def installed(module: str) -> str | None:
     """Return the distribution and version that a module belongs to, or None if it is the user's own.
 
-    Nothing is imported for it.
+    This does not import the module.
 
     Example:
         >>> installed("json").startswith("python 3."), installed("__main__") is None
@@ -180,7 +181,7 @@ def installed(module: str) -> str | None:
 
 
 def source_of(module: str) -> bytes:
-    """Return the bytes of a user's module's file; empty if there is none to read."""
+    """Return the bytes of a module's source file; empty if it cannot be read."""
     origin = _origin(module)
     try:
         return origin.read_bytes() if origin is not None else b""
@@ -189,10 +190,10 @@ def source_of(module: str) -> bytes:
 
 
 def _origin(module: str) -> Path | None:
-    """The file of a module; of its package's root if it has none of its own or was not imported yet."""
+    """The file of a module; that of its root package if it has none or was not imported yet."""
     root = module.partition(".")[0]
     for name in (module, root):
-        # Past a lazy module's __getattr__; and it need not be a module at all.
+        # Not through __getattr__, which a lazy module may have; and sys.modules may hold other objects.
         file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
         if isinstance(file, str):
             return Path(file).resolve()
@@ -205,7 +206,7 @@ def _origin(module: str) -> Path | None:
 
 @lru_cache(maxsize=1024)
 def _version(root: str) -> str:
-    """Of the distribution whose package this is: its name may be another (PIL is pillow's)."""
+    """The version of the distribution that has this package; its name may differ (pillow has PIL)."""
     try:
         return importlib.metadata.version(root)
     except importlib.metadata.PackageNotFoundError:

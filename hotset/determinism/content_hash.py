@@ -1,17 +1,18 @@
 """The bytes of arrays, tensors and buffers: all of them, at about the speed of memory.
 
-A few rows that have changed in an array of gigabytes are other samples, so no byte is left out. Cryptographic
-hashes read 1 to 2 GB/s; here 64-bit words run through 32,768 lanes side by side, and only what the lanes
-hold in the end is hashed by blake2b. One word of a lane goes in by ``lane = mix(lane ^ word)``, where ``mix``
-multiplies by an odd number and folds the upper half onto the lower: both can be undone, so two runs of words
-that differ in one place never meet again by it, and if they differ in more, with the chance of 64 random
-bits. (A sum of words, as in a record's checksum, would not notice two rows that have changed places.)
+If a few rows have changed in an array of gigabytes, its samples are others, so no byte is left out.
+Cryptographic hashes read 1 to 2 GB/s. Here, 64-bit words run through 32,768 lanes side by side, and blake2b
+hashes only the final values of the lanes. Each word changes its lane to ``mix(lane ^ word)``, where ``mix``
+multiplies by an odd number and folds the upper half onto the lower. Both steps are invertible: two sequences
+that differ in one word always end in different values, and two that differ in several words end in the same
+value with the chance of 64 random bits. (A sum of words, as in a record's checksum, would not notice two rows
+that have changed places.)
 
-**What maps a large file is not read for this.** Token files and embeddings may be larger than memory. An
-array, tensor or buffer over such a file, however it was made (``mmap``, ``np.memmap``, ``torch.from_file``,
+**A mapped large file is not read.** Token files and embeddings may be larger than memory. An array, tensor or
+buffer over such a file, however it was made (``mmap``, ``np.memmap``, ``torch.from_file``,
 ``torch.load(mmap=True)``, a ``memoryview`` of one of these), is found by its address in ``/proc/self/maps``,
-and counts by the file's path, size and date, and the place in it. Not if the process has written to private
-pages of it: then its bytes are not the file's.
+and is described by the file's path, size and date, and the offset in it. If the process has written to
+private pages of it, its bytes are not the file's, and they are read.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ __all__ = ["FileRange", "digest_of_bytes", "file_behind", "integers_of"]
 
 Array = npt.NDArray[Any]
 
-# Up to here blake2b takes a millisecond.
+# blake2b takes about a millisecond for this much.
 _DIRECT = 1 << 20
 _PIECE = 32 << 20
 _LANES = 1 << 15
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio
 _HALF = np.uint64(32)
-# A file's content says more than its date, up to the size that takes no time to read.
+# A file's content says more than its date; up to this size it is read fast enough.
 _READ_WHOLE = 64 << 20
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ (\d+) +(/.*)")
 _RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
@@ -46,13 +47,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FileRange(NamedTuple):
-    """A place in a file.
+    """The range of a file that an array maps.
 
     Attributes:
         path: of the file.
         size: of the file, in bytes.
-        changed: when it was changed, in nanoseconds.
-        offset: of the place, in bytes.
+        changed: when the file was changed, in nanoseconds.
+        offset: of the array's first element, in bytes.
     """
 
     path: str
@@ -76,7 +77,7 @@ def digest_of_bytes(array: Array) -> bytes:
 
 
 def _pieces(array: Array) -> Iterator[Array]:
-    """Its elements in order, cut by its shape alone; what is not contiguous is copied piece by piece."""
+    """The array's elements in order, in pieces that depend only on its shape; copied if not contiguous."""
     if array.nbytes <= _PIECE or not array.ndim:
         yield np.ascontiguousarray(array)
         return
@@ -103,9 +104,9 @@ def _put(digest: Any, data: Array) -> None:
 
 
 def integers_of(tensor: torch.Tensor) -> Array:
-    """Return a strided tensor's elements as integers of their size: over the same memory, on the CPU.
+    """Return a strided tensor's elements as integers of the same size, on the CPU; a view where possible.
 
-    A complex tensor has one dimension more.
+    The result has one dimension more if the tensor is complex.
     """
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
     if plain.is_complex():
@@ -114,7 +115,7 @@ def integers_of(tensor: torch.Tensor) -> Array:
 
 
 def file_behind(array: Array) -> FileRange | None:
-    """Return which place of a file a large array maps; None for a small one, and for memory of its own."""
+    """Return the range of a file that a large array maps; None if it is small or does not map a file."""
     if array.nbytes <= _READ_WHOLE:
         return None
     steps = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
@@ -126,7 +127,7 @@ def file_behind(array: Array) -> FileRange | None:
 
 
 def _mapped(low: int, high: int) -> FileRange | None:
-    """The file that lies at these addresses, if one does, as it is on disk."""
+    """The file mapped at these addresses; None if there is none, or if the bytes are not those on disk."""
     at, found, private = low, None, False
     try:
         with open("/proc/self/maps") as lines:
@@ -141,15 +142,15 @@ def _mapped(low: int, high: int) -> FileRange | None:
         if found is None or at < high or (private and _is_written(low, high)):
             return None
         about = os.stat(found[0])
-    except (OSError, ValueError):  # no /proc, or the file has no name any more
+    except (OSError, ValueError):  # there is no /proc, or the file was deleted
         return None
     if about.st_ino != found[1]:
-        return None  # another file has its name now
+        return None  # another file has the name now
     return FileRange(found[0], about.st_size, about.st_mtime_ns, low + found[2])
 
 
 def _is_written(low: int, high: int) -> bool:
-    """Whether pages there are this process's own, as it has written to them."""
+    """Whether this process has written to private pages at these addresses."""
     inside = False
     with open("/proc/self/smaps") as lines:
         for line in lines:

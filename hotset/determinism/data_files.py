@@ -1,19 +1,20 @@
 """The files that a dataset names: their sizes and dates, as part of its identity.
 
-A dataset does not say which of its strings are paths, so every string of its state is a candidate: one that
-names a file counts with the file's size and time of change, one that names a folder stands for the files in
-it, any other string counts for nothing here. Candidates come singly (an attribute, a global constant) or as
-a column (the first members of a million ``(path, label)`` pairs).
+A dataset does not say which of its strings are paths, so every string of its state is a candidate. A string
+that names a file counts with the file's size and time of change; one that names a folder stands for the files
+in it; any other string is ignored here. Candidates come singly (an attribute, a global constant) or as a
+column (the first members of a million ``(path, label)`` pairs).
 
-Asking for a million dates may take seconds on a local disk and many minutes on a network's. So a column is
-asked in tiers: 64 evenly spread candidates, then 1,024, then all, and each next tier only if the time that
-the last one took says that it will end in time. Which tier was the last is part of the digest, and said in a
-note. Two processes agree unless one of them is right at the limit, or finds the network's answers cached and
-the other does not; then they have two caches where one would do, and neither is wrong.
+To ask for a million dates may take seconds on a local disk and many minutes over a network. So a column is
+asked in tiers: 64 evenly spread candidates, then 1,024, then all. The next tier follows only if, at the pace
+of the last one, it will end in time. The number of candidates asked for is part of the digest, and a note
+tells it. Two processes agree unless one of them is right at the limit, or only one finds the network's
+answers cached; then they have two caches where one would do, and neither is wrong.
 
-A folder is looked through only if the state names no file in it already, as an ``ImageFolder`` does; a data
-set that keeps ``root`` and bare names does not. Hidden files and locks do not count: reading makes them. Nor
-do folders that everybody writes to: the home, the temporary, and any that the working directory lies in.
+A folder is searched only if the state does not name a file in it: an ``ImageFolder`` names all of its files,
+a dataset that keeps ``root`` and bare names does not. Hidden files and locks do not count, as reading a
+dataset may make them. Nor do folders to which everything writes: the home directory, the temporary directory,
+the working directory and its parents.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class Files:
         self._columns: list[list[str]] = []
 
     def add(self, text: str, *, folder: bool = True) -> None:
-        """One candidate. ``folder=False``: a constant in code, which may name a file, but no folder."""
+        """Add one candidate. ``folder=False``: a constant in code, which may name a file but not a folder."""
         if 0 < len(text) <= _LONGEST:
             self._single[text] = folder or self._single.get(text, False)
 
     def add_column(self, texts: list[str]) -> None:
-        """Many candidates of one kind."""
+        """Add many candidates of one kind."""
         self._columns.append(texts)
 
     def texts(self) -> list[str]:
@@ -65,7 +66,7 @@ class Files:
         """Ask for sizes and dates, for about ``seconds`` at most.
 
         Returns:
-            A digest of what exists, and sentences about what was left out.
+            A digest of the files that exist, and sentences about what was left out.
         """
         deadline = time.perf_counter() + seconds
         notes: list[str] = []
@@ -74,7 +75,7 @@ class Files:
         folders = [path for column in columns for path in column.folders if self._single.get(path, True)]
         known = [path for column in columns for path in _spread(column.files, _TIERS[-1])]
         columns.append(_Column(_inside(folders, known, notes), deadline))
-        # What is found in a set comes in another order each time.
+        # The candidates of a set come in another order in each process.
         digests = sorted(column.digest for column in columns)
         asked = sum(len(column.asked) for column in columns if column.files)
         total = sum(column.size for column in columns if column.files)
@@ -84,13 +85,13 @@ class Files:
 
 
 class _Column:
-    """Candidates of one kind, asked in tiers; if none of the first tier is a file or folder, none is.
+    """Candidates of one kind, asked in tiers, and only the first if that has neither a file nor a folder.
 
     Attributes:
         size: number of candidates.
-        asked: those that were asked for.
-        files, folders: those among them that are one.
-        digest: of how many were asked, and of the files' paths, sizes and dates.
+        asked: the candidates that were asked for.
+        files, folders: those of them that are files, and that are folders.
+        digest: of how many were asked for, and of the files' paths, sizes and dates.
     """
 
     def __init__(self, candidates: Sequence[str], deadline: float, mixed: bool = False) -> None:
@@ -99,7 +100,7 @@ class _Column:
         pace = 0.0
         for tier in (*_TIERS, self.size):
             begun = time.perf_counter()
-            # At the last tier's pace, with a fifth to spare: to begin and give up would be time lost.
+            # At the last tier's pace, with a fifth to spare: a tier that is begun is not given up.
             if self.asked and begun + 1.2 * pace * min(tier, self.size) > deadline:
                 break
             self.asked = _spread(candidates, tier)
@@ -115,7 +116,7 @@ class _Column:
         for path in self.asked:
             try:
                 found = os.stat(path)
-            except (OSError, ValueError):  # absent, or no path at all
+            except (OSError, ValueError):  # it does not exist, or the string is not a path
                 continue
             name = path.encode("utf-8", "surrogatepass")
             if stat.S_ISREG(found.st_mode):
@@ -135,7 +136,7 @@ def _spread(items: Sequence[str], count: int) -> Sequence[str]:
 
 
 def _inside(folders: Iterable[str], known: Sequence[str], notes: list[str]) -> list[str]:
-    """The files in those folders in which no file is known, sorted; a note on each that is left out."""
+    """The files in the folders that hold no known file, sorted; adds a note for each folder left out."""
     here = Path(os.path.abspath(os.curdir))
     busy = {here, *here.parents, Path(os.path.expanduser("~")), Path(tempfile.gettempdir())}
     prefixes = {parent for path in known for parent in _parents(path)}
@@ -144,8 +145,8 @@ def _inside(folders: Iterable[str], known: Sequence[str], notes: list[str]) -> l
         if folder.rstrip("/") in prefixes:
             continue
         if Path(folder).resolve() in busy:
-            if folder.strip("./"):  # else it is a separator or a suffix, most likely
-                notes.append(f"the files in {folder} were not compared: everybody writes there")
+            if folder.strip("./"):  # otherwise it is most likely a separator or a suffix
+                notes.append(f"the files in {folder} were not compared: other programs write there")
             continue
         before = len(found)
         _walk(folder, found)
@@ -163,18 +164,18 @@ def _parents(path: str) -> Iterable[str]:
 
 
 def _walk(folder: str, found: list[str]) -> None:
-    """Append the folder's files, its subfolders' after its own, up to the bound."""
+    """Append the folder's files, then its subfolders', up to the bound."""
     waiting = [folder]
     while waiting and len(found) < _FILES_OF_FOLDERS:
         try:
             with os.scandir(waiting.pop()) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
-        except OSError:  # not ours to read, or gone since
+        except OSError:  # not readable, or removed since
             continue
-        visible = [entry for entry in entries if not _is_passing(entry.name)]
+        visible = [entry for entry in entries if not _is_temporary(entry.name)]
         found += [entry.path for entry in visible if entry.is_file()][: _FILES_OF_FOLDERS - len(found)]
         waiting += [entry.path for entry in reversed(visible) if entry.is_dir(follow_symlinks=False)]
 
 
-def _is_passing(name: str) -> bool:
+def _is_temporary(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__" or name.endswith((".lock", "lock.mdb"))

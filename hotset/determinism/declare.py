@@ -15,9 +15,10 @@ one attribute on the declared object, so that it travels with it, through pickle
 The attribute is looked up without running the object's own ``__getattr__``, which may answer to any name.
 
 ``functools.wraps`` copies a function's attributes to its wrapper, and the wrapper may do anything: it may add
-noise to a deterministic function. So a copied ``deterministic`` does not count, a copied ``nondeterministic``
-does: declare the outermost function. A copy is told by the mark's identity, as each call makes a new mark.
-Neither is a ``functools.partial`` of a declared function declared: what it binds may be random.
+noise to a deterministic function. So a copied ``deterministic`` does not count, but a copied
+``nondeterministic`` does; declare the outermost function. Each declaration makes a new mark, so a wrapper
+that has the same mark object as the function it wraps has a copied one. A ``functools.partial`` of a declared
+function is not declared either: the values that it binds may be random.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Mark:
 
 
 class DeclaredCallable:
-    """Carries the declaration of a callable that takes no attribute; calls and attribute reads reach through.
+    """Wraps a callable that takes no attribute, and carries its declaration; calls and reads are passed on.
 
     Attributes:
         __wrapped__: the callable itself.
@@ -60,7 +61,7 @@ class DeclaredCallable:
         self._mark = _Mark(kind)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is carried."""
+        """Call the wrapped callable."""
         return self.__wrapped__(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -80,11 +81,11 @@ def deterministic(obj: T) -> T:
         obj: a function, a class (then all its instances and subclasses), or one instance.
 
     Returns:
-        ``obj`` itself, marked. Only where it takes no attribute (a builtin function, a bound method, an
-        instance with slots): a picklable callable around it that carries the mark.
+        ``obj`` itself, marked. If it takes no attribute (a builtin function, a bound method, an instance with
+        slots): a picklable callable that wraps it and carries the mark.
 
     Raises:
-        ArgumentError: ``obj`` takes no attribute and is not callable either.
+        ArgumentError: ``obj`` takes no attribute, and is not callable.
 
     Example:
         >>> @deterministic
@@ -99,7 +100,7 @@ def deterministic(obj: T) -> T:
 def nondeterministic(obj: T) -> T:
     """Declare that ``obj`` may give another output each time, so that it always stays live.
 
-    Takes, returns and raises what :func:`deterministic` does.
+    Arguments, return value and errors are those of :func:`deterministic`.
 
     Example:
         >>> import math
@@ -132,7 +133,7 @@ def declared(obj: object) -> Kind | None:
 
 def _declare(obj: T, kind: Kind) -> T:
     target = obj.__func__ if isinstance(obj, (staticmethod, classmethod)) else obj
-    # Past the object's own __setattr__: a frozen dataclass refuses there, and a module may register things.
+    # Not through the object's own __setattr__: a frozen dataclass refuses, and a module may register things.
     put: Any = type.__setattr__ if isinstance(target, type) else object.__setattr__
     try:
         if isinstance(obj, DeclaredCallable):

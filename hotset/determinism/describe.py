@@ -1,11 +1,11 @@
 """The walk that describes an object for its fingerprint: containers, attributes, columns, cycles.
 
-What is to be said of functions, classes, arrays and other special things is in
-:mod:`hotset.determinism.type_handlers`; why it is all done is in :mod:`hotset.determinism.fingerprint`.
+:mod:`hotset.determinism.type_handlers` describes functions, classes, arrays and other special objects;
+:mod:`hotset.determinism.fingerprint` says what all of it is for.
 
-A *description* is a string of bytes that no other value has: an atom's is its tag, length and bytes; that of
-anything else the hash of a stream, into which its handler puts the descriptions of its parts. Handlers are
-found by the object's type, never by ``isinstance``, which would read a ``__class__`` that a proxy made up.
+A *description* is a string of bytes that no other value has. That of an atom is its tag, length and bytes;
+that of any other value is the hash of a stream, into which its handler puts the descriptions of its parts.
+Handlers are found by the object's type, never by ``isinstance``, which would believe a proxy's ``__class__``.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _SORTED = ({str}, {int}, {bytes})
 
 
 class Describer:
-    """Describes objects; one serves for one fingerprint.
+    """Describes objects; each fingerprint takes a new one.
 
     Attributes:
-        put: takes bytes into the description that is being made.
-        files: what may be a path: every text that was met by itself.
-        unknowns: sentences about what could not be described, as keys.
+        put: adds bytes to the description that is being made.
+        files: the texts that may be paths.
+        unknowns: phrases about what could not be described, as keys.
         modules: names of the modules in which code was met.
         codes: the code of users that was met.
-        numbers: what may be an open file's descriptor.
-        asks_environment: whether ``os.environ`` itself was met.
+        numbers: the numbers that may be descriptors of open files.
+        reads_environment: whether ``os.environ`` itself was met.
     """
 
     def __init__(self, handlers: dict[type | str, Handler]) -> None:
@@ -62,12 +62,12 @@ class Describer:
         self.modules: set[str] = set()
         self.codes: dict[types.CodeType, None] = {}
         self.numbers: set[int] = set()
-        self.asks_environment = False
+        self.reads_environment = False
         self.put: Callable[[Any], object] = hashlib.blake2b().update
         self._handlers = {**_CONTAINERS, **handlers}
         self._of_type: dict[type, Handler] = {}
         self._entered: dict[int, int] = {}
-        # By id, and with the object, as an id is only a name while its object lives.
+        # By id, and with the object, as another object may get its id once it is gone.
         self._done: dict[int, tuple[bytes, object]] = {}
         self._in_code = False
 
@@ -88,7 +88,7 @@ class Describer:
         if id(value) in self._entered:
             return b"^" + (len(self._entered) - self._entered[id(value)]).to_bytes(8, "little")
         if len(self._entered) >= _DEPTH:
-            return self._nonce(f"what lies deeper than {_DEPTH} objects in one another was not looked at")
+            return self._nonce(f"an object nested more than {_DEPTH} deep was not described")
         digest = hashlib.blake2b(digest_size=16)
         outer, self.put = self.put, digest.update
         self._entered[id(value)] = len(self._entered)
@@ -102,12 +102,12 @@ class Describer:
         return description
 
     def add(self, *values: Any) -> None:
-        """Put the descriptions of some values."""
+        """Put the descriptions of these values."""
         for value in values:
             self.put(self.describe(value))
 
     def name(self, *names: str) -> None:
-        """Put texts that are no paths, whatever they look like."""
+        """Put texts that are names, and cannot be paths."""
         for name in names:
             self.put(_text(name))
 
@@ -122,16 +122,16 @@ class Describer:
         self.put(number.to_bytes(8, "little"))
 
     def unknown(self, value: object) -> None:
-        """Put what no other value and no other process has, as nobody can tell what this is."""
+        """Put random bytes for a value that cannot be described, so that no other fingerprint is equal."""
         kind = type(value)
-        self.put(self._nonce(f"a {kind.__module__}.{kind.__qualname__} could not be looked into"))
+        self.put(self._nonce(f"a {kind.__module__}.{kind.__qualname__} could not be described"))
 
     def _nonce(self, why: str) -> bytes:
         self.unknowns[why] = None
         return b"?" + os.urandom(16)
 
     def meets(self, module: str) -> None:
-        """Remember that something of this module is used."""
+        """Remember that code of this module is used."""
         self.modules.add(module)
 
     def reads(self, code: types.CodeType) -> None:
@@ -155,10 +155,10 @@ class Describer:
             self._column(values, 0)
 
     def apart(self, value: Any) -> bytes:
-        """Describe a member of a set: without what the other members' descriptions left behind.
+        """Describe a member of a set, without using the other members' descriptions.
 
-        They come in another order in each process, and where members refer to each other in a cycle, the
-        first to be described decides where the cycle is entered.
+        Members come in another order in each process. If they refer to each other in a cycle, the member that
+        is described first would decide where the cycle is entered.
         """
         kind = type(value)
         if kind in _ATOMS or (kind is tuple and all(type(part) in _ATOMS for part in value)):
@@ -186,7 +186,7 @@ class Describer:
             if str in kinds:
                 self.files.add_column([text for text in values if type(text) is str])
         elif len(kinds) > 1 or level == _COLUMN_LEVELS or (level and len(set(map(id, values))) < len(values)):
-            # What is shared is better described once, and may be where a cycle is entered.
+            # A shared object is better described once, and a cycle may be entered at it.
             self.put(b"E")
             self.add(*values)
         elif kind is list or kind is tuple:
@@ -213,13 +213,13 @@ class Describer:
         self.put(b"L" if type(rows[0]) is list else b"T")
         self._marshal(lengths)
         if len(set(lengths)) == 1 and lengths[0] <= 64:
-            for place in range(lengths[0]):
-                self._column(list(map(itemgetter(place), rows)), level + 1)
+            for column in range(lengths[0]):
+                self._column(list(map(itemgetter(column), rows)), level + 1)
         else:
             self._column(list(itertools.chain.from_iterable(rows)), level + 1)
 
     def _marshal(self, values: list[Any]) -> None:
-        # Not later than version 2: from 3 on, texts that are interned and objects seen before are marked.
+        # Version 2: from version 3 on, marshal marks interned texts and objects that it has met before.
         self.put(b"M")
         self.count(len(values))
         for start in range(0, len(values), _CHUNK):
@@ -229,12 +229,12 @@ class Describer:
 
 
 def _keys(kind: type) -> tuple[type | str, ...]:
-    """What a handler may be registered under, besides its whole package: the type, or its name."""
+    """What a handler may be registered under, besides the type's package: the type, or its full name."""
     return kind, f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _uniform(rows: list[dict[Any, Any]]) -> bool:
-    """Whether all have the same keys, all of them text."""
+    """Whether all rows have the same keys, all of them text."""
     keys = rows[0].keys()
     return set(map(type, keys)) == {str} and all(row.keys() == keys for row in rows)
 
@@ -328,14 +328,14 @@ def _object(to: Describer, value: Any) -> None:
 
 
 def _reduced(to: Describer, value: Any) -> None:
-    """What an object with a base in C says of itself when it is pickled.
+    """Describe an object that has a base written in C by what pickling it returns.
 
-    Protocol 5 and not 4: large buffers come as they are, not copied into bytes.
+    Protocol 5, because 4 would copy large buffers into bytes.
     """
     registered = copyreg.dispatch_table.get(type(value))
     try:
         reduced = registered(value) if registered else value.__reduce_ex__(5)
-    except Exception:  # whatever a library raises to say that it does not pickle
+    except Exception:  # libraries raise errors of many kinds for what cannot be pickled
         to.unknown(value)
         return
     if isinstance(reduced, str):
@@ -347,7 +347,7 @@ def _reduced(to: Describer, value: Any) -> None:
     to.add(make, args, state, list(listed or ()), list(pairs or ()))
 
 
-# The plain value of a subclass's instance is read by the base's own method: another may be overridden.
+# The plain value of a subclass's instance is read by the base's own method, as the subclass may override it.
 _CONTAINERS: dict[type | str, Handler] = {
     **{base: _sequence(base) for base in (list, tuple, deque)},
     **{base: _set(base) for base in (set, frozenset)},

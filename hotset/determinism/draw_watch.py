@@ -1,24 +1,26 @@
-"""A watch over reading: which samples draw random numbers as they are read, among all that are read.
+"""A watch over all reading for a cache: which samples draw random numbers as they are read?
 
-A probe reads a few samples. A dataset that augments its rare classes draws for a twentieth of them, and two
-readings of a few see nothing of it. But every sample that goes into a cache is read once, so all of that
-reading is watched: the states of all generators are compared after every few samples::
+A probe reads a few samples. If a dataset augments its rare classes, a twentieth of its samples draw, and a
+probe of a few may miss them. But every sample that goes into a cache is read once, so all of that reading is
+watched: the states of all generators are compared after every few samples::
 
     begin ── a few are read ── drew? no ── a few more ── drew? yes: put back ── each again, alone ── drew? ...
 
-What has drawn is never undone twice: the states are those of :meth:`DrawWatch.begin` again once it is told,
-so that reading for a cache leaves no trace, and whoever serves the sample draws what it would have drawn.
+When :meth:`DrawWatch.drew` returns True, it has put all generators back to their states at
+:meth:`DrawWatch.begin`. So reading for a cache leaves no trace, and the process that serves the sample draws
+what it would have drawn without a cache.
 
-A comparison costs five microseconds, and some forty in the midst of decoding pictures, up to a percent of
-one. To find the generators that objects hold costs milliseconds, and is done again where an attribute of the
-dataset, of a transform, or of what these hold directly has another type than before, as when a generator is
+A comparison costs 5 microseconds, and about 40 between two decoded pictures: up to a percent of decoding one.
+To find the generators that objects hold takes milliseconds. That is repeated only if an attribute of the
+dataset, of a transform, or of an object that these hold directly has changed its type, as when a generator is
 made at its first use.
 
-Where other threads run, one of them may have drawn meanwhile: from mixup in the training loop, say, while a
-queue reads ahead. Reading once more tells them apart, as a sample that draws does so each time. If reading
-is found to draw nothing, no state is put back, or that thread would draw the same numbers twice.
+Another thread may have drawn meanwhile, for mixup in the training loop while a queue reads ahead, for
+example. Where other threads run, the samples are read once more to find out: a sample that draws does so each
+time. If the samples turn out not to draw, no state is put back, as that thread would draw the same numbers
+twice.
 
-A generator that is made for one draw and dropped, from the system's entropy, leaves no state to compare.
+A generator that is seeded by the system for one draw and then dropped leaves no state to compare.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ from hotset.determinism.rng import Generators
 __all__ = ["DrawWatch"]
 
 _NEAR, _DEEP = 64, 3
-_ONCE_MORE = 2  # readings, to tell what draws from another thread that did so by chance at the same time
+_REPEATS = 2  # further readings, to tell a sample that draws from a thread that drew at the same time
 
 
 class DrawWatch:
-    """Tells whether reading has moved a generator, and puts that back. It pickles.
+    """Tells whether reading has moved a generator, and puts the generators back. Can be pickled.
 
     Args:
-        holders: what generators may hang on: the dataset, its transforms.
+        holders: objects that may hold generators: the dataset, its transforms.
 
     Example:
         >>> import random
@@ -62,7 +64,7 @@ class DrawWatch:
         self._types: list[tuple[type, ...]] = []
 
     def begin(self) -> None:
-        """Compare with the states as they are now."""
+        """From here on, compare with the present states."""
         if self._generators is None:
             self._generators = Generators(self._holders)
             self._settle()
@@ -70,20 +72,21 @@ class DrawWatch:
             self._generators.note()
 
     def drew(self, read_again: Callable[[], object] | None = None) -> bool:
-        """Whether reading has moved a generator since :meth:`begin`, and each time that it was repeated.
+        """Whether reading has moved a generator since :meth:`begin`, and again each time it was repeated.
 
-        If so, all generators are where they were then; if not, the next comparison is with the states as they
-        are now.
+        If it has, all generators are put back to their states at :meth:`begin`. If not, the next call
+        compares with the present states.
 
         Args:
-            read_again: reads the same once more; called, at most twice, where another thread may have drawn.
+            read_again: reads the same samples once more. It is called at most twice, and only where another
+                thread may have drawn.
         """
         assert self._generators is not None, "begin() comes first"
         if not self._moved():
             return False
         began = self._generators.noted()
         if read_again is not None and threading.active_count() > 1:
-            for _ in range(_ONCE_MORE):
+            for _ in range(_REPEATS):
                 self._generators.note()
                 read_again()
                 if not self._moved():
@@ -96,7 +99,7 @@ class DrawWatch:
         assert self._generators is not None
         moved = self._generators.any_moved
         if self._types_of(self._near) != self._types:
-            # One that was made meanwhile has drawn, as far as can be known; where it began cannot.
+            # A generator that was made meanwhile counts as having drawn; its first state cannot be known.
             moved |= self._generators.look_again(self._holders)
             self._settle()
         return moved
@@ -118,7 +121,7 @@ def _has_attributes(obj: object) -> bool:
 
 
 def _near(holders: Sequence[object]) -> Iterator[object]:
-    """The holders, and what is on their attributes, as far as that has some itself; dozens at most."""
+    """The holders, and the objects with attributes that they hold, two levels deep; at most 64 in all."""
     chains: Iterator[Any] = (each if type(each) in (list, tuple) else (each,) for each in holders)
     level = list(itertools.chain.from_iterable(chains))
     seen: dict[int, object] = {}

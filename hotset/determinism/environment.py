@@ -1,20 +1,23 @@
-"""What code reads that hangs on no object: the environment, torch's defaults, modules asked for by name.
+"""What code reads besides objects: the environment, torch's defaults, modules that it imports by name.
 
-Asked once the objects are described, as only then is known which code may run and which texts it has:
+It is described after the objects, as only then is it known which code may run and which texts that code has:
 
-======================  ===========================================================================
+======================  ==============================================================================
+condition               described
+======================  ==============================================================================
 always                  torch's default dtype and device, the time zone, the encoding of text files
-code reads the          of all texts that were met (constants and attributes) those that name a
-environment             variable, or hold ``$NAME``, with its value
-code reads descriptors  of all numbers that were met those of an open file: its path, size and date
-code imports by name    of all texts those that name a module of the user's: its source
-user's modules so met   numbers, texts and containers that are not what the source says any more
-libraries so met        functions of the user's that were put into their modules
-======================  ===========================================================================
+code reads the          each variable that a text met (constant or attribute) names, or holds as
+environment             ``$NAME``, with its value
+code reads descriptors  for each number met that is the descriptor of an open file: path, size, date
+code imports by name    for each text met that names a module of the user's: its source
+user's modules met      numbers, texts and containers that differ from what the source says
+libraries met           functions of the user's that were put into their modules
+======================  ==============================================================================
 
-Variables by which a launcher tells a process its rank do not count, as the ranks of one job are to share:
-a note says so. What is composed (``os.environ[prefix + name]``), what C code reads, services and clocks
-cannot be known from here: that is found by whoever looks at samples (:mod:`hotset.dataset.audit`).
+Variables by which a launcher tells a process its rank do not count, so that the ranks of one job can share a
+cache; a note says so. Names that are put together (``os.environ[prefix + name]``), what C code reads,
+services and clocks cannot be known from here: only an audit of samples finds them
+(:mod:`hotset.dataset.audit`).
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import torch
 from hotset.determinism import code_dependencies as codes
 from hotset.determinism.describe import Describer
 
-__all__ = ["describe_surroundings"]
+__all__ = ["describe_environment"]
 
 _READS_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "expandvars"})
 _READS_DESCRIPTORS = frozenset({"pread", "preadv", "readv", "fdopen", "lseek", "sendfile"})
@@ -41,25 +44,25 @@ _IMPORTS_BY_NAME = frozenset({"import_module", "__import__", "modules", "resolve
 _IN_TEXT = re.compile(r"\$\{?(\w+)")
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _LONGEST = 256
-_OF_RANKS = re.compile(
+_RANK_VARIABLE = re.compile(
     r"((LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|(TORCHELASTIC|SLURM|OMPI|PMI|PMIX|MPI|PALS)_\w+|CUDA_VISIBLE_DEVICES)\Z"
 )
 
 
-def describe_surroundings(to: Describer) -> tuple[bytes, list[str]]:
-    """Describe what the code that was met reads beside its objects.
+def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
+    """Describe what the code that was met reads besides its objects.
 
     Args:
-        to: what has described the objects.
+        to: has described the objects.
 
     Returns:
         A description, and sentences about what does not count.
     """
     names = frozenset[str]().union(*map(codes.names_in, to.codes))
     texts = [text for text in to.files.texts() if len(text) <= _LONGEST]
-    asks = to.asks_environment or names & _READS_ENVIRONMENT
-    variables, notes = _variables(texts) if asks else ([], [])
+    reads = to.reads_environment or names & _READS_ENVIRONMENT
+    variables, notes = _variables(texts) if reads else ([], [])
     modules = {name for name in to.modules if codes.installed(name) is None}
     if names & _IMPORTS_BY_NAME:
         modules |= {text for text in texts if _is_users_module(text)}
@@ -71,19 +74,19 @@ def describe_surroundings(to: Describer) -> tuple[bytes, list[str]]:
         _open_files(to.numbers) if names & _READS_DESCRIPTORS or {"os", "read"} <= names else (),
         [(name, value.encode("utf-8", "surrogateescape")) for name, value in variables],
         [(name, codes.source_of(name), codes.constants_of(name, wanted)) for name in sorted(modules)],
-        [_put_in(root) for root in sorted(_libraries(to.modules))],
+        [_patched(root) for root in sorted(_libraries(to.modules))],
     ]
     return to.describe(parts), notes
 
 
 def _variables(texts: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
     named = {*texts, *(name for text in texts for name in _IN_TEXT.findall(text))}
-    of_ranks = sorted(name for name in named if _OF_RANKS.match(name))
-    found = [(name, os.environ[name]) for name in sorted(named.difference(of_ranks)) if _is_set(name)]
+    rank_variables = sorted(name for name in named if _RANK_VARIABLE.match(name))
+    found = [(name, os.environ[name]) for name in sorted(named.difference(rank_variables)) if _is_set(name)]
     notes = [
-        f"the code names {name} of the environment, which does not count, as ranks share: give each its "
-        "key= if samples depend on it"
-        for name in of_ranks
+        f"the code names the environment variable {name}, which does not count, so that ranks can share; "
+        "give each rank its own key= if samples depend on it"
+        for name in rank_variables
     ]
     return found, notes
 
@@ -113,7 +116,7 @@ def _is_users_module(text: str) -> bool:
 
 
 def _libraries(modules: set[str]) -> set[str]:
-    """The packages of these modules, without Python's own and those of users."""
+    """The packages of these modules, without Python's own and users'."""
     found = {module: codes.installed(module) for module in modules}
     return {
         module.partition(".")[0]
@@ -122,8 +125,8 @@ def _libraries(modules: set[str]) -> set[str]:
     }
 
 
-def _put_in(root: str) -> list[tuple[str, str, object]]:
-    """The functions of users in the modules of a package that were imported."""
+def _patched(root: str) -> list[tuple[str, str, object]]:
+    """The functions that users have put into the imported modules of a package."""
     loaded = [
         (name, module)
         for name, module in list(sys.modules.items())

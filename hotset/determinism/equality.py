@@ -1,9 +1,9 @@
 """When two samples are *indistinguishable*: the meaning of "a hit equals a miss", in one function.
 
-``==`` is no test for that: it calls 1 and True equal, NaN unequal to itself, -0.0 equal to 0.0, and tells
-nothing about dtypes or about what a subclass carries. So :func:`same` goes down both trees together and asks
-of each pair of nodes, in this order: the same exact type? the same content of its own (dtype, shape, bytes,
-keys)? the same children, in the same order?
+``==`` does not test that: it calls 1 and True equal, NaN unequal to itself, -0.0 equal to 0.0, and ignores
+dtypes and what a subclass adds. So :func:`same` goes down both trees together and compares each pair of
+nodes, in this order: their exact types, their own content (dtype, shape, bytes, keys), and their children, in
+order.
 
 ======================  ======================================================================
 node                    its own content
@@ -14,12 +14,12 @@ PIL image               mode, size, palette, pixels (``info`` and ``format`` are
 dict, list, tuple       keys in order, or the length
 float, complex          the bits
 other, from Python      nothing: its attributes are children
-other, from C           what its ``==`` says
+other, from C           its ``==`` decides
 ======================  ======================================================================
 
-Attributes are children of tensors, arrays and containers too, which is how a MetaTensor's affine matrix or a
-box's canvas size is seen. The order of dimensions counts because sums round by it, and only where both arrays
-are dense: nobody asks that the gaps of a strided slice be kept.
+Attributes are children of tensors, arrays and containers too: that covers a MetaTensor's affine matrix and a
+box's canvas size. The order of dimensions counts because it decides how sums are rounded, but only where both
+arrays are dense: a copy of a strided slice need not keep the gaps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hotset.determinism.object_graph import attributes, solid_base
 __all__ = ["array_bytes", "changeable", "same", "tensor_bytes"]
 
 Array = npt.NDArray[Any]
-# Compared by their own ==, never looked into. A path fills its attributes as they are asked for.
+# Compared by their own ==, not by their parts. A path fills its attributes as they are read.
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _WHOLE = (*_CODE, enum.Enum, PurePath)
 _ORDERED = (list, tuple, deque)
@@ -53,17 +53,17 @@ _repr.maxstring = _repr.maxother = 60
 
 
 def same(a: object, b: object, *, across: bool = False) -> str | None:
-    """Return None if two samples cannot be told apart, else a phrase saying where and how they differ.
+    """Return None if two samples cannot be told apart, otherwise a phrase: where and how they differ.
 
-    Compared are exact types, the tree, keys in order, dtypes, shapes and bytes (a NaN equals the same NaN,
-    -0.0 is not 0.0), and attributes, of: tensors and ndarrays of any dtype and their subclasses, numpy
+    It compares exact types, the tree, keys in order, dtypes, shapes and bytes (a NaN equals the same NaN,
+    -0.0 differs from 0.0), and attributes, of: tensors and ndarrays of any dtype and their subclasses, numpy
     scalars, PIL images, numbers, strings, None, and anything nested in dict, list, tuple, namedtuple,
-    dataclass or an object's attributes. What none of these describes is compared with ``==``.
+    dataclass or an object's attributes. Anything else is compared with ``==``.
 
     Args:
         a, b: two samples.
-        across: they may come from two processes: addresses of objects do not count, of which MONAI enters one
-            into a MetaTensor for each transform that it went through.
+        across: they may come from two processes, so that addresses of objects do not count. (MONAI enters one
+            into a MetaTensor for each transform that the tensor went through.)
 
     Example:
         >>> same({"x": 1.0}, {"x": 1})
@@ -75,10 +75,10 @@ def same(a: object, b: object, *, across: bool = False) -> str | None:
 
 
 def changeable(sample: object) -> dict[str, bytes]:
-    """Return a digest of every tensor, array, image, number and text in ``sample``, by its place.
+    """Return a digest of every tensor, array, image, number and text in ``sample``, by its place in the tree.
 
-    A source may change in place what it gave out before: two readings are then one object, in which
-    :func:`same` finds no difference. A digest taken before the second reading shows it.
+    A source may change in place what it returned before. Two readings are then one object, in which
+    :func:`same` finds no difference; a digest taken before the second reading shows it.
     """
     return dict(_digests(sample, "", set()))
 
@@ -98,13 +98,13 @@ def _compare(a: Any, b: Any, where: str, entered: set[tuple[int, int]], across: 
         found = _compare(left, right, where + label, entered, across)
         if found is not None:
             return found
-    # Only while it is open: an id may belong to another object once this pair is done.
+    # Ids count only while this pair is compared: afterwards another object may have one of them.
     entered.discard((id(a), id(b)))
     return None
 
 
 def _is_trace_address(node: object, label: str) -> bool:
-    """Whether this is the "id" in MONAI's record of a transform; its keys are strings or TraceKeys."""
+    """Whether this is the ``id`` in MONAI's record of a transform, whose keys are strings or TraceKeys."""
     return label in ("['id']", "[id]") and isinstance(node, dict) and "class" in node
 
 
@@ -113,14 +113,14 @@ def _at(where: str, what: str) -> str:
 
 
 def _own_difference(a: Any, b: Any) -> str | None:
-    """How two nodes of one type differ, their children apart."""
+    """How two nodes of one type differ, apart from their children."""
     if isinstance(a, _WHOLE):
         return None if a == b else _two(a, b)
     if _is_image(a):
         return _image_difference(a, b)
-    of_one = attributes(a).keys() ^ attributes(b).keys()
-    if of_one:
-        return f"attribute {min(of_one)} of one only"
+    unpaired = attributes(a).keys() ^ attributes(b).keys()
+    if unpaired:
+        return f"attribute {min(unpaired)} of one only"
     if isinstance(a, torch.Tensor):
         return _tensor_difference(a, b)
     if isinstance(a, (np.ndarray, np.generic)):
@@ -139,12 +139,12 @@ def _own_difference(a: Any, b: Any) -> str | None:
 def _equal(a: object, b: object) -> bool:
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # an array of truths, or a type that refuses
+    except (TypeError, ValueError, RuntimeError):  # == returned an array, or the type does not allow it
         return False
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a node, each with what leads to it: ``['key']``, ``[3]`` or ``.name``."""
+    """The parts of a node, each with its label: ``['key']``, ``[3]`` or ``.name``."""
     if isinstance(node, _WHOLE):
         return
     if isinstance(node, dict):
@@ -156,14 +156,14 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, (np.ndarray, np.void)):
         yield from _array_children(np.asarray(node))
     for name, value in sorted(attributes(node).items()):
-        # An image's pixels are compared as such; the rest is how it came to be read.
+        # An image's pixels are compared as such; its other attributes say how it was read.
         if not _is_image(node) or name in ("info", "format"):
             yield f".{name}", value
 
 
 def _array_children(array: Array) -> Iterator[tuple[str, Any]]:
     if array.dtype.names:
-        # Field by field, as the padding between fields is not content.
+        # Field by field, as the padding between fields does not count.
         yield from ((f"[{name!r}]", array[name]) for name in array.dtype.names)
     elif array.dtype.hasobject or array.dtype.kind == "T":
         for index in np.ndindex(array.shape):
@@ -200,7 +200,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Array:
     """Return the bytes of each element in order, as uint8 of shape (elements, bytes of one)."""
     with torch.no_grad():
         plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
-    # A copy in all cases: one element with a stride of two counts as contiguous, and cannot be viewed.
+    # Copied in any case: one element with a stride of two counts as contiguous, but cannot be viewed.
     plain = plain.clone(memory_format=torch.contiguous_format).view(-1)
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().reshape(plain.numel(), -1)
 
@@ -230,7 +230,7 @@ def array_bytes(array: Array) -> Array:
     """
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1)
     if array.dtype.kind in "fc" and array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1) > 8:
-        # An extended float of 80 bits lies in 16 bytes, of which the last six hold anything.
+        # An extended float of 80 bits takes 16 bytes, the last six of which are undefined.
         raw = raw.reshape(array.size, -1, 16)[:, :, : (10 if np.finfo(np.longdouble).nmant == 63 else 16)]
         raw = raw.reshape(array.size, -1)
     return raw
@@ -245,9 +245,9 @@ def _values(a: Array, b: Array, shape: tuple[int, ...]) -> str:
 
 
 def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The order in which a dense array's dimensions lie, outermost first; None if it is not dense, or empty.
+    """The order of a dense array's dimensions in memory, outermost first; None if it is empty or not dense.
 
-    Dimensions of one element lie nowhere and are left out.
+    Dimensions of one element are left out, as they have no place in that order.
     """
     if 0 in shape:
         return None
@@ -268,7 +268,7 @@ def _is_image(value: object) -> bool:
 def _image_difference(a: Any, b: Any) -> str | None:
     if (a.mode, a.size) != (b.mode, b.size):
         return f"image {a.mode} {a.size} and image {b.mode} {b.size}"
-    pixels = a.tobytes(), b.tobytes()  # before the palette, which a file still being read does not have yet
+    pixels = a.tobytes(), b.tobytes()  # before the palette, which PIL reads together with the pixels
     if a.getpalette() != b.getpalette():
         return "palette"
     return None if pixels[0] == pixels[1] else "pixels"
@@ -290,7 +290,7 @@ def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, by
         if node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested):
             content = tensor_bytes(node) if node.numel() else None
     elif (isinstance(node, np.ndarray) and not node.dtype.hasobject) or _is_image(node):
-        content = node.tobytes()  # an array of objects has pointers for bytes; its items are its children
+        content = node.tobytes()  # an array of objects would give pointers; its items are its children
     elif isinstance(node, (bool, int, float, complex, str, bytes, bytearray)):
         content = repr(node).encode("utf-8", "surrogatepass")
     elif isinstance(node, (dict, *_ORDERED)):

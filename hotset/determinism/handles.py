@@ -1,20 +1,20 @@
-"""Handles: objects that stand for what lies outside of them, a file, a database, a pipe, another process.
+"""Handles: objects that stand for something outside the program, a file, a database, a pipe, a process.
 
-Two handles of one type may stand for a training and a validation set, so a type says nothing. Each is
-described by the first of these that it has:
+Two handles of one type may stand for a training and a validation set, so their type is not enough. Each
+handle is described by the first of these that it has:
 
 =============  =========================================================================================
-identity       of what
+described by   handles
 =============  =========================================================================================
-content        ``BytesIO``, ``mmap`` (of a large file: by that), queues, shared memory, ``ContextVar``
-file           open files, ``gzip``, ``sqlite3``, HDF5, ``DirEntry``: path, size and date; a file that has
-               no name any more by its content, and one that is only written to by its name
-nothing        what has neither, and gives no data: locks, threads, pools, event loops, unconnected sockets
-none of these  pipes, connected sockets, child processes, databases in memory: *unknown*, so that nobody
-               else shares the cache (:meth:`hotset.determinism.describe.Describer.unknown`)
+content        ``BytesIO``, ``mmap`` (of a large file: the file), queues, shared memory, ``ContextVar``
+file           open files, ``gzip``, ``sqlite3``, HDF5, ``DirEntry``: path, size and date; a file that was
+               deleted: its content; a file that is only written to: its name
+type alone     handles that give no data: locks, threads, pools, event loops, unconnected sockets
+none of these  pipes, connected sockets, child processes, databases in memory: *unknown*, so that no other
+               process shares the cache (:meth:`hotset.determinism.describe.Describer.unknown`)
 =============  =========================================================================================
 
-What is asked of a handle is asked through the methods of the library that made it, and moves no position.
+Handles are read through the methods of the library that made them, and no file position moves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _READ = 32 << 20
 
 
 def by_type(to: Describer, value: object) -> None:
-    """For what gives no data."""
+    """Describe a handle that gives no data by its type alone."""
     to.put(b"t")
     to.add(type(value))
 
@@ -50,7 +50,7 @@ def _unknown(to: Describer, value: object) -> None:
 
 
 def _parts(*names: str) -> Handler:
-    """For what is these attributes of it, and nothing else."""
+    """A handler for handles that these attributes describe in full."""
 
     def handler(to: Describer, value: Any) -> None:
         to.put(b"h")
@@ -60,7 +60,7 @@ def _parts(*names: str) -> Handler:
 
 
 def _asked(base: type, name: str, value: object) -> Any:
-    """An attribute as the library's own class has it, whatever a class derived from it makes of that."""
+    """An attribute as the library's class ``base`` defines it, even if a subclass replaces it."""
     return vars(base)[name].__get__(value)
 
 
@@ -114,7 +114,7 @@ def _compressed(to: Describer, file: Any) -> None:
 
 
 def _descriptor(to: Describer, value: Any, descriptor: int, readable: bool = True) -> None:
-    """What an open file is: by its descriptor, as its name may be another file's by now."""
+    """Describe an open file by its descriptor: another file may have its name by now."""
     about = os.fstat(descriptor)
     path = os.readlink(f"/proc/self/fd/{descriptor}")
     if stat.S_ISDIR(about.st_mode) or stat.S_ISCHR(about.st_mode) or not readable:
@@ -135,21 +135,21 @@ def _entry(to: Describer, entry: os.DirEntry[Any]) -> None:
 
 
 def _environment(to: Describer, environment: Any) -> None:
-    """Of the whole environment only what is named counts: :mod:`hotset.determinism.environment`."""
+    """Note that ``os.environ`` was met; :mod:`hotset.determinism.environment` describes what code names."""
     by_type(to, environment)
-    to.asks_environment = True
+    to.reads_environment = True
 
 
 # ---- databases -------------------------------------------------------------------------------------------
 
 
 def _sqlite(to: Describer, connection: sqlite3.Connection) -> None:
-    """By its files. What was written lately is in a second one."""
+    """Describe a database by its files: the file itself, and the log that holds the latest writes."""
     try:
         cursor = sqlite3.Cursor(connection)
         cursor.row_factory = None
         files = [row[2] for row in cursor.execute("PRAGMA database_list")]
-    except sqlite3.Error:  # closed, or another thread's
+    except sqlite3.Error:  # closed, or made in another thread
         files = [""]
     if not all(files):
         to.unknown(connection)
@@ -161,10 +161,10 @@ def _sqlite(to: Describer, connection: sqlite3.Connection) -> None:
 
 
 def _hdf5(to: Describer, value: Any) -> None:
-    """A file of h5py, or a group or dataset in one: by the file, and the name in there."""
+    """Describe a file of h5py, or a group or dataset in one, by the file and the name inside it."""
     try:
         file, name, driver = value.file.filename, value.name, value.file.driver
-    except Exception:  # closed, whatever h5py raises then
+    except Exception:  # closed; h5py raises errors of several kinds
         driver = None
     if driver in (None, "core", "fileobj"):
         to.unknown(value)
@@ -210,7 +210,7 @@ def _context(to: Describer, context: contextvars.Context) -> None:
 def _socket(to: Describer, socket: Any) -> None:
     try:
         socket.getpeername()
-    except OSError:  # of nobody, or closed
+    except OSError:  # not connected, or closed
         by_type(to, socket)
     else:
         to.unknown(socket)
@@ -220,7 +220,7 @@ def _socket(to: Describer, socket: Any) -> None:
 
 
 def with_own_state(handler: Handler) -> Handler:
-    """Have it describe also what a user's class, derived from such a type, keeps beside that."""
+    """A handler that also describes the attributes that a user's subclass adds to such a type."""
 
     def both(to: Describer, value: Any) -> None:
         handler(to, value)
@@ -234,7 +234,7 @@ def with_own_state(handler: Handler) -> Handler:
 
 
 def _names_of_library(kind: type) -> frozenset[str]:
-    """The attributes that the methods of its installed bases name: a thread's number, a queue's mutex."""
+    """The attributes that the methods of its library's classes name: a thread's number, a queue's mutex."""
     bases = [base for base in kind.__mro__ if codes.installed(str(base.__module__)) is not None]
     functions = [part for base in bases for part in vars(base).values() if type(part) is types.FunctionType]
     return frozenset(name for function in functions for name in function.__code__.co_names)
@@ -244,8 +244,8 @@ def _all(handler: Handler, *kinds: type | str) -> dict[type | str, Handler]:
     return dict.fromkeys(kinds, handler)
 
 
-# By name where the library that defines it may not be imported. A star stands for a whole package, and is
-# asked for last: what these define beside what is named here, they define for threads and processes.
+# By name where the library that defines the type may not be imported. A star stands for a whole package, and
+# is looked up last: the other types of these packages serve threads and processes, and give no data.
 _HANDLES: dict[type | str, Handler] = {
     **_all(_file_in_memory, io.BytesIO, io.StringIO),
     **_all(_compressed, "gzip.GzipFile", "bz2.BZ2File", "lzma.LZMAFile"),

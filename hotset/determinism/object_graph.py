@@ -1,14 +1,15 @@
-"""What can be reached from an object: through attributes, closures, defaults, base classes, globals.
+"""The objects that an object reaches: through attributes, closures, defaults, base classes, globals.
 
-A transform's generator, or a training step's optimizer, may be an attribute, an item in a list of augmenters,
-in a closure, a default argument, on a base class, or a global that a method uses. The search is breadth
-first, so that near objects are found before the bounds are reached. It reads attributes without running any
-code of the object, and never copies.
+A transform's generator, or a training step's optimizer, may be in an attribute, a list of augmenters, a
+closure, a default argument, a base class, or a global that a method uses. The search is breadth first, so
+that near objects are found before the bounds are reached. It reads attributes without running any code of the
+object, and never copies.
 
-:func:`attributes` reads one object from outside: no ``__getattr__``, property or ``__eq__`` of its own runs.
-An object written in Python *is* its attributes: its ``__dict__`` and its slots. One with a base written in C
-(``datetime``, ``Decimal``, a pyarrow table) also holds what only that base can read. :func:`solid_base` tells
-the two apart, as ``copyreg`` does: it is the first base that was not made by a ``class`` statement.
+:func:`attributes` reads one object from outside: its own ``__getattr__``, properties and ``__eq__`` do not
+run. An object written in Python *is* its attributes: its ``__dict__`` and its slots. One with a base written
+in C (``datetime``, ``Decimal``, a pyarrow table) also holds data that only that base can read.
+:func:`solid_base` tells the two apart, as ``copyreg`` does: it is the first base that was not made by a
+``class`` statement.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OBJECTS = 50_000
 _DEPTH = 16
 _OF_ONE_CONTAINER = 256
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray})
-# Their classes hold nothing that is looked for, and have thousands of attributes.
+# Classes of these hold none of the objects that are looked for, and have thousands of attributes.
 _LIBRARIES = sys.stdlib_module_names | {"builtins", "numpy", "torch"}
 
 
@@ -46,7 +47,7 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
     """Every object of these kinds that the holders reach, with the path to it, near ones first.
 
     Args:
-        holders: where to begin; of a list or tuple, its elements.
+        holders: where to begin; for a list or tuple, its elements.
         kinds: classes. The search does not continue into an object that it finds.
 
     Example:
@@ -133,16 +134,16 @@ def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[s
     for name, *_ in loaded_globals(code):
         value = function.__globals__.get(name)
         module = value.__module__ if issubclass(type(value), _NAMED) else type(value).__module__
-        # Of a module's globals only objects of these kinds, containers, and what the same module defines: the
-        # rest is libraries.
+        # Only globals of these kinds, containers, and what the function's own module defines: the others come
+        # from libraries.
         if issubclass(type(value), (*kinds, *_CONTAINERS)) or module == function.__module__:
             yield f" -> {name}", value
 
 
 def _of_container(node: Any) -> Iterator[tuple[str, Any]]:
-    """Its elements; of a large one, evenly spread ones. A list of a million paths is skipped at once.
+    """A container's elements; of a large one, evenly spread ones. A list of a million paths is skipped.
 
-    Read by the container's own methods, as those of a subclass may compute what they return.
+    They are read by the methods of the built-in type, as those of a subclass may compute what they return.
     """
     base = next(base for base in _CONTAINERS if issubclass(type(node), base))
     if set(map(type, base.values(node) if base is dict else base.__iter__(node))) <= _ATOMS:
@@ -157,9 +158,9 @@ def _of_container(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def attributes(obj: object) -> dict[str, Any]:
-    """Return the instance attributes of ``obj``, those in slots too, by name; unset slots are left out.
+    """Return the instance attributes of ``obj`` by name, also those in slots; unset slots are left out.
 
-    Empty for what has none. The dict is a new one, its values are the object's own.
+    The dict is new, its values are the object's own; it is empty if ``obj`` has no attributes.
 
     Example:
         >>> attributes(types.SimpleNamespace(size=3))
@@ -167,7 +168,7 @@ def attributes(obj: object) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for cls in reversed(type(obj).__mro__):
-        # Members of a type from C may be anything: functools.partial's reads part of a pointer as a number.
+        # Members of a type written in C are not safe to read: one of functools.partial reads half a pointer.
         if "__slots__" not in vars(cls):
             continue
         for name, member in list(vars(cls).items()):
@@ -176,7 +177,7 @@ def attributes(obj: object) -> dict[str, Any]:
                     found[name] = member.__get__(obj, cls)
                 except AttributeError:
                     continue
-    with contextlib.suppress(AttributeError, TypeError):  # what has only slots, or nothing at all
+    with contextlib.suppress(AttributeError, TypeError):  # it has only slots, or no attributes
         found.update(object.__getattribute__(obj, "__dict__"))
     return found
 
@@ -192,7 +193,7 @@ def solid_base(cls: type) -> type:
     for base in cls.__mro__:
         if not base.__flags__ & _HEAP_TYPE:
             return base
-        # A type that C made at run time is a heap type as well, but brings an allocator of its own.
+        # A type that C code made at run time is a heap type as well, but has an allocator of its own.
         new = vars(base).get("__new__")
         if isinstance(new, types.BuiltinMethodType) and new.__self__ is base:
             return base

@@ -1,21 +1,22 @@
-"""Reading a few real samples under watch: does the source draw random numbers, is it the same each time?
+"""A probe reads a few real samples under watch: does the source draw random numbers, or vary otherwise?
 
-A probe can only *demote*. That two readings agree proves nothing (a crop of exactly the image's size agrees),
-that they differ proves everything. So it looks for every sign at once:
+A probe can only *demote*. Two equal readings prove nothing (a crop of exactly the image's size returns equal
+ones); two readings that differ prove that the source varies. So the probe looks for every sign at once:
 
 1. *A generator's state moved*, global or held by the source: see :mod:`hotset.determinism.rng`.
-2. *Two readings of one sample differ.* The indices are read in order, then backwards, and so on. Each way
-   back begins with its first index twice, so that it is read three times in a row, which catches what
-   changes with every call; the others are read at ever larger distances, all even ones, and after another
-   neighbour, which catches what changes with the calls in between (a counter modulo anything, a memory of
-   the sample before).
-3. *A second reading is the first, changed in place*: the source works on what it holds, and comparing the two
-   readings compares an object with itself. So a digest of the first is taken before the second is read. (One
-   buffer filled anew for each sample is no fault: reading the sample again makes it what it was.)
+2. *Two readings of one sample differ.* The indices are read in order, then backwards, and so on. Each pass
+   begins with its first index twice, so that this sample is read three times in a row: that catches what
+   changes with every call. The others are read at ever larger, always even distances, and after another
+   neighbour: that catches what changes with the calls in between (a counter modulo anything, a memory of the
+   sample before).
+3. *The second reading is the first object, changed in place*: the source works on what it holds, and
+   comparing the two readings would compare an object with itself. So a digest of the first is taken before
+   the second is read. (A source that fills one buffer anew for each sample is not at fault: reading the
+   sample again makes the buffer what it was.)
 
-No generator is put back in between, as that would hide a source that differs only because its generator
-moves on. At the end, and when the source raises,
-every generator gets its state back: a program that builds a cache draws what it would have drawn without.
+The probe puts no generator back between readings, as that would hide a source that differs only because its
+generator moves on. At the end, and when the source raises, it puts every generator back: a program that
+builds a cache draws what it would have drawn without.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Probe:
     Attributes:
         samples: the first reading of each index that was read, in the order of the indices.
         seconds: the mean time of a first reading; 0.0 if there was none.
-        moved: a sentence for each generator whose state moved; empty is good.
-        differs: a sentence for each sample whose readings differ; empty is good.
+        moved: a sentence for each generator whose state moved.
+        differs: a sentence for each sample whose readings differ.
         drawing: the indices whose reading moves a generator.
-        frozen: as ``differs``, without those.
+        frozen: as ``differs``, without the samples in ``drawing``: caching would freeze these.
     """
 
     samples: list[Any]
@@ -56,7 +57,7 @@ class Probe:
 
 
 class _Reading(NamedTuple):
-    asked: int
+    sample_index: int
     sample: Any
     digests: dict[str, bytes]
     seconds: float
@@ -70,30 +71,30 @@ def probe(
     seconds: float = float("inf"),
     forgive: tuple[type[Exception], ...] = (),
 ) -> Probe:
-    """Read each index ``repeats`` times, to and fro; report what gave itself away.
+    """Read each index ``repeats`` times, forwards and backwards by turns; report every sign of variation.
 
     Args:
         read: returns the sample of an index.
         indices: which to read.
-        holders: objects on which generators may hang: the dataset, its transforms, functions.
+        holders: objects that may hold generators: the dataset, its transforms, functions.
         repeats: readings of each index, at least 1.
-        seconds: about how long the first readings may take, of at least two indices. Each way back may take
-            a tenth of that, and reads the last and the first index at least.
+        seconds: about how long the first readings may take; at least two indices are read. Each later pass
+            may take a tenth of that, and reads at least the first and the last index.
         forgive: a reading that raises one of these is left out, unless nothing can be read.
 
     Returns:
         A :class:`Probe`. All generators have the state that they had before.
 
     Raises:
-        Exception: whatever ``read`` raises, untouched; the generators have their states back then too.
+        Exception: whatever ``read`` raises, unchanged; the generators are put back in this case too.
 
     Example:
         >>> import random
         >>> probe(lambda i: i + random.random(), [0]).moved
         ("random's global state moved",)
     """
-    reach = [*holders, read]
-    generators = Generators(reach)
+    holders = [*holders, read]
+    generators = Generators(holders)
     readings: list[_Reading] = []
     differs: dict[int, str] = {}
     try:
@@ -101,36 +102,38 @@ def probe(
         for reading in _readings(read, indices, forgive):
             readings.append(reading)
             if len(readings) == 1:
-                generators.look_again(reach)
+                generators.look_again(holders)
             elif time.perf_counter() - begun > seconds:
                 break
         for number in range(1, repeats):
-            way = readings[:: -1 if number % 2 else 1]
-            _read_again(read, [*way[:1], *way], seconds / 10, forgive, differs)
+            order = readings[:: -1 if number % 2 else 1]
+            _read_again(read, [*order[:1], *order], seconds / 10, forgive, differs)
         moved = generators.moved()
         generators.restore()
-        drawing = _drawing(read, [reading.asked for reading in readings], reach, forgive) if moved else ()
+        drawing = (
+            _drawing(read, [reading.sample_index for reading in readings], holders, forgive) if moved else ()
+        )
     finally:
         generators.restore()
     mean = sum(reading.seconds for reading in readings) / max(1, len(readings))
     samples = [reading.sample for reading in readings]
-    others = tuple(told for index, told in differs.items() if index not in drawing)
-    return Probe(samples, mean, moved, tuple(differs.values()), drawing, others)
+    frozen = tuple(sentence for index, sentence in differs.items() if index not in drawing)
+    return Probe(samples, mean, moved, tuple(differs.values()), drawing, frozen)
 
 
 def _drawing(
     read: Callable[[int], object],
     indices: Sequence[int],
-    reach: Sequence[object],
+    holders: Sequence[object],
     forgive: tuple[type[Exception], ...],
 ) -> tuple[int, ...]:
-    """Those of these indices whose reading moves a generator, each read once more, alone."""
+    """Read each index once more, alone; return those whose reading moves a generator."""
 
     def read_one(index: int) -> None:
         with contextlib.suppress(*forgive):
             read(index)
 
-    watch, found = DrawWatch(reach), []
+    watch, found = DrawWatch(holders), []
     watch.begin()
     for index in indices:
         read_one(index)
@@ -142,10 +145,11 @@ def _drawing(
 def _readings(
     read: Callable[[int], object], indices: Sequence[int], forgive: tuple[type[Exception], ...]
 ) -> Iterator[_Reading]:
-    """The first readings.
+    """The first reading of each index.
 
     Raises:
-        Exception: the first that ``read`` raised and that is not forgiven, or if nothing could be read.
+        Exception: what ``read`` raised and ``forgive`` does not name; what it raised first, if nothing could
+            be read.
     """
     failed: Exception | None = None
     any_read = False
@@ -165,20 +169,20 @@ def _readings(
 
 def _read_again(
     read: Callable[[int], object],
-    way: Sequence[_Reading],
+    order: Sequence[_Reading],
     seconds: float,
     forgive: tuple[type[Exception], ...],
     differs: dict[int, str],
 ) -> None:
-    """Compare another reading of each with its first; where time is short, at both ends of the way only."""
+    """Compare another reading of each with its first; once the time is over, only that of the last index."""
     begun = time.perf_counter()
-    for place, (index, first, digests, _) in enumerate(way):
-        if 0 < place < len(way) - 1 and time.perf_counter() - begun > seconds:
+    for number, (index, first, digests, _) in enumerate(order):
+        if 0 < number < len(order) - 1 and time.perf_counter() - begun > seconds:
             continue
         with contextlib.suppress(*forgive):
-            told = _differs(index, first, digests, read(index))
-            if told:
-                differs.setdefault(index, told)
+            sentence = _differs(index, first, digests, read(index))
+            if sentence:
+                differs.setdefault(index, sentence)
 
 
 def _differs(index: int, first: object, digests: dict[str, bytes], again: object) -> str | None:

@@ -1,13 +1,13 @@
-"""Random number generators: the global ones, and those held anywhere on an object; watched and put back.
+"""Random number generators, the global ones and those that objects hold: watch whether they move, put back.
 
 Caching freezes what a generator would have drawn, so before anything is cached, samples are read under watch:
 a generator whose state moved is the surest sign of randomness, surer than outputs that differ (a flip with
-p=0.5 gives two equal outputs every other time). The global generators are three. The others hang somewhere on
-the dataset: on an attribute, in a list of augmenters, in a closure, as a default argument, on a base class,
-or in the module that its methods look into.
+p=0.5 gives two equal outputs every other time). Three generators are global: those of ``random``, numpy and
+torch. The dataset holds the others: in an attribute, a list of augmenters, a closure, a default argument, a
+base class, or a global that its methods read.
 
-They are found by :mod:`hotset.determinism.object_graph`, which never copies: a copy's generator moves, the
-original's does not, and a probe of the copy would call it deterministic.
+:mod:`hotset.determinism.object_graph` finds them without copying anything: a copy's generator would move
+instead of the original's, and a probe of the copy would call it deterministic.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _Look = Callable[[], bytes | None]
 
 
 class _Watched:
-    """One generator: what to call it, how to read and set its state, and the state that it is compared with.
+    """One generator: its name, how to read and set its state, and the state that it is compared with.
 
     Args:
-        name: of it, for people.
+        name: for messages.
         get, set: read and set its state.
-        look: returns bytes that change whenever the state does, at less cost; None if there is no such thing.
+        look: returns bytes that change whenever the state does, faster than ``get``, or None if it cannot
+            tell at the moment. None if there is no faster way.
     """
 
     def __init__(
@@ -54,15 +55,15 @@ class _Watched:
         self._take()
 
     def note(self) -> None:
-        """Compare with the state as it is now from here on."""
+        """From here on, compare with the present state."""
         if self.moved():
             self._take()
 
     def _take(self) -> None:
         self.state = self.get()
-        # Of two normal deviates that numpy draws together the second lies beside what is looked at.
-        beside = isinstance(self.state, dict) and self.state.get("has_gauss")
-        self._looked = self._look() if self._look is not None and not beside else None
+        # numpy draws two normal deviates at a time and keeps the second outside the memory that is looked at.
+        kept_deviate = isinstance(self.state, dict) and self.state.get("has_gauss")
+        self._looked = self._look() if self._look is not None and not kept_deviate else None
 
     def moved(self) -> bool:
         if self._look is not None and self._looked is not None and (looked := self._look()) is not None:
@@ -71,7 +72,7 @@ class _Watched:
 
 
 class Generators:
-    """The states of the global generators and of all that ``holders`` hold, as they are now.
+    """The global generators and all that ``holders`` hold, with their states as they are now.
 
     Example:
         >>> watched = Generators([])
@@ -87,13 +88,13 @@ class Generators:
         self._watched: dict[int, _Watched] = {}
         self._kept: list[object] = []
         for number, (module, get, put, look) in enumerate(_global_generators()):
-            # Numbers below zero are nobody's id.
+            # No object has a negative id.
             self._watched[-1 - number] = _Watched(_global_name(module), get, put, look)
         self._global = {id(generator) for generator in _behind_the_globals()}
         self.look_again(holders)
 
     def look_again(self, holders: Sequence[object]) -> bool:
-        """Watch also those that came into being since, a generator made at the first read say; any found?"""
+        """Watch also generators that were made since, as at the first read; True if there are any."""
         before = len(self._watched)
         for path, found in within_reach(holders, _KINDS):
             generator = getattr(found, "bit_generator", found)  # several numpy Generators may share one
@@ -103,21 +104,21 @@ class Generators:
             if accessors is not None:
                 kind = f"{type(found).__module__.split('.')[0]}.{type(found).__name__}"
                 self._watched[id(generator)] = _Watched(f"{path} (a {kind})", *accessors, _look_at(found))
-                self._kept.append(generator)  # an id is only a name while its object lives
+                self._kept.append(generator)  # another object may get its id once it is gone
         return len(self._watched) > before
 
     def note(self) -> None:
-        """Take the states as they are now for those that :meth:`moved` and :meth:`restore` go by."""
+        """From here on, :meth:`moved` compares with the present states, and :meth:`restore` restores them."""
         for watched in self._watched.values():
             watched.note()
 
     @property
     def any_moved(self) -> bool:
-        """Whether :meth:`moved` has anything to say."""
+        """Whether a generator's state has changed since it was first seen or noted."""
         return any(watched.moved() for watched in self._watched.values())
 
     def moved(self) -> tuple[str, ...]:
-        """Return a sentence for each generator whose state is another than when it was seen or noted."""
+        """Return a sentence for each generator whose state has changed since it was first seen or noted."""
         return tuple(f"{watched.name} moved" for watched in self._watched.values() if watched.moved())
 
     def states(self) -> dict[str, Any]:
@@ -125,17 +126,17 @@ class Generators:
         return {name: watched.get() for name, watched in self._named().items()}
 
     def noted(self) -> dict[str, Any]:
-        """The states that :meth:`moved` goes by, of all generators by name."""
+        """The states that :meth:`moved` compares with, of all generators by name."""
         return {name: watched.state for name, watched in self._named().items()}
 
     def put(self, states: Mapping[str, Any]) -> None:
-        """Set the generators that have one of these names; objects of the same make have the same names."""
+        """Set the generators that these states name; a copy's generators have the original's names."""
         for name, watched in self._named().items():
             if name in states:
                 watched.set(states[name])
 
     def _named(self) -> dict[str, _Watched]:
-        # Two that are reached by one path (the same name on two classes) are told apart by their order.
+        # Two may be reached by the same path (two classes of one name): their order tells them apart.
         named: dict[str, _Watched] = {}
         for watched in self._watched.values():
             name, twin = watched.name, 2
@@ -155,10 +156,10 @@ def _global_name(module: str) -> str:
 
 
 def _global_generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object], _Look | None]]:
-    inner = _look_at(random.random.__self__)  # type: ignore[attr-defined]
-    yield "random", random.getstate, random.setstate, inner
-    behind = _look_at(np.random.rand.__self__)  # type: ignore[attr-defined]
-    yield "numpy.random", lambda: np.random.get_state(legacy=False), np.random.set_state, behind
+    look = _look_at(random.random.__self__)  # type: ignore[attr-defined]
+    yield "random", random.getstate, random.setstate, look
+    look = _look_at(np.random.rand.__self__)  # type: ignore[attr-defined]
+    yield "numpy.random", lambda: np.random.get_state(legacy=False), np.random.set_state, look
     yield "torch", torch.get_rng_state, torch.set_rng_state, _look_at(torch.default_generator)
 
 
@@ -166,10 +167,11 @@ _MT19937_KEY = 624 * 4
 
 
 def _look_at(generator: Any) -> _Look | None:
-    """Read the memory of a Mersenne Twister; None for what is another, or is laid out otherwise.
+    """A function that reads the memory of a Mersenne Twister; None for other generators and other layouts.
 
-    To ask for the state, 624 numbers, takes numpy forty microseconds and `random` ten, several times as much
-    once decoding a picture has filled the processor's cache; and this one or two. torch's answers at once.
+    To return its state, 624 numbers, takes numpy 40 microseconds and ``random`` 10, and several times as long
+    once decoding a picture has filled the processor's cache; reading the memory takes one or two. torch's
+    generators return their state fast enough.
     """
     if isinstance(generator, torch.Generator):
         return functools.partial(_bytes_of_torch, generator)
@@ -182,7 +184,7 @@ def _look_at_random(generator: random.Random) -> _Look | None:
     memory = _memory(id(generator) + object.__basicsize__, _RANDOM_BYTES)
 
     def look() -> bytes | None:
-        # The second of two normal deviates is kept apart.
+        # gauss() draws two deviates and keeps the second here, where the memory does not show it.
         return memory.raw if generator.gauss_next is None else None  # type: ignore[attr-defined]
 
     return look
@@ -193,7 +195,7 @@ _RANDOM_BYTES = _random.Random.__basicsize__ - object.__basicsize__
 
 @functools.cache
 def _holds_its_state() -> bool:
-    """Whether the memory of one of `random`'s generators follows its state; tried on one."""
+    """Whether the memory of a generator of ``random`` changes with its state, as seen with one of them."""
     tried = random.Random(1)
     memory, seen = _memory(id(tried) + object.__basicsize__, _RANDOM_BYTES), []
     for state in (tried.getstate(), random.Random(2).getstate(), tried.getstate()):
@@ -205,19 +207,19 @@ def _holds_its_state() -> bool:
 
 
 def _look_at_numpy(generator: Any) -> _Look | None:
-    holds = "bit_generator" if isinstance(generator, np.random.Generator) else "_bit_generator"
-    bits = generator if isinstance(generator, np.random.BitGenerator) else getattr(generator, holds, None)
+    name = "bit_generator" if isinstance(generator, np.random.Generator) else "_bit_generator"
+    bits = generator if isinstance(generator, np.random.BitGenerator) else getattr(generator, name, None)
     if type(bits) is not np.random.MT19937:
         return None
     memory = _memory(bits.ctypes.state_address, _MT19937_KEY + 4)
     state = bits.state["state"]
-    there = state["key"].tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
-    if memory.raw != there:
+    expected = state["key"].tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
+    if memory.raw != expected:
         return None
 
     def look() -> bytes | None:
-        if generator is not bits and getattr(generator, holds) is not bits:
-            return None  # numpy lets a user put another one in its place
+        if generator is not bits and getattr(generator, name) is not bits:
+            return None  # the user has put another bit generator in its place
         return memory.raw
 
     return look
@@ -225,11 +227,11 @@ def _look_at_numpy(generator: Any) -> _Look | None:
 
 def _bytes_of_torch(generator: torch.Generator) -> bytes:
     state = generator.get_state()
-    return _memory(state.data_ptr(), state.numel()).raw  # half of what it takes by way of numpy
+    return _memory(state.data_ptr(), state.numel()).raw  # twice as fast as through numpy
 
 
 def _memory(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
-    """So many bytes there; whoever looks keeps what they belong to."""
+    """The bytes at an address; the caller keeps the object alive that they belong to."""
     return (ctypes.c_char * size).from_address(address)
 
 
@@ -239,23 +241,23 @@ def _differ(one: Any, other: Any) -> bool:
         return one.keys() != other.keys() or any(_differ(one[name], other[name]) for name in one)
     if isinstance(one, np.ndarray):
         return bool(one.tobytes() != other.tobytes())
-    return bool(one != other)  # random's are 625 plain numbers, which need not be looked at one by one
+    return bool(one != other)  # a state of ``random`` is a tuple of 625 numbers, compared in one go
 
 
 GLOBAL = tuple(_global_name(module) for module in ("random", "numpy.random", "torch"))
-"""The names of the global generators among :meth:`Generators.states`."""
+"""The names that the global generators have in :meth:`Generators.states`."""
 
 
 def _behind_the_globals() -> Iterator[object]:
-    """The objects behind the module functions, which an attribute may hold as well."""
+    """The objects behind the modules' functions; an attribute may hold one of them."""
     yield from (random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
     yield from (np.random.rand.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 
 
 def access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """How to read and set its state; None for what is no generator, or has no state."""
+    """How to read and set a generator's state; None if the object is not a generator, or has no state."""
     if not issubclass(type(generator), _KINDS) or isinstance(generator, random.SystemRandom):
-        return None  # the system's entropy has none: only differing outputs show it
+        return None  # the system's entropy has no state: only outputs that differ show it
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, torch.Generator):

@@ -1,15 +1,15 @@
 """The split: a chain's longest beginning that is safe to cache, with a verdict on every transform.
 
-For each leaf of the chain, from the first on, evidence is asked for in this order:
+Each leaf of the chain is judged, from the first on:
 
-1. what is declared or said by the transform itself, then its library's structure
+1. by its declaration, its own ``is_deterministic``, or its library's structure
    (:mod:`hotset.determinism.verdict`);
-2. a trial on real samples (:mod:`hotset.determinism.trial`), which can only demote. What is *declared*
-   deterministic is believed without one.
+2. by a trial on real samples (:mod:`hotset.determinism.trial`), which can only demote it. A transform that is
+   *declared* deterministic keeps that verdict, whatever its trial shows.
 
-The prefix ends before the first transform that is random, or unknown and doubtful. One that is unknown and
-behaved in its trial is accepted, and its verdict says that it was only *probed*; ``strict`` leaves it live.
-What comes after the cut is live whatever it is, so it is judged by structure alone, and never run.
+The prefix ends before the first transform that is random, or that is unknown and showed a doubt in its trial.
+An unknown transform without a doubt is accepted, and its verdict says that it was only *probed*; ``strict``
+leaves it live. Transforms after the cut are live in any case, so they are judged without a trial.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Split:
     """A chain cut in two.
 
     Attributes:
-        prefix: what may be cached: callables to be applied in order. Containers of the chain that lie wholly
-            in it are themselves; one that is cut in its middle is two containers.
-        suffix: the rest, live for each use.
+        prefix: what may be cached: callables to be applied in order. A container of the chain that lies
+            wholly in it is there as it is; one that is cut in its middle is there as a part of it.
+        suffix: the rest, run for each use.
         verdicts: one for each leaf transform, in order.
         count: how many leaves the prefix has.
-        seconds: for each leaf of the prefix the mean time of a call.
-        outputs: for each leaf of the prefix what it made of the samples.
+        seconds: for each leaf of the prefix the typical time of a call.
+        outputs: for each leaf of the prefix its outputs, one for each sample.
     """
 
     prefix: tuple[Callable[[Any], Any], ...]
@@ -65,13 +65,13 @@ def split(chain: Any, samples: Sequence[Any], strict: bool = False) -> Split:
     Args:
         chain: a transform, a container of torchvision's, MONAI's, albumentations', kornia's or torch.nn's, or
             a list or tuple of these, to any depth.
-        samples: a few real samples, as they come to the chain's first transform; at least one. They are not
+        samples: a few real samples, as they reach the chain's first transform; at least one. They are not
             changed.
-        strict: leave a transform live that nothing is known of, though it behaved in its trial.
+        strict: leave every unknown transform live, even if its trial shows no doubt.
 
     Raises:
         ArgumentError: there are no samples, or a part of the chain cannot be called.
-        Exception: what a transform of the prefix raises on one of the samples, untouched.
+        Exception: what a transform of the prefix raises on one of the samples, unchanged.
 
     Example:
         >>> import random
@@ -80,16 +80,31 @@ def split(chain: Any, samples: Sequence[Any], strict: bool = False) -> Split:
         >>> found = split([brighten, jitter, abs], samples=[1.0, 2.0])
         >>> [step.__name__ for step in found.prefix], [step.__name__ for step in found.suffix]
         (['brighten'], ['jitter', 'abs'])
-        >>> for verdict in found.verdicts[:2]: print(verdict.name, verdict.kind, verdict.evidence[:27])
-        brighten unknown probed: of no known library
-        jitter random random's global state moved
+        >>> [(verdict.name, verdict.kind) for verdict in found.verdicts]
+        [('brighten', 'unknown'), ('jitter', 'random'), ('abs', 'unknown')]
     """
     if not len(samples):
-        raise ArgumentError("a chain is split by looking at what it does: give split() at least one sample.")
+        raise ArgumentError("samples must not be empty: the transforms are tried on them.")
     steps = leaves(chain)
     for step in steps:
         if not callable(step):
-            raise ArgumentError(f"a chain holds callables, and {step!r} is none.")
+            raise ArgumentError(f"a chain must hold callables only, got {step!r} in it.")
+    verdicts, seconds, outputs = _judge_prefix(steps, samples, strict)
+    count = len(outputs)
+    verdicts += [verdict_of(step) for step in steps[len(verdicts) :]]
+    prefix, suffix = cut(chain, count)
+    return Split(tuple(prefix), tuple(suffix), tuple(verdicts), count, tuple(seconds), tuple(outputs))
+
+
+def _judge_prefix(
+    steps: Sequence[Callable[[Any], Any]], samples: Sequence[Any], strict: bool
+) -> tuple[list[Verdict], list[float], list[list[Any]]]:
+    """Try each transform on the outputs of the one before it, up to the first that cannot be cached.
+
+    Returns:
+        (verdicts, seconds, outputs): the latter two for each transform of the prefix, the verdicts also for
+        the one after it if its trial demoted it.
+    """
     verdicts: list[Verdict] = []
     seconds: list[float] = []
     outputs: list[list[Any]] = []
@@ -109,13 +124,11 @@ def split(chain: Any, samples: Sequence[Any], strict: bool = False) -> Split:
         seconds.append(tried.seconds)
         outputs.append(tried.outputs)
         inputs = tried.outputs
-    count = len(outputs)
-    verdicts += [verdict_of(step) for step in steps[len(verdicts) :]]
-    prefix, suffix = cut(chain, count)
-    return Split(tuple(prefix), tuple(suffix), tuple(verdicts), count, tuple(seconds), tuple(outputs))
+    return verdicts, seconds, outputs
 
 
 def _after_trial(verdict: Verdict, doubts: tuple[str, ...]) -> Verdict:
+    """The verdict that follows from the one before the trial and the doubts that the trial raised."""
     if declared(verdict.step) == "deterministic":
         note = f", although {doubts[0]}: draws differ from an uncached run" if doubts else ""
         return replace(verdict, evidence=verdict.evidence + note)
@@ -123,6 +136,8 @@ def _after_trial(verdict: Verdict, doubts: tuple[str, ...]) -> Verdict:
         known = f", although {verdict.evidence}" if verdict.kind == "deterministic" else ""
         return replace(verdict, kind="random", evidence="; ".join(doubts) + known)
     if verdict.kind == "unknown":
-        told = "probed: of no known library, but its outputs were alike and no generator moved"
+        told = (
+            "probed: not from a library that hotset knows, but its outputs were alike and no generator moved"
+        )
         return replace(verdict, evidence=told)
     return verdict

@@ -1,19 +1,18 @@
-"""A trial of one transform on real samples, which finds what structure cannot tell, and leaves no trace.
+"""A trial runs one transform on real samples: it finds what structure cannot tell, and leaves no trace.
 
-A trial can only *demote* (see :mod:`hotset.determinism.probe`, which it uses): it finds a generator that
-moves, two outputs that differ, and also state on the transform that changes with each call. With a counter
-that no output shows yet, or a running mean, the transform is another one after each call, and its later
-outputs are unknown. State that the first call builds, and that then stays, does not count.
+A trial can only *demote* (it uses :mod:`hotset.determinism.probe`): it finds a generator that moves, two
+outputs that differ, and state on the transform that changes with each call. A transform with a counter that
+no output shows yet, or with a running mean, is another one after each call, so that its later outputs are
+unknown. State that the first call builds, and that then stays, does not count.
 
 The transform itself is never copied, because a copy's generator is not the one that moves. Its *inputs* are
-copied for each call: a transform may work in place. Its state is restored after the trial: attributes get
-    their
-old values, and lists, dicts, sets, arrays and tensors among them, one level deep, their old contents.
+copied for each call, as a transform may work in place. Its state is restored after the trial: attributes get
+their old values; lists, dicts, sets, arrays and tensors among them get their old contents, one level deep.
 
-Calls are timed several times (:class:`Timed`). The first call may import a library, another may wait for the
-disk or for the processor, and one such call among few would decide the mean. So the lowest and the highest
-quarter are left out. The rest is averaged: a median would be wrong for a transform that works on every other
-sample only, and so takes one of two times.
+:class:`Timed` times all calls. The first call may import a library, another may wait for the disk or the
+processor, and one such call among few would decide the mean. So the lowest and the highest quarter are left
+out. The rest is averaged: a median would be wrong for a transform that works on every other sample only, and
+so takes one of two times.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Trial:
     Attributes:
         outputs: its first output for each input.
         seconds: the typical time of a call.
-        doubts: a sentence for each sign that its outputs vary; empty if there is none.
+        doubts: a sentence for each sign that its outputs vary.
     """
 
     outputs: list[Any]
@@ -61,11 +60,11 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
 
     Args:
         step: the transform.
-        inputs: real samples, as they arrive at it; they are copied for each call.
-        seconds: about how long this may take. Each input is tried four times in any case, and up to 16.
+        inputs: real samples, as they reach it; they are copied for each call.
+        seconds: about how long this may take. Each input is tried at least 4 and at most 16 times.
 
     Raises:
-        Exception: whatever the transform raises, untouched; all state is put back then too.
+        Exception: whatever the transform raises, unchanged; all state is put back in this case too.
 
     Example:
         >>> import random
@@ -73,7 +72,7 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
         "random's global state moved"
     """
 
-    timed = Timed(lambda value: applied(step, value))  # and not the copying
+    timed = Timed(lambda value: applied(step, value))  # without the copying
 
     def call(i: int) -> Any:
         return timed(copied(inputs[i]))
@@ -83,8 +82,8 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
         first = probe(call, range(len(inputs)), (step,), repeats=2)
         settled = _State(step)
         calls = int(seconds / max(first.seconds * len(inputs), 1e-6)) - 2
-        # An even number ends, as the first two did, at the first input: a transform that only remembers what
-        # it had last (MONAI's readers do) is as it was then.
+        # After an even number of passes the last call was for the first input, as after the first two: a
+        # transform that only remembers its last input (MONAI's readers do) has the same state.
         again = probe(call, range(len(inputs)), (step,), repeats=2 * max(1, min(calls, _REPEATS - 2) // 2))
         changed = settled.changed()
     finally:
@@ -96,16 +95,16 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
 
 
 def once(step: Callable[..., Any], value: Any) -> tuple[Any, float]:
-    """The output of a transform, possibly random, for a value, and its typical time; leaves no trace.
+    """Return a transform's output for a value, and the typical time of a call; leaves no trace.
 
-    It is called several times, with other draws each time, for about twenty milliseconds; the first output is
-    returned.
+    The transform may be random. It is called for about twenty milliseconds, with other draws each time; the
+    first output is returned.
 
     Raises:
-        Exception: whatever the transform raises, untouched; all state is put back then too.
+        Exception: whatever the transform raises, unchanged; all state is put back in this case too.
     """
     before, generators = _State(step), Generators([step])
-    timed = Timed(lambda mine: applied(step, mine))
+    timed = Timed(lambda own: applied(step, own))
     try:
         made = timed(copied(value))
         while len(timed.times) < _REPEATS and sum(timed.times) < _ONCE_SECONDS:
@@ -117,18 +116,18 @@ def once(step: Callable[..., Any], value: Any) -> tuple[Any, float]:
 
 
 def alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
-    """Whether transforms, applied one after the other, change the input of the first.
+    """Whether transforms, applied one after the other, change the input of the first in place.
 
-    Leaves no trace. False as well if one raises, which is reported elsewhere.
+    Leaves no trace. Returns False if a transform raises: that is reported elsewhere.
 
     Example:
         >>> alters([sorted], [2, 1]), alters([list.sort], [2, 1])
         (False, True)
     """
-    mine = copied(value)
-    before, states, generators = changeable(mine), [_State(step) for step in steps], Generators([steps])
+    own = copied(value)
+    before, states, generators = changeable(own), [_State(step) for step in steps], Generators([steps])
     try:
-        made = mine
+        made = own
         for step in steps:
             made = applied(step, made)
     except Exception:
@@ -137,7 +136,7 @@ def alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
         generators.restore()
         for state in states:
             state.put_back()
-    return changeable(mine) != before
+    return changeable(own) != before
 
 
 class _State:
@@ -157,7 +156,7 @@ class _State:
         return {} if not self._values and not hasattr(self._step, "__dict__") else changeable(self._step)
 
     def changed(self) -> tuple[str, ...]:
-        """A sentence that names an attribute that has changed since; empty if none has."""
+        """A sentence that names one attribute that has changed since; empty if none has."""
         now = self._look()
         for place in self._digests | now:
             if self._digests.get(place) != now.get(place):
@@ -214,7 +213,7 @@ class Timed:
 
 
 def typical(times: Sequence[float]) -> float:
-    """Return the mean of the middle half; 0.0 of nothing.
+    """Return the mean of the middle half of the times; 0.0 if there are none.
 
     Example:
         >>> typical([1.0, 1.0, 3.0, 100.0])

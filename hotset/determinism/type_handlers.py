@@ -1,8 +1,8 @@
-"""Descriptions of what is more than its attributes: code, classes, modules, arrays; and of what is no
-identity. Of what stands for something outside: :mod:`hotset.determinism.handles`.
+"""Handlers that describe objects whose attributes do not say everything: code, classes, modules, arrays.
 
-Each function here describes one kind; ``HANDLERS`` says which type goes to which. A type's subclasses go
-there too, unless they have a handler of their own.
+Each function describes one kind of object. ``HANDLERS`` maps types to functions; a subclass goes to the
+handler of its nearest base that has one. Objects that stand for something outside the program are described
+by :mod:`hotset.determinism.handles`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["HANDLERS"]
 
 Array = npt.NDArray[Any]
 
-# Parts of a class's body that describe nothing, or are filled in as the class is used.
+# Parts of a class's body that do not count, or are filled in as the class is used.
 _NOT_BODY = frozenset(
     (
         *("__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__"),
@@ -59,11 +59,10 @@ _NO_IDENTITY = (
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
     *(threading.Thread, logging.Filterer, logging.LoggerAdapter),
 )
-# ---- no identity -----------------------------------------------------------------------------------------
 
 
 def _by_text(to: Describer, value: object) -> None:
-    """For constants of a library, whose text is their name."""
+    """Describe a library's constant, whose ``str`` is its name."""
     to.add(type(value))
     to.name(str(value))
 
@@ -95,7 +94,7 @@ def _class(to: Describer, cls: type) -> None:
 
 
 def _module_name(name: object) -> str:
-    """A spawned process runs the main module under another name."""
+    """The module's name; a spawned process runs the main module under another one."""
     return "__main__" if name == "__mp_main__" else str(name)
 
 
@@ -118,12 +117,12 @@ def _function(to: Describer, function: types.FunctionType) -> None:
 
 
 def _loaded(to: Describer, names: dict[str, Any], chain: tuple[str, ...]) -> None:
-    """What a function reads of its module, through other modules to the thing itself: ``helpers.scale``.
+    """Describe what a function reads through a chain of names, from its module's globals: ``helpers.scale``.
 
-    What it reads of a library is known by its version, unless a user has put it there.
+    What it reads from a library is described by the library's version, unless a user has put it there.
     """
     if chain[0] not in names:
-        return  # a builtin, or not there yet: the name is in the code
+        return  # a builtin, or not defined yet: the code holds the name
     value = names[chain[0]]
     to.name(chain[0])
     for name in chain[1:]:
@@ -139,7 +138,7 @@ def _loaded(to: Describer, names: dict[str, Any], chain: tuple[str, ...]) -> Non
 
 
 def _imported(to: Describer, module: str) -> None:
-    """By version or source, whether it was imported yet or not: that must change nothing."""
+    """Describe a module by version or source, in the same way whether it was imported yet or not."""
     version = codes.installed(module)
     to.name(module)
     if version is None:
@@ -176,7 +175,7 @@ def _module(to: Describer, module: types.ModuleType) -> None:
 
 
 def _builtin(to: Describer, function: Any) -> None:
-    """A function in C, alone or bound to what its ``__self__`` is."""
+    """Describe a function written in C, alone or bound to its ``__self__``."""
     to.put(b"B")
     to.name(str(function.__qualname__))
     owner = function.__self__
@@ -194,7 +193,7 @@ def _member_of_c(to: Describer, member: Any) -> None:
 
 
 def _parts(*names: str) -> Handler:
-    """For what is made of some of its attributes, which C holds."""
+    """A handler for objects written in C that these attributes describe in full."""
 
     def handler(to: Describer, value: Any) -> None:
         to.put(b"p")
@@ -238,7 +237,7 @@ def _buffer(to: Describer, buffer: Any) -> None:
 
 
 def _cached(to: Describer, cached: Any) -> None:
-    """A dataset that is cached itself gives what its source gives."""
+    """Describe a cached dataset by its source, as both give the same samples."""
     to.put(b"H")
     to.add(cached.dataset, cached._source)
 
@@ -253,7 +252,7 @@ def _array(to: Describer, array: Array | np.generic) -> None:
     to.name(repr(plain.dtype))
     to.add(plain.shape)
     if plain.dtype.names:
-        # Field by field, as the padding between fields is not content.
+        # Field by field, as the padding between fields does not count.
         to.add(*(plain[name] for name in plain.dtype.names))
     elif plain.dtype.hasobject or plain.dtype.kind in "UT":
         to.elements(plain.ravel().tolist())
@@ -270,7 +269,7 @@ def _tensor(to: Describer, tensor: torch.Tensor) -> None:
         to.add(tuple(tensor.shape), tensor.requires_grad)
         _values(to, tensor.detach())
     except (RuntimeError, NotImplementedError):
-        if not torch.nn.parameter.is_lazy(tensor):  # which has no values yet
+        if not torch.nn.parameter.is_lazy(tensor):  # a lazy parameter has no values yet
             to.unknown(tensor)
     to.state(tensor)
 
@@ -295,7 +294,7 @@ def _storage(to: Describer, storage: Any) -> None:
 
 
 def _script(to: Describer, scripted: Any) -> None:
-    """TorchScript, whose code and attributes only its own archive has in full."""
+    """Describe TorchScript by its archive: nothing else has all of its code and attributes."""
     to.put(b"J")
     to.add(type(scripted))
     try:
@@ -305,11 +304,11 @@ def _script(to: Describer, scripted: Any) -> None:
 
 
 def _content(to: Describer, array: Array) -> None:
-    """Put all of an array's bytes; or, if it maps a large file, which place of that."""
-    place = file_behind(array)
-    if place is not None:
+    """Put all of an array's bytes; or, if it maps a large file, the range of the file."""
+    mapped = file_behind(array)
+    if mapped is not None:
         to.put(b"f")
-        to.add(tuple(place), array.strides)
+        to.add(tuple(mapped), array.strides)
     elif array.nbytes:
         to.put(b"w")
         to.put(digest_of_bytes(array))
@@ -348,5 +347,5 @@ HANDLERS: dict[type | str, Handler] = {
     **_all(_script, (torch.jit.ScriptModule, torch.jit.ScriptFunction)),
     "PIL.Image.Image": _image,
     "hotset.dataset.cached_dataset.CachedDataset": _cached,
-    "hotset.store.segment.Segment": by_type,  # what is kept there comes from somewhere else
+    "hotset.store.segment.Segment": by_type,  # its content comes from a dataset, which is described
 }

@@ -1,21 +1,21 @@
 """A verdict on one transform: does it return the same output for the same input, and how is that known?
 
-Evidence is asked for in this order, and the first that answers wins:
+Evidence is looked for in this order, and the first that is found decides:
 
 1. *Declared*: ``@hotset.deterministic`` or ``@hotset.nondeterministic``.
 2. *Asked*: the transform has Clara's method ``is_deterministic()``.
-3. *Structure*: the transform is of a library whose classes were read
+3. *Structure*: the transform's class is one of a library that hotset knows
    (:mod:`hotset.determinism.libraries`).
 
-What is left is unknown. Outputs are not looked at here: two equal outputs prove nothing.
+Without evidence the verdict is ``"unknown"``. Outputs are not compared here: two equal outputs prove nothing.
 
-The verdict on a library's class holds for a user's subclass only if that changes none of the class's methods;
-and a library's transform that holds a function of the user (a filter, a getter of labels, a hook) is
-deterministic only if that function is. All subclasses of a class that draws are taken to draw, without proof.
+The verdict on a library's class holds for a user's subclass only if the subclass changes none of the class's
+methods. A library's transform that holds a function of the user (a filter, a getter of labels, a hook) is
+deterministic only if that function is. Every subclass of a class that draws counts as random.
 
-``deterministic`` speaks of outputs. ``RandomHorizontalFlip(p=0)`` returns its input each time, and still
-draws a number that it does not use: its verdict says so (``draws``), because caching it would shift what all
-others draw from that generator.
+``deterministic`` is about outputs. ``RandomHorizontalFlip(p=0)`` returns its input each time, but still draws
+a number that it does not use. Its verdict says so (``draws``), because caching it would shift what all other
+transforms draw from that generator.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _PLAIN = (
     *(int, float, complex, str, bytes, type(None), enum.Enum, torch.Tensor, np.ndarray, np.generic),
     *(torch.dtype, torch.device, np.dtype),
 )
-# A subclass may have these of its own: they decide what an instance holds or looks like, not its output.
+# A subclass may define these: they decide what an instance holds or looks like, not its output.
 _HARMLESS_NAMES = """
     __init__ __repr__ __str__ extra_repr __init_subclass__ __class_getitem__ __eq__ __hash__ __len__
     __reduce__ __getstate__ __setstate__ __copy__ __deepcopy__ __doc__ __module__ __annotate__
@@ -82,7 +82,7 @@ class Verdict:
         name: what to call it.
         kind: ``"deterministic"``: the same output for the same input, always; ``"random"``; ``"unknown"``.
         evidence: a sentence that says how that is known.
-        draws: deterministic, but moves the state of a generator with each call all the same.
+        draws: it is deterministic, but each call still moves the state of a generator.
     """
 
     step: Any
@@ -118,12 +118,12 @@ def verdict_of(step: object) -> Verdict:
     return (
         spoken(step)
         or _by_structure(step)
-        or Verdict.of(step, "unknown", "not declared, and of no library whose structure is known")
+        or Verdict.of(step, "unknown", "not declared, and not from a library that hotset knows")
     )
 
 
 def spoken(step: object) -> Verdict | None:
-    """The verdict by declaration, or by the transform's own ``is_deterministic``; None if it has neither.
+    """The verdict by a declaration or the transform's own ``is_deterministic``; None if it has neither.
 
     Example:
         >>> spoken(torch.nn.ReLU()) is None
@@ -138,7 +138,7 @@ def spoken(step: object) -> Verdict | None:
 
 
 def together(step: object, children: Iterable[object], evidence: str) -> Verdict:
-    """Judge what applies several transforms: random if one is, unknown if one is, else deterministic.
+    """Judge a container by its children: random if one is, else unknown if one is, else deterministic.
 
     Example:
         >>> together(len, [torch.nn.ReLU(), torch.nn.Dropout()], "both").evidence
@@ -154,7 +154,7 @@ def together(step: object, children: Iterable[object], evidence: str) -> Verdict
 
 
 def library_of(obj: object) -> Any | None:
-    """The file in :mod:`hotset.determinism.libraries` that knows this transform or container, if one does.
+    """The module in :mod:`hotset.determinism.libraries` that knows this transform or container, or None.
 
     Example:
         >>> library_of(torch.nn.ReLU()).__name__, library_of(print)
@@ -169,7 +169,7 @@ def library_of(obj: object) -> Any | None:
 
 
 def ancestor(step: object, library: str) -> type | None:
-    """The nearest class of ``step`` that is the library's own; itself, unless the user derived from it.
+    """The library's own class that ``step`` is of, or that the user derived its class from.
 
     Example:
         >>> class Mine(torch.nn.ReLU): ...
@@ -200,9 +200,9 @@ def changed(step: object, base: type) -> str | None:
 
 
 def handed(step: object, library: str) -> str | None:
-    """A sentence about a function in a library's transform that is not known to be deterministic.
+    """A sentence about a function that a library's transform holds, if it may not be deterministic, or None.
 
-    The library's own functions are its defaults, and count as deterministic.
+    The library's own functions are defaults of its transforms, and count as deterministic.
     """
     for name, value in _held(attributes(step)):
         if not callable(value) or isinstance(value, _NO_FUNCTION) or _root(_maker(value)) == library:
@@ -247,7 +247,7 @@ def _by_structure(step: object) -> Verdict | None:
 
 
 def _of_partial(step: functools.partial[Any]) -> Verdict | None:
-    """A known function with plain values bound. With other values bound, nothing is known."""
+    """The verdict on a known function with plain values bound; None for other functions and values."""
     inner = _by_structure(step.func)
     if inner is None or (inner.kind == "deterministic" and not _is_plain([step.args, step.keywords])):
         return None
@@ -268,14 +268,14 @@ def _root(maker: Any) -> str:
 
 
 def _maker(value: object) -> object:
-    """The function, or the class of an object, whose module tells where a callable comes from."""
+    """The function itself, or the object's class: its module tells which library a callable is from."""
     if isinstance(value, functools.partial):
         return _maker(value.func)
     return value if isinstance(value, _FUNCTIONS) else type(value)
 
 
 def _code(value: object) -> object | None:
-    """The code behind a method, property or the like, by where it was written; None for mere data."""
+    """What identifies the code of a method or property: its file and line, or a callable; None for data."""
     value = getattr(value, "__func__", getattr(value, "fget", value))
     if isinstance(value, types.FunctionType):
         return value.__code__.co_filename, value.__code__.co_firstlineno
@@ -283,12 +283,12 @@ def _code(value: object) -> object | None:
 
 
 def _replaces(value: object, original: object) -> bool:
-    """Whether a class attribute stands in for a method; the library's copy of it for a subclass does not."""
+    """Whether a class attribute replaces a method. A copy that the library itself made does not."""
     return _code(original) is not None and _code(value) != _code(original)
 
 
 def _held(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What an object holds, and what is in its lists and dicts: hooks, readers, a list of filters."""
+    """An object's attributes, and the elements of those that are lists and dicts: hooks, readers, filters."""
     for name, value in values.items():
         inner: Sequence[Any] = ()
         if isinstance(value, dict):

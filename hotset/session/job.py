@@ -6,7 +6,7 @@ the process's number, the moment at which it began (a number alone may be anothe
 namespace in which the number counts. The run id that torchrun hands out would not do: it is ``none`` whenever
 there is a ``--master_port``. Run id, address and port only tell apart jobs that one shell has launched.
 
-Lightning's own launcher is rank 0 itself, whose data set is often made before it launches anybody, and
+Lightning's own launcher is rank 0 itself, whose dataset is often made before it launches anybody, and
 before its environment says anything. So whoever makes a cache offers it to two kinds of rank: those that were
 launched together with it, and those that it may launch itself.
 

@@ -29,8 +29,8 @@ class CacheReport:
 
     Attributes:
         id: 32 bits that tell it from others, for people.
-        name: what its data set is called.
-        samples: length of the data set.
+        name: what its dataset is called.
+        samples: length of the dataset.
         cached: how many of them it holds, in memory or on disk.
         spilled: how many of those on disk alone.
         memory: bytes that it has taken in memory.

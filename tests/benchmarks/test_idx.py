@@ -116,7 +116,7 @@ def test_a_damaged_compressed_file_is_refused(damage: str, tmp_path: Path) -> No
     assert "cannot be decompressed" in found.text
 
 
-# Data sets
+# Datasets
 
 
 @pytest.mark.parametrize("compressed", [False, True])

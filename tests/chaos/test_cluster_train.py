@@ -111,7 +111,7 @@ def test_a_loader_that_ray_train_prepares_gives_the_same_batches(said: Said, loa
 
 
 def test_our_loader_stays_ours_where_it_has_a_distributed_sampler(said: Said) -> None:
-    """Where it has none, Ray Train makes a loader of torch's anew, of the same data set."""
+    """Where it has none, Ray Train makes a loader of torch's anew, of the same dataset."""
     for rank in said.first:
         assert rank["hotset"]["by"] == "hotset.loader.loader"
         assert rank["hotset, shuffled"]["by"] == "torch.utils.data.dataloader"

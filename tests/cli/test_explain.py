@@ -1,4 +1,4 @@
-"""``hotset explain``: the plan of a data set from the shell."""
+"""``hotset explain``: the plan of a dataset from the shell."""
 
 from __future__ import annotations
 

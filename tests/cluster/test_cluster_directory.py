@@ -285,7 +285,7 @@ def test_one_makes_a_plan_for_all() -> None:
     directory = talk.directory
     assert directory.plan("one", "x") is True
     assert directory.plan("one", "y") is False
-    assert directory.plan("two", "y") is True, "of another data set"
+    assert directory.plan("two", "y") is True, "of another dataset"
     assert directory.plan("one", "x") is True, "its question was answered, and the answer was lost"
     directory.give_up("one", "y")
     assert directory.plan("one", "y") is False, "it is not y's to give up"

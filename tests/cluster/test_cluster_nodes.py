@@ -1,4 +1,4 @@
-"""Several machines that hold a data set together, each of them a folder and real processes; no Ray.
+"""Several machines that hold a dataset together, each of them a folder and real processes; no Ray.
 
 Whatever happens to some of them, the others' samples are right, and no process fails or waits for ever.
 """

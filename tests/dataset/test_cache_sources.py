@@ -232,7 +232,7 @@ def test_the_datasets_own_transform_is_cut_like_any_other(transform: Any) -> Non
         equal_batches(epochs(cached), expected)
         with warnings.catch_warnings():
             assert source.transform is transform
-        equal_batches(epochs(source), expected, "the user's own data set afterwards")
+        equal_batches(epochs(source), expected, "the user's own dataset afterwards")
 
 
 class _LoggedImage:
@@ -300,7 +300,7 @@ class _Applied(Dataset[Any]):
 
 
 class CallsItsOwnWay:
-    """A data set that does not call its transform with one value."""
+    """A dataset that does not call its transform with one value."""
 
     def __init__(self, transform: Any, by_name: bool) -> None:
         self.transform = transform
@@ -490,7 +490,7 @@ class _BatchesOtherwise(Samples):
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_batches_that_are_not_the_samples_are_refused(many: Any, nested: bool) -> None:
-    """torch's loader reads whole batches where a data set offers that, also through a ``Subset``."""
+    """torch's loader reads whole batches where a dataset offers that, also through a ``Subset``."""
     source: Any = _BatchesOtherwise(many)
     given = torch.utils.data.Subset(source, [1, 2, 3, 5]) if nested else source
     state = random.getstate()

@@ -1,8 +1,8 @@
 """Where chains are found, where they are cut, and what the plan says of it.
 
-A chain is where users keep it: ``transform``, ``target_transform`` and ``transforms`` of torchvision's data
-sets, a list that the data set goes through, through ``Subset`` and ``ConcatDataset``, or given. Whatever is
-cut, a cached run equals an uncached one bit for bit, random suffix included.
+A chain is where users keep it: ``transform``, ``target_transform`` and ``transforms`` of torchvision's
+datasets, a list that the dataset goes through, through ``Subset`` and ``ConcatDataset``, or given. Whatever
+is cut, a cached run equals an uncached one bit for bit, random suffix included.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Both(Dataset[Any]):
 
 
 class Jointly(Dataset[Any]):
-    """A detection data set: one chain for picture and target at once."""
+    """A detection dataset: one chain for picture and target at once."""
 
     def __init__(self, transforms: Any) -> None:
         self.transforms = transforms
@@ -131,7 +131,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 def _flat(transform: Any) -> Any:
-    """Data sets take a callable: a list of parts as torchvision's Compose."""
+    """Datasets take a callable: a list of parts as torchvision's Compose."""
     from torchvision.transforms import Compose
 
     return Compose(transform) if isinstance(transform, list) else transform
@@ -232,7 +232,7 @@ def test_torchvisions_pair_of_transforms(tmp_path: Path) -> None:
     with hotset.cache(source) as cached:
         assert cached.plan.live == ("image_jitter",)
         equal_batches(epochs(cached), epochs(make()))
-    assert source.transforms.transform is source.transform, "the user's own data set is as it was"
+    assert source.transforms.transform is source.transform, "the user's own dataset is as it was"
 
 
 def test_what_the_data_set_does_with_a_result_is_never_skipped() -> None:

@@ -1,4 +1,4 @@
-"""Attributes that are set on a cached data set are set on the data set, and what is cached follows them."""
+"""Attributes that are set on a cached dataset are set on the dataset, and what is cached follows them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N = 12
 
 
 class Pictures(Dataset[Any]):
-    """As torchvision's data sets are."""
+    """As torchvision's datasets are."""
 
     def __init__(self, transform: Any = None, target_transform: Any = None) -> None:
         self.transform = transform
@@ -111,13 +111,13 @@ CHANGES = (sets_transform, sets_noise, sets_none, sets_target, sets_both, sets_a
 
 @pytest.mark.parametrize(
     ("change", "through", "made_by", "workers"),
-    all_pairs(CHANGES, ["cached", "the data set", "a Subset"], LOADERS, [0, 2]),
+    all_pairs(CHANGES, ["cached", "the dataset", "a Subset"], LOADERS, [0, 2]),
 )
 def test_what_is_set_takes_effect_as_on_the_data_set(
     change: Any, through: str, made_by: str, workers: int
 ) -> None:
-    if change is sets_another and through == "the data set":
-        pytest.skip("set behind the cached data set's back, only transforms are seen")
+    if change is sets_another and through == "the dataset":
+        pytest.skip("set behind the cached dataset's back, only transforms are seen")
     make = LOADERS[made_by]
     plain = Pictures(Times(2))
     same_before = two_epochs(make(plain, num_workers=workers))
@@ -126,10 +126,10 @@ def test_what_is_set_takes_effect_as_on_the_data_set(
     with recorded() as told, hotset.cache(Pictures(Times(2)), memory="1MiB") as cached:
         same(two_epochs(make(cached, num_workers=workers)), same_before)
         part: Any = Subset(cached, range(N))
-        change({"cached": cached, "the data set": cached.dataset, "a Subset": part.dataset}[through])
+        change({"cached": cached, "the dataset": cached.dataset, "a Subset": part.dataset}[through])
         same(two_epochs(make(cached, num_workers=workers)), expected)
         assert cached.stats().cached == N, "it is cached anew"
-        late = through == "the data set" and made_by == "torch" and workers > 0
+        late = through == "the dataset" and made_by == "torch" and workers > 0
         assert late or cached.stats().hits >= N, "only torch's workers begin before it can be noticed"
         equal_batches(list(cached.plan.live), ["Noise"] if change is sets_noise else [])
     words = [str(w.message) for w in told]

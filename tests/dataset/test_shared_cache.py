@@ -59,7 +59,7 @@ def molecule(i: int, size: int = 30) -> torch.Tensor:
 
 
 def room_for(count: int, dims: tuple[int, ...] = DIMS, samples: int = 0) -> float:
-    """A limit in GiB that has room for so many bytes-sized samples, of ``samples`` in the data set."""
+    """A limit in GiB that has room for so many bytes-sized samples, of ``samples`` in the dataset."""
     return (count * int(np.prod(dims)) + (samples or count)) / GIB
 
 

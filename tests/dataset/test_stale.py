@@ -245,7 +245,7 @@ def test_what_cannot_be_known_is_not_shared_in_a_session_and_said(files: tuple[P
             )
         (sentence,) = [str(each.message) for each in told]
         assert is_a_sentence(sentence)
-        assert "socket.socket could not be looked into" in sentence
+        assert "socket.socket could not be described" in sentence
         assert "key=" in sentence
         with cached:
             assert [bytes(cached[i].tolist()) for i in range(N)] == [

@@ -652,7 +652,7 @@ def test_a_pass_that_is_left_early_is_followed_by_the_next(kind: Any, make: Make
 
 
 def test_subsets_and_concatenations(make: Make) -> None:
-    """Each window behind a data set moves on by itself; indices are places in their epochs."""
+    """Each window behind a dataset moves on by itself; indices are places in their epochs."""
     other = hotset.Window(6, replace=0.5, seed=3, wait=True)
     first, second = make(), make(Samples(tagged, 40), other)
     both = ConcatDataset([Subset(first, [5, 0, 3, 3]), second])

@@ -90,7 +90,7 @@ class Rows(Dataset[Any]):
 
 
 def first_epoch(dataset: Any, chain: Any = (), workers: int = 0) -> list[Any]:
-    """What torch gives in its first epoch, of a copy of the data set."""
+    """What torch gives in its first epoch, of a copy of the dataset."""
     torch.manual_seed(7)
     dataset = copy.deepcopy(dataset)
     samples = []

@@ -213,7 +213,7 @@ def zoo() -> dict[str, Any]:
         "module": Net(),
         "script": scripted(2),
         "image": Image.new("P", (3, 2), 7),
-        "data sets": Subset(TensorDataset(torch.arange(10)), [1, 2, 3]),
+        "datasets": Subset(TensorDataset(torch.arange(10)), [1, 2, 3]),
         "cycle": ring(),
         "generators": [np.random.default_rng(), torch.Generator(), np.random.RandomState()],
         "no identity": [threading.Lock(), threading.local(), queue.Queue(), logging.getLogger("x"), object()],
@@ -751,7 +751,7 @@ def test_what_cannot_be_looked_into_is_like_nothing_else_and_said() -> None:
 
     generator = numbers()
     seen = fingerprint({"a": generator})
-    assert seen.unknowns == ("a builtins.generator could not be looked into",)
+    assert seen.unknowns == ("a builtins.generator could not be described",)
     assert fingerprint({"a": generator}).digest != seen.digest
 
 
@@ -759,9 +759,7 @@ def test_nesting_without_end_is_cut_and_said() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
-    assert fingerprint(nested).unknowns == (
-        "what lies deeper than 100 objects in one another was not looked at",
-    )
+    assert fingerprint(nested).unknowns == ("an object nested more than 100 deep was not described",)
     while nested:  # freed from outside in, as Python's own way of freeing it has a bound as well
         nested = nested.pop()
 
@@ -911,7 +909,7 @@ def test_a_folder_that_everybody_writes_to_does_not_count(
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
     before = fingerprint(str(tmp_path))
-    assert before.notes == (f"the files in {tmp_path} were not compared: everybody writes there",)
+    assert before.notes == (f"the files in {tmp_path} were not compared: other programs write there",)
     (tmp_path / "run.log").write_text("x")
     assert fingerprint(str(tmp_path)) == before
     assert fingerprint([".", "..", "/"]).notes == ()

@@ -1,15 +1,14 @@
-"""What each library's structure says of its transforms, one file per library; read only if the user has it.
+"""One module per library: what the structure of its transforms says about them.
 
-Every file gives the same three functions, and imports nothing of its library: what is judged is an instance
-of one of its classes, so that the library is in ``sys.modules`` by then.
+A module is imported when a transform of its library is judged. It does not import the library itself: the
+transform is an instance of one of the library's classes, so the library is in ``sys.modules`` by then. Every
+module has these:
 
-- ``judge(step)``: the :class:`~hotset.determinism.verdict.Verdict`, or None for what is no transform of the
-  library.
-- ``opened(container)``: the children of a container that does no more than apply them in order; else None.
-- ``part(container, children, first)``: callables that apply some of its children, one after the other, with
-  all that the container does around them; ``first`` says whether the stretch begins where the container
-  begins.
-
-``PLAIN`` tells whether the containers do nothing at all around a child, so that those of other libraries may
-be opened inside them.
+- ``judge(step)``: the :class:`~hotset.determinism.verdict.Verdict`, or None for an object that is not a
+  transform of the library.
+- ``opened(container)``: the children of a container that does nothing but apply them in order, or None.
+- ``part(container, children, first)``: callables that apply some of its children in order, with all that the
+  container does around them; ``first`` says whether these are the container's first children.
+- ``PLAIN``: whether the containers do nothing at all around a child, so that containers of other libraries
+  may be opened inside them.
 """

@@ -1,14 +1,13 @@
-"""albumentations: each transform has a probability and generators of its own, and its class says what it
-draws.
+"""albumentations: a transform has a probability and its own generators; its methods show what it draws.
 
-``p`` is 0.5 for most, so that the class alone says nothing: with p=0 none is applied and nothing is drawn,
-with p=1 the number is not drawn either, and what the class does decides. The classes that draw are told by
-their methods, which read ``self.py_random`` or ``self.random_generator``; those that do so only with some
-parameters have rules, and only the classes listed as calm are believed deterministic.
+``p`` is 0.5 for most transforms, so the class alone does not decide. With p=0 a transform is never applied
+and draws nothing. With p=1 it does not draw whether it is applied, and its class decides. A class draws if
+its methods read ``self.py_random`` or ``self.random_generator``; classes that draw only with some parameters
+have rules. Only the classes in ``_FIXED`` count as deterministic.
 
-A Compose puts bounding boxes and keypoints into its own form before its children and back after them: it is
-opened only without those, and only if it is always applied. Its two halves are copies of it; the second does
-not check again what the first has let through, as pictures may be tensors by then.
+A Compose converts bounding boxes and keypoints before and after its children, so it is opened only without
+them, and only if it is always applied. Its two halves are copies of it. The second half does not repeat the
+first one's checks of its inputs, as pictures may be tensors by then.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ __all__ = ["PLAIN", "judge", "opened", "part"]
 
 PLAIN = False
 
-_CALM_NAMES = """
+_FIXED_NAMES = """
     AutoContrast CenterCrop CenterCrop3D Crop CropAndPad Equalize FromFloat HorizontalFlip InvertImg Lambda
     LongestMaxSize Morphological NoOp Normalize Pad Pad3D PadIfNeeded PadIfNeeded3D Resize SmallestMaxSize
     TimeReverse ToFloat ToGray ToRGB ToSepia ToTensor3D ToTensorV2 Transpose VerticalFlip
 """
-_CALMS = frozenset(_CALM_NAMES.split())
+_FIXED = frozenset(_FIXED_NAMES.split())
 _IN_ORDER = ("Compose", "Sequential")
 _GENERATORS = {"py_random", "random_generator"}
 
 
 def opened(container: Any) -> tuple[Any, ...] | None:
-    """The children of a Compose or Sequential that is always applied and has nothing to do around them."""
+    """The children of a Compose or Sequential that is always applied and does nothing around them."""
     return tuple(container.transforms) if _in_order(container) and _around(container) is None else None
 
 
 def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
-    """A copy with these children. It draws the number that the container draws, from the same generator."""
+    """A copy with these children. It draws from the container's own generator, as often as the container."""
     half = copy.copy(container)
     half.transforms = list(children)
     if not first:
@@ -66,19 +65,19 @@ def judge(step: Any) -> Verdict | None:
     if not known:
         why = f"has its own {replaced}" if replaced else "replays what was drawn before"
         return _verdict(step, "random" if _drawing(base) else "unknown", why)
-    if base.__name__ in _CALMS:
-        return _calm(step, base.__name__)
+    if base.__name__ in _FIXED:
+        return _fixed(step, base.__name__)
     ranges = _RANGES.get(base.__name__)
     if ranges and all(_one(getattr(step, name)) for name in ranges):
-        draws = ranges != ("blur_limit",)  # where a kernel's size is given by itself, it is not drawn
+        draws = ranges != ("blur_limit",)  # a kernel size given as a single number is not drawn
         return _verdict(step, "deterministic", f"has a single {' and '.join(ranges)} to draw", draws)
     method = _drawing(base)
     if method:
         return _verdict(step, "random", f"draws from its own generators in {method}")
-    return _verdict(step, "unknown", "is a class of which nothing is known")
+    return _verdict(step, "unknown", "is of a class that hotset does not know")
 
 
-def _calm(step: Any, name: str) -> Verdict:
+def _fixed(step: Any, name: str) -> Verdict:
     if name in ("LongestMaxSize", "SmallestMaxSize") and isinstance(step.max_size, (list, tuple)):
         return _verdict(
             step, "random" if len(step.max_size) > 1 else "deterministic", "chooses from its sizes"
@@ -133,7 +132,7 @@ def _around(container: Any) -> str | None:
 
 
 def _drawing(base: type) -> str | None:
-    """The first method, of a class that is not the root of all, that reads a generator of the transform."""
+    """The first method, of the class or a base below ``BasicTransform``, that reads one of its generators."""
     for cls in base.__mro__:
         if cls.__name__ == "BasicTransform":
             return None
@@ -155,7 +154,7 @@ def _one(value: Any) -> bool:
     return all(map(_one, value)) and len({*map(str, value)}) <= 1
 
 
-# What each of these draws is drawn from these ranges, and nothing else is.
+# These classes draw from these ranges only.
 _RANGES = {
     "Blur": ("blur_limit",),
     "CLAHE": ("clip_limit",),

@@ -1,16 +1,14 @@
-"""kornia: augmentations draw their parameters before they apply them; its other modules and functions do not
-draw.
+"""kornia: an augmentation draws its parameters before it applies them; nothing else in kornia draws.
 
 An augmentation has two probabilities, ``p`` for a sample and ``p_batch`` for a batch, and a parameter
-generator. With one of the probabilities 0 its output is its input; the parameters are drawn all the same.
-With both 1 it is deterministic if it has no parameters to draw, or if they are drawn from ranges of one
-value.
+generator. If one of the probabilities is 0, its output is its input, but it still draws its parameters. If
+both are 1, it is deterministic if it has no parameters to draw, or if it draws them from ranges of one value.
 
-A sequence draws the parameters of all its children before it applies the first one. As those of a cut prefix
-draw nothing, the order of all draws is kept by a copy of the sequence with the rest of the children; but
-only if each child is an augmentation, which tells the next one about the size of its output. A plain module
-between them does not, and one that resizes would make the next draw for a size that is gone: such a sequence
-stays whole.
+A sequence draws the parameters of all its children before it applies the first one. The children in a prefix
+draw nothing, so a copy of the sequence with the other children keeps the order of all draws. That holds only
+if each child is an augmentation, which tells the next one the size of its output. A plain module that resizes
+does not, and in two halves the next child would draw for another size: a sequence with a plain module stays
+whole.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ __all__ = ["PLAIN", "judge", "opened", "part"]
 
 PLAIN = False
 
-# No parameters to draw; where applied at all, always the same.
-_CALM_NAMES = """
+# These have no parameters to draw: where they are applied, they always do the same.
+_FIXED_NAMES = """
     CenterCrop CenterCrop3D Denormalize LongestMaxSize Normalize PadTo RandomAutoContrast RandomBoxBlur
     RandomDepthicalFlip3D RandomEqualize RandomEqualize3D RandomGrayscale RandomHorizontalFlip
     RandomHorizontalFlip3D RandomInvert RandomMedianBlur RandomVerticalFlip RandomVerticalFlip3D Resize
     SmallestMaxSize
 """
-_CALMS = frozenset(_CALM_NAMES.split())
-# Generators that draw from uniform distributions and from nothing else.
+_FIXED = frozenset(_FIXED_NAMES.split())
+# Generators that draw from uniform distributions only.
 _UNIFORM = ("PlainUniformGenerator", "RandomGaussianBlurGenerator")
 _SEQUENCES = ("ImageSequential", "AugmentationSequential")
 _PURE = (
@@ -78,26 +76,26 @@ def judge(step: Any) -> Verdict | None:
     if "ImageSequentialBase" in names:
         return _sequence(step, replaced)
     if replaced or not base.__module__.startswith(_PURE) or base.__module__.startswith(_NETWORKS):
-        why = f"has its own {replaced}" if replaced else "is a class of which nothing is known"
+        why = f"has its own {replaced}" if replaced else "is of a class that hotset does not know"
         return _verdict(step, "unknown", why)
     unsure = handed(step, "kornia")
     if unsure:
         return _verdict(step, "unknown", unsure)
     children = list(step.children())
     if children:
-        return together(step, children, f"kornia: {base.__name__} draws nothing beside its modules")
-    return _verdict(step, "deterministic", "is no augmentation")
+        return together(step, children, f"kornia: only the modules in {base.__name__} may draw")
+    return _verdict(step, "deterministic", "is not an augmentation")
 
 
 def _augmentation(step: Any, base: type, replaced: str | None) -> Verdict:
-    calm = base.__name__ in _CALMS
+    fixed = base.__name__ in _FIXED
     known = base.__module__.startswith("kornia.augmentation._")
     if replaced or not known:
-        if known and not calm:
+        if known and not fixed:
             return _verdict(step, "random", f"is derived from {base.__name__}, which draws")
         return _verdict(step, "unknown", f"has its own {replaced}" if replaced else "is of an unknown class")
     if 0 in (step.p, step.p_batch):
-        return _verdict(step, "deterministic", "with p=0 is never applied", draws=not calm or _gated(step))
+        return _verdict(step, "deterministic", "with p=0 is never applied", draws=not fixed or _gated(step))
     if _gated(step):
         return _verdict(
             step, "random", f"draws whether it is applied, p={step.p:g}, p_batch={step.p_batch:g}"
@@ -105,7 +103,7 @@ def _augmentation(step: Any, base: type, replaced: str | None) -> Verdict:
     unsure = handed(step, "kornia")
     if unsure:
         return _verdict(step, "unknown", unsure)
-    if calm:
+    if fixed:
         return _verdict(step, "deterministic", "has no parameters to draw and is always applied")
     if _single(step, base):
         return _verdict(step, "deterministic", "draws each parameter from a range of one value", draws=True)
@@ -117,7 +115,7 @@ def _gated(step: Any) -> bool:
 
 
 def _single(step: Any, base: type) -> bool:
-    """Whether all that is drawn comes from uniform distributions over one value."""
+    """Whether all parameters are drawn from uniform distributions over one value."""
     generator = step._param_generator
     own = next(cls for cls in base.__mro__ if "generate_parameters" in vars(cls))
     if own.__name__ != "_BasicAugmentationBase" or type(generator).__name__ not in _UNIFORM:
@@ -149,7 +147,7 @@ def _is_sequence(container: Any) -> bool:
 
 
 def _around(container: Any) -> str | None:
-    """What keeps a sequence from being two."""
+    """Why a sequence cannot be cut in two, as words that follow "it"; None if it can."""
     if container.random_apply:
         return "draws which of them to apply"
     if len(getattr(container, "data_keys", None) or [None]) > 1:

@@ -1,10 +1,9 @@
 """torch.nn: modules as transforms. Whether one draws depends on its mode as much as on its class.
 
-What the classes of ``torch.nn`` do is known: dropout and its kin draw in training mode, fractional pooling
-always, recurrent layers and attention where they were given a dropout. A batch normalisation in training
-mode returns the same each time, and moves its running statistics: caching its output would stop them, so
-that it is neither. A module that the user wrote is unknown; but if one of torch's modules inside it draws,
-it does.
+Dropout and similar classes draw in training mode, fractional pooling always, recurrent layers and attention
+if they have a dropout. A batch normalisation in training mode returns the same output each time, but moves
+its running statistics, and caching its output would stop that: its verdict is unknown. A module that the user
+wrote is unknown, or random if one of torch's modules inside it draws.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ PLAIN = True
 
 
 def opened(container: Any) -> tuple[Any, ...] | None:
-    """The modules of a Sequential that has no hooks, and whose methods are torch's own."""
+    """The modules of a Sequential that has no hooks and uses torch's own methods."""
     if (
         not isinstance(container, torch.nn.Sequential)
         or ancestor(container, "torch") is not torch.nn.Sequential
@@ -50,7 +49,7 @@ def judge(step: Any) -> Verdict | None:
             inside = "" if module is step else f"{name_of(step)} holds a module that draws: "
             return Verdict.of(step, "random", f"torch.nn: {inside}{why}")
     if not base.__module__.startswith("torch.nn.modules.") or base is torch.nn.Module:
-        return Verdict.of(step, "unknown", f"torch: nothing is known of what {name_of(step)} computes")
+        return Verdict.of(step, "unknown", f"torch: hotset does not know the class {name_of(step)}")
     replaced = changed(step, base)
     if replaced:
         return Verdict.of(step, "unknown", f"torch.nn: {name_of(step)} has its own {replaced}")
@@ -65,7 +64,7 @@ def judge(step: Any) -> Verdict | None:
         return Verdict.of(step, "unknown", f"torch.nn: {why}")
     children = list(step.children())
     if children:
-        return together(step, children, f"torch.nn: {base.__name__} draws nothing beside its modules")
+        return together(step, children, f"torch.nn: only the modules in {base.__name__} may draw")
     if isinstance(step, torch.nn.RReLU) and step.training:
         return Verdict.of(
             step, "deterministic", "torch.nn: RReLU draws from a range of one slope", draws=True
@@ -74,7 +73,7 @@ def judge(step: Any) -> Verdict | None:
 
 
 def _draws(module: torch.nn.Module) -> str | None:
-    """A sentence if this module, without those in it, draws."""
+    """A sentence that says why this module itself draws, apart from its children; None if it does not."""
     name = name_of(module)
     if isinstance(module, (torch.nn.FractionalMaxPool2d, torch.nn.FractionalMaxPool3d)):
         return None if module._random_samples is not None else f"{name} draws its regions"

@@ -1,16 +1,15 @@
-"""MONAI: what draws says so by its class, a ``Randomizable``; and its Compose does work around each child.
+"""MONAI: a transform that draws is a ``Randomizable``; a Compose does work around each child.
 
-MONAI keeps to its trait throughout ``monai.transforms``; the transforms of ``monai.apps`` do not (one calls
-``np.random`` and has no trait), so that those without it are unknown. ``Compose`` has the trait itself,
-whatever is in it, and is judged by its children; the containers that choose among theirs are random.
+All of ``monai.transforms`` keeps to that trait. ``monai.apps`` does not (one of its transforms calls
+``np.random`` without the trait), so its transforms without the trait are unknown. ``Compose`` always has the
+trait, and is judged by its children. Containers that choose among their children are random.
 
 A Compose is cut into shallow copies of itself with fewer children. So ``map_items``, ``unpack_items``,
-``overrides`` and ``log_stats`` hold on both sides, and it is still a Compose to one around it. Making new
-ones instead would seed the children's generators anew. For the same reason a copy's ``set_random_state`` is
-that of the whole: a child's seed depends on how many children come before it.
+``overrides`` and ``log_stats`` hold in both halves, and a Compose around it still sees a Compose. Two new
+ones would seed the children's generators anew. For the same reason a copy's ``set_random_state`` is that of
+the whole: a child's seed depends on how many children come before it.
 
-With lazy resampling, neighbours that are lazy are resampled together, once: they are kept together, as one
-leaf.
+With lazy resampling, neighbours that are lazy are resampled together, once: they stay together as one leaf.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _HOLDERS |= {"RandLambda": "func", "RandLambdad": "func"}
 _HOLDERS |= {"TorchIO": "trans", "TorchIOd": "trans", "CuCIM": "transform", "CuCIMd": "trans"}
 _WRITERS = ("SaveImage", "SaveImaged", "WriteFileMapping", "WriteFileMappingd")
 _CHOOSERS = ("OneOf", "SomeOf", "RandomOrder")
-# Always applied with prob=1, and nothing else is drawn.
+# These draw only whether they are applied, so that prob=1 makes them deterministic.
 _ONLY_GATED = ("RandFlip", "RandFlipd")
 
 
 def opened(container: Any) -> tuple[Any, ...] | None:
-    """The children of a Compose; those that are resampled together are a Compose of their own among them."""
+    """The children of a Compose; children that are resampled together are one Compose among them."""
     if not _is_compose(container):
         return None
     groups: list[tuple[Any, ...]] = []
@@ -74,7 +73,7 @@ def judge(step: Any) -> Verdict | None:
     if _has(step, "RandomizableTrait"):
         return _random(step, base)
     if not base.__module__.startswith("monai.transforms.") or base.__name__.endswith("Transform"):
-        return Verdict.of(step, "unknown", f"MONAI: nothing is known of what {name_of(step)} computes")
+        return Verdict.of(step, "unknown", f"MONAI: hotset does not know the class {name_of(step)}")
     replaced = changed(step, base)
     if replaced:
         return Verdict.of(step, "unknown", f"MONAI: {name_of(step)} has its own {replaced}")
@@ -107,12 +106,12 @@ def _random(step: Any, base: type) -> Verdict:
     return Verdict.of(step, "random", f"MONAI: {name_of(step)} is a Randomizable")
 
 
-# Randomizable transforms to whose result prob=0 does not put an end.
+# Randomizable transforms that are random even with prob=0.
 _DRAW_REGARDLESS = ("RandGridPatch", "RandGridPatchd")
 
 
 def _holder(step: Any, name: str) -> Verdict:
-    """A transform that applies another, or a function."""
+    """The verdict on a transform that applies another transform or a function."""
     held = getattr(step, _HOLDERS[name], None)
     inner: Iterable[Any] = held if isinstance(held, (list, tuple)) else [held]
     verdicts = [verdict_of(_unwrapped(each)) for each in inner]
@@ -122,13 +121,13 @@ def _holder(step: Any, name: str) -> Verdict:
 
 
 def _unwrapped(held: Any) -> Any:
-    """The array transform's own function or transform, where a dictionary transform holds one of those."""
+    """What a transform applies: for an array transform inside a dictionary transform, what that applies."""
     attribute = _HOLDERS.get(type(held).__name__)
     return getattr(held, attribute) if attribute and ancestor(held, "monai") is type(held) else held
 
 
 def _is_compose(container: Any) -> bool:
-    """Exactly MONAI's, or one that changes nothing of it; our own copies have another set_random_state."""
+    """Whether this is MONAI's Compose, unchanged. hotset's own copies have another ``set_random_state``."""
     base = ancestor(container, "monai")
     if base is None or base.__name__ != "Compose" or base.__module__ != "monai.transforms.compose":
         return False
@@ -144,7 +143,7 @@ def _with(container: Any, children: Iterable[Any]) -> Any:
 
 
 def _is_lazy(child: Any, lazy: bool | None) -> bool:
-    """Whether a child leaves its resampling to a later moment, or decides on which of it is done."""
+    """Whether a child delays its resampling, or applies resampling that was delayed."""
     if lazy is False:
         return False
     if _has(child, "ApplyPending", "ApplyPendingd"):

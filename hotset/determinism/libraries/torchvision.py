@@ -1,13 +1,13 @@
-"""torchvision, transforms v1 and v2: known by class, as its names tell too little.
+"""torchvision, transforms v1 and v2: a list of the classes that do not draw, and a rule for each that draws.
 
-``ColorJitter`` draws and ``RandomHorizontalFlip(p=0)`` never flips. So each class that draws has a rule,
-read from its source, which says when its parameters leave nothing to draw: a probability of 0, a range of
-one value. What it then draws all the same goes unused, and the verdict says that it draws. A class in
-neither list is unknown: a later torchvision may do anything. The two versions share names and, but for the
+Names are not enough: ``ColorJitter`` draws, and ``RandomHorizontalFlip(p=0)`` never flips. So each class that
+draws has a rule, taken from its source, which says when its parameters leave no choice: a probability of 0, a
+range of one value. The class may then still draw a number without using it; the verdict says so. A class in
+neither list is unknown, as a later torchvision may add any. The two versions share names and, apart from the
 containers, the attributes that the rules read.
 
-Some rules cannot hold for every input and are left out: a ``RandomCrop`` of exactly the picture's size
-returns the picture each time, and draws as soon as a larger one comes.
+Rules that do not hold for every input are left out: a ``RandomCrop`` of exactly the picture's size returns
+the picture each time, but draws as soon as a larger picture comes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["PLAIN", "judge", "opened", "part"]
 
 PLAIN = True
 
-_CALM_NAMES = """
+_FIXED_NAMES = """
     ToTensor PILToTensor ConvertImageDtype ToPILImage Normalize Resize CenterCrop Pad FiveCrop TenCrop
     LinearTransformation Grayscale RGB Identity ToDtype ToImage ToPureTensor SanitizeBoundingBoxes
     SanitizeKeyPoints ConvertBoundingBoxFormat ClampBoundingBoxes ClampKeyPoints SetClampingMode
     UniformTemporalSubsample ObjectDetection ImageClassification VideoClassification SemanticSegmentation
     OpticalFlow CenterCropVideo NormalizeVideo ToTensorVideo
 """
-_CALMS = frozenset(_CALM_NAMES.split())
+_FIXED = frozenset(_FIXED_NAMES.split())
 _PLACES = ("torchvision.transforms.", "torchvision.prototype.transforms.")
 _FUNCTIONAL = ("functional", "_functional_pil", "_functional_tensor", "_functional_video")
 _READERS = (
@@ -45,7 +45,7 @@ _READERS = (
 
 
 def opened(container: Any) -> tuple[Any, ...] | None:
-    """The transforms of a Compose, v1 or v2, whose methods are torchvision's own and that has no hooks."""
+    """The transforms of a Compose, v1 or v2, that has no hooks and uses torchvision's own methods."""
     base = ancestor(container, "torchvision")
     if base is None or base.__name__ != "Compose" or not base.__module__.startswith(_PLACES):
         return None
@@ -67,7 +67,7 @@ def judge(step: Any) -> Verdict | None:
     name = base.__name__
     if name in _STILL or _gated(base):
         return _random(step, base)
-    if name in _CONTAINERS or name in ("Compose", "Lambda") or name in _CALMS:
+    if name in _CONTAINERS or name in ("Compose", "Lambda") or name in _FIXED:
         replaced = changed(step, base) or ("hooks" if _hooked(step) else None)
         if replaced:
             return Verdict.of(step, "unknown", f"torchvision: {name_of(step)} has its own {replaced}")
@@ -80,12 +80,12 @@ def judge(step: Any) -> Verdict | None:
         return Verdict.of(
             step, inner.kind, f"torchvision: Lambda of {inner.name}: {inner.evidence}", inner.draws
         )
-    if name in _CALMS:
+    if name in _FIXED:
         why = handed(step, "torchvision")
         if why:
             return Verdict.of(step, "unknown", f"torchvision: {name}: {why}")
         return Verdict.of(step, "deterministic", f"torchvision: {name} draws nothing")
-    return Verdict.of(step, "unknown", f"torchvision: nothing is known of what {name_of(step)} computes")
+    return Verdict.of(step, "unknown", f"torchvision: hotset does not know the class {name_of(step)}")
 
 
 def _hooked(container: Any) -> bool:
@@ -121,7 +121,7 @@ def _gated(base: type) -> bool:
     return any(cls.__name__ == "_RandomApplyTransform" for cls in base.__mro__)
 
 
-# Rules: what in the parameters of a class that draws leaves nothing to the draw, in words, or None.
+# Rules: the words that say why the parameters of a class that draws leave no choice; None if they do not.
 
 
 def _never(step: Any) -> str | None:
@@ -137,7 +137,7 @@ def _draws_always(step: Any) -> str | None:
 
 
 def _single(*names: str) -> Callable[[Any], str | None]:
-    """Ranges that hold one value."""
+    """A rule for attributes that are ranges: each must hold one value only."""
 
     def rule(step: Any) -> str | None:
         values = [getattr(step, name) for name in names]
@@ -160,7 +160,7 @@ def _zero(value: Any) -> bool:
 
 
 def _jitter(step: Any) -> str | None:
-    """The factors are applied in a drawn order, so that only one may do anything."""
+    """The order of the factors is drawn, so at most one of them may do anything."""
     factors = [
         each for each in (step.brightness, step.contrast, step.saturation, step.hue) if each is not None
     ]
@@ -208,12 +208,13 @@ _STILL: dict[str, Callable[[Any], str | None]] = {
 }
 
 
-# Containers that choose; they are leaves, and open to judgement where they have no choice.
+# Containers that choose among their children. They are leaves, judged by their children if they have no
+# choice.
 
 
 def _apply(step: Any) -> Verdict:
     p = float(step.p)
-    # v1 compares the other way round: a draw of exactly 0 applies its transforms with p=0 as well.
+    # v1 compares the other way round: if it draws exactly 0, it applies its transforms even with p=0.
     if p <= 0 and ".v2." in type(step).__module__:
         return Verdict.of(
             step, "deterministic", "torchvision: RandomApply with p=0 is never applied", draws=True
@@ -237,7 +238,7 @@ def _without_choice(step: Any, children: Iterable[Any], words: str) -> Verdict:
 
 
 def _shuffles(step: Any) -> bool:
-    """v1's RandomOrder shuffles a list, for which Python draws nothing where it holds one element."""
+    """Whether this is v1's RandomOrder: it shuffles a list, and for one element Python draws nothing."""
     return name_of(step) == "RandomOrder" and ".v2." not in type(step).__module__
 
 
