@@ -432,6 +432,27 @@ def test_a_claimant_that_gets_on_is_waited_for_however_long_it_takes(monkeypatch
         assert list(store.fill(ids(20), reading)) == read == [20]
 
 
+def test_a_claim_that_is_given_back_just_after_it_was_respected_is_taken_over() -> None:
+    """As when another process could not read a sample: this one reads it and keeps it."""
+    with opened(sample, N) as store, attached(store) as other:
+        others = Claims(other.member)
+        assert take(others, ids(5)) == [5]
+        claims, taken = store.filler.claims, []
+
+        class Late(Claims):
+            def take(self, ids: Ids, most: int, *, alone: bool = False) -> Ids:
+                found = claims.take(ids, most, alone=alone)
+                taken.append(found.tolist())
+                others.release(others.own(ids))  # between the failed attempt and the look at the words
+                return found
+
+        store.filler.claims = Late(store.member, store.index)
+        assert store.fill(ids(5), sample, keep=False) == {}
+        assert taken == [[], [5]]
+        assert wrong(stored(store), sample) == {}
+        assert count(store) == store.filler.reads == 1
+
+
 def test_nothing_is_claimed_in_the_midst_of_a_clear() -> None:
     with opened(torch.tensor, 10, 1 << 20) as store:
         claims = Claims(store.member)
