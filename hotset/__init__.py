@@ -125,7 +125,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ and sys.platform != "linux":
+    if name in __all__ and sys.platform != "linux" and _HOMES.get(name) != "hotset.errors":
         from hotset.errors import UnsupportedPlatform
 
         raise UnsupportedPlatform(
