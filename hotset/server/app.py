@@ -151,7 +151,23 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
         """Metrics in Prometheus' text format."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    _require_all_answered(app)
     return app
+
+
+def _require_all_answered(app: FastAPI) -> None:
+    """Have the description say that each answer has all of its fields: those with a default are sent, too."""
+    described = app.openapi
+    requests = {models.NewSession.__name__, models.Change.__name__}
+
+    def complete() -> dict[str, Any]:
+        found = described()
+        for name, schema in found["components"]["schemas"].items():
+            if name not in requests:
+                schema["required"] = list(schema["properties"])
+        return found
+
+    app.openapi = complete  # type: ignore[method-assign]
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -302,6 +302,30 @@ def test_many_at_once_make_one_session(server: Server) -> None:
     assert server.ask("DELETE", "/api/sessions/raced", token=True).status == 200
 
 
+def test_the_description_names_the_fields_that_must_be_sent_and_that_are_always_answered(
+    server: Server,
+) -> None:
+    schemas = server.ask("GET", "/openapi.json").json["components"]["schemas"]
+    asked = {"NewSession": set(), "Change": {"memory"}}
+    for name, schema in schemas.items():
+        expected = asked.get(name, set(schema["properties"]))
+        assert set(schema.get("required", ())) == expected, name
+    session = server.ask("GET", "/api/sessions/kept").json
+    answers = {
+        "Status": server.ask("GET", "/api/status").json,
+        "History": server.ask("GET", "/api/history").json,
+        "SessionView": session,
+        "SessionMemory": session["memory"],
+        "Disk": session["disk"],
+        "Error": server.ask("GET", "/api/sessions/nobody").json,
+    }
+    for name, answer in answers.items():
+        assert set(schemas[name]["required"]) == set(answer), name
+    refused = server.ask("PATCH", "/api/sessions/kept", {}, token=True)
+    assert refused.status == 422
+    assert "memory" in refused.error
+
+
 @pytest.mark.parametrize("authorised", [True, False])
 def test_it_keeps_to_its_own_description(server: Server, authorised: bool, tmp_path: Path) -> None:
     """Seeded requests made from /openapi.json, legal and not: no 5xx, and every answer as described."""
