@@ -125,6 +125,14 @@ class DataLoader(TorchDataLoader[T]):
     _gathers: tuple[Any, LocalGather | None] | None = None
     _noted: Noted | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "generator" and not isinstance(value, (torch.Generator, type(None))):
+            raise ArgumentError(
+                f"generator= must be a torch.Generator, got {value!r}; write "
+                f"generator=torch.Generator().manual_seed({value if type(value) is int else 0})."
+            )
+        super().__setattr__(name, value)
+
     def __iter__(self) -> Any:
         if self.timeout and not self.num_workers:  # torch's own error, raised at the same moment
             raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")

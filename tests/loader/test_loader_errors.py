@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import equal_batches, failure, recorded, rng_states, seed_everything, taken_apart
@@ -281,3 +282,17 @@ def until_failure(loader: DataLoader[Any]) -> list[Any]:
         found = taken_apart(error)
         seen.append((found.kind.__name__, found.text))
     return seen
+
+
+@pytest.mark.parametrize("generator", [3, "cpu", np.random.default_rng(3)], ids=["int", "text", "numpy"])
+def test_a_generator_that_is_none_of_torchs_is_refused_where_the_loader_is_made(generator: Any) -> None:
+    source = Samples(image_and_label, N)
+    with hotset.cache(source) as cached:
+        for dataset in (source, cached):
+            with pytest.raises(hotset.ArgumentError, match=r"generator= must be a torch\.Generator, got"):
+                hotset.DataLoader(dataset, shuffle=True, generator=generator)
+        loader = hotset.DataLoader(cached, generator=torch.Generator().manual_seed(3))
+        with pytest.raises(hotset.ArgumentError, match="manual_seed"):
+            loader.generator = generator
+        loader.generator = None
+        assert len(list(loader)) == N
