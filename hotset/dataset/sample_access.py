@@ -36,6 +36,7 @@ from hotset.determinism.declare import declared
 from hotset.determinism.draw_watch import DrawWatch
 from hotset.errors import SegmentError
 from hotset.session.free_cache import DESTROYED
+from hotset.session.job import this_job
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live, Slot
 from hotset.store.record_batch import ReceivedRecords
@@ -51,6 +52,7 @@ __all__ = ["SampleAccess"]
 _MISMATCHES_WORTH_WARNING = 16
 # How many samples a warning names.
 _NAMED = 8
+_DRAWS = "samples that draw"
 
 
 class SampleAccess:
@@ -86,6 +88,7 @@ class SampleAccess:
         self._audit = Audit(source, plan.sample_seconds, self._audited()) if plan.audited else None
         if plan.audited and declared(source.dataset) != "deterministic":
             attachment.watch = DrawWatch([source.dataset, source.prefix])
+        self._job = _job_word()  # of the main process, also in its workers
         self._ended = False  # whether the user was warned that the session was destroyed
         self.tell: Callable[..., None] = Warner()
         self.uncached = 0
@@ -398,18 +401,20 @@ class SampleAccess:
             self.tell(f"{self._plan.name}: {why}.")
 
     def tell_of_draws(self) -> None:
-        """Warn, once for all processes, which samples are known to draw random numbers."""
+        """Warn, once in each job, which samples are known to draw random numbers."""
         store = self.store
-        if store is None or store.segment.live[Live.DRAWS_TOLD]:
+        if store is None or store.segment.live[Live.DRAWS_TOLD] == self._job:
             return
         ids = np.arange(len(store))
         if self._window is not None:
             ids = np.sort(self._window.entries(None, self.ring))
         drawing = ids[store.index.drawing(ids)].tolist()
-        if drawing and _first_to_warn(store, Live.DRAWS_TOLD):
+        if drawing and _first_to_warn(store, Live.DRAWS_TOLD, self._job):
             complete = self._window is None and not store.index.missing(ids).any()
             sentence = _draws(sorted(map(self._index, drawing)), len(ids), complete=complete)
-            self.tell(f"{self._plan.name}: {sentence}.")
+            # Two jobs that run at the same time overwrite each other's word: each process tells once.
+            about = f"{_DRAWS} {store.segment.nonce.hex()} {store.era()}"
+            self.tell(f"{self._plan.name}: {sentence}.", about)
 
     def _warn_of_destruction(self, store: Store) -> None:
         if self._ended or store.segment.live[Live.INVALIDATED] != DESTROYED:
@@ -483,14 +488,22 @@ def _draws(drawing: Sequence[int], used: int, *, complete: bool) -> str:
     return f"{sentence}Move the random part to transform=[...], so that the part before it is cached"
 
 
-def _first_to_warn(store: Store, what: int = Live.TOLD) -> bool:
+def _first_to_warn(store: Store, what: int = Live.TOLD, said: int = 1) -> bool:
     """Whether no process has given this warning yet. Workers run out of room together, and one is to warn.
 
     Args:
         store: its live words record which warnings were given.
         what: the live word of this warning.
+        said: its value once the warning was given.
     """
     live = store.segment.live
     with store.member.short_lock():
-        sentence, live[what] = int(live[what]), 1
-    return not sentence
+        before, live[what] = int(live[what]), said
+    return before != said
+
+
+def _job_word() -> int:
+    """A number that all ranks of a job have, and no other job; never 0."""
+    with contextlib.suppress(OSError):
+        return int(this_job().offers[0][:15], 16) | 1
+    return 1  # without /proc, where nothing is shared

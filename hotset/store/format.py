@@ -157,7 +157,7 @@ class Live:
     FULL = 11  # 1 once room was refused, for as long as there is hardly any
     LOADS = 12  # of a window: how often it was put where a state had it
     CLEARS = 13  # of a cluster: how often its machines were told to forget this cache, as far as is known
-    DRAWS_TOLD = 14  # 1 once the user was told which samples draw random numbers
+    DRAWS_TOLD = 14  # a number of the job that was told last which samples draw random numbers
     VAIN = 15  # 1 once another cache's memory was given back, and the control group had no more for it
 
 

@@ -8,12 +8,13 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches
+from helpers import equal_batches, finish
 from samples import constant_row
 from sources import Samples
 from torch.utils.data import DataLoader, Dataset
@@ -232,6 +233,29 @@ def test_a_second_job_of_a_session_draws_too(monkeypatch: pytest.MonkeyPatch) ->
                 assert cached.stats().uncached == len(minority)
                 assert cached.check() == []
         sessions.destroy(session)
+
+
+def _tells(name: str, workers: int, told: Any) -> None:
+    """A job: what it is told in three epochs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", hotset.HotsetWarning)
+        with hotset.cache(Augmented({17, 20, 41}, "random"), session=name) as cached:
+            run(hotset.DataLoader(cached, batch_size=6, num_workers=workers))
+    told.put([str(each.message) for each in caught if "draw" in str(each.message)])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_job_of_a_session_is_told_once(workers: int, runtime: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    session = sessions.create("told", memory=64 << 20)
+    for _ in range(3):
+        told: Any = context.SimpleQueue()
+        job = context.Process(target=_tells, args=("told", workers, told))
+        job.start()
+        [sentence] = told.get()
+        finish(job)
+        assert "3 samples (17, 20, 41) draw random numbers" in sentence
+    sessions.destroy(session)
 
 
 def test_processes_that_race_for_the_same_samples_draw_each_for_itself() -> None:
