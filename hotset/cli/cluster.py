@@ -46,6 +46,8 @@ def described(found: dict[str, list[dict[str, Any]]]) -> RenderableType:
     parts: list[RenderableType] = []
     for session, machines in found.items():
         parts += [Text(f"session {printable(session)}"), _machines(machines)]
+        wrong = {machine["name"]: machine["error"] for machine in machines if "error" in machine}
+        parts += [Text(f"{printable(name)}: {printable(error)}") for name, error in wrong.items()]
         if any(machine.get("peers") for machine in machines):
             parts.append(_traffic(machines))
     return Group(*parts)

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from hotset._warnings import printable
 from hotset.cluster.directory import Described, Heartbeat, HeartbeatReply
 from hotset.cluster.membership import Keys, Member, Membership, read_membership, write_membership
 from hotset.cluster.peer_stats import make_tally, read_tally
@@ -83,6 +84,7 @@ class Node:
     Attributes:
         session: on this machine; another one once that was made anew.
         member: what others are told of it.
+        trouble: what the last beat could not do, and why; empty if it has done all.
 
     Raises:
         SessionError: the session is not there, and cannot be made.
@@ -118,6 +120,7 @@ class Node:
             self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity()
         )
         self._has_ended = False  # the session, on purpose
+        self.trouble = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotset node", daemon=True)
         self._thread.start()
@@ -176,11 +179,15 @@ class Node:
 
     def _run(self) -> None:
         while not self._stop.wait(0 if self._membership is None else BEAT_SECONDS):
+            failed = []
             for task in (self._services.end_leases, self._keep_session, self._let_go, self._exchange):
                 # Each by itself, whatever it raises (no descriptors, say): the next beat tries it again.
                 # While there is no directory, what was known last holds.
-                with contextlib.suppress(Exception):
+                try:
                     task()
+                except Exception as error:
+                    failed.append(_described(error))
+            self.trouble = "; ".join(failed)
             if self._membership is None:
                 self._stop.wait(0.2)
 
@@ -238,9 +245,12 @@ class Node:
     def _said(self) -> Heartbeat:
         news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
         clears = {meeting: self._services[mark].clears for meeting, mark in self._marks().items()}
-        return Heartbeat(
-            self.member, frozenset(self._knows), tuple(self._caches), news, clears, self.status()
-        )
+        try:
+            status = self.status()
+        except Exception as error:  # counters are for people: machines hear of each other without them
+            served = asdict(self._serving.served)
+            status = {"pid": os.getpid(), "served": served, "error": _described(error)}
+        return Heartbeat(self.member, frozenset(self._knows), tuple(self._caches), news, clears, status)
 
     def _marks(self) -> dict[str, bytes]:
         """The fingerprints of the caches that are served here, by their meetings."""
@@ -320,6 +330,10 @@ class Node:
         service = StoreService(store, fingerprint_of(described.about))
         self._services.add(service, store)
         self._parts[described.meeting] = _Part(use, service, store)
+
+
+def _described(error: Exception) -> str:
+    return printable(f"{type(error).__name__}: {error}")
 
 
 def find_or_make(name: str, memory: int | None, like: Session | None = None) -> Session:

@@ -116,6 +116,10 @@ class NodeActor:
         """The number of the session on this machine."""
         return self._node.session.number
 
+    def trouble(self) -> str:
+        """What the node's last beat could not do, and why; empty if it has done all."""
+        return self._node.trouble
+
     def destroy(self) -> int:
         """Serve no more, and destroy the session; returns the bytes that were freed."""
         self._node.close()

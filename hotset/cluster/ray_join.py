@@ -40,9 +40,11 @@ class Joined:
         number: its number on this machine.
     """
 
-    def __init__(self, session: str, number: int, directory: Any, *, alone: bool = False) -> None:
+    def __init__(
+        self, session: str, number: int, directory: Any, *, node: Any = None, alone: bool = False
+    ) -> None:
         self.session, self.number = session, number
-        self._directory, self._alone = directory, alone
+        self._directory, self._node, self._alone = directory, node, alone
         self._who = f"{os.uname().nodename}-{os.getpid()}"
 
     def here(self) -> Session:
@@ -125,16 +127,37 @@ class Joined:
             return bool(ray.get(asked, timeout=ANSWER_SECONDS))
         return False
 
-    def wait_for_all(self, meeting: str) -> None:
-        """Wait, not for long, until all machines have their part of a cache, and this one knows of them."""
+    def wait_for_all(self, meeting: str) -> str | None:
+        """Wait, not for long, until all machines have their part of a cache, and this one knows of them.
+
+        Returns:
+            Why they have not, after that time; None if they have.
+        """
         import ray
 
         deadline = time.monotonic() + _READY_SECONDS
-        lacking = True
-        while time.monotonic() < deadline and (lacking or read_membership(self.number) is None):
+        known, lacking = False, -1
+        while time.monotonic() < deadline:
             with contextlib.suppress(Exception):
-                lacking = bool(ray.get(self._directory.lack.remote(meeting), timeout=ANSWER_SECONDS))
+                lacking = int(ray.get(self._directory.lack.remote(meeting), timeout=ANSWER_SECONDS))
+            known = read_membership(self.number) is not None
+            if known and lacking == 0:
+                return None
             time.sleep(0.1)
+        if lacking < 0:
+            return "the directory of the session does not answer"
+        if not known:
+            return f"the node of this machine does not know the other machines{self._trouble()}"
+        return f"{lacking} of the machines have not made their part of the cache{self._trouble()}"
+
+    def _trouble(self) -> str:
+        """What this machine's node says is wrong, in parentheses; empty if it says nothing."""
+        import ray
+
+        said = ""
+        with contextlib.suppress(Exception):
+            said = str(ray.get(self._node.trouble.remote(), timeout=ANSWER_SECONDS))
+        return f" ({said})" if said else ""
 
 
 def join(address: str, session: str, memory: int | None) -> Joined:
@@ -166,7 +189,7 @@ def join(address: str, session: str, memory: int | None) -> Joined:
         with contextlib.suppress(Exception):
             node = ray.get_actor(node_name(session, here), namespace=NAMESPACE)
             number = ray.get(node.session_number.remote(), timeout=ANSWER_SECONDS)
-            joined = Joined(session, number, handle, alone=alone)
+            joined = Joined(session, number, handle, node=node, alone=alone)
             # It may be gone for the moment, and under another number with one of the node's next beats.
             if not joined.is_gone() or time.monotonic() > begun + _ANEW_SECONDS:
                 return joined

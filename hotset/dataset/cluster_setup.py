@@ -108,5 +108,10 @@ def remote_cache(options: CacheOptions, identity: Identity, store: Store | None)
     from hotset.cluster.node import fingerprint_of
     from hotset.cluster.remote_cache import RemoteCache
 
-    joined.wait_for_all(identity.lookup_key)
+    why = joined.wait_for_all(identity.lookup_key)
+    if why is not None:
+        warn(
+            f"session {joined.session!r} is not ready on all machines: {why}. Samples that other machines "
+            "own come from the source until it is; `hotset cluster status` shows the machines."
+        )
     return RemoteCache(joined.number, fingerprint_of(store.segment.metadata), replicate=options.replicate)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import errno
+import io
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers import eventually
+from rich.console import Console
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
+from hotset.cli.cluster import described
 from hotset.cluster import node as nodes
-from hotset.cluster.directory import Described, HeartbeatReply
+from hotset.cluster import ray_join
+from hotset.cluster.directory import Described, Directory, HeartbeatReply
 from hotset.cluster.membership import read_membership
 from hotset.cluster.node import Node
 from hotset.cluster.store_service import StoreServices
@@ -56,6 +63,70 @@ def test_a_node_outlives_what_goes_wrong_in_a_beat(
         assert made.session == session, "nothing has happened to it"
         assert made.member.capacity > 0
         made.destroy()
+
+
+def test_machines_hear_of_a_node_whose_counters_cannot_be_read(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("a tally that is cut off")
+
+    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(nodes, "read_tally", fail)
+    directory = Directory(lambda: 1)
+    with Node("one", 1 << 20, "127.0.0.1", directory.beat) as made:
+        assert eventually(lambda: read_membership(made.session.number) is not None)
+        [said] = directory.status()
+        assert said["name"] == made.member.name
+        assert said["error"] == "ValueError: a tally that is cut off"
+        printed = io.StringIO()
+        Console(file=printed, width=200).print(described({"one": [said]}))
+        assert f"{made.member.name}: ValueError: a tally that is cut off" in printed.getvalue()
+        made.destroy()
+
+
+class Handle:
+    """An actor of Ray's, as far as its methods are called: each call gives what it returned, or raises."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=partial(getattr(self._of, name)))
+
+
+@pytest.mark.parametrize("broken", ["directory", "node", "beat", "nothing"])  # "node": it does not answer
+def test_a_program_that_joins_is_told_why_its_machine_is_alone(
+    broken: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on after a bounded time."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda answer, timeout: answer))
+    monkeypatch.setattr(ray_join, "_READY_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
+    directory = Directory(lambda: 1)
+
+    def beat(said: Any) -> HeartbeatReply:
+        if broken == "beat":
+            raise TimeoutError("no answer within 5 s")
+        return directory.beat(said)
+
+    with Node("one", 1 << 20, "127.0.0.1", beat) as made:
+        handle = SimpleNamespace(trouble=lambda: made.trouble) if broken != "node" else None
+        answers = {"directory": None, "nothing": SimpleNamespace(lack=lambda meeting: 0)}
+        asked = Handle(answers.get(broken, directory))
+        joined = ray_join.Joined("one", made.session.number, asked, node=Handle(handle))
+        assert eventually(lambda: broken == "beat" or read_membership(made.session.number) is not None)
+        why = joined.wait_for_all("there")
+        made.destroy()
+    if broken == "directory":
+        assert why == "the directory of the session does not answer"
+    elif broken == "node":
+        assert why == "1 of the machines have not made their part of the cache"
+    elif broken == "beat":
+        assert why is not None
+        assert "does not know the other machines (TimeoutError: no answer within 5 s)" in why
+    else:
+        assert why is None
 
 
 class Strange(Alone):
