@@ -41,9 +41,9 @@ class _Timed:
         self._watch.begin()
         self.seconds += time.thread_time() - start
 
-    def drew(self, read_again: Callable[[], object] | None = None) -> bool:
+    def drew(self, read: object = None, read_again: Callable[[], object] | None = None) -> bool:
         start = time.thread_time()
-        drew: bool = self._watch.drew(read_again)
+        drew: bool = self._watch.drew(read, read_again)
         self.seconds += time.thread_time() - start
         return drew
 

@@ -268,7 +268,7 @@ class BatchFetch:
                 value = self._read(sample)
                 counters[Slot.FILL_NS] += time.perf_counter_ns() - start
                 left.pop()
-                if watch.drew(functools.partial(self._read, sample)):
+                if watch.drew(value, functools.partial(self._read, sample)):
                     # No machine keeps it: each process that uses it reads it in its turn.
                     drawing.append(sample)
                     continue

@@ -386,7 +386,7 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
     if is_random and 0 < len(drawing) < read and not probed.frozen:
         return [
             f"{len(drawing)} of the {read} samples that were read draw random numbers "
-            f"(sample {drawing[0]}, for example: {probed.moved[0]}): such samples come from the source for "
+            f"(sample {drawing[0]}, for example: {seen[0]}): such samples come from the source for "
             "each use, and the others are cached"
         ], False
     raise NotCacheable(

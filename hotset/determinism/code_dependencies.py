@@ -172,6 +172,8 @@ def installed(module: str) -> str | None:
     root = module.partition(".")[0]
     if root in ("__main__", "__mp_main__"):
         return None
+    if root == "hotset":  # wherever it lies: what it puts in place of a library's function changes no sample
+        return f"hotset {vars(sys.modules[root])['__version__']}"
     origin = _origin(module)
     if origin is None:
         return f"python {platform.python_version()}" if root in sys.stdlib_module_names else None

@@ -17,10 +17,11 @@ made at its first use.
 
 Another thread may have drawn meanwhile, for mixup in the training loop while a queue reads ahead, for
 example. Where other threads run, the samples are read once more to find out: a sample that draws does so each
-time. If the samples turn out not to draw, no state is put back, as that thread would draw the same numbers
-twice.
+time, or its two readings differ. If the samples turn out not to draw, no state is put back, as that thread
+would draw the same numbers twice.
 
-A generator that is seeded by the system for one draw and then dropped leaves no state to compare.
+A generator that is seeded by the system for one draw and then dropped leaves no state to compare. But the
+entropy that seeded it is noticed (:mod:`hotset.determinism.entropy`); then two readings are compared.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hotset.determinism import entropy
+from hotset.determinism.equality import same
 from hotset.determinism.object_graph import attributes
 from hotset.determinism.rng import Generators
 
 __all__ = ["DrawWatch"]
 
 _NEAR, _DEEP = 64, 3
+_COMPARED, _LATER = 32, 128  # how many readings with entropy are compared at first, and each how many later
 _REPEATS = 2  # further readings, to tell a sample that draws from a thread that drew at the same time
 
 
@@ -57,6 +61,10 @@ class DrawWatch:
         (True, True)
     """
 
+    # In this process: the count of entropy.taken(), readings that took some, whether a sample depended on it.
+    _entropy = _asked = 0
+    _entropy_matters = False
+
     def __init__(self, holders: Sequence[object]) -> None:
         self._holders = list(holders)
         self._generators: Generators | None = None
@@ -70,30 +78,54 @@ class DrawWatch:
             self._settle()
         else:
             self._generators.note()
+        self._entropy = entropy.taken()
 
-    def drew(self, read_again: Callable[[], object] | None = None) -> bool:
-        """Whether reading has moved a generator since :meth:`begin`, and again each time it was repeated.
+    def drew(self, read: object = None, read_again: Callable[[], object] | None = None) -> bool:
+        """Whether reading has drawn random numbers since :meth:`begin`.
 
         If it has, all generators are put back to their states at :meth:`begin`. If not, the next call
         compares with the present states.
 
         Args:
-            read_again: reads the same samples once more. It is called at most twice, and only where another
-                thread may have drawn.
+            read: what was read.
+            read_again: reads the same samples once more. It is called at most three times, and only where
+                another thread may have drawn, or where reading has taken entropy.
         """
         assert self._generators is not None, "begin() comes first"
-        if not self._moved():
-            return False
+        before, self._entropy = self._entropy, entropy.taken()
+        took_entropy = before != self._entropy
         began = self._generators.noted()
-        if read_again is not None and threading.active_count() > 1:
+        drew = self._moved()
+        if drew and read_again is not None and threading.active_count() > 1:
             for _ in range(_REPEATS):
                 self._generators.note()
-                read_again()
+                again = read_again()
                 if not self._moved():
-                    return False
-        self._generators.put(began)
-        self._generators.note()
-        return True
+                    # If the draws were this reading's, and rare, the two readings differ.
+                    drew = same(read, again) is not None
+                    break
+        if not drew and took_entropy:
+            drew = self._is_from_entropy(read, read_again)
+        if drew:
+            self._generators.put(began)
+            self._generators.note()
+        return drew
+
+    def _is_from_entropy(self, read: object, read_again: Callable[[], object] | None) -> bool:
+        """Whether what was read depends on the entropy that reading took.
+
+        Where it once did, it is taken to do so each time. Where it did not, for many readings, only some are
+        compared: they take it for the name of a file, say.
+        """
+        if self._entropy_matters or read_again is None:
+            return True
+        self._asked += 1
+        if self._asked > _COMPARED and self._asked % _LATER:
+            return False
+        again = read_again()
+        self._entropy = entropy.taken()
+        self._entropy_matters = self._moved() or same(read, again) is not None
+        return self._entropy_matters
 
     def _moved(self) -> bool:
         assert self._generators is not None

@@ -111,7 +111,9 @@ def probe(
         moved = generators.moved()
         generators.restore()
         drawing = (
-            _drawing(read, [reading.sample_index for reading in readings], holders, forgive) if moved else ()
+            _drawing(read, [reading.sample_index for reading in readings], holders, forgive)
+            if moved or differs
+            else ()
         )
     finally:
         generators.restore()
@@ -129,15 +131,15 @@ def _drawing(
 ) -> tuple[int, ...]:
     """Read each index once more, alone; return those whose reading moves a generator."""
 
-    def read_one(index: int) -> None:
+    def read_one(index: int) -> object:
         with contextlib.suppress(*forgive):
-            read(index)
+            return read(index)
+        return None
 
     watch, found = DrawWatch(holders), []
     watch.begin()
     for index in indices:
-        read_one(index)
-        if watch.drew(functools.partial(read_one, index)):
+        if watch.drew(read_one(index), functools.partial(read_one, index)):
             found.append(index)
     return tuple(found)
 

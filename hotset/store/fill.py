@@ -54,10 +54,11 @@ class DrawWatch(Protocol):
         """Start watching: draws from now on count."""
         ...
 
-    def drew(self, read_again: Callable[[], object] | None = None) -> bool:
-        """Whether reading has moved a generator since :meth:`begin`; puts all generators back.
+    def drew(self, read: object = None, read_again: Callable[[], object] | None = None) -> bool:
+        """Whether reading has drawn since :meth:`begin`; puts all generators back.
 
-        ``read_again`` repeats the reading, which tells its draws from those of another thread.
+        ``read_again`` repeats the reading of what was ``read``, which tells its draws from those of another
+        thread.
         """
         ...
 
@@ -68,7 +69,7 @@ class NoDrawWatch:
     def begin(self) -> None:
         pass
 
-    def drew(self, read_again: Callable[[], object] | None = None) -> bool:
+    def drew(self, read: object = None, read_again: Callable[[], object] | None = None) -> bool:
         return False
 
 
@@ -201,14 +202,15 @@ class Filler:
         drawing: list[int] = []
         try:
             self._read(found, some, read)
-            if not self.watch.drew(lambda: self._read(found, some, read)):
+            if not self.watch.drew(found, lambda: self._read({}, some, read)):
                 return
             found.clear()
             for sample in some if len(some) > 1 else []:
-                self._read(found, [sample], read)
-                if self.watch.drew(functools.partial(self._read, found, [sample], read)):
-                    del found[sample]
+                alone = self._read({}, [sample], read)
+                if self.watch.drew(alone, functools.partial(self._read, {}, [sample], read)):
                     drawing.append(sample)
+                else:
+                    found.update(alone)
             if not drawing:  # only one sample, or none drew a second time: any of them may be random
                 found.clear()
                 drawing = some

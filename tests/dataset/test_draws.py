@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import secrets
 import tempfile
 import threading
+import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -365,3 +368,99 @@ def test_what_another_thread_draws_meanwhile_is_nothing_of_the_samples() -> None
     finally:
         ended.set()
         training.join()
+
+
+FROM_ENTROPY: dict[str, Callable[[], float]] = {
+    "default_rng": lambda: float(np.random.default_rng().uniform(0.6, 1.4)),
+    "RandomState": lambda: float(np.random.RandomState().uniform(0.6, 1.4)),
+    "PCG64": lambda: float(np.random.Generator(np.random.PCG64()).uniform(0.6, 1.4)),
+    "Random": lambda: random.Random().uniform(0.6, 1.4),
+    "SystemRandom": lambda: random.SystemRandom().uniform(0.6, 1.4),
+    "secrets": lambda: float(secrets.randbelow(1 << 20)),
+    "urandom": lambda: float(int.from_bytes(os.urandom(2), "little")),
+    "uuid4": lambda: float(uuid.uuid4().int % (1 << 20)),
+}
+
+
+class Dropped(Augmented):
+    """Makes a generator for one draw, and drops it."""
+
+    def factor(self) -> float:
+        return FROM_ENTROPY[self.kind]()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", FROM_ENTROPY)
+def test_a_generator_that_is_made_and_dropped_is_noticed(kind: str, workers: int) -> None:
+    for minority in [MINORITIES["neighbours in the middle"], MINORITIES["the first ones"]][: 2 - workers]:
+        with cached_of(Dropped(minority, kind)) as cached:
+            loader = hotset.DataLoader(cached, batch_size=10, num_workers=workers)
+            epochs = [
+                {
+                    index: x
+                    for batch, y in loader
+                    for x, index in zip(batch[:, 1].tolist(), y.tolist(), strict=True)
+                }
+                for _ in range(EPOCHS)
+            ]
+            assert all(len({epoch[index] for epoch in epochs}) == EPOCHS for index in minority)
+            assert cached.stats().cached == LENGTH - len(minority)
+            assert cached.check() == []
+
+
+class Named(Samples):
+    """Makes the name of a temporary file for each sample, as decoders of videos and clients of a store do."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        assert f"/tmp/{uuid.uuid4().hex}"
+        return super().__getitem__(index)
+
+
+def test_entropy_that_no_sample_depends_on_keeps_none_out_of_the_cache_and_costs_few_readings() -> None:
+    count = 20_000
+    source = Named(torch.tensor, count)
+    with cached_of(source) as cached:
+        before = source.reads
+        equal_batches(
+            list(hotset.DataLoader(cached, batch_size=500)),
+            list(torch.arange(count).split(500)),
+        )
+        assert cached.stats().cached == count
+        assert source.reads - before < 1.2 * count
+
+
+class EachFifth(Augmented):
+    """Draws at each fifth reading, whichever sample that is of."""
+
+    readings = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.readings += 1
+        x = torch.arange(4.0) + index
+        return (x * self.factor() if self.readings % 5 == 0 and self.minority else x), index
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "other threads"])
+def test_no_draw_is_kept_of_what_draws_at_some_readings(others: bool) -> None:
+    """Reading such a sample again does not draw: beside other threads, what was read tells that it has."""
+    source = EachFifth(set(), "random")
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    if others:
+        other.start()
+    try:
+        with cached_of(source) as cached:
+            source.minority = {1}
+            for index in range(LENGTH):
+                cached[index]
+            source.minority = set()
+            assert 0 < cached.stats().cached < LENGTH
+            for index in range(LENGTH):
+                assert torch.equal(cached[index][0], torch.arange(4.0) + index)
+    finally:
+        ended.set()
+        if others:
+            other.join()

@@ -1,0 +1,56 @@
+"""The system's entropy: how often this process has taken some, as far as that goes through Python.
+
+A generator that is made and dropped in one expression (``np.random.default_rng().random()``) leaves no state
+to compare, but its seed comes from the system. So the functions that fetch it are wrapped, once in each
+process that watches reading, and count their calls:
+
+=====================  ====================================================================================
+``os.urandom``         itself, ``uuid.uuid4``, ``secrets``, ``random.SystemRandom``, and the generators of
+                       numpy that are made without a seed
+``random.Random.seed`` ``random.Random()``, where the seed is None
+=====================  ====================================================================================
+
+A call alone proves nothing: names of temporary files and ids of requests are made of entropy too. Whoever
+finds that the count has risen reads once more and compares.
+
+Not seen: ``torch.Generator().seed()``, which is compiled code, and a function that the user's module has
+imported by name before (``from os import urandom``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from typing import Any
+
+__all__ = ["taken"]
+
+_calls = 0  # threads may overwrite each other's count, but it rises all the same
+
+
+def taken() -> int:
+    """A number that has risen if entropy was taken since it was asked for last."""
+    _count_from_now_on()
+    return _calls
+
+
+@functools.cache
+def _count_from_now_on() -> None:
+    urandom, seed = os.urandom, random.Random.seed
+
+    @functools.wraps(urandom)
+    def counted_urandom(size: int, /) -> bytes:
+        global _calls
+        _calls += 1
+        return urandom(size)
+
+    @functools.wraps(seed)
+    def counted_seed(self: random.Random, a: Any = None, *args: Any, **named: Any) -> None:
+        global _calls
+        _calls += a is None
+        seed(self, a, *args, **named)
+
+    counted_urandom.__module__ = "os"  # by which it is pickled
+    os.urandom = random._urandom = counted_urandom  # type: ignore[attr-defined]
+    random.Random.seed = counted_seed  # type: ignore[method-assign]
