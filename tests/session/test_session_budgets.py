@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import equal_batches, is_a_sentence, often
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from samples import jpeg_like, kilobyte, mapping
 from session_places import MIB, N, read_all, taken
@@ -69,6 +69,7 @@ def test_a_ledger_bounds_its_members_together(runtime: Path) -> None:
 
 @settings(max_examples=often(30, 300), deadline=None, database=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 1200)), max_size=40))
+@example([(0, 0, 800), (1, 0, 800)])  # each within its session's limit, and together beyond the server's
 def test_no_order_of_taking_exceeds_any_limit(steps: list[tuple[int, int, int]]) -> None:
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-hotset-") as place,
