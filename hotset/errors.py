@@ -1,8 +1,8 @@
-"""Every error and warning of hotset, drawn as one tree.
+"""Every error and warning of hotset, as one tree.
 
-Each message is a sentence that says what happened and what to do. An error is raised only where the user
-asked for something that cannot be done; if only the cache does not work (no room, a corrupt file, a dead
-owner), that is a :class:`HotsetWarning`, and samples come from the source.
+Each message is a sentence that says what happened and what to do. An error is raised only if the user asked
+for something that cannot be done. If only the cache does not work (no room, a corrupt file, a dead owner), a
+:class:`HotsetWarning` is given, and samples come from the source.
 
 ::
 
@@ -11,11 +11,11 @@ owner), that is a :class:`HotsetWarning`, and samples come from the source.
      ├── ArgumentError      (ValueError)   an argument outside its range, an empty dataset
      ├── StateError         (ValueError)   a loader's state that is damaged, or another loader's
      ├── LossNotFinite      (ArithmeticError)  a loss that is NaN or infinite
-     ├── NotCacheable       (TypeError)    the source draws random numbers, or cannot be read twice alike
+     ├── NotCacheable       (TypeError)    the source returns another sample at each reading
      ├── UnsupportedPlatform (OSError)     not Linux
      ├── SegmentError       (OSError)      a segment that is truncated, corrupt, or of another format
      ├── FolderError        (OSError)      the runtime folder is not safe to use
-     ├── SessionError       (OSError)      a session that is not there, or cannot be made
+     ├── SessionError       (OSError)      a session that does not exist, or cannot be made
      └── ClusterError       (OSError)      no Ray cluster, or a session that its machines do not share
     HotsetWarning           (UserWarning)  the cache is not used in part; training continues
 """
@@ -51,11 +51,11 @@ class ArgumentError(HotsetError, ValueError):
 
 
 class StateError(HotsetError, ValueError):
-    """A loader cannot go on from this state: it is damaged, or of another dataset, sampler or version."""
+    """A loader cannot resume from this state: it is damaged, or from another dataset, sampler or version."""
 
 
 class LossNotFinite(HotsetError, ArithmeticError):
-    """The loss is NaN or infinite: no later step can mend the network."""
+    """The loss is NaN or infinite: no later step can repair the network."""
 
 
 class NotCacheable(HotsetError, TypeError):
@@ -75,11 +75,11 @@ class FolderError(HotsetError, OSError):
 
 
 class SessionError(HotsetError, OSError):
-    """A session is not there, its name is taken, or it cannot be made as asked for."""
+    """A session does not exist, its name is taken, or it cannot be made with these arguments."""
 
 
 class ClusterError(HotsetError, OSError):
-    """Ray is not installed, no cluster of it can be reached, or a session there cannot be shared."""
+    """Ray is not installed, no Ray cluster can be reached, or a session there cannot be shared."""
 
 
 class HotsetWarning(UserWarning):

@@ -1,16 +1,16 @@
-"""Amounts of memory, ``"64GiB"`` or ``"50%"`` to bytes and back, and of time, for people to read.
+"""Amounts of memory, from ``"64GiB"`` or ``"50%"`` to bytes and back, and times for people to read.
 
 Binary suffixes (KiB, MiB, GiB, TiB) are powers of 1,024, decimal ones (KB, MB, GB, TB) powers of 1,000;
 a bare number is bytes. Case does not matter: ``64gib`` never means bits.
 
-A percentage is of an amount that depends on the caller, and is looked up only when needed:
+The caller decides what a percentage is of; that amount is looked up only when needed:
 
 =============================================  ==========================================================
 ``hotset.cache(memory=)``, ``explain``         the memory that is free under the machine's and every control
                                                group's limit: ``"auto"`` is 50 % of it
-the same in a session                          what the session may hold
-``Window(resident=)``                          as ``memory=``; in a cluster what its machines may hold
-``DeviceQueue(resident=)``                     the device's memory that is free
+the same in a session                          the session's memory
+``Window(resident=)``                          as ``memory=``
+``DeviceQueue(resident=)``                     the device's free memory
 ``hotset start``, ``session create, resize``   the machine's memory, or its control group's limit
 =============================================  ==========================================================
 """
@@ -41,11 +41,11 @@ def parse_bytes(quantity: int | str, *, name: str = "memory", whole: Callable[[]
     Args:
         quantity: an int (bytes) or a string such as ``"64GiB"``, ``"500MB"`` or ``"1.5 TiB"``.
         name: the argument's name, for the error message.
-        whole: returns the bytes of which ``"50%"`` is a half; None if percentages are not allowed.
+        whole: returns the bytes of which ``"50%"`` is half; None if percentages are not allowed.
 
     Raises:
-        QuantityError: not an int or a string of that form, or below zero; a percentage of nothing, or one
-            that is not above 0 and at most 100.
+        QuantityError: it is not an int or a string of that form, or below zero; or it is a percentage that is
+            not allowed here, or not above 0 and at most 100.
 
     Example:
         >>> parse_bytes("1.5KiB"), parse_bytes("2MB"), parse_bytes(7), parse_bytes("50%", whole=lambda: 30)
@@ -53,20 +53,20 @@ def parse_bytes(quantity: int | str, *, name: str = "memory", whole: Callable[[]
     """
     if isinstance(quantity, int) and not isinstance(quantity, bool):
         if quantity < 0:
-            raise QuantityError(f"{name} must be zero or more bytes, got {name}={quantity}.")
+            raise QuantityError(f"{name} must be zero or more bytes, got {quantity}.")
         return quantity
     if isinstance(quantity, str) and len(quantity) < 60 and (share := _SHARE.fullmatch(quantity)):
         if whole is None:
-            raise QuantityError(f"{name}={quantity!r} must be an amount of memory here, not a share.")
+            raise QuantityError(f"{name} must be an amount of memory here, not a share, got {quantity!r}.")
         if not 0 < float(share[1]) <= 100:
-            raise QuantityError(f"{name}={quantity!r} must be above 0 % and at most 100 %.")
+            raise QuantityError(f"{name} must be above 0 % and at most 100 %, got {quantity!r}.")
         return math.floor(float(share[1]) * whole() / 100)
     # Longer strings are refused, as Python limits the digits that it converts.
     match = _PATTERN.fullmatch(quantity) if isinstance(quantity, str) and len(quantity) < 60 else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise QuantityError(
-            f"{name}={reprlib.repr(quantity)} must be an amount of memory; give bytes as an int, "
+            f"{name} must be an amount of memory, got {reprlib.repr(quantity)}; give bytes as an int, "
             'or a string such as "64GiB" or "500MB"'
             + ("." if whole is None else ', or a share such as "50%".')
         )

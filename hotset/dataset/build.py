@@ -43,6 +43,7 @@ from hotset.session.find_or_create import (
 )
 from hotset.session.job import is_rank, this_job
 from hotset.session.session_cache import SessionCacheHandle
+from hotset.session.session_definition import Session
 from hotset.session.sessions import find
 from hotset.session.spill_dirs import open_spill, spill_path
 from hotset.store.locks import can_reopen
@@ -236,80 +237,22 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
         NotShared: ``session`` was given, but this job alone can use the cache.
         Exception: see :func:`cache`.
     """
-    dataset, found, joined = pipeline.dataset, options.session, options.joined
-    result: PlanResult | None = None
-    source_error: OSError | None = None  # raised by the dataset, and not by the session
-
-    def create(location: CacheLocation | None = None) -> Store | None:
-        nonlocal result, source_error
-        try:
-            if joined is not None:
-                result, store = planned_by_all(
-                    joined, pipeline, options, identity, lambda result: _create(result, options, location)
-                )
-                return store
-            result = make_plan(pipeline, options, identity)
-        except SegmentError:  # the cluster has another cache under that name
-            raise
-        except OSError as error:
-            source_error = error
-            raise
-        return _create(result, options, location)
-
-    def attach(address: Address | str) -> Store:
-        nonlocal result
-        store = attach_store(address)
-        try:
-            result = joined_plan(pipeline, options, identity, store.segment.metadata)
-        except BaseException:
-            store.close()
-            raise
-        return store
-
-    name = type(dataset).__name__
-    shared: Shared[Store] | None = None
-    if not can_reopen():
-        warn(
-            f"{name} is not cached, and its samples come from the source: /proc is not mounted here, through "
-            "which processes reach shared memory; mount it (`mount -t proc proc /proc`)."
-        )
-        result, shared = make_plan(pipeline, options, identity), Shared(None, None, joined=False)
-    elif found is not None:
-        try:
-            if identity.unknowns:
-                raise NotShared(unshareable(identity.unknowns))
-            shared = find_or_create_in_session(found, identity.lookup_key, name, create=create, attach=attach)
-        except OSError as error:
-            if error is source_error:
-                raise
-            warn(f"{name} is cached for this job alone, as session {found.name!r} cannot be used: {error}")
-    if shared is None:
-        if identity.unknowns and is_rank():
-            warn(
-                f"{name} is cached for this process alone, and not for all ranks: "
-                f"{unshareable(identity.unknowns)}."
-            )
-        shared = find_or_create_in_job(identity.lookup_key, name, create=create, attach=attach)
-    store, registration, is_found = shared.value, shared.registration, shared.joined
-    if found is not None and is_found and isinstance(registration, SessionCacheHandle):
+    session = options.session
+    search = _Search(pipeline, identity, options)
+    shared = search.run()
+    store, registration, result = shared.value, shared.registration, search.result
+    if session is not None and shared.joined and isinstance(registration, SessionCacheHandle):
         _compare_with_source(result, shared)
+        assert result is not None, "either made here or found"
+        result = found_plan(result, session, registration.left())
     assert result is not None, "either made here or found"
-    if is_found and found is not None and isinstance(registration, SessionCacheHandle):
-        result = found_plan(result, found, registration.left())
-    if not is_found and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
-        warn(
-            f"{name} has a set_epoch, so its samples may change from epoch to epoch, but cached ones do not: "
-            "move what changes to transform=, or if nothing changes, declare it: "
-            f"hotset.deterministic({name})."
-        )
-    for note in result.plan.warnings:
-        warn(note)
-    if is_found and store is not None:
+    _warn_of_source(pipeline.dataset, result, is_found=shared.joined)
+    if shared.joined and store is not None:
         if store.invalidated:
-            where = f"session {found.name!r}" if found is not None else "this job"
+            where = f"session {session.name!r}" if session is not None else "this job"
             warn(
-                f"{name}: an audit has found that its cached samples in {where} differ from what the source "
-                "returns, so samples come from the source; call clear() to cache them anew."
+                f"{search.name}: an audit has found that its cached samples in {where} differ from what the "
+                "source returns, so samples come from the source; call clear() to cache them anew."
             )
         elif store.segment.trusted:
             map_ahead(store.segment)
@@ -318,6 +261,108 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
     attachment = Attachment(store, registration, result.plan.name)
     access = SampleAccess(result.source, result.plan, attachment, window, remote)
     return Current(result.source, result.plan, access, window, remote, identity.lookup_key)
+
+
+def _warn_of_source(dataset: Any, result: PlanResult, *, is_found: bool) -> None:
+    """Give the plan's warnings; if the cache is new, also one about a dataset that knows epochs."""
+    if not is_found and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
+        name = type(dataset).__name__
+        warn(
+            f"{name} has a set_epoch, so its samples may change from epoch to epoch, but cached ones do not: "
+            "move what changes to transform=, or if nothing changes, declare it: "
+            f"hotset.deterministic({name})."
+        )
+    for note in result.plan.warnings:
+        warn(note)
+
+
+class _Search:
+    """Finds the cache of a pipeline in the session or job, or makes it.
+
+    Attributes:
+        name: of the dataset's class, for messages.
+        result: the plan, made here or found with the cache; None before :meth:`run`.
+    """
+
+    def __init__(self, pipeline: Pipeline, identity: Identity, options: CacheOptions) -> None:
+        self._pipeline = pipeline
+        self._identity = identity
+        self._options = options
+        self._source_error: OSError | None = None  # raised by the dataset, not by the session
+        self.name = type(pipeline.dataset).__name__
+        self.result: PlanResult | None = None
+
+    def run(self) -> Shared[Store]:
+        """Return the store, if there can be one, and how it is registered.
+
+        Raises:
+            as :func:`_current`.
+        """
+        if not can_reopen():
+            warn(
+                f"{self.name} is not cached, and its samples come from the source: /proc is not mounted "
+                "here, through which processes reach shared memory; mount it (`mount -t proc proc /proc`)."
+            )
+            self.result = make_plan(self._pipeline, self._options, self._identity)
+            return Shared(None, None, joined=False)
+        shared = self._in_session(self._options.session) if self._options.session is not None else None
+        return shared if shared is not None else self._in_job()
+
+    def _in_session(self, session: Session) -> Shared[Store] | None:
+        """None, with a warning, if the session cannot be used."""
+        identity = self._identity
+        try:
+            if identity.unknowns:
+                raise NotShared(unshareable(identity.unknowns))
+            return find_or_create_in_session(
+                session, identity.lookup_key, self.name, create=self._create, attach=self._attach
+            )
+        except OSError as error:
+            if error is self._source_error:
+                raise
+            warn(
+                f"{self.name} is cached for this job alone, as session {session.name!r} cannot be used: "
+                f"{error}"
+            )
+            return None
+
+    def _in_job(self) -> Shared[Store]:
+        identity = self._identity
+        if identity.unknowns and is_rank():
+            warn(
+                f"{self.name} is cached for this process alone, and not for all ranks: "
+                f"{unshareable(identity.unknowns)}."
+            )
+        return find_or_create_in_job(identity.lookup_key, self.name, create=self._create, attach=self._attach)
+
+    def _create(self, location: CacheLocation | None = None) -> Store | None:
+        options, joined = self._options, self._options.joined
+        try:
+            if joined is not None:
+                self.result, store = planned_by_all(
+                    joined,
+                    self._pipeline,
+                    options,
+                    self._identity,
+                    lambda result: _create(result, options, location),
+                )
+                return store
+            self.result = make_plan(self._pipeline, options, self._identity)
+        except SegmentError:  # the cluster has another cache under that name
+            raise
+        except OSError as error:
+            self._source_error = error
+            raise
+        return _create(self.result, options, location)
+
+    def _attach(self, address: Address | str) -> Store:
+        store = attach_store(address)
+        try:
+            self.result = joined_plan(self._pipeline, self._options, self._identity, store.segment.metadata)
+        except BaseException:
+            store.close()
+            raise
+        return store
 
 
 def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> None:

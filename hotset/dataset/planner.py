@@ -184,18 +184,10 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
         notes.append(
             "this processor may reorder stores, so each read of the cache is verified, which costs time"
         )
-    schema = None
-    sample_bytes, share = 0, 0.0
+    schema, sample_bytes, share = None, 0, 0.0
     try:
-        # With a live part, samples are read one by one, otherwise in batches: see hotset.store.leaves.
-        schema = Schema.infer(probed.samples, as_lies=bool(source.live))
-        sample_bytes, refused = _measure(schema, probed.samples)
-        if refused:
-            share = len(refused) / len(probed.samples)
-            notes.append(
-                f"{len(refused)} of the {len(probed.samples)} samples that were read cannot be cached, and "
-                f"come from the source for each use: {refused[0]}"
-            )
+        schema, sample_bytes, share, unlike = _infer_schema(source, probed)
+        notes += unlike
     except SchemaMismatch as mismatch:
         warned.append(f"nothing of {name} can be cached, so samples come from the source: {mismatch}.")
     sizes = None
@@ -227,6 +219,28 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     free = machine.headroom().bytes
     advice = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
     return PlanResult(replace(plan, notes=(*plan.notes, *advice)), source, choice.cuts, schema)
+
+
+def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, list[str]]:
+    """The schema of the samples that were read, the mean bytes of one, and which of them it does not take.
+
+    Returns:
+        (schema, bytes, share, notes): ``share`` of the samples that cannot be cached, and a note about them.
+
+    Raises:
+        SchemaMismatch: none of them can be cached.
+    """
+    # With a live part, samples are read one by one, otherwise in batches: see hotset.store.leaves.
+    schema = Schema.infer(probed.samples, as_lies=bool(source.live))
+    sample_bytes, refused = _measure(schema, probed.samples)
+    count = len(probed.samples)
+    notes = []
+    if refused:
+        notes.append(
+            f"{len(refused)} of the {count} samples that were read cannot be cached, and come from the "
+            f"source for each use: {refused[0]}"
+        )
+    return schema, sample_bytes, len(refused) / count if refused else 0.0, notes
 
 
 def _limit(options: CacheOptions) -> tuple[int, list[str]]:

@@ -1,9 +1,9 @@
-"""Photographs to train on: a folder built from real ones, and any folder of the user's.
+"""Photographs to train on: crops of real photographs, or the images in any folder of the user's.
 
-Decoding is what the demo measures, and noise or flat colour decodes unlike a photograph. So the folder is
-cut from the six real photographs that scikit-learn and scikit-image carry within their packages: nothing is
-downloaded, and each JPEG costs a decoder what a camera's would. A crop's class is the photograph it came
-from, which a small network tells apart within an epoch or two.
+The demo measures decoding, and noise or flat colour decodes unlike a photograph. So the demo makes crops of
+the six real photographs in the packages of scikit-learn and scikit-image: nothing is downloaded, and each
+JPEG takes as long to decode as a camera's. A crop's class is the photograph that it is from; a small network
+learns these classes within an epoch or two.
 
 The layout is torchvision's ``ImageFolder``: one subfolder per class.
 """
@@ -44,7 +44,7 @@ def build(
     ``i`` depends on ``(seed, i)`` alone, so a smaller count is a prefix of a larger one.
 
     Args:
-        folder: made where missing; files of the same names are overwritten.
+        folder: made if it is missing; files of the same names are overwritten.
         count: images in all, at least 1.
         size: side of an image in pixels.
         quality: JPEG quality, 1 to 95.
@@ -63,7 +63,7 @@ def build(
     if count < 1 or size < 1:
         raise ArgumentError(f"count={count} and size={size} must both be at least 1.")
     if not 1 <= quality <= 95:
-        raise ArgumentError(f"quality={quality} is no JPEG quality; give a number from 1 to 95.")
+        raise ArgumentError(f"quality must be from 1 to 95, got {quality}.")
     sources = list(_bundled().items())
     for name, _ in sources:
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -73,8 +73,8 @@ def build(
         crop = _crop(photograph, size, np.random.default_rng([seed, i]))
         crop.save(folder / name / f"{i // len(sources):04d}.jpg", quality=quality)
 
-    # Threads, not processes: Pillow resizes and encodes without the GIL, and threads need no start-up,
-    # no pickling, and no clearing away after Ctrl-C beyond dropping what has not begun.
+    # Threads, not processes: Pillow resizes and encodes without the GIL, threads start at once, and after
+    # Ctrl-C it is enough to cancel the calls that have not begun.
     executor = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))))
     try:
         for done, _ in enumerate(executor.map(write, range(count)), start=1):
@@ -111,16 +111,16 @@ def _crop(photograph: Image, size: int, rng: np.random.Generator) -> Image:
 class Photographs(Dataset[tuple[str, int]]):
     """A map-style dataset over a folder of class subfolders: ``ds[i]`` is ``(path, class index)``.
 
-    It reads names only, so that decoding is a step of its own that a cache can hold. Classes are the
+    It reads names only, so that decoding is a step of its own whose result a cache can hold. Classes are the
     subfolders that hold images at any depth (jpg, jpeg, png, webp, in upper or lower case), sorted by name
-    as ``ImageFolder`` sorts them; hidden subfolders are passed over.
+    as ``ImageFolder`` sorts them; hidden subfolders are skipped.
 
     Attributes:
         classes: class names; the index of one is its label.
         samples: every ``(path, class index)``.
 
     Raises:
-        ArgumentError: ``folder`` is missing, no folder, has no subfolders, or these hold no image.
+        ArgumentError: ``folder`` is missing, is not a folder, has no subfolders, or they hold no image.
 
     Example:
         >>> Photographs(Path("/tmp/photographs"))[0]

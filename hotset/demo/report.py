@@ -1,7 +1,7 @@
-"""What the demo shows in the end: one table and one plot.
+"""The demo's results: one table and one plot.
 
-Everything shown is computed here from the two runs' own measurements. An epoch's seconds are split where the
-trainer stands: it either waits for a batch or computes on one, and only the waiting is the loader's doing.
+Both are computed from the measurements of the two runs. An epoch's time is split by what the trainer does: it
+either waits for a batch or computes on one, and the loader can only change the waiting.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Comparison:
     """Both runs over the same epochs.
 
     Attributes:
-        title: what was trained on, for the table and the plot.
-        samples: in the dataset.
-        plain: torch's DataLoader, epoch by epoch.
-        cached: hotset's, likewise.
-        lookups: hits and misses of each of hotset's epochs.
-        cached_samples: how many the cache held at the end.
-        cached_bytes: what they took.
+        title: of the table and the plot: what the runs trained on.
+        samples: number of samples in the dataset.
+        plain: the epochs with torch's DataLoader.
+        cached: the epochs with hotset's.
+        lookups: hits and misses of each epoch with hotset's.
+        cached_samples: how many samples the cache held at the end.
+        cached_bytes: how much memory they took.
     """
 
     title: str
@@ -45,12 +45,12 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether every step of every epoch had the same loss both ways, bit for bit."""
+        """Whether every step of every epoch had the same loss in both runs, bit for bit."""
         return [epoch.losses for epoch in self.plain] == [epoch.losses for epoch in self.cached]
 
 
 def table(comparison: Comparison) -> Table:
-    """Return the one table: each epoch both ways, their sums, and below it the cache and the losses."""
+    """Return the table: each epoch of both runs, their sums, and below them the cache and the losses."""
     from rich.table import Table
     from rich.text import Text
 
@@ -73,11 +73,11 @@ def table(comparison: Comparison) -> Table:
 def _cells(epochs: Sequence[EpochResult], lookups: Sequence[tuple[int, int]]) -> list[str]:
     seconds = sum(epoch.seconds for epoch in epochs)
     hits = sum(hit for hit, _ in lookups)
-    asked = hits + sum(miss for _, miss in lookups)
+    reads = hits + sum(miss for _, miss in lookups)
     return [
         f"{seconds:.2f}",
         f"{sum(epoch.samples for epoch in epochs) / seconds:,.0f}",
-        f"{hits / asked:.1%}" if asked else "-",
+        f"{hits / reads:.1%}" if reads else "-",
         f"{sum(epoch.waited for epoch in epochs):.2f}",
     ]
 
@@ -121,14 +121,14 @@ def draw(comparison: Comparison, path: Path) -> None:
     width = 0.38
     runs = (("torch", comparison.plain, "#8c8c8c", -1), ("hotset", comparison.cached, "#d9480f", 1))
     for name, epochs, colour, side in runs:
-        places = [number + side * width / 2 for number in range(1, len(epochs) + 1)]
+        positions = [number + side * width / 2 for number in range(1, len(epochs) + 1)]
         waited = [epoch.waited for epoch in epochs]
         computed = [epoch.seconds - epoch.waited for epoch in epochs]
-        axes.bar(places, waited, width * 0.95, color=colour, label=f"{name}: waiting for data")
+        axes.bar(positions, waited, width * 0.95, color=colour, label=f"{name}: waiting for data")
         bars = axes.bar(
-            places, computed, width * 0.95, waited, color=colour, alpha=0.35, label=f"{name}: computing"
+            positions, computed, width * 0.95, waited, color=colour, alpha=0.35, label=f"{name}: computing"
         )
-        # Beyond this many the figures would run into one another.
+        # With more epochs the labels would overlap.
         if len(epochs) <= 10:
             axes.bar_label(bars, [f"{epoch.seconds:.2f}" for epoch in epochs], padding=2, fontsize=9)
     axes.set_xticks(range(1, len(comparison.plain) + 1))

@@ -1,10 +1,11 @@
-"""The demo: one training, once with torch's DataLoader and once with hotset, and what that gained.
+"""The demo: the same training with torch's DataLoader and with hotset's, and a comparison of the two.
 
-torch goes first. The photographs that the demo builds are in the page cache by then, so neither run is read
-from a disk; over a folder of the user's own the first run may warm it for the second, and the table says so.
+torch's goes first. The photographs that the demo builds are in the page cache by then, so neither run reads
+from a disk. With a folder of the user's, the first run may bring files into the page cache for the second,
+and the demo says so.
 
-Only the plot stays. What was built lies in a temporary folder, which goes when the demo returns, fails, is
-interrupted or is terminated.
+Only the plot is left. The photographs are built in a temporary folder, which is removed when the demo
+returns, fails, is interrupted or is terminated.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ def demo(
     plot: Path = Path("hotset-demo.png"),
     count: int = 2000,
 ) -> int:
-    """Train both ways, print the comparison, save its plot, and return an exit code.
+    """Train with both loaders, print the comparison, save its plot, and return an exit code.
 
     Args:
         folder: class subfolders of images; by default photographs are built, and removed at the end.
-        epochs: of each run, at least 1. Hits begin with the second.
+        epochs: of each run, at least 1. The first hits are in the second.
         workers: of each loader, 0 or more.
-        batch_size: samples a batch, at least 1.
+        batch_size: samples in a batch, at least 1.
         plot: where to save the plot, a PNG.
         count: how many photographs to build; not used with a ``folder``.
 
     Returns:
-        0 when the two runs' losses are identical, 1 when they are not; 2 when an argument, the folder, an
-        image in it or the installation is at fault, said in one sentence on stderr; 130 after Ctrl-C.
+        0 if the two runs' losses are identical, 1 if they are not; 2 if an argument, the folder, an image in
+        it or the installation is at fault, with one sentence on stderr; 130 after Ctrl-C.
 
     Raises:
         SystemExit: 143, on SIGTERM.
@@ -77,17 +78,13 @@ def demo(
             comparison = _compare(folder, epochs, workers, batch_size, count, console)
         console.print(table(comparison))
         if folder is not None:
-            console.print(
-                "torch went first: files that its first epoch read from a disk hotset found in memory."
-            )
+            console.print("torch's run was first: hotset's found in memory the files that it had read.")
         _save(comparison, plot, console)
         return 0 if comparison.identical else 1
     except HotsetError as error:
-        # From a worker the message is a traceback, which ends in the sentence.
-        sentence = str(error).rstrip().splitlines()[-1].removeprefix(f"{_qualified(error)}: ")
-        errors.print(sentence, style="red", markup=False)
-        # An exception that torch brought from a worker refers to a frame that refers to it: left so, the
-        # frames, the loader and its workers would live on until some garbage collection.
+        errors.print(_sentence(error), style="red", markup=False)
+        # An exception that torch brought from a worker refers to a frame that refers to the exception. The
+        # frames, the loader and its workers would live on until the next garbage collection.
         error.__traceback__ = None
         return 2
     except KeyboardInterrupt:
@@ -95,12 +92,14 @@ def demo(
         return 130
 
 
-def _qualified(error: Exception) -> str:
-    return f"{type(error).__module__}.{type(error).__qualname__}"
+def _sentence(error: HotsetError) -> str:
+    """The error's own sentence; if it was raised in a worker, its message is a traceback that ends in it."""
+    kind = type(error)
+    return str(error).rstrip().splitlines()[-1].removeprefix(f"{kind.__module__}.{kind.__qualname__}: ")
 
 
 def _check(folder: Path | None, epochs: int, workers: int, batch_size: int, plot: Path, count: int) -> None:
-    """Refuse what would otherwise fail at the end, after minutes of training."""
+    """Refuse arguments that would otherwise fail at the end, after minutes of training."""
     for name, value, least in (
         ("epochs", epochs, 1),
         ("workers", workers, 0),
@@ -108,7 +107,7 @@ def _check(folder: Path | None, epochs: int, workers: int, batch_size: int, plot
         ("count", count, 1),
     ):
         if value < least:
-            raise ArgumentError(f"{name}={value} is too small; give {least} or more.")
+            raise ArgumentError(f"{name} must be at least {least}, got {value}.")
     if not plot.parent.is_dir() or plot.is_dir():
         raise ArgumentError(f"The plot cannot be saved as {plot}; name a file in a folder that exists.")
     needed = {"PIL": "Pillow", "matplotlib": "matplotlib"}
@@ -121,14 +120,14 @@ def _check(folder: Path | None, epochs: int, workers: int, batch_size: int, plot
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does: by default it ends Python at once, temporary folder and all."""
+    """Let SIGTERM raise SystemExit: by default it ends Python at once, and leaves the temporary folder."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may set a handler; elsewhere signals are the program's own affair.
+        yield  # only the main thread may set a handler
         return
 
     def leave(number: int, frame: object) -> None:
-        # The workers were probably sent the same signal. torch's handler would raise, wherever this
-        # process then stands, that one was killed.
+        # The workers were probably sent the same signal. At their death, torch's handler would raise an error
+        # in the midst of the cleanup.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sys.exit(128 + number)
 
@@ -142,21 +141,22 @@ def _terminable() -> Iterator[None]:
 def _compare(
     folder: Path | None, epochs: int, workers: int, batch_size: int, count: int, console: Console
 ) -> Comparison:
-    """Train both ways, with a bar for each."""
-    # Here, not above: these bring torch, which `hotset --help` has no time for.
+    """Train with both loaders, with a progress bar for each."""
+    # Imported here: these import torch, which would delay `hotset --help`.
     from hotset.demo.photographs import Photographs
     from hotset.demo.training import steady
 
-    with _temporary(folder) as place, progress_bar(console, "samples", 2.0) as bar:
+    with _images_folder(folder) as images, progress_bar(console, "samples", 2.0) as bar:
         if folder is None:
-            _build(place, count, bar)
-        photographs = Photographs(place)
+            _build(images, count, bar)
+        photographs = Photographs(images)
         with steady():
             return _train_both(photographs, epochs, workers, batch_size, bar)
 
 
 @contextmanager
-def _temporary(folder: Path | None) -> Iterator[Path]:
+def _images_folder(folder: Path | None) -> Iterator[Path]:
+    """The user's folder, or a temporary one."""
     if folder is not None:
         yield folder
         return
@@ -164,18 +164,18 @@ def _temporary(folder: Path | None) -> Iterator[Path]:
     try:
         yield Path(name)
     finally:
-        # In a thread, as a second Ctrl-C raises in the main one; the interpreter waits for threads to end.
+        # In a thread, as a second Ctrl-C raises in the main thread; Python waits for this one at its exit.
         remover = threading.Thread(target=shutil.rmtree, args=(name, True))
         remover.start()
         remover.join()
 
 
-def _build(place: Path, count: int, bar: Progress) -> None:
+def _build(folder: Path, count: int, bar: Progress) -> None:
     from hotset.demo.photographs import build
 
     task = bar.add_task("building photographs", total=count)
     try:
-        build(place, count, progress=lambda done: bar.update(task, completed=done))
+        build(folder, count, progress=lambda done: bar.update(task, completed=done))
     except OSError as error:
         raise ArgumentError(
             f"The photographs cannot be written ({error}); set TMPDIR to a folder with room."

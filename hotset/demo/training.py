@@ -1,11 +1,12 @@
-"""What the demo trains: the pipeline's two steps, a small network, and the timed loop.
+"""The demo's training: the pipeline's two steps, a small network, and the timed loop.
 
-The pipeline is the usual one: decode and resize, the same each time and worth keeping, then a random flip
-and crop, which must stay live. The network is small enough (about 0.2 ms a sample, forward and backward on
-one core) that the data pipeline is what training waits for, as it is where the network runs on a GPU.
+The pipeline is a common one: decode and resize, which give the same result each time and are worth caching,
+then a random flip and crop, which must stay live. The network is small enough (about 0.2 ms a sample, forward
+and backward on one core) that training waits for the data pipeline, as it does with a larger network on a
+GPU.
 
-Both runs begin from one seed, take the same arguments, and draw from torch's generators alone, so that their
-losses are equal bit for bit exactly when the two loaders give the same batches in the same order.
+Both runs start from one seed, take the same arguments, and draw from torch's generators only. So their losses
+are equal bit for bit exactly if the two loaders give the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def load_resized(sample: tuple[str, int]) -> tuple[torch.Tensor, int]:
             resized = image.convert("RGB").resize((LOADED_SIZE, LOADED_SIZE), Image.Resampling.BILINEAR)
     # Pillow's decoders raise all of these for a damaged file, depending on the format and the damage.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ArgumentError(f"{path} cannot be read as an image ({error}); mend or remove it.") from error
+        raise ArgumentError(f"{path} cannot be read as an image ({error}); repair or remove it.") from error
     pixels = torch.from_numpy(np.array(resized))
     return pixels.permute(2, 0, 1).contiguous(), label
 
 
 def flip_and_crop(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
-    """Return the image cropped to ``(3, 192, 192)`` at a random place, and mirrored half the time."""
+    """Return the image cropped to ``(3, 192, 192)`` at a random place, and flipped half the time."""
     image, label = sample
     top, left = torch.randint(LOADED_SIZE - TRAINED_SIZE + 1, (2,)).tolist()
     image = image[:, top : top + TRAINED_SIZE, left : left + TRAINED_SIZE]
@@ -60,7 +61,7 @@ def flip_and_crop(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
 
 
 class Decoded(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """The plain way: every step, for every sample, in every epoch."""
+    """The dataset without a cache: both steps run for every sample in every epoch."""
 
     def __init__(self, photographs: Photographs) -> None:
         self.photographs = photographs
@@ -74,7 +75,7 @@ class Decoded(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True)
 class EpochResult:
-    """One epoch: how long it took, how much of that the trainer waited for data, and each step's loss."""
+    """One epoch: its seconds, how many of them the trainer waited for data, and each step's loss."""
 
     seconds: float
     waited: float
@@ -89,10 +90,10 @@ class EpochResult:
 
 @contextmanager
 def steady() -> Iterator[None]:
-    """Train on one thread, and put torch's thread count and generator back afterwards.
+    """Train on one thread, and restore torch's thread count and generator afterwards.
 
-    The workers want the other cores, and a second OpenMP thread that has to wait for one spins: the step
-    would take many times longer, and by how much would differ from run to run.
+    The workers use the other cores. A second OpenMP thread would spin while it waits for a core: a step would
+    take many times as long, and a different time in each run.
     """
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
@@ -113,8 +114,8 @@ def train(
 ) -> Iterator[EpochResult]:
     """Train a new network, yielding each epoch's result as the epoch ends.
 
-    The global torch generator is seeded once, before the network is made: what later epochs draw then also
-    depends on the state in which the loader left it.
+    torch's global generator is seeded once, before the network is made. So what later epochs draw also
+    depends on the state in which the loader leaves the generator.
 
     Args:
         loader: gives ``[images, labels]``: uint8 ``(n, 3, 192, 192)`` and int64 ``(n,)``.
@@ -129,16 +130,16 @@ def train(
         losses: list[float] = []
         samples = 0
         waited = 0.0
-        begin = asked = time.perf_counter()
+        begin = wait_begin = time.perf_counter()
         # Making the iterator starts the workers, and the trainer waits for that too.
         for images, labels in loader:
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - wait_begin
             losses.append(step(images, labels))
             samples += len(labels)
             on_batch(len(labels))
-            asked = time.perf_counter()
+            wait_begin = time.perf_counter()
         end = time.perf_counter()
-        yield EpochResult(end - begin, waited + end - asked, samples, tuple(losses))
+        yield EpochResult(end - begin, waited + end - wait_begin, samples, tuple(losses))
 
 
 class _Step:
@@ -158,7 +159,7 @@ class _Step:
         )
         self.loss = nn.CrossEntropyLoss()
         self.pixels = torch.empty(0)
-        # torch chooses its kernels at the first pass, in time that would all count as the first run's.
+        # torch chooses its kernels at the first pass; only the first of the two runs would pay for that.
         self.loss(self.net(torch.zeros(1, 3, TRAINED_SIZE, TRAINED_SIZE)), torch.zeros(1).long()).backward()
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> float:
@@ -169,7 +170,7 @@ class _Step:
         loss = self.loss(self.net(pixels), labels)
         self.net.zero_grad()
         loss.backward()
-        # Not torch.optim: its first step imports torch's compiler, a second's wait and a folder left in /tmp.
+        # Not torch.optim: its first step imports torch's compiler for a second and leaves a folder in /tmp.
         with torch.no_grad():
             for parameter in self.net.parameters():
                 if parameter.grad is not None:

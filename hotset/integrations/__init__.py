@@ -1,5 +1,5 @@
-"""Training libraries that take a loader apart and build their own: how it stays hotset's there.
+"""Adapters for training libraries that build a loader of their own from the one they are given.
 
-Each module here is for one library and imports it; nothing else in hotset does. A loader needs none of them
-in a plain loop, in Lightning without resuming, or in Fabric.
+Each module is for one library and imports it; the rest of hotset does not. A plain loop, Lightning without
+resuming, and Fabric need none of them.
 """

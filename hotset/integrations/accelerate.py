@@ -1,13 +1,13 @@
-"""Accelerate: batches from the cache again after ``Accelerator.prepare``.
+"""Accelerate: let a loader read from the cache again after ``Accelerator.prepare``.
 
-``prepare`` and ``skip_first_batches`` wrap a loader: they take over its arguments, shard or shorten its batch
+``prepare`` and ``skip_first_batches`` wrap a loader: they take its arguments, shard or shorten its batch
 sampler, and build a plain ``torch.utils.data.DataLoader`` (or torchdata's stateful one) inside the wrapper,
-whatever the class was. The wrapper is what does Accelerate's work: moving batches to the device, keeping the
-ranks' generators alike, knowing the last batch for ``gather_for_metrics``. So the wrapper stays, and only the
-loader inside it is replaced, by a :class:`hotset.DataLoader` with the same arguments.
+whatever the loader's class was. The wrapper does Accelerate's work: it moves batches to the device, keeps the
+ranks' generators equal, and knows the last batch for ``gather_for_metrics``. So the wrapper stays, and only
+the loader inside it is replaced, by a :class:`hotset.DataLoader` with the same arguments.
 
-Preparing everything but the loader, and sharding by ``DistributedSampler``, was rejected: it loses the
-handling of the last batch and of gradient accumulation, which Accelerate hangs on the wrapper.
+The alternative, to prepare everything but the loader and shard by ``DistributedSampler``, was rejected: only
+the wrapper handles the last batch and gradient accumulation.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _KEPT = (
 
 
 def from_cache(prepared: P) -> P:
-    """Let a loader that Accelerate has wrapped draw its batches from the cache; returns the same wrapper.
+    """Let a loader that Accelerate has wrapped read its batches from the cache; returns the same wrapper.
 
     Use it on what ``Accelerator.prepare`` and ``skip_first_batches`` return. Batches, their order and their
-    device stay what they were. With ``DataLoaderConfiguration(use_stateful_dataloader=True)``
-    ``save_state`` and ``load_state`` save and load this loader's state: the rest of an epoch goes on where
-    it was, and ``skip_first_batches`` must not be used on top. A state that was saved after the last batch is
-    that of the next epoch. Accelerate keeps one loader's state for all ranks, that of the rank that wrote
-    last: ranks whose live transforms draw from different seeds do not go on with their own draws.
+    device stay the same. With ``DataLoaderConfiguration(use_stateful_dataloader=True)``, ``save_state`` and
+    ``load_state`` save and load this loader's state: an interrupted epoch is resumed, and
+    ``skip_first_batches`` must not be used as well. A state that was saved after the last batch is that of
+    the next epoch. Accelerate keeps one loader state for all ranks, from the rank that wrote last: ranks
+    whose live transforms draw from different seeds do not resume their own draws.
 
     Args:
-        prepared: a ``DataLoaderShard`` or ``DataLoaderDispatcher``. One without a batch sampler (an iterable
-            dataset, ``batch_size=None``) has nothing to gather by and is returned as it is.
+        prepared: a ``DataLoaderShard`` or ``DataLoaderDispatcher``. Without a batch sampler (an iterable
+            dataset, ``batch_size=None``) it is returned as it is, as no batches can be gathered.
 
     Raises:
-        TypeError: it is no loader that Accelerate has wrapped.
+        TypeError: ``prepared`` is not a loader that Accelerate has wrapped.
 
     Example:
         >>> import hotset, torch
@@ -67,7 +67,7 @@ def from_cache(prepared: P) -> P:
     wrapper: Any = prepared
     if "base_dataloader" not in getattr(wrapper, "__dict__", ()):
         raise TypeError(
-            f"from_cache takes a loader that Accelerate has wrapped, not a {type(prepared).__name__}; call "
+            f"prepared must be a loader that Accelerate has wrapped, got a {type(prepared).__name__}; call "
             "Accelerator.prepare with the loader first."
         )
     plain = wrapper.base_dataloader
@@ -76,6 +76,6 @@ def from_cache(prepared: P) -> P:
     wrapper.base_dataloader = DataLoader(
         plain.dataset, batch_sampler=plain.batch_sampler, **{name: getattr(plain, name) for name in _KEPT}
     )
-    # Accelerate hands out a copy of the state that it takes while batches go by: this is the one before them.
+    # Accelerate saves a copy of the state that it takes at each batch: this is the state before the first.
     wrapper.dl_state_dict = wrapper.base_dataloader.state_dict()
     return prepared

@@ -6,23 +6,23 @@
     LoadImaged ─ EnsureChannelFirstd ─ pre_transforms ─ ResizeWithPadOrCropd │               section validate
     ╰───────────────────────── cached, up to the first random one ──╯ live, for each use
 
-All transforms are MONAI's, in one Compose, and hotset cuts it as it cuts any. In training a *window* over the
-dataset holds ``num_cache_objects`` samples. An epoch is one pass over those, and then the fraction
-``replace_percent`` of them gives way to others. In validation all samples are used, each time.
+All transforms are MONAI's, in one Compose, and hotset cuts it like any other. In training a *window* over the
+dataset holds ``num_cache_objects`` samples. An epoch is one pass over those; then the fraction
+``replace_percent`` of them is replaced by others. In validation every epoch uses all samples.
 
-**The random crop is drawn evenly over the volume**, after padding to the crop's size where the volume is
-smaller. Crops that favour the foreground need a ratio, a background and a label that has both, none of which
-an image pipeline's arguments name. To have them, put ``RandCropByPosNegLabeld`` last in ``pre_transforms``,
-with the same size: this crop then takes all of each. **One volume gives one crop**, so that a batch is
-``output_batch_size`` volumes; a transform that would give several is refused.
+**The random crop is drawn evenly over the volume**; a volume smaller than the crop is padded first. A crop
+that favours the foreground would need a ratio, a background and a label that has both, and an image pipeline
+has no arguments for these. For such crops, put ``RandCropByPosNegLabeld`` last in ``pre_transforms``, with
+the same size: the pipeline's own crop then takes all of each. **One volume gives one crop**, so that a batch
+is ``output_batch_size`` volumes; a transform that would give several is refused.
 
-**Tensors, not MetaTensors.** pre_transforms such as ``Spacingd`` need what a MetaTensor knows of its volume.
-The crop doesn't, and batches are gathered from the cache only if they are plain: what was known is dropped
+**Tensors, not MetaTensors.** pre_transforms such as ``Spacingd`` need a MetaTensor's metadata. The crop does
+not, and batches are gathered from the cache only if they consist of plain tensors. So the metadata is dropped
 before the crop, and again after it, as MONAI's crops add it anew.
 
-**Seeds.** MONAI's transforms each have a generator of their own, which forks of a process would share, and
-draw alike from. So they are seeded: in each worker from the worker's seed, which torch draws for each
-epoch; without workers once, from torch's generator, as the loader is made.
+**Seeds.** Each of MONAI's transforms has its own generator; after a fork, all workers would have equal ones
+and draw the same. So the transforms are seeded: in each worker from the worker's seed, which torch draws for
+each epoch; without workers once, from torch's generator, when the loader is made.
 """
 
 from __future__ import annotations
@@ -60,24 +60,25 @@ def from_config(
     without ``WithCache``, which read every volume each time. ``pre_transforms``, beside the
     ``image_pipeline``, are MONAI's dictionary transforms, in order. ``docs/clara.md`` lists all arguments.
 
-    ``prefetch_size`` batches are made ahead by all workers together: each makes
-    ``ceil(prefetch_size / num_workers)`` of them, at least the one that it is working on.
+    All workers together make ``prefetch_size`` batches ahead: each makes
+    ``ceil(prefetch_size / num_workers)`` of them, but at least one.
 
     Args:
-        path_or_dict: ``train_config.json``, or what is in it.
+        path_or_dict: the path of ``train_config.json``, or its content.
         section: ``"train"`` or ``"validate"``.
-        environment: what ``{VAR}`` in the configuration stands for; the process's environment without it.
-        transforms: more names for ``pre_transforms``, each of what makes a transform of dicts when called
-            with ``args``. Your own are live unless they are declared with :func:`hotset.deterministic`.
+        environment: the values of ``{VAR}`` in the configuration; by default the process's environment.
+        transforms: more names for ``pre_transforms``: for each a callable that, called with ``args``, returns
+            a transform of dicts. Your own transforms are live unless they are declared with
+            :func:`hotset.deterministic`.
 
     Returns:
         A loader of dicts. ``"image"`` is float32, of shape ``[B, C, *output_crop_size]``. ``"label"`` is a
-        float32 tensor like it for segmentation, with the label's own channels; for classification int64
-        ``[B]``, or float32 ``[B, n]`` if labels are lists. It is left out if the list has none. The last
-        batch may be smaller; none is dropped. ``loader.dataset.plan`` says what is cached.
+        float32 tensor of the same size for segmentation, with the label's own channels; for classification
+        int64 ``[B]``, or float32 ``[B, n]`` if labels are lists. It is left out if the list has no labels.
+        The last batch may be smaller; none is dropped. ``loader.dataset.plan`` says what is cached.
 
     Raises:
-        ArgumentError: a value is missing or wrong, a file is missing: the sentence names the key.
+        ArgumentError: a value is missing or wrong, or a file is missing: the message names the key.
         ImportError: MONAI is not installed.
 
     Example:
@@ -127,27 +128,27 @@ def _monai(part: str) -> Any:
         import monai.transforms
     except ImportError as error:
         raise ImportError(
-            f"Clara's pipelines are made of MONAI's transforms, and MONAI cannot be imported ({error}); "
+            f"Clara's pipelines consist of MONAI's transforms, and MONAI cannot be imported ({error}); "
             "install it with: pip install 'hotset[monai]'."
         ) from error
     return getattr(monai, part)
 
 
 def _seed_transforms(worker: int) -> None:
-    """Seed what is random in this worker, from the worker's seed."""
+    """Seed the random transforms in this worker from the worker's seed."""
     info = get_worker_info()
     assert info is not None
-    # Behind a cache what is live is the very objects of the whole chain, so that a sample is cropped alike
-    # with and without it.
-    whole: Any = getattr(info.dataset, "dataset", info.dataset)
-    whole.transform.set_random_state(info.seed % _SEEDS)
+    # A cache's live transforms are objects of the dataset's own chain, so seeding that chain gives a sample
+    # the same crop with and without a cache.
+    dataset: Any = getattr(info.dataset, "dataset", info.dataset)
+    dataset.transform.set_random_state(info.seed % _SEEDS)
 
 
 # The chain
 
 
 def _chain(pipeline: Pipeline, known: Mapping[str, Callable[..., Any]]) -> Any:
-    """The whole chain, of one item of the data list to one sample of a batch."""
+    """The whole chain, from an item of the data list to a sample of a batch."""
     monai = _monai("transforms")
     files, both = ["image"], ["image"]
     types = [torch.float32]
@@ -167,18 +168,18 @@ def _chain(pipeline: Pipeline, known: Mapping[str, Callable[..., Any]]) -> Any:
         crop = [monai.ResizeWithPadOrCropd(files, spatial_size=pipeline.crop)]
     one = OneVolume(tuple(files), len(pipeline.crop), pipeline.args.child("output_crop_size").path)
     select = monai.SelectItemsd(both)
-    # A transform that may give several samples gives a list of one, over which the inner Compose maps those
-    # after it; the outer one doesn't map, so that the list gets to where it ends.
+    # A transform that may give several samples gives a list, and the inner Compose maps the transforms after
+    # it over that list. The outer one does not map, so that OneVolume gets the list.
     return monai.Compose([monai.Compose([*load, *pre]), one, select, *crop, plain], map_items=False)
 
 
 @deterministic
 class OneVolume:
-    """What pre_transforms give, as one sample that can be cropped.
+    """Makes sure that ``pre_transforms`` give one sample that can be cropped.
 
     Args:
-        keys: what is cropped.
-        axes: of the crop.
+        keys: the entries that are cropped.
+        axes: how many axes the crop has.
         name: the configuration's key of the crop's size.
     """
 
@@ -191,19 +192,19 @@ class OneVolume:
         samples = given if isinstance(given, list) else [given]
         if len(samples) != 1:
             raise ArgumentError(
-                f"pre_transforms make {len(samples)} samples of one; leave out the one that does, or give it "
-                "num_samples=1: a batch is output_batch_size volumes."
+                f"pre_transforms must make one sample of one, got {len(samples)}; leave out the transform "
+                "that makes several, or give it num_samples=1: a batch is output_batch_size volumes."
             )
         shapes = [tuple(samples[0][key].shape[1:]) for key in self.keys]
         if any(len(shape) != self.axes for shape in shapes):
             raise ArgumentError(
-                f"{self.name} has {self.axes} sizes, and there is a volume of {shapes[0]}; give a size for "
-                "each of its axes."
+                f"{self.name} must have a size for each axis of a volume, got {self.axes} sizes for one of "
+                f"shape {shapes[0]}."
             )
         if len(set(shapes)) > 1:
             raise ArgumentError(
-                f"an image of {shapes[0]} has a label of {shapes[1]} voxels, and cannot be cropped with it; "
-                "give pre_transforms that change the shape the keys of both."
+                f"an image and its label must have the same shape to be cropped, got {shapes[0]} and "
+                f"{shapes[1]}; give pre_transforms that change the shape the keys of both."
             )
         return samples[0]
 
@@ -212,15 +213,15 @@ def _pre_transform(step: Entry, known: Mapping[str, Callable[..., Any]]) -> Any:
     """One of ``pre_transforms``."""
     step.only(("name", "args"), "a transform")
     args = step["args"] if "args" in step else Entry({}, f"{step.path}.args")
-    args.only(args.value, "it")  # an object, of any keys
+    args.only(args.value, "it")  # any keys, but an object
     make = _maker(step["name"], known)
     if "num_samples" in args and args["num_samples"].value != 1:
-        raise args["num_samples"].wrong("1: a batch is output_batch_size volumes, each cropped once")
+        raise args["num_samples"].wrong("1", "a batch is output_batch_size volumes, each cropped once")
     try:
         return make(**args.value)
-    except Exception as error:  # the transform's own judgement, of any kind
+    except Exception as error:  # transforms raise errors of many kinds
         why = str(error).rstrip(".")
-        raise ArgumentError(f"{args.name}: {step.value['name']} does not take them: {why}.") from error
+        raise ArgumentError(f"{args.name}: {step.value['name']} refuses these arguments: {why}.") from error
 
 
 def _maker(name: Entry, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -235,6 +236,6 @@ def _maker(name: Entry, known: Mapping[str, Callable[..., Any]]) -> Callable[...
         hint = f", such as {' or '.join(near)}" if near else ""
         raise name.wrong(f"one of MONAI's dictionary transforms{hint}, or in transforms=")
     if make in (monai.LoadImaged, monai.EnsureChannelFirstd):
-        raise name.wrong("left out: images are loaded, channels first, before pre_transforms")
+        raise name.wrong("left out", "images are loaded, channels first, before pre_transforms")
     found: Callable[..., Any] = make
     return found

@@ -1,7 +1,7 @@
-"""Reading a Clara Train configuration: every wrong value is a sentence that names its key.
+"""Reading a Clara Train configuration: the error for a wrong value names its key.
 
-Two files are read. ``train_config.json`` says in each of its sections what the pipeline is; the data list
-that it names says what the samples are::
+Two files are read. Each section of ``train_config.json`` describes a pipeline; the data list that it names
+describes the samples::
 
     train_config.json                             dataset.json
     {"train": {                                   {"training":
@@ -9,10 +9,10 @@ that it names says what the samples are::
       "image_pipeline": {"name", "args": {...}}},  "validation": [...],
      "validate": {...}}                            "test": [...]}
 
-Both are other people's files, and often wrong in one place when they are moved to another machine. So a
-value is never looked at without the way that led to it: an :class:`Entry` is the two together, and only its
-methods give plain values. What is wrong is found here, before a volume is opened or a worker started: keys
-that are not known are refused, as they are mostly misspelt, and every file of the list must exist.
+Both files often have one wrong value after they were moved to another machine. So a value is always kept with
+the keys that lead to it, in an :class:`Entry`, and only the methods of that return plain values. Errors are
+found here, before a volume is opened or a worker started: unknown keys are refused, as most of them are
+misspelt, and every file of the list must exist.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class Entry:
-    """A value of a JSON file and where it stands.
+    """A value of a JSON file, and its place in the file.
 
     Attributes:
-        value: what stands there.
+        value: the value.
         path: the keys that lead to it, ``train.pre_transforms[0].name``; empty for the whole file.
-        file: the file, for sentences; empty for the configuration itself.
+        file: the file's name, for messages; empty for the configuration itself.
     """
 
     value: Any
@@ -63,13 +63,14 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The entry as sentences call it."""
-        here = self.path or "the configuration"
-        return f"{here} in {self.file}" if self.file else here
+        """The entry's name in messages."""
+        path = self.path or "the configuration"
+        return f"{path} in {self.file}" if self.file else path
 
-    def wrong(self, must: str) -> ArgumentError:
-        """The error of a value that is not what it must be."""
-        return ArgumentError(f"{self.name} is {_shown(self.value)}; it must be {must}.")
+    def wrong(self, must: str, why: str = "") -> ArgumentError:
+        """The error for a value that is not what it must be."""
+        reason = f"; {why}" if why else ""
+        return ArgumentError(f"{self.name} must be {must}, got {_shown(self.value)}{reason}.")
 
     def __contains__(self, key: str) -> bool:
         return key in self._object()
@@ -77,11 +78,11 @@ class Entry:
     def __getitem__(self, key: str) -> Entry:
         if key not in self:
             known = ", ".join(map(str, self.value)) or "nothing"
-            raise ArgumentError(f"{self.child(key).name} is missing; there is {known}. Add it.")
+            raise ArgumentError(f"{self.child(key).name} is missing; there is only {known}. Add it.")
         return self.child(key)
 
     def child(self, key: str) -> Entry:
-        """The entry under a key; its value is None where there is none."""
+        """The entry under a key; its value is None if the key is missing."""
         return Entry(self._object().get(key), f"{self.path}.{key}" if self.path else key, self.file)
 
     def only(self, keys: Iterable[str], reader: str) -> None:
@@ -98,7 +99,7 @@ class Entry:
         return self.value
 
     def elements(self, what: str) -> Iterator[Entry]:
-        """The entries of a list; ``what`` they are, for the sentence."""
+        """The entries of a list; ``what`` is their name in the error."""
         if not isinstance(self.value, (list, tuple)):
             raise self.wrong(f"a list of {what}")
         for number, value in enumerate(self.value):
@@ -133,14 +134,14 @@ class Entry:
             or not isinstance(self.value, (int, float))
             or not 0 <= self.value <= 1
         ):
-            raise self.wrong("a fraction in [0, 1], not a percentage: 0.1 replaces 10 % of the samples")
+            raise self.wrong("a fraction in [0, 1], not a percentage", "0.1 replaces 10 % of the samples")
         return float(self.value)
 
     def filled(self, variables: Mapping[str, Any]) -> Entry:
-        """The same with every ``{VAR}`` in its texts replaced, at any depth.
+        """The same entry with every ``{VAR}`` in its texts replaced, at any depth.
 
         Raises:
-            ArgumentError: a variable is not set, or is no text.
+            ArgumentError: a variable is not set, or is not a text.
         """
 
         def replaced(found: re.Match[str]) -> str:
@@ -152,7 +153,7 @@ class Entry:
                 )
             value = variables[name]
             if not isinstance(value, (str, os.PathLike)):
-                raise ArgumentError(f"environment[{name!r}] is {value!r}; it must be a text or a path.")
+                raise ArgumentError(f"environment[{name!r}] must be a text or a path, got {value!r}.")
             return os.fsdecode(value)
 
         value: Any = self.value
@@ -170,16 +171,16 @@ class Pipeline:
     """An ``image_pipeline``, with every value in its range.
 
     Attributes:
-        args: the entry of its arguments, for sentences about them.
+        args: the entry of its arguments, for messages about them.
         steps: the entries of ``pre_transforms``.
-        is_training: section ``train``, not ``validate``.
+        is_training: whether this is section ``train``, not ``validate``.
         task: ``"Segmentation"`` or ``"Classification"``.
         samples: one dict for each sample: see :func:`read_samples`.
         crop: voxels (or pixels) along each axis.
         batch_size: samples in a batch.
         num_workers, prefetch_size: worker processes, and batches that they make ahead.
-        resident: samples to keep in memory; None for a pipeline without a cache.
-        replace: the fraction of them that is replaced after each epoch.
+        resident: how many samples to keep in memory; None for a pipeline without a cache.
+        replace: the fraction of them to replace after each epoch.
     """
 
     args: Entry
@@ -196,10 +197,10 @@ class Pipeline:
 
 
 def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> Pipeline:
-    """Read one section of a configuration: the file's name, or what was in it.
+    """Read one section of a configuration, given as the file's name or as its content.
 
     Raises:
-        ArgumentError: with the key that is wrong.
+        ArgumentError: a value is wrong or missing; the message names its key.
     """
     if section not in ("train", "validate"):
         raise ArgumentError(f"section must be 'train' or 'validate', got {section!r}.")
@@ -247,11 +248,12 @@ def _cache_arguments(args: Entry, samples: int, training: bool) -> tuple[int, fl
     if training:
         return resident, args["replace_percent"].fraction()
     if "replace_percent" in args and args["replace_percent"].fraction() != 0:
-        raise args["replace_percent"].wrong("0 for validation, which uses the same samples each time")
+        raise args["replace_percent"].wrong("0 for validation", "it uses the same samples each time")
     if resident < samples:
         raise args["num_cache_objects"].wrong(
-            f"{samples} or more for validation: an epoch is one pass over the cache, and the other samples "
-            "would never be validated. Use the pipeline without a cache if they do not fit in memory"
+            f"{samples} or more for validation",
+            "an epoch is one pass over the cache, and the other samples would never be validated; use the "
+            "pipeline without a cache if they do not fit in memory",
         )
     return resident, 0.0
 
@@ -261,16 +263,17 @@ def read_samples(args: Entry, task: str, *, needs_labels: bool) -> list[dict[str
 
     Args:
         args: holds ``data_list_file_path``, ``data_file_base_dir`` and ``data_list_key``.
-        task: labels are files for segmentation, as images are; an int or a list of numbers for
-            classification.
-        needs_labels: else a list of images alone will do, also as texts, as in the decathlon's ``test``.
+        task: for segmentation labels are files, as images are; for classification an int or a list of
+            numbers.
+        needs_labels: if False, the list may hold images only, also as texts, as in the decathlon's ``test``.
 
     Returns:
         ``{"image": path}`` or ``{"image": path, "label": path or number or list}`` for each sample, the same
-        keys in all of them; a path that is a list is one image of several channels.
+        keys in all of them; a list of paths stands for one image of several channels.
 
     Raises:
-        ArgumentError: with the key that is wrong, in the configuration or in the list.
+        ArgumentError: a value is wrong or missing; the message names its key in the configuration or the
+        list.
     """
     file = Path(args["data_list_file_path"].text())
     base = args["data_file_base_dir"].text()
@@ -279,7 +282,7 @@ def read_samples(args: Entry, task: str, *, needs_labels: bool) -> list[dict[str
     key = args["data_list_key"].text()
     listed = Entry(_json(file, args["data_list_file_path"].name), file=str(file))
     if key not in listed:
-        raise args["data_list_key"].wrong(f"a key of {file}, which has {', '.join(listed.value) or 'none'}")
+        raise args["data_list_key"].wrong(f"a key of {file}", f"it has {', '.join(listed.value) or 'none'}")
     found = []
     for entry in listed[key].elements("samples"):
         if isinstance(entry.value, str) and not needs_labels:
@@ -292,8 +295,8 @@ def read_samples(args: Entry, task: str, *, needs_labels: bool) -> list[dict[str
         found.append(sample)
         if len(sample) != len(found[0]):
             raise ArgumentError(
-                f"{listed[key].name} has samples with and without a label, {entry.path} is the first that "
-                "differs; give all of them one or none."
+                f"{listed[key].name} must have a label for all samples or for none; {entry.path} is the "
+                "first that differs."
             )
     if not found:
         raise listed[key].wrong("a list with a sample or more")
@@ -313,13 +316,14 @@ def _file(entry: Entry, base: str) -> str:
     path = os.path.join(base, entry.text())
     if not os.path.exists(path):
         raise ArgumentError(
-            f"{entry.name} is {_shown(entry.value)}, and there is no file {path}; look at data_file_base_dir."
+            f"{entry.name} must name a file, got {_shown(entry.value)}, but {path} does not exist; correct "
+            "it or data_file_base_dir."
         )
     return path
 
 
 def _classes(entry: Entry) -> int | list[float]:
-    """A class, or a number for each of several."""
+    """One class, or one number for each of several."""
     if isinstance(entry.value, (list, tuple)) and entry.value:
         return [number.number() for number in entry.elements("numbers")]
     if isinstance(entry.value, bool) or not isinstance(entry.value, int):
@@ -328,7 +332,7 @@ def _classes(entry: Entry) -> int | list[float]:
 
 
 def _require_one_length(labels: list[Any], listed: Entry) -> None:
-    """Labels make one tensor: all of them are a number, or lists of one length."""
+    """Refuse labels that cannot make one tensor: all must be numbers, or lists of one length."""
     lengths = [len(label) if isinstance(label, list) else None for label in labels]
     for entry, length in zip(listed.elements("samples"), lengths, strict=True):
         if length != lengths[0]:

@@ -1,24 +1,26 @@
-"""Lightning: checkpoints of an epoch's last batch that do not cost the next epoch.
+"""Lightning: a checkpoint at an epoch's last batch must not make Lightning skip the next epoch.
 
 Lightning's Trainer takes a :class:`hotset.DataLoader` as it is. It injects ``DistributedSampler`` by building
-the loader again from its attributes, and saves and loads its state with its own checkpoints, so that the
-rest of an interrupted epoch is bit for bit what it would have been. What it does with that state by moment:
+the loader again from its attributes, and saves and loads the loader's state with its own checkpoints, so that
+the rest of an interrupted epoch is bit for bit what it would have been. What Lightning does with that state
+depends on when the checkpoint was saved:
 
 ================================  =========================================================================
-checkpoint in the midst           loaded: the rest of the epoch follows
-at the last batch                 loaded: no batch is left, but Lightning counts a whole epoch for it
-at the end of validation or of    not loaded: the next epoch begins as in a new process
+in the midst of an epoch          It loads the state, and the rest of the epoch follows.
+at its last batch                 It loads the state, and no batch is left: Lightning counts that as an
+                                  epoch.
+at the end of validation or of    It does not load the state: the next epoch begins as in a new process.
 the epoch
 ================================  =========================================================================
 
-The middle row silently loses an epoch, with any loader that has a state (torchdata's too): Lightning has
-closed the books of that epoch, while the loader has not. A state of a loader that has nothing left says
-nothing that the next epoch needs, so :class:`EpochEnds` leaves it out, and the last two rows become one.
+The middle row silently loses an epoch, with any loader that has a state (torchdata's too): for Lightning the
+epoch has ended, for the loader it has not. The next epoch needs nothing from the state of a loader that has
+no batch left, so :class:`EpochEnds` leaves that state out, and the second row becomes like the third.
 
-What the next epoch's order is then up to the sampler. Lightning tells ``DistributedSampler`` the number of
-the epoch, with one rank too, so that it goes on in all rows without workers. With workers the first epoch
-after such a checkpoint has the order of epoch 0, with torch's loader too: Lightning begins the loader before
-it tells the number, and workers are sent their first tasks at once.
+The sampler then decides the order of the next epoch. Lightning sets the epoch of a ``DistributedSampler``,
+with one rank too, so without workers the order is right in all rows. With workers the first epoch after such
+a checkpoint has the order of epoch 0, with torch's loader too: Lightning begins the loader before it sets the
+epoch, and workers are sent their first tasks at once.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ __all__ = ["EpochEnds"]
 
 
 class EpochEnds(Callback):
-    """Give it to the Trainer where a checkpoint may be saved at the last batch of an epoch.
+    """Give this to the Trainer if a checkpoint may be saved at the last batch of an epoch.
 
-    That is whenever ``ModelCheckpoint(every_n_train_steps=n)`` meets an epoch's end, ``limit_train_batches``
-    included.
+    That happens if a step of ``ModelCheckpoint(every_n_train_steps=n)`` is an epoch's last, also where
+    ``limit_train_batches`` ends the epoch.
 
     Example:
         >>> from lightning.pytorch.callbacks import ModelCheckpoint

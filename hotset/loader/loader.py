@@ -1,14 +1,14 @@
-"""``hotset.DataLoader``: torch's DataLoader, same arguments and same batches, fed from the cache.
+"""``hotset.DataLoader``: torch's DataLoader with the same arguments and batches, reading from the cache.
 
-Which way an epoch's batches take is decided once, in ``iter()``:
+``iter()`` decides once for an epoch how its batches are made; the first row that fits applies:
 
 =============================================  ===========================================================
-everything cached, nothing live, and a         gathered in this process, ahead of use; no workers
-collate function that is known here
-workers                                        built by workers in shared blocks (an inner loader)
-no workers                                     built in this process, samples one by one
-no cache behind the dataset (an iterable      torch's own loader, its workers tied to this process
+no cache behind the dataset (an iterable       by torch's own loader, whose workers die with this process
 dataset never has one)
+everything cached, nothing live, and a         gathered in this process, ahead of use; no workers
+collate function that hotset knows
+workers                                        by workers, in shared blocks (an inner loader)
+no workers                                     in this process, sample by sample
 =============================================  ===========================================================
 
 A collate function of the user's, or ``batch_size=None``, runs where torch would run it, on samples that were
@@ -42,12 +42,12 @@ from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import Route, route_to
 from hotset.loader.local_batches import LocalBatches
 from hotset.loader.remaining_batches import RemainingBatches, cut_of
-from hotset.loader.rng_state import Beginning, InProcess
+from hotset.loader.rng_state import Beginning, LocalGenerators
 from hotset.loader.state import (
-    Counted,
     EpochProgress,
-    Noted,
+    RecordedOrder,
     SavedState,
+    TorchBatches,
     between_passes,
     header,
     identity_of,
@@ -67,40 +67,40 @@ __all__ = ["DataLoader"]
 
 T = TypeVar("T")
 
-# Attributes of a loader that are made at first use, and do not travel with it.
+# Attributes of a loader that are made at first use, and are not pickled with it.
 _MADE = {
     "_pass",
     "_saved",
     "_watched",
-    "_here",
+    "_local_generators",
     "_known",
     "_currents",
     "_workers_begun",
     "_inner",
     "_buffers",
     "_gathers",
-    "_noted",
+    "_recorded",
     "last_epoch",
 }
 # Live parts often turn uint8 into float32; a shared block takes no memory before it is written to.
 _GROWTH = 4
-# Samples that are looked at for one that is here.
-_LOOKED_AT = 4096
+# How many samples are looked up to find a cached one.
+_LOOKED_UP = 4096
 _SMALLEST_BLOCK = 1 << 20
 
 
 class DataLoader(TorchDataLoader[T]):
-    """Batches from a cached dataset, at the speed of memory where they are wholly cached.
+    """Batches from a cached dataset, at the speed of memory if they are wholly cached.
 
-    It takes every argument of :class:`torch.utils.data.DataLoader` and yields what that yields: the same
-    batches in the same order and types, leaving the same random states behind. Over a dataset without a
-    cache it *is* torch's loader.
+    It takes every argument of :class:`torch.utils.data.DataLoader` and yields the same batches in the same
+    order and types, and leaves the same random states behind. Over a dataset without a cache it *is* torch's
+    loader.
 
-    Batches are yours to keep and to write to. Their memory is used again when nothing refers to it any more.
+    You may keep batches and write to them. Their memory is used again once nothing refers to it.
 
     Attributes:
-        last_epoch: an :class:`~hotset.loader.epoch_summary.EpochSummary` of the pass that ended or was begun
-            last; None before the first. ``str()`` gives one line.
+        last_epoch: an :class:`~hotset.loader.epoch_summary.EpochSummary` of the pass that was begun last;
+            None before the first. ``str()`` gives one line.
 
     Example:
         >>> import hotset, torch
@@ -111,19 +111,19 @@ class DataLoader(TorchDataLoader[T]):
     """
 
     last_epoch: EpochSummary | None = None
-    # What is made at first use and kept for later epochs. Not attributes of __init__: a loader is often made
-    # again from its arguments, or pickled, and none of this may come along.
+    # Made at first use and kept for later epochs. Not set in __init__: other libraries make a loader again
+    # from its attributes, and pickle it, and none of these may come along.
     _pass: EpochProgress | None = None
     _saved: SavedState | None = None
     _watched: tuple[Generators | None] | None = None
-    _here: InProcess | None = None
+    _local_generators: LocalGenerators | None = None
     _known: dict[str, Any] | None = None
     _currents: list[Current] | None = None
     _workers_begun = False
     _inner: TorchDataLoader[Any] | None = None
     _buffers: BatchBuffers | None = None
     _gathers: tuple[Any, LocalGather | None] | None = None
-    _noted: Noted | None = None
+    _recorded: RecordedOrder | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "generator" and not isinstance(value, (torch.Generator, type(None))):
@@ -151,16 +151,16 @@ class DataLoader(TorchDataLoader[T]):
             return self._go_on(saved)
         last, fresh = self._pass, self._fresh
         streams = self.num_workers == 0 and isinstance(self.dataset, IterableDataset)
-        beginning = Beginning(self, self._live_here() if streams else None)
+        beginning = Beginning(self, self._live_generators() if streams else None)
         run = EpochProgress(last.number + 1 if last is not None else 0, beginning.take(), fresh)
         if last is not None and not fresh:  # the same workers go on
             run.workers.update(last.workers)
-            run.asks = not last.over or len(last.workers) < self.num_workers
+            run.ask_workers = not last.over or len(last.workers) < self.num_workers
         return self._begin(run, self._order)
 
     @property
     def _order(self) -> Any:
-        """What gives the indices: of batches, or one by one (whatever the dataset takes) without batches."""
+        """The sampler that gives the indices: of whole batches, or one by one with ``batch_size=None``."""
         return self.batch_sampler if self.batch_sampler is not None else self.sampler
 
     @property
@@ -178,10 +178,10 @@ class DataLoader(TorchDataLoader[T]):
         summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
         self.last_epoch = summary
         if route is None:
-            return Counted(super().__iter__(), run, self._noted, self.batch_size or 1, summary)
-        is_here = route.all_present()
-        gather = self._local_gather(route) if is_here or route.has_neighbours else None
-        run.gathered = gather is not None and is_here
+            return TorchBatches(super().__iter__(), run, self._recorded, self.batch_size or 1, summary)
+        all_cached = route.all_present()
+        gather = self._local_gather(route) if all_cached or route.has_neighbours else None
+        run.gathered = gather is not None and all_cached
         if self.num_workers == 0 or run.gathered:
             self._warn_of_pinning()
             if self._buffers is not None:
@@ -191,15 +191,16 @@ class DataLoader(TorchDataLoader[T]):
             return LocalBatches(draws, route, gather, builder, self._collate(route), run, summary)
         return self._from_workers(route, run, batches, summary)
 
-    # ---- going on ------------------------------------------------------------------------------------
+    # ---- resuming ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on from here, in another process too.
+        """Return what :meth:`load_state_dict` needs to resume from here, in another process too.
 
-        It can be asked for at any time, after every batch if you like: it costs microseconds, and its size
-        does not depend on the data. It counts the batches that were handed over; those that were made ahead
-        are made again. It is made of plain values: ``json`` keeps it, and ``torch.save``, which loads it with
-        ``weights_only=True``. Save it on each rank, together with the random states of the training.
+        You may call it at any time, even after every batch: it takes microseconds, and the size of the state
+        does not depend on the data. The state counts the batches that were handed over; those that were made
+        ahead are made again. It consists of plain values: ``json`` and ``torch.save`` keep it, and
+        ``torch.load`` reads it with ``weights_only=True``. Save it on each rank, together with the random
+        states of the training.
 
         Example:
             >>> import hotset, torch
@@ -219,32 +220,32 @@ class DataLoader(TorchDataLoader[T]):
             return self._saved.state
         if not self.in_order and self.num_workers:
             warn(
-                "with in_order=False batches come as they are done, and a loader that goes on from this "
+                "with in_order=False batches come as they are done, and a loader that resumes from this "
                 "state may give some of the last ones twice, and miss others; leave in_order=True."
             )
         run = self._pass
-        live = self._live_here() if self.num_workers == 0 else None
-        if self._here is None:
-            self._here = InProcess(self, live)
-        in_process = self._here.states(only_samplers=run is not None and run.gathered)
+        live = self._live_generators() if self.num_workers == 0 else None
+        if self._local_generators is None:
+            self._local_generators = LocalGenerators(self, live)
+        in_process = self._local_generators.states(only_samplers=run is not None and run.gathered)
         if run is not None and not run.over:
             return run.state(in_process)
         return between_passes(self._header(), run, self._fresh, Beginning(self, live).take(), in_process)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, with the next ``iter()``, where the loader that gave this state had stopped.
+        """Make the next ``iter()`` resume where the loader that gave this state had stopped.
 
         With as many workers and ranks as before, the rest of the pass is bit for bit what it would have
         been: samples, their order, the draws of live transforms. With another number of workers or ranks,
-        or another batch size, the same samples come, none twice and none dropped. Workers that persist are
+        or another batch size, the same samples come, none twice and none dropped. Persistent workers are
         started anew.
 
-        The global generators of this process that the loader's samplers and, without workers, its live
-        transforms draw from are put back at once to where they were when the state was asked for: the orders
-        of the passes to come are drawn from them, as dropout is. A trainer that keeps their states itself
-        puts its own back after this; what is drawn between this and ``iter()`` counts as drawn. Only in the
-        midst of a pass, and where this process makes the batches and not workers, the ``iter()`` puts them
-        back once more. A state of another rank leaves them alone.
+        This call sets the global generators of this process, from which the loader's samplers and, without
+        workers, its live transforms draw, to their states at ``state_dict()``: the orders of later passes are
+        drawn from them, as dropout is. A trainer that saves their states itself restores them after this
+        call; what is drawn between this call and ``iter()`` counts. Only in the midst of a pass whose batches
+        are made in this process, ``iter()`` restores them once more. A state of another rank does not change
+        them.
 
         Raises:
             StateError: the state is damaged, of another format, or of another dataset or sampler.
@@ -253,30 +254,30 @@ class DataLoader(TorchDataLoader[T]):
         saved = read_state(state, self._identity(), cut, self.num_workers, self._header()["windows"])
         if self._route() is None:
             saved.require_replay(self, cut)
-        saved.put_samplers(Beginning(self))
+        saved.restore_samplers(Beginning(self))
         for cached, position in zip(self._windows(), saved.windows, strict=True):
             cached._access.go_to(position)
         if saved.same_rank:
-            saved.put_globals()
+            saved.restore_globals()
         self._saved = saved
 
     def _go_on(self, saved: SavedState) -> Any:
         """The rest of a saved pass."""
-        # Workers at work have made draws that are not in the state, and may still write to their blocks.
+        # Running workers have made draws that are not in the state, and may still write to their blocks.
         self._inner = self._iterator = self._buffers = None
         self._workers_begun = False
-        beginning = Beginning(self, self._live_here() if self.num_workers == 0 else None)
+        beginning = Beginning(self, self._live_generators() if self.num_workers == 0 else None)
         if saved.same_rank:
-            saved.put_generators(beginning, with_globals=saved.under_way)
+            saved.restore_generators(beginning, with_globals=saved.under_way)
         run = saved.run()
         before, generator = beginning.take(), self.generator
 
         def rewind() -> None:
-            beginning.put_samplers(before)
-            beginning.put_generators(before, with_globals=True)
+            beginning.restore_samplers(before)
+            beginning.restore_generators(before, with_globals=True)
 
         def begin(sampler: Any) -> Any:
-            """Begin a sampler as the interrupted pass began it, whatever was begun here before."""
+            """Begin a sampler as the interrupted pass began it, even if it was begun here before."""
             rewind()
             begun = iter(sampler)
             if run.fresh:
@@ -287,15 +288,15 @@ class DataLoader(TorchDataLoader[T]):
         redraws = saved.redraws(self.num_workers)
         try:
             if not run.fresh and self._route() is None:
-                super().__iter__()  # starts the workers that the pass found at work
+                super().__iter__()  # starts the workers, which ran already when the pass began
                 rewind()
             batches = self._begin(run, self._rest_of(saved, begin if redraws else None))
         finally:
-            if saved.under_way and saved.same_rank:  # to what load_state_dict or the trainer made them
+            if saved.under_way and saved.same_rank:  # to the states that load_state_dict or the trainer set
                 beginning.globals.restore()
-        live = self._live_here() if self.num_workers == 0 else None
-        if saved.under_way and saved.alike and live is not None:
-            saved.put_live(live)
+        live = self._live_generators() if self.num_workers == 0 else None
+        if saved.under_way and saved.same_loader and live is not None:
+            saved.restore_live(live)
         return batches
 
     def _rest_of(self, saved: SavedState, begin: Callable[[Any], Iterator[Any]] | None) -> RemainingBatches:
@@ -308,12 +309,12 @@ class DataLoader(TorchDataLoader[T]):
 
     @property
     def _helpers(self) -> int:
-        """How many processes prepare a window's samples: as many as workers; a core is left for training."""
+        """How many processes prepare a window's samples: one per worker, but a core is left for training."""
         cores = len(os.sched_getaffinity(0))
         return max(1, min(self.num_workers, cores - 1))
 
     def _windows(self) -> list[CachedDataset[Any]]:
-        """The caches behind the dataset that have a running window; whichever way batches are made."""
+        """The caches behind the dataset that have a running window."""
         route = route_to(self.dataset)
         caches = route.caches if route is not None else []
         return list({id(cached): cached for cached in caches if cached._window is not None}.values())
@@ -326,10 +327,10 @@ class DataLoader(TorchDataLoader[T]):
         return self._known
 
     def _follow_caches(self) -> None:
-        """Forget what is known of caches that were made anew, as an attribute of their dataset was set.
+        """Forget what is known of caches that were made anew because an attribute of their dataset was set.
 
         Raises:
-            ArgumentError: workers that persist have the dataset as it was.
+            ArgumentError: persistent workers have the dataset as it was.
         """
         route = route_to(self.dataset)
         now = [cached._current for cached in route.caches] if route is not None else []
@@ -337,13 +338,13 @@ class DataLoader(TorchDataLoader[T]):
         if before is not None and any(one is not other for one, other in zip(before, now, strict=False)):
             if self._inner is not None or self._iterator is not None:
                 raise ArgumentError(
-                    f"{now[0].plan.name} was given another transform or attribute, and workers that persist "
-                    "have it as it was; make another loader, or leave out persistent_workers=True."
+                    f"a transform or attribute of {now[0].plan.name} was set, and persistent workers have "
+                    "the dataset as it was; make another loader, or leave out persistent_workers=True."
                 )
             self._known = self._watched = None
         self._currents = now
 
-    def _live_here(self) -> Generators | None:
+    def _live_generators(self) -> Generators | None:
         """The generators that live transforms, and samples as they are read, draw from in this process.
 
         None if there are none.
@@ -356,21 +357,21 @@ class DataLoader(TorchDataLoader[T]):
             self._watched = (Generators(live) if live else None,)
         return self._watched[0]
 
-    # ---- which way -----------------------------------------------------------------------------------
+    # ---- routes --------------------------------------------------------------------------------------
 
     def _route(self) -> Route | None:
         return route_to(self.dataset)
 
     def _get_iterator(self) -> Any:
-        """torch's own pass, whose order is noted, and whose workers die with this process as ours do."""
-        as_it_is = type(self).__new__(type(self))  # what the user has given stays as it was
-        as_it_is.__dict__.update(self.__dict__)
+        """torch's own iterator, with a recorded order, and with workers that die with this process."""
+        copy = type(self).__new__(type(self))  # the user's own attributes stay as they are
+        copy.__dict__.update(self.__dict__)
         if not isinstance(self.dataset, IterableDataset):
-            self._noted = Noted(self._order)
-            as_it_is.__dict__["sampler" if self.batch_sampler is None else "batch_sampler"] = self._noted
+            self._recorded = RecordedOrder(self._order)
+            copy.__dict__["sampler" if self.batch_sampler is None else "batch_sampler"] = self._recorded
         if self.num_workers:
-            as_it_is.__dict__["worker_init_fn"] = WorkerInit(self.worker_init_fn)
-        return TorchDataLoader._get_iterator(as_it_is)
+            copy.__dict__["worker_init_fn"] = WorkerInit(self.worker_init_fn)
+        return TorchDataLoader._get_iterator(copy)
 
     def _local_gather(self, route: Route) -> LocalGather | None:
         single = route.single
@@ -379,11 +380,11 @@ class DataLoader(TorchDataLoader[T]):
         if self.batch_sampler is None or not is_known(self.collate_fn):
             return None
         if self._gathers is None or self._gathers[0] is not single._store:
-            some = route.sample_ids(np.arange(min(route.length, _LOOKED_AT)))
-            here = single._store.in_common_form(some)
-            if not len(here):  # with neighbours: nothing was read so far
+            ids = route.sample_ids(np.arange(min(route.length, _LOOKED_UP)))
+            cached_ids = single._store.in_common_form(ids)
+            if not len(cached_ids):  # other machines have the samples, and none was read here so far
                 return None
-            gather = make_gather(single, self.collate_fn, int(here[0]))
+            gather = make_gather(single, self.collate_fn, int(cached_ids[0]))
             pinned = self.pin_memory and torch.accelerator.is_available()
             size = single.plan.sample_bytes
             local = LocalGather(gather, size, pinned=pinned) if gather is not None else None
@@ -402,7 +403,7 @@ class DataLoader(TorchDataLoader[T]):
         return draws
 
     def _collate(self, route: Route) -> Callable[[Any], Any]:
-        """The collate function, which pins what it makes where torch's loader would."""
+        """The collate function, which also pins its result if torch's loader would."""
         collate_fn: Callable[[Any], Any] = bound(self.collate_fn, route.schema)[0]
         if not (self.pin_memory and torch.accelerator.is_available()):
             return collate_fn

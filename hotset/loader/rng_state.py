@@ -1,9 +1,9 @@
 """States of random number generators as plain values, and the state that a pass begins from.
 
-A state that goes into a checkpoint must survive ``json`` and ``torch.load(weights_only=True)``, so it is made
-of dicts with text for keys, lists, numbers and text: each generator's state is *packed*, and unpacked when it
-is put back. A sampler's own state, which may hold anything, is packed as well. Packing happens where the
-state is taken, in a worker too, so that saving a loader's state after every batch copies next to nothing.
+A state in a checkpoint must survive ``json`` and ``torch.load(weights_only=True)``, so it consists of dicts
+with text for keys, lists, numbers and text. Each generator's state is *packed* into these, and unpacked when
+it is restored. A sampler's own state, which may hold anything, is packed as well. The process that takes a
+state packs it, a worker too, so that saving a loader's state after every batch copies almost nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 from hotset.determinism.rng import GLOBAL, Generators, access
 from hotset.errors import StateError
 
-__all__ = ["DAMAGE", "Beginning", "InProcess", "damaged", "pack", "put", "unpack", "unpack_states"]
+__all__ = ["DAMAGE", "Beginning", "LocalGenerators", "damaged", "pack", "restore", "unpack", "unpack_states"]
 
-# What damaged values raise.
+# Errors that damaged values lead to.
 DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 # A dict with one of these keys stands for something other than a plain value.
@@ -32,10 +32,10 @@ _TAGS = {"torch", "numpy", "random", "bytes", "tuple", "items"}
 
 
 def pack(value: Any) -> Any:
-    """A generator's state, as its module gives it, or a sampler's, in plain values.
+    """Return a generator's state, as its module gives it, or a sampler's, as plain values.
 
-    Nothing in them is shared with what was given. What is neither a plain value nor a tensor, an array, bytes
-    or a container of such is copied as it is.
+    The result shares nothing with ``value``. A part that is neither a plain value nor a tensor, an array,
+    bytes or a container of these is copied as it is.
 
     Example:
         >>> import json, random
@@ -73,7 +73,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """What :func:`pack` was given.
+    """Return the value that :func:`pack` was given.
 
     Raises:
         KeyError, TypeError, ValueError: it is not a packed state.
@@ -92,7 +92,7 @@ def unpack(packed: Any) -> Any:
     if "random" in packed:
         gauss = packed["gauss"]
         if not (gauss is None or isinstance(gauss, float)):
-            raise TypeError(f"{gauss!r} is no normal deviate")
+            raise TypeError(f"gauss must be a float or None, got {gauss!r}")
         return packed["random"], tuple(array.array("I", _bytes(packed["words"]))), gauss
     if "bytes" in packed:
         return _bytes(packed["bytes"])
@@ -106,7 +106,7 @@ def unpack(packed: Any) -> Any:
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, name) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"dtype must be the name of one of torch's, got {name!r}")
     return found
 
 
@@ -117,38 +117,38 @@ def _text(data: Any) -> str:
 def _bytes(value: Any) -> bytes:
     if isinstance(value, str):
         return base64.b64decode(value, validate=True)
-    if not isinstance(value, bytes):  # format 1 had bytes; bytearray(10**12) is a terabyte of zeros
-        raise TypeError(f"text or bytes expected, not {type(value).__name__}")
+    if not isinstance(value, bytes):  # format 1 had bytes; a number 10**12 would become a terabyte of zeros
+        raise TypeError(f"expected text or bytes, got {type(value).__name__}")
     return value
 
 
-# Where in its buffer a generator of numpy's is (MT19937, Philox). numpy takes any number, and reads there.
-_PLACES = {"pos": 624, "buffer_pos": 4}
+# The largest positions in the buffers of numpy's generators (MT19937, Philox): numpy does not check them.
+_LAST_POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 
 def unpack_states(packed: Any) -> Any:
-    """As :func:`unpack`, of states of generators: numpy's would take any place in their buffer.
+    """Unpack states of generators, and check the positions in them, which numpy would use unchecked.
 
     Raises:
         as :func:`unpack`.
     """
 
-    def look(value: Any) -> None:
+    def check(value: Any) -> None:
         for name, part in value.items() if isinstance(value, dict) else ():
-            if name in _PLACES and not 0 <= part <= _PLACES[name]:
-                raise ValueError(f"a generator of numpy's cannot be at {name} {part}")
-            look(part)
+            if name in _LAST_POSITIONS and not 0 <= part <= _LAST_POSITIONS[name]:
+                raise ValueError(f"{name} must be from 0 to {_LAST_POSITIONS[name]}, got {part}")
+            check(part)
 
     state = unpack(packed)
-    look(state)
+    check(state)
     return state
 
 
-def put(generators: Generators, packed: Any, *, held_only: bool = False) -> None:
-    """Put generators to their packed states.
+def restore(generators: Generators, packed: Any, *, held_only: bool = False) -> None:
+    """Set generators to their packed states.
 
     Args:
-        held_only: leave the global ones as they are.
+        held_only: leave the global generators as they are.
 
     Raises:
         StateError: the states are damaged.
@@ -160,21 +160,21 @@ def put(generators: Generators, packed: Any, *, held_only: bool = False) -> None
 
 
 def damaged(error: Exception) -> StateError:
-    """The error to raise for one that a damaged state has led to."""
+    """The error to raise instead of one that a damaged state has led to."""
     return StateError(f"the state is damaged ({type(error).__name__}: {error}); load an earlier one.")
 
 
 class Beginning:
-    """What a loader's pass begins from: everything that decides the order of its samples.
+    """The state that a loader's pass begins from: everything that decides the order of its samples.
 
-    The global generators, the loader's own, those that its samplers hold, the epoch that a sampler was told,
-    and the state of a sampler that can be asked for one (``state_dict``, ``load_state_dict``). Of what lies
-    behind a sampler, samplers and generators on its attributes are found. An iterable dataset is a sampler
-    too: it decides the order.
+    It consists of the global generators, the loader's own, those that its samplers hold, the epoch that a
+    sampler was set to, and the state of a sampler that has one (``state_dict``, ``load_state_dict``).
+    Samplers and generators in a sampler's attributes count too. An iterable dataset counts as a sampler, as
+    it decides the order.
 
     Args:
         loader: any of torch's loaders.
-        held: generators that the dataset and its transforms hold in this process, where they matter.
+        held: generators that the dataset and its transforms hold in this process, if they are used here.
 
     Attributes:
         globals: the three global generators.
@@ -182,14 +182,14 @@ class Beginning:
 
     def __init__(self, loader: Any, held: Generators | None = None) -> None:
         self.globals = Generators([])
-        # Not the loader itself: what is made of this may live in its workers' sampler, and a cycle would keep
-        # the workers of a dropped loader until the next garbage collection.
+        # The loader itself is not kept: this object may be reached from its workers' sampler, and a cycle
+        # would keep a dropped loader's workers running until the next garbage collection.
         self._generator: torch.Generator | None = loader.generator
         self._samplers = _samplers_of(loader)
         self._held = held
 
     def take(self) -> dict[str, Any]:
-        """All of it as it is now, in plain values."""
+        """The present state, as plain values."""
         return {
             "globals": pack(self.globals.states()),
             "generators": [pack(get()) for get, _ in self._generators()],
@@ -201,11 +201,11 @@ class Beginning:
         """The samplers' part of :meth:`take`."""
         return [_sampler_state(sampler) for sampler in self._samplers]
 
-    def put_generators(self, state: Any, *, with_globals: bool) -> None:
-        """Put the generators back to what they were at :meth:`take`.
+    def restore_generators(self, state: Any, *, with_globals: bool) -> None:
+        """Set the generators to their states at :meth:`take`.
 
         Raises:
-            KeyError, RuntimeError, TypeError, ValueError: it was not :meth:`take` of such a loader.
+            KeyError, RuntimeError, TypeError, ValueError: the state is not from a loader like this one.
         """
         if with_globals:
             self.globals.put(unpack_states(state["globals"]))
@@ -214,16 +214,16 @@ class Beginning:
         if self._held is not None and state["held"] is not None:
             self._held.put(unpack_states(_held_of(state["held"])))
 
-    def put_samplers(self, state: Any) -> None:
-        """Put the samplers' epochs and own states back.
+    def restore_samplers(self, state: Any) -> None:
+        """Restore the samplers' epochs and own states.
 
         Raises:
-            as :meth:`put_generators`.
+            as :meth:`restore_generators`.
         """
         for sampler, own in zip(self._samplers, state["samplers"], strict=True):
             if "epoch" in own:
                 sampler.set_epoch(own["epoch"])
-            if "state" in own:  # after the epoch: set_epoch() may well begin that anew
+            if "state" in own:  # after the epoch, as set_epoch() may reset the state
                 sampler.load_state_dict(unpack(own["state"]))
 
     def _generators(self) -> Iterator[Any]:
@@ -236,43 +236,42 @@ class Beginning:
                     yield found
 
 
-class InProcess:
-    """The generators of this process that a loader's batches go on from: those that its samplers draw from,
-    and its live parts, where no worker has them.
+class LocalGenerators:
+    """The generators of this process that a loader's samplers and, without workers, live parts draw from.
 
     Args:
         loader: any of torch's loaders.
-        live: the generators that live parts draw from in this process; None if there are none here.
+        live: the generators that live parts draw from in this process; None if live parts run elsewhere.
     """
 
     def __init__(self, loader: Any, live: Generators | None) -> None:
         self._live = live
         samplers = [sampler for sampler in _samplers_of(loader) if sampler is not loader.dataset]
-        torchs = all(type(one).__module__.startswith(_TORCHS) for one in samplers)
-        self._samplers = None if torchs else Generators([])
+        torch_only = all(type(one).__module__.startswith(_DRAW_FROM_TORCH) for one in samplers)
+        self._samplers = None if torch_only else Generators([])
         self._last = b""
         self._text = ""
 
     def states(self, *, only_samplers: bool) -> dict[str, Any]:
-        """Their states as they are now, in plain values, by name.
+        """The present states, as plain values by name.
 
         Args:
             only_samplers: in this pass no live part draws, and no sample is read.
         """
-        all_of_them = self._samplers if self._live is None or only_samplers else self._live
-        if all_of_them is not None:
-            packed: dict[str, Any] = pack(all_of_them.states())
+        generators = self._samplers if self._live is None or only_samplers else self._live
+        if generators is not None:
+            packed: dict[str, Any] = pack(generators.states())
             return packed
-        # Asked for after every batch; encoding takes the longest, and often nothing has drawn since.
+        # This runs after every batch; encoding takes most of its time, and often nothing was drawn since.
         state = torch.get_rng_state().numpy().tobytes()
         if state != self._last:
             self._last, self._text = state, _text(state)
-        return {_TORCHS_GENERATOR: {"torch": self._text}}
+        return {_TORCH_GENERATOR: {"torch": self._text}}
 
 
-# Samplers that draw from torch's generator only, and its name among those of Generators.
-_TORCHS = ("torch.utils.data.", "torchdata.", "builtins")
-_TORCHS_GENERATOR = GLOBAL[2]
+# Packages whose samplers draw from torch's global generator only, and the name of that among Generators.
+_DRAW_FROM_TORCH = ("torch.utils.data.", "torchdata.", "builtins")
+_TORCH_GENERATOR = GLOBAL[2]
 
 
 def _held_of(states: dict[str, Any]) -> dict[str, Any]:
@@ -289,15 +288,15 @@ def _samplers_of(loader: Any) -> list[Any]:
             continue
         found.append(sampler)
         own = getattr(sampler, "__dict__", {})
-        # Batch samplers of other makers keep any iterable under this name.
+        # Batch samplers of other libraries keep any iterable under this name.
         queue += [value for name, value in own.items() if isinstance(value, Sampler) or name == "sampler"]
     return found
 
 
 def _sampler_state(sampler: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    # A DistributedSampler draws from its seed and epoch alone. What one that has a state (torchdata's) says
-    # of itself is how far it has come, before a pass: to the end of the last one.
+    # A DistributedSampler draws from its seed and epoch only. If one has a state (torchdata's), it is how far
+    # it has come, which before a pass is the end of the last one: that must not be restored.
     stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
     if stateful and not isinstance(sampler, DistributedSampler):
         state["state"] = pack(sampler.state_dict())

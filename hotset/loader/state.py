@@ -1,22 +1,23 @@
-"""Going on where a loader stopped: what its state says, and how a pass is taken up again.
+"""A loader's state: what it holds, and how a loader resumes an interrupted pass from it.
 
-The state says where a pass *began* (the random states and the samplers' own) and how much of it was
-consumed; nothing in it grows with the data. Batches that were made ahead and not handed over yet are simply
-made again. What comes after that depends on draws that were not made yet:
+The state says how a pass *began* (the random states and the samplers' own) and how much of it was consumed;
+its size does not depend on the data. Batches that were made ahead and not handed over yet are made again.
+What follows depends on draws that were not made yet, so the state also holds generators:
 
 ==========================  ===============================================================================
-the passes to come          a shuffling sampler draws from this process's global generator in each ``iter()``,
-                            as dropout does between batches: saved when the state is asked for, and put back
-                            when it is loaded, so that what the trainer does with them afterwards counts
-live parts without workers  they draw from this process's generators as well
-live parts with workers     each worker's generators as they were after its last batch that was *consumed*:
-                            every batch brings them along, once something was drawn
-another number of workers   the samples go on, none twice and none dropped; the draws are others
+the passes to come          A shuffling sampler draws from this process's global generators in each
+                            ``iter()``, and dropout between batches. They are saved by ``state_dict()`` and
+                            restored by ``load_state_dict()``, so that what the trainer then does with them
+                            counts.
+live parts without workers  They draw from this process's generators as well.
+live parts with workers     The state holds each worker's generators as they were after its last batch that
+                            was *consumed*: once a worker has drawn, it sends them with every batch.
+another number of workers   The remaining samples come, none twice and none dropped; the draws are others.
 or of ranks
 ==========================  ===============================================================================
 
-A loader that has nothing cached behind it is torch's own and cannot be started in the middle: its pass is
-begun again under the old random states, and the batches that were consumed are made and dropped.
+A loader without a cache behind it is torch's own and cannot start in the middle: it begins the pass again
+under the old random states, and makes and drops the batches that were consumed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from hotset.errors import StateError
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import samples_in
 from hotset.loader.remaining_batches import BatchCut, EpochPosition
-from hotset.loader.rng_state import DAMAGE, Beginning, damaged, pack, put, unpack_states
+from hotset.loader.rng_state import DAMAGE, Beginning, damaged, pack, restore, unpack_states
 
 __all__ = [
     "FORMAT",
-    "Counted",
     "EpochProgress",
-    "Noted",
+    "RecordedOrder",
     "SavedState",
+    "TorchBatches",
     "between_passes",
     "header",
     "identity_of",
@@ -56,23 +57,23 @@ _READ = (1, FORMAT)
 
 @dataclass
 class EpochProgress:
-    """A loader's pass over the data, counted as its batches are handed over.
+    """A loader's pass over the data, and how much of it was consumed.
 
     Attributes:
         number: of the pass, from 0.
-        beginning: what it began from, in plain values.
+        beginning: the state that it began from, as plain values.
         fresh: whether its workers, if any, were started for it (and a base seed drawn).
         batches, samples, dealt: how much was consumed: see
-        :class:`~hotset.loader.remaining_batches.EpochPosition`.
-        turn: the worker whose turn it is to make the next batch.
+            :class:`~hotset.loader.remaining_batches.EpochPosition`.
+        turn: the number of the worker that makes the next batch.
         over: whether its end was reached.
         workers: for each worker the states after its last consumed batch.
-        goes_on: whether it was begun before, so that its workers' states are to be put back.
-        asks: whether the workers, which have worked before, are to be asked for their states first: they
+        resumed: whether it was begun before, so that its workers' states are to be restored.
+        ask_workers: whether to ask the workers for their states first: they are from an earlier pass, and
             have built batches that were not consumed.
-        said: what all states of the pass have in common.
+        common: what all states of the pass have in common.
         gathered: whether its batches come from the cache alone, with nothing live.
-        watch: called with each batch, to raise what has gone wrong in the background.
+        watch: called with each batch, to raise errors from the background.
     """
 
     number: int
@@ -84,25 +85,25 @@ class EpochProgress:
     turn: int = 0
     over: bool = False
     workers: dict[int, Any] = field(default_factory=dict, repr=False)
-    goes_on: bool = False
-    asks: bool = False
+    resumed: bool = False
+    ask_workers: bool = False
     gathered: bool = False
-    said: dict[str, Any] = field(default_factory=dict, repr=False)
+    common: dict[str, Any] = field(default_factory=dict, repr=False)
     watch: tuple[Callable[[], None], ...] = field(default=(), repr=False)
 
     def begin(self, header: dict[str, Any]) -> None:
-        """Put down what all states of this pass have in common: they are asked for after every batch."""
+        """Make the part that all states of this pass share, as one may be taken after every batch."""
         own = {"under_way": True, "pass": self.number, "fresh": self.fresh, "beginning": self.beginning}
-        self.said = {**header, **own}
+        self.common = {**header, **own}
 
     def state(self, in_process: dict[str, Any]) -> dict[str, Any]:
         """The state of a loader in the midst of this pass.
 
         Args:
-            in_process: the generators of this process as they are now.
+            in_process: the present states of this process's generators.
         """
         return {
-            **self.said,
+            **self.common,
             "batches": self.batches,
             "samples": self.samples,
             "dealt": self.dealt,
@@ -115,22 +116,22 @@ class EpochProgress:
         """Count a batch that is handed over."""
         self.batches += 1
         self.samples += samples
-        for look in self.watch:
-            look()
+        for check in self.watch:
+            check()
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state that was read and found fit for this loader.
+    """A state that was read and checked against this loader.
 
     Attributes:
-        state: as it was given.
-        cut: how its loader cut the order.
-        position: how far its pass had come, under the number of ranks there are now.
+        state: the state itself.
+        cut: how the loader that saved it cut the order.
+        position: how far its pass had come, converted to the present number of ranks.
         under_way: whether it was saved in the midst of a pass, not between two.
-        same_rank: whether rank and number of ranks are what they were, so that its order is drawn alike.
-        alike: whether workers and batches are, too, so that the draws of live transforms go on alike.
-        windows: where each running window behind it stood.
+        same_rank: whether rank and number of ranks are unchanged, so that the order is drawn in the same way.
+        same_loader: whether workers and batches are unchanged too, so that live transforms draw the same.
+        windows: the position of each running window behind the loader.
     """
 
     state: dict[str, Any]
@@ -138,11 +139,11 @@ class SavedState:
     position: EpochPosition
     under_way: bool
     same_rank: bool
-    alike: bool
+    same_loader: bool
     windows: tuple[WindowPosition, ...]
 
     def run(self) -> EpochProgress:
-        """The pass that goes on from here."""
+        """The pass to resume."""
         state = self.state
         return EpochProgress(
             number=state["pass"],
@@ -151,43 +152,50 @@ class SavedState:
             batches=self.position.batches,
             samples=self.position.samples,
             dealt=self.position.dealt,
-            turn=state["turn"] if self.alike else 0,
-            workers={int(worker): states for worker, states in state["in_workers"].items() if self.alike},
-            goes_on=True,
+            turn=state["turn"] if self.same_loader else 0,
+            workers={
+                int(worker): states for worker, states in state["in_workers"].items() if self.same_loader
+            },
+            resumed=True,
         )
 
     def redraws(self, workers: int) -> bool:
-        """Whether a loader with so many new workers makes other draws than those the pass began with."""
+        """Whether a loader with this many new workers begins with other draws than the saved pass did."""
         return not self.state["fresh"] or bool(workers) != bool(self.state["workers"])
 
     def require_replay(self, loader: Any, cut: BatchCut) -> None:
         """Make sure that torch's own loader can begin the pass again.
 
         Raises:
-            StateError: a sentence that says what must be as it was.
+            StateError: a sentence that says what must be unchanged.
         """
-        was, then, now = self.cut, self.state["workers"], loader.num_workers
+        saved_cut, saved_workers, workers = self.cut, self.state["workers"], loader.num_workers
         if not self.under_way:
             return
         batches, samples, dealt = self.position
-        if was != cut or dealt or (was.batch_size and batches != -(-samples // was.batch_size)):
+        if (
+            saved_cut != cut
+            or dealt
+            or (saved_cut.batch_size and batches != -(-samples // saved_cut.batch_size))
+        ):
             raise StateError(
-                "the state is of a loader that cut its batches otherwise (batch size or ranks), and only a "
-                "cached dataset can go on in the middle; load it with the same batch size and ranks."
+                "the state is from a loader with another batch size or number of ranks, and only a loader "
+                "over a cached dataset can change these in mid-epoch; load it with the same batch size and "
+                "ranks."
             )
-        if then != now and isinstance(loader.dataset, IterableDataset):
+        if saved_workers != workers and isinstance(loader.dataset, IterableDataset):
             raise StateError(
-                f"the state is of {then} workers, and this loader has {now}; an iterable dataset deals its "
-                "samples to them itself. Load it with num_workers as it was."
+                f"num_workers must be {saved_workers} as in the state, got {workers}: an iterable dataset "
+                f"itself divides its samples among the workers; load it with num_workers={saved_workers}."
             )
-        if not self.state["fresh"] and not (now and loader.persistent_workers):
+        if not self.state["fresh"] and not (workers and loader.persistent_workers):
             raise StateError(
-                "the state is of a later pass of persistent workers, which begins with other draws; load it "
-                "with persistent_workers=True."
+                "the state is from a later pass of persistent workers, which begins with other draws; load "
+                "it with persistent_workers=True."
             )
 
     def has_moved_on(self, beginning: Beginning, windows: Sequence[ActiveWindow]) -> bool:
-        """Whether the user has set a sampler or a window to another epoch since, and so wants that; warns."""
+        """Whether the user has since set a sampler or a window to another epoch, which wins; warns if so."""
         now = [own.get("epoch") for own in beginning.sampler_states()]
         now += [residents.position.epoch for residents in windows]
         then = [own.get("epoch") for own in self.state["beginning"]["samplers"]]
@@ -200,45 +208,45 @@ class SavedState:
         )
         return True
 
-    def put_samplers(self, beginning: Beginning) -> None:
-        """See :meth:`Beginning.put_samplers`.
+    def restore_samplers(self, beginning: Beginning) -> None:
+        """See :meth:`Beginning.restore_samplers`.
 
         Raises:
             StateError: the state is damaged.
         """
         try:
-            beginning.put_samplers(self.state["beginning"])
-        except Exception as error:  # whatever a sampler of the user's raises
+            beginning.restore_samplers(self.state["beginning"])
+        except Exception as error:  # a user's sampler may raise any error
             raise damaged(error) from error
 
-    def put_generators(self, beginning: Beginning, *, with_globals: bool) -> None:
-        """See :meth:`Beginning.put_generators`.
+    def restore_generators(self, beginning: Beginning, *, with_globals: bool) -> None:
+        """See :meth:`Beginning.restore_generators`.
 
         Raises:
             StateError: the state is damaged.
         """
         try:
-            beginning.put_generators(self.state["beginning"], with_globals=with_globals)
+            beginning.restore_generators(self.state["beginning"], with_globals=with_globals)
         except DAMAGE as error:
             raise damaged(error) from error
 
-    def put_globals(self) -> None:
-        """Put this process's global generators to where they were when the state was asked for.
+    def restore_globals(self) -> None:
+        """Set this process's global generators to their states at ``state_dict()``.
 
         Raises:
             StateError: the state is damaged.
         """
-        put(Generators([]), self.state["in_process"] or {})
+        restore(Generators([]), self.state["in_process"] or {})
 
-    def put_live(self, live: Generators) -> None:
-        """As :meth:`put_globals`, with all that the batches made in this process draw from.
+    def restore_live(self, live: Generators) -> None:
+        """As :meth:`restore_globals`, for all generators that the batches made in this process draw from.
 
-        The global ones as well, whatever has drawn since the state was loaded: Accelerate looks one batch
-        ahead, and takes the state before that batch was made, but the training's random states after it.
-        Where batches are only gathered, the states of the training count.
+        The global generators are restored as well, even if something has drawn since the state was loaded:
+        Accelerate makes one batch ahead, and takes the loader's state before that batch, but the training's
+        random states after it. If batches are only gathered, the training's own states count.
         """
         saved = self.state["in_process"] or {}
-        put(live, saved, held_only=len(saved) <= 1)
+        restore(live, saved, held_only=len(saved) <= 1)
 
 
 def header(data: dict[str, Any], cut: BatchCut, workers: int, windows: list[list[int]]) -> dict[str, Any]:
@@ -247,8 +255,8 @@ def header(data: dict[str, Any], cut: BatchCut, workers: int, windows: list[list
     Args:
         data: identity of the dataset.
         cut: how the loader cuts the order.
-        workers: how many it has.
-        windows: for each running window behind it where that stands: see :meth:`ActiveWindow.state`.
+        workers: how many the loader has.
+        windows: the state of each running window behind it: see :meth:`ActiveWindow.state`.
     """
     return {"format": FORMAT, "data": data, "cut": list(cut), "workers": workers, "windows": windows}
 
@@ -266,7 +274,7 @@ def between_passes(
         header: see :func:`header`.
         last: the pass that is over, if there was one.
         fresh: whether the next pass starts workers.
-        beginning: what it would begin from.
+        beginning: the state that the next pass would begin from.
         in_process: see :meth:`EpochProgress.state`.
     """
     return {
@@ -285,7 +293,7 @@ def between_passes(
 
 
 def identity_of(dataset: Any, fingerprints: list[str]) -> dict[str, Any]:
-    """What tells a dataset from another: its length, and the fingerprints of the caches behind it."""
+    """A dataset's identity in a state: its length, and the fingerprints of the caches behind it."""
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
@@ -299,7 +307,7 @@ def read_state(
     """Check a state.
 
     Raises:
-        StateError: a sentence that says why this loader cannot go on from it.
+        StateError: a sentence that says why this loader cannot resume from it.
     """
     if not isinstance(state, dict) or "format" not in state:
         raise StateError("state must be what hotset.DataLoader.state_dict() returned, and has no `format`.")
@@ -310,31 +318,34 @@ def read_state(
         )
     try:
         state = state if state["format"] == FORMAT else _of_format_1(state)
-        was = _cut(state["cut"])
+        saved_cut = _cut(state["cut"])
         position = EpochPosition(*(_count(state[name]) for name in ("batches", "samples", "dealt")))
-        before, saved_workers = dict(state["data"]), _count(state["workers"])
+        saved_data, saved_workers = dict(state["data"]), _count(state["workers"])
         under_way, _, _ = bool(state["under_way"]), _count(state["pass"]), bool(state["fresh"])
         _count(state["turn"]), unpack_states(state["in_process"])
         for worker, states in state["in_workers"].items():
             _count(int(worker)), unpack_states(states)
         for own in state["beginning"]["samplers"]:
             _count(abs(own.get("epoch", 0)))
-        stood = [[_count(number) for number in window] for window in state["windows"]]
+        saved_windows = [[_count(number) for number in window] for window in state["windows"]]
     except DAMAGE as error:
         raise damaged(error) from error
-    _require_same_data(before, identity)
-    _require_same_order(was, cut, under_way)
-    if 0 in (was.ranks, cut.ranks) and (position.dealt or was.ranks != cut.ranks):
-        raise damaged(ValueError("its sampler deals to no ranks"))
-    same_rank = (was.rank, was.ranks) == (cut.rank, cut.ranks)
-    position = position.under(was, cut)
-    alike = was == cut and saved_workers == workers
-    return SavedState(state, was, position, under_way, same_rank, alike, positions_of(stood, windows))
+    _require_same_data(saved_data, identity)
+    _require_same_order(saved_cut, cut, under_way)
+    if 0 in (saved_cut.ranks, cut.ranks) and (position.dealt or saved_cut.ranks != cut.ranks):
+        raise damaged(ValueError("its sampler does not divide the order among ranks"))
+    same_rank = (saved_cut.rank, saved_cut.ranks) == (cut.rank, cut.ranks)
+    position = position.under(saved_cut, cut)
+    same_loader = saved_cut == cut and saved_workers == workers
+    positions = positions_of(saved_windows, windows)
+    return SavedState(state, saved_cut, position, under_way, same_rank, same_loader, positions)
 
 
 def _of_format_1(state: dict[str, Any]) -> dict[str, Any]:
-    """It held samplers' states as they were; and of this process's generators, where no live part drew from
-    them, only what a pass that was still to come would begin from.
+    """Convert a state of format 1 to the present format.
+
+    Format 1 held samplers' states unpacked. If no live part drew from this process's generators, it held
+    their states only between passes, as the beginning of the next pass.
     """
     beginning = state["beginning"]
     beginning = {
@@ -349,56 +360,60 @@ def _of_format_1(state: dict[str, Any]) -> dict[str, Any]:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 53:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"expected a count, got {value!r}")
     return value
 
 
 def _cut(value: Any) -> BatchCut:
     cut = BatchCut(*value)
     if cut.batch_size is not None and not _count(cut.batch_size):
-        raise ValueError("batches of no samples")
+        raise ValueError("batch_size must not be 0")
     if not _count(cut.rank) < max(_count(cut.ranks), 1):
-        raise ValueError(f"there is no rank {cut.rank} of {cut.ranks}")
+        raise ValueError(f"rank must be less than {cut.ranks}, got {cut.rank}")
     return cut
 
 
-def _require_same_data(before: dict[str, Any], now: dict[str, Any]) -> None:
-    if before.get("samples") != now["samples"]:
+def _require_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    if saved.get("samples") != now["samples"]:
         raise StateError(
-            f"the state is of a dataset of {before.get('samples')} samples, and this one has "
-            f"{now['samples']}; load it into a loader over the same data."
+            f"the state is from a dataset of {saved.get('samples')} samples, and this one has "
+            f"{now['samples']}; load it into a loader over the same dataset."
         )
-    fingerprints = before.get("fingerprints")
+    fingerprints = saved.get("fingerprints")
     if fingerprints and now["fingerprints"] and fingerprints != now["fingerprints"]:
         raise StateError(
-            "the state is of a dataset with other content (its fingerprint differs: files, parameters or "
-            "transforms have changed); load it into a loader over the same data, or name the cache with key=."
+            "the state is from a dataset with other content (its fingerprint differs: files, parameters or "
+            "transforms have changed); load it into a loader over the same dataset, or name the cache with "
+            "key=."
         )
 
 
-def _require_same_order(was: BatchCut, now: BatchCut, under_way: bool) -> None:
-    if (was.sampler, was.batch_sampler) != (now.sampler, now.batch_sampler):
+def _require_same_order(saved: BatchCut, now: BatchCut, under_way: bool) -> None:
+    if (saved.sampler, saved.batch_sampler) != (now.sampler, now.batch_sampler):
         raise StateError(
-            f"the state is of a loader with {was.batch_sampler} over {was.sampler}, and this one has "
-            f"{now.batch_sampler} over {now.sampler}; its order would be another."
+            f"the state is from a loader with {saved.batch_sampler} over {saved.sampler}, and this one has "
+            f"{now.batch_sampler} over {now.sampler}, which gives another order; use the same samplers."
         )
-    if under_way and was.ranks != now.ranks and now.batch_size is None:
+    if under_way and saved.ranks != now.ranks and now.batch_size is None:
         raise StateError(
-            f"the state was saved by {was.ranks} ranks, this is one of {now.ranks}, and only torch's "
-            "BatchSampler over DistributedSampler can be dealt anew; resume with as many ranks."
+            f"the state is from {saved.ranks} ranks, and there are {now.ranks} now: only torch's "
+            f"BatchSampler over DistributedSampler can divide the rest anew; resume with {saved.ranks} ranks."
         )
-    if under_way and (was.batch_size is None) != (now.batch_size is None):
-        raise StateError("the state is of a loader that cut its batches otherwise.")
+    if under_way and (saved.batch_size is None) != (now.batch_size is None):
+        raise StateError(
+            "the state is from a loader whose batch_size was None where this one's is not, or the reverse; "
+            "load it with the same batch_size."
+        )
 
 
-class Noted:
-    """A loader's order that notes how many samples each batch has, as it is drawn.
+class RecordedOrder:
+    """A loader's order that records how many samples each batch has, as it is drawn.
 
     Args:
         order: the loader's batch sampler, or its sampler with ``batch_size=None``.
 
     Attributes:
-        sizes: of the batches that were drawn and not handed over yet.
+        sizes: the sizes of the batches that were drawn and not handed over yet.
     """
 
     def __init__(self, order: Any) -> None:
@@ -418,14 +433,16 @@ class Noted:
         return len(self._order)
 
 
-class Counted:
-    """Iterator over torch's own batches, counted; the rest of a pass is its whole, less what was consumed.
+class TorchBatches:
+    """Iterator over the batches of torch's own loader, which counts them.
+
+    To resume a pass, it makes the batches that were consumed and drops them.
 
     Args:
-        batches: of the whole pass.
+        batches: the batches of the whole pass.
         run: the pass.
-        noted: their order; None for an iterable dataset, which has none: its batches count as full ones.
-        size: samples in a batch of that.
+        order: their order; None for an iterable dataset, which has none: its batches count as full ones.
+        size: how many samples a full batch has.
         summary: counts batches, samples and waiting.
     """
 
@@ -433,13 +450,13 @@ class Counted:
         self,
         batches: Iterator[Any],
         run: EpochProgress,
-        noted: Noted | None,
+        order: RecordedOrder | None,
         size: int,
         summary: EpochSummary,
     ) -> None:
         self._batches = batches
         self._run = run
-        self._noted = noted
+        self._order = order
         self._size = size
         self._summary = summary
         for _ in range(run.batches):
@@ -450,10 +467,10 @@ class Counted:
             self._samples()
 
     def _samples(self) -> int:
-        """How many samples the batch has that was handed over last."""
-        return self._noted.sizes.popleft() if self._noted is not None and self._noted.sizes else self._size
+        """How many samples the batch has that was made last."""
+        return self._order.sizes.popleft() if self._order is not None and self._order.sizes else self._size
 
-    def __iter__(self) -> Counted:
+    def __iter__(self) -> TorchBatches:
         return self
 
     def __next__(self) -> Any:
@@ -465,7 +482,7 @@ class Counted:
             self._summary._end()
             raise
         except BaseException:
-            self._samples()  # of the batch that failed: the next one may well come
+            self._samples()  # forget the size of the batch that failed: others may follow
             raise
         samples = self._samples()
         self._run.count(samples)

@@ -55,9 +55,9 @@ class WorkerBatches:
         self._messages: Any = None
         idle: int = 0
         states: dict[int, Any] = {}
-        if run.asks and inner.in_order:
+        if run.ask_workers and inner.in_order:
             idle = inner.num_workers
-        elif run.goes_on and inner.in_order and run.workers:
+        elif run.resumed and inner.in_order and run.workers:
             idle, states = inner.num_workers + run.turn, dict(run.workers)
         self._tasks.begin(batches, idle, states)
         with making_workers():

@@ -34,7 +34,7 @@ from hotset.determinism.rng import Generators
 from hotset.loader.batch_builder import BatchBuilder, make_gather
 from hotset.loader.collate import bound, is_known
 from hotset.loader.index_route import Route, route_to, samples_in
-from hotset.loader.rng_state import pack, put
+from hotset.loader.rng_state import pack, restore
 from hotset.loader.worker_messages import BatchMessage, TensorRef, WorkerReport, message_pool
 from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
@@ -210,7 +210,7 @@ class _InWorker:
     def answer(self, task: Task) -> BatchMessage:
         if task.states is not None:
             self._draws = True
-            put(self._drawn_from(), task.states)
+            restore(self._drawn_from(), task.states)
         buffer = self._buffer(task)
         batch = self._batch(task.indices, buffer) if not task.idle else None
         told = tuple(self._told)

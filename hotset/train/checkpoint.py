@@ -25,7 +25,7 @@ import torch
 
 from hotset.determinism.rng import Generators
 from hotset.errors import StateError
-from hotset.loader.rng_state import DAMAGE, damaged, pack, put
+from hotset.loader.rng_state import DAMAGE, damaged, pack, restore
 
 __all__ = ["FORMAT", "UNFINISHED", "put_random_states", "random_states", "read", "write"]
 
@@ -105,7 +105,7 @@ def put_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
     try:
         on_device = states.get(_ACCELERATOR)
-        put(Generators([]), {name: state for name, state in states.items() if name != _ACCELERATOR})
+        restore(Generators([]), {name: state for name, state in states.items() if name != _ACCELERATOR})
         if on_device is not None and device.type != "cpu":
             torch.get_device_module(device).set_rng_state(on_device, device)
     except DAMAGE as error:

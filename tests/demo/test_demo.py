@@ -339,7 +339,7 @@ def test_the_demo_builds_compares_and_leaves_only_the_plot(
     assert 60 * 3 * 224 * 224 <= made.cached_bytes < 60 * 3 * 224 * 224 * 1.1
     assert rows(text) == rows(printed(made))
     assert "losses of all 8 steps are identical" in text
-    assert "torch went first" not in text
+    assert "torch's run was first" not in text
 
     with Image.open(plot) as image:
         assert image.format == "PNG"
@@ -356,7 +356,7 @@ def test_the_demo_trains_on_a_users_folder_and_leaves_it_alone(
     assert list(temporary.iterdir()) == []
     text = capsys.readouterr().out
     assert "60 photographs, 6 classes, batches of 25, 0 workers" in text
-    assert "torch went first" in text
+    assert "torch's run was first" in text
 
 
 def test_losses_that_differ_make_the_demo_fail(
@@ -389,10 +389,10 @@ def test_an_unreadable_image_is_named_in_one_sentence(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"epochs": 0}, "epochs=0"),
-        ({"workers": -1}, "workers=-1"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"count": 0}, "count=0"),
+        ({"epochs": 0}, "epochs must be at least"),
+        ({"workers": -1}, "workers must be at least"),
+        ({"batch_size": 0}, "batch_size must be at least"),
+        ({"count": 0}, "count must be at least"),
         ({"plot": Path("nowhere/plot.png")}, "nowhere/plot.png"),
         ({"plot": Path("/")}, "saved as /;"),
         ({"folder": Path("/nowhere")}, "/nowhere does not exist"),

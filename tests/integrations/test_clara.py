@@ -402,9 +402,12 @@ def causes(error: BaseException) -> str:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"pre": [{"name": "Twice"}], "transforms": {"Twice": lambda: twice}}, "make 2 samples of one"),
-        ({"output_crop_size": [8, 8]}, r"train.image_pipeline.args.output_crop_size has 2 sizes"),
-        ({"pre": [{"name": "Rotate90d", "args": {"keys": "image"}}]}, "cannot be cropped with it"),
+        (
+            {"pre": [{"name": "Twice"}], "transforms": {"Twice": lambda: twice}},
+            "must make one sample of one, got 2",
+        ),
+        ({"output_crop_size": [8, 8]}, "got 2 sizes for one of"),
+        ({"pre": [{"name": "Rotate90d", "args": {"keys": "image"}}]}, "must have the same shape"),
     ],
     ids=["several", "axes", "shapes"],
 )
@@ -542,7 +545,7 @@ def test_what_must_be_an_object_is_named(root: Path, value: Any, depth: int) -> 
     ("change", "path", "says"),
     [
         (lambda made: made["args"].update(replace_percnt=0.1), f"{ARGS}.replace_percnt", "replace_percent"),
-        (lambda made: made["args"].update(replace_percent=10), f"{ARGS}.replace_percent is 10", "a fraction"),
+        (lambda made: made["args"].update(replace_percent=10), f"{ARGS}.replace_percent must be", "a fraction"),
         (lambda made: made.update(name="ImagePipeline"), "train.image_pipeline.name", WITH_CACHE),
         (lambda made: made.update(name=WITH_CACHE[:-9]), f"{ARGS}.num_cache_objects", "which takes"),
         (lambda made: made.update(path="x.y"), "train.image_pipeline.path", "name, args"),
@@ -560,8 +563,8 @@ def test_what_the_sentence_says(root: Path, change: Any, path: str, says: str) -
 @pytest.mark.parametrize(
     ("pre", "path", "says"),
     [
-        ({}, "train.pre_transforms is", "a list"),
-        ([3], "train.pre_transforms[0] is", "object"),
+        ({}, "train.pre_transforms must be", "a list"),
+        ([3], "train.pre_transforms[0] must be", "object"),
         ([SCALE, {"args": {}}], "train.pre_transforms[1].name", "missing"),
         ([SCALE, {**SCALE, "disabled": True}], "train.pre_transforms[1].disabled", "name, args"),
         ([{"name": "ScaleIntensityRange"}], "train.pre_transforms[0].name", "ScaleIntensityRanged"),
