@@ -545,7 +545,7 @@ def test_what_must_be_an_object_is_named(root: Path, value: Any, depth: int) -> 
     ("change", "path", "says"),
     [
         (lambda made: made["args"].update(replace_percnt=0.1), f"{ARGS}.replace_percnt", "replace_percent"),
-        (lambda made: made["args"].update(replace_percent=10), f"{ARGS}.replace_percent must be", "a fraction"),
+        (lambda made: made["args"].update(replace_percent=10), f"{ARGS}.replace_percent must", "a fraction"),
         (lambda made: made.update(name="ImagePipeline"), "train.image_pipeline.name", WITH_CACHE),
         (lambda made: made.update(name=WITH_CACHE[:-9]), f"{ARGS}.num_cache_objects", "which takes"),
         (lambda made: made.update(path="x.y"), "train.image_pipeline.path", "name, args"),

@@ -161,7 +161,7 @@ def test_bad_values_are_refused_with_a_sentence(call: Any, says: str) -> None:
 
 
 def test_a_string_that_is_no_amount_of_memory() -> None:
-    with pytest.raises(QuantityError, match="resident must .* '12 parsecs'"):
+    with pytest.raises(QuantityError, match=r"resident must .* '12 parsecs'"):
         resident_count("12 parsecs", 0.1, samples=9, sample_bytes=1)
 
 
