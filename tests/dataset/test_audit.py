@@ -58,7 +58,7 @@ def warm(dataset: Any, **loader: Any) -> hotset.DataLoader[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("live", [False, True])
-def test_a_frozen_transform_is_named_and_nothing_is_served_any_more(
+def test_a_frozen_transform_is_named_and_the_cache_stops_serving(
     tmp_path: Path, workers: int, live: bool
 ) -> None:
     flag = tmp_path / "armed"
@@ -85,7 +85,7 @@ def _live(sample: Any) -> Any:
     return sample[0] + random.randrange(3), sample[1]
 
 
-def test_a_transform_inside_the_data_set_is_named(tmp_path: Path) -> None:
+def test_a_frozen_transform_inside_the_dataset_is_named(tmp_path: Path) -> None:
     flag = tmp_path / "armed"
     from torchvision.transforms import Compose
 
@@ -102,7 +102,7 @@ def _jitter(image: torch.Tensor) -> torch.Tensor:
     return image + random.randrange(3)
 
 
-def test_a_changed_file_is_seen_and_the_new_content_served(tmp_path: Path) -> None:
+def test_a_changed_file_is_found_and_its_new_content_served(tmp_path: Path) -> None:
     files = [tmp_path / f"{i}" for i in range(8)]
     for i, path in enumerate(files):
         path.write_bytes(bytes([i] * 5))
@@ -136,7 +136,7 @@ def test_all_processes_stop_serving(tmp_path: Path) -> None:
         other.close()
 
 
-def test_what_agrees_is_left_alone_and_no_draw_is_moved(tmp_path: Path) -> None:
+def test_an_audit_that_agrees_changes_nothing_and_moves_no_generator(tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
 
     def logged(index: int) -> Any:
@@ -159,7 +159,7 @@ def test_what_agrees_is_left_alone_and_no_draw_is_moved(tmp_path: Path) -> None:
     equal_batches(got, expected)
 
 
-def test_what_is_declared_against_the_evidence_is_not_audited() -> None:
+def test_a_transform_declared_against_the_evidence_is_not_audited() -> None:
     """The user has seen the draws, and wants them frozen."""
 
     def drawn(index: int) -> Any:
@@ -171,7 +171,7 @@ def test_what_is_declared_against_the_evidence_is_not_audited() -> None:
         assert difference(list(hotset.DataLoader(cached, batch_size=8)), first) is None
 
 
-def test_a_source_that_cannot_be_read_any_more_is_no_difference(tmp_path: Path) -> None:
+def test_a_source_that_can_no_longer_be_read_is_not_a_difference(tmp_path: Path) -> None:
     files = [tmp_path / f"{i}" for i in range(4)]
     for path in files:
         path.write_bytes(b"12345")
@@ -183,7 +183,7 @@ def test_a_source_that_cannot_be_read_any_more_is_no_difference(tmp_path: Path) 
         assert cached.stats().cached == 4
 
 
-def test_a_window_is_audited_by_the_samples_that_its_entries_are(tmp_path: Path) -> None:
+def test_a_window_is_audited_with_the_samples_of_its_entries(tmp_path: Path) -> None:
     flag = tmp_path / "armed"
     chain = [hotset.deterministic(LaterRandom(flag))]
     servants = set(psutil.Process().children())  # of earlier tests: forkserver and the like
@@ -214,7 +214,7 @@ def _padded() -> Any:
     return MonaiDataset(items, Compose([EnsureTyped("image"), SpatialPadd("image", (6, 6))]))
 
 
-def test_monais_traces_of_another_process_are_no_difference() -> None:
+def test_monais_traces_of_another_process_are_not_a_difference() -> None:
     """A MetaTensor holds the address of each transform that it went through: another one in each process."""
     import pickle
 
@@ -266,7 +266,7 @@ def looks_of(auditor: Any, clock: list[float], batches: int, step: float) -> int
 
 
 @pytest.mark.parametrize(("step", "seconds"), [(0.01, 0.5), (0.0005, 0.005), (0.0005, 1e-4), (0.5, 0.005)])
-def test_a_hundredth_of_the_time_is_spent_whatever_the_loop_does(
+def test_audits_take_a_hundredth_of_the_time_whatever_the_loop_does(
     clock: list[float], step: float, seconds: float
 ) -> None:
     auditor, begun = auditor_of(clock, seconds), clock[0]
@@ -275,17 +275,17 @@ def test_a_hundredth_of_the_time_is_spent_whatever_the_loop_does(
     assert 0.9 * min(earned, 20_000) - 1 <= looks <= earned + 1
 
 
-def test_a_slow_step_has_every_batch_looked_at(clock: list[float]) -> None:
+def test_with_slow_steps_every_batch_is_audited(clock: list[float]) -> None:
     assert looks_of(auditor_of(clock, 0.005), clock, 100, step=1.0) == 100
 
 
-def test_a_night_of_rest_earns_half_a_second(clock: list[float]) -> None:
+def test_a_long_pause_allows_half_a_second_of_audits(clock: list[float]) -> None:
     auditor = auditor_of(clock, 0.01)
     clock[0] += 40_000.0
     assert looks_of(auditor, clock, 1000, step=0.0) == 50
 
 
-def test_workers_that_live_for_an_epoch_look_at_slow_samples_too(
+def test_workers_of_one_epoch_audit_slow_samples_too(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     auditor, spent, looks = auditor_of(clock, 0.1), 0.0, 0
@@ -301,7 +301,7 @@ def test_workers_that_live_for_an_epoch_look_at_slow_samples_too(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_was_audited_is_counted_over_all_processes(workers: int) -> None:
+def test_audits_are_counted_over_all_processes(workers: int) -> None:
     with hotset.cache(Samples(image_and_label, N)) as cached:
         loader = warm(cached, num_workers=workers)
         for _ in range(3):
@@ -311,7 +311,7 @@ def test_what_was_audited_is_counted_over_all_processes(workers: int) -> None:
         assert stats.audit_rate == stats.audited / stats.hits
 
 
-def test_which_sample_is_looked_at_varies_and_draws_nothing() -> None:
+def test_the_audited_sample_varies_without_drawing() -> None:
     source = Pipeline.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0, ()))
     auditor = audit.Audit(source, 0.0)
     before = rng_states()
@@ -325,7 +325,7 @@ def test_which_sample_is_looked_at_varies_and_draws_nothing() -> None:
     assert rng_states() == before
 
 
-def test_every_place_of_a_batch_is_looked_at_some_time() -> None:
+def test_every_place_of_a_batch_is_audited_at_some_time() -> None:
     source = Pipeline.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0, ()))
     auditor = audit.Audit(source, 0.0)
     auditor.due(64)
@@ -360,7 +360,7 @@ def cached_batches(cached: Any) -> Any:
     return (cached.__getitems__(list(range(start, start + 10))) for start in range(0, N, 10))
 
 
-def test_cleared_it_is_cached_anew(tmp_path: Path) -> None:
+def test_after_a_clear_samples_are_cached_anew(tmp_path: Path) -> None:
     files = [tmp_path / f"{i}" for i in range(8)]
     for path in files:
         path.write_bytes(b"first")

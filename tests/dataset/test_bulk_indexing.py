@@ -135,7 +135,7 @@ def test_a_batch_sampler_as_the_sampler(kind: str, made_by: Any, workers: int) -
 
 
 @pytest.mark.parametrize("source", [Many, InWords])
-def test_lists_of_keys_go_the_datasets_own_way(source: Any) -> None:
+def test_lists_of_keys_are_passed_to_the_dataset(source: Any) -> None:
     keys = ["one", "three"]
     plain = DataLoader(source(), batch_sampler=[keys, [0, 1]])
     with hotset.cache(source(), memory="1MiB") as cached:
@@ -158,7 +158,7 @@ def test_what_transform_means_for_several_samples_is_not_guessed() -> None:
                 cached[key]
 
 
-def test_a_windows_samples_have_numbers_of_its_own() -> None:
+def test_a_windows_samples_are_numbered_by_the_window() -> None:
     with hotset.cache(Columns(), window=hotset.Window(4, replace=0.5)) as cached:
         assert cached[3].keys() == {"x", "y"}
         with pytest.raises(TypeError, match="indices are not the dataset's"):

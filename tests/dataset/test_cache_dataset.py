@@ -106,7 +106,7 @@ def test_a_hit_is_indistinguishable_from_a_miss(make: Callable[[int], Any]) -> N
 @pytest.mark.parametrize("make", [
     odd_numpy_scalars, odd_arrays, object_array, strange, opaque, huge_int, dtypes_that_are_no_numbers,
 ])  # fmt: skip
-def test_what_no_schema_holds_is_served_unchanged(make: Callable[[int], Any]) -> None:
+def test_samples_that_no_schema_holds_are_served_unchanged(make: Callable[[int], Any]) -> None:
     """Whether these are cached is the codec's business; that they come through is not."""
     with_at_most_one_warning(lambda: hits_equal_misses(make))
 
@@ -120,7 +120,7 @@ def test_tensor_subclasses_keep_their_type_and_attributes() -> None:
     with_at_most_one_warning(lambda: hits_equal_misses(boxes_that_vary, 9))
 
 
-def test_attributes_are_the_data_sets_own() -> None:
+def test_attributes_are_the_datasets_own() -> None:
     names = ("records", "numbers", "fill", "read", "prepare", "spills", "served", "tell", "holds", "classes")
     source = Samples(mapping, 4)
     for name in names:
@@ -137,7 +137,7 @@ def test_images_of_every_mode_and_of_varying_size() -> None:
     assert hits_equal_misses(images, 9) == 9
 
 
-def test_image_files_opened_but_not_decoded_stay_what_they_are(tmp_path: Path) -> None:
+def test_image_files_that_were_opened_but_not_decoded_stay_so(tmp_path: Path) -> None:
     """``Image.open`` gives a JpegImageFile with a format and an info, which a bare Image has not."""
     from PIL import Image
     from subclasses import fixed_image
@@ -178,7 +178,7 @@ def test_an_int_of_more_than_64_bits_leaves_only_its_own_sample_uncached() -> No
 
 @pytest.mark.parametrize("make", [named, mapping, text, ragged, permuted, zero_d_and_empty, every_dtype])
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_samples_are_the_callers_own_to_change_unlike_monais(
+def test_changing_a_sample_does_not_change_the_cache_unlike_monais(
     make: Callable[[int], Any],
 ) -> None:
     with hotset.cache(Samples(make, N)) as cached:
@@ -194,7 +194,7 @@ def test_samples_are_the_callers_own_to_change_unlike_monais(
 
 
 @pytest.mark.parametrize("make", [mapping, jpeg_like])
-def test_a_sample_asked_for_twice_in_the_batch_that_reads_it_is_two_objects(
+def test_a_sample_that_a_batch_reads_twice_is_two_objects(
     make: Callable[[int], Any],
 ) -> None:
     with hotset.cache(Samples(make, N)) as cached:
@@ -218,7 +218,7 @@ def _overwrite(sample: Any) -> None:
         sample.clear()
 
 
-def test_images_are_the_callers_own_to_change() -> None:
+def test_changing_an_image_does_not_change_the_cache() -> None:
     from subclasses import fixed_image
 
     with hotset.cache(Samples(fixed_image, N)) as cached:
@@ -260,7 +260,7 @@ def test_indices_of_every_kind() -> None:
         assert cached.stats().cached >= len(({range(N)[int(i)] for i in kinds} | {3, N - 1, 0}) - {1})
 
 
-def test_an_index_that_the_source_refuses_is_refused_alike() -> None:
+def test_an_index_that_the_source_refuses_raises_the_same_error() -> None:
     source = Samples(image_and_label, N)
     with hotset.cache(source) as cached:
         wrong: list[Any] = ["five", 2.5, None, N, -N - 1]
@@ -269,7 +269,7 @@ def test_an_index_that_the_source_refuses_is_refused_alike() -> None:
             assert failure(partial(cached.__getitem__, index)).kind is theirs.kind
 
 
-def test_samples_of_equal_content_are_not_mixed_up_unlike_monais_hash_as_key(tmp_path: Path) -> None:
+def test_samples_of_equal_content_are_kept_apart_unlike_monais_hash_as_key(tmp_path: Path) -> None:
     """Five different samples, each four times: keyed by content, some would come back for others."""
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(same_content, 20, log)) as cached:
@@ -281,7 +281,7 @@ def test_samples_of_equal_content_are_not_mixed_up_unlike_monais_hash_as_key(tmp
             indistinguishable(joined[i], same_content([*range(20), 19, 0, *range(20)][i]))
 
 
-def test_a_source_that_reads_whole_batches_is_read_rightly_either_way() -> None:
+def test_a_source_that_reads_whole_batches_gives_the_same_samples_one_by_one() -> None:
     with hotset.cache(Batched(image_and_label, N)) as cached:
         for _ in range(2):
             ids = [4, 9, 4, 17, -1]

@@ -52,7 +52,7 @@ def test_a_child_shares_the_cache_however_it_is_started(method: str, tmp_path: P
         assert cached.check() == []
 
 
-def test_pickled_and_unpickled_at_home_it_is_the_same_cache(tmp_path: Path) -> None:
+def test_a_pickled_copy_in_the_same_process_is_the_same_cache(tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(mapping, 20, log), transform=[draw_all]) as cached:
         for i in range(20):
@@ -82,7 +82,7 @@ def _read_all_twice(data: bytes, make: Callable[[int], Any]) -> Any:
     return cached
 
 
-def test_unpickled_after_its_owners_death_it_is_an_empty_cache_with_one_warning(tmp_path: Path) -> None:
+def test_a_copy_unpickled_after_its_owners_death_is_an_empty_cache_with_one_warning(tmp_path: Path) -> None:
     file = tmp_path / "cache.pickle"
 
     def owner() -> None:
@@ -108,7 +108,7 @@ def test_unpickled_after_its_owners_death_it_is_an_empty_cache_with_one_warning(
     hotset.cache(Samples(number, 5)).close()  # the next start sweeps what the owner has left
 
 
-def test_unpickled_after_it_was_closed_it_is_an_empty_cache_with_one_warning() -> None:
+def test_a_copy_unpickled_after_close_is_an_empty_cache_with_one_warning() -> None:
     cached = hotset.cache(Samples(mapping, 20))
     for i in range(20):
         cached[i]
@@ -121,7 +121,7 @@ def test_unpickled_after_it_was_closed_it_is_an_empty_cache_with_one_warning() -
     again.close()
 
 
-def test_what_a_killed_owner_leaves_is_freed_by_the_next_start(runtime_folder: Path) -> None:
+def test_the_cache_of_a_killed_owner_is_freed_by_the_next_start(runtime_folder: Path) -> None:
     pid = os.fork()
     if pid == 0:
         cached = hotset.cache(Samples(mapping, 20))
@@ -145,7 +145,7 @@ def _orphan(cached: Any, log: ReadLog, ready: Path, done: Path) -> None:
     os._exit(0)
 
 
-def test_a_killed_owner_takes_nothing_from_children_that_go_on(tmp_path: Path) -> None:
+def test_children_of_a_killed_owner_keep_the_cache(tmp_path: Path) -> None:
     """The kernel keeps shared memory for as long as anybody maps it."""
     log = ReadLog(tmp_path / "reads")
     ready, done = tmp_path / "ready", tmp_path / "done"
@@ -173,7 +173,7 @@ def _ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_child_that_ends_takes_nothing_from_its_parent(tmp_path: Path) -> None:
+def test_a_child_that_ends_leaves_its_parents_cache(tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(mapping, 20, log)) as cached:
         for i in range(20):
@@ -234,7 +234,7 @@ def test_stats_count_what_a_loader_served(workers: int, live: bool) -> None:
         assert warm.cached == N
 
 
-def test_clear_empties_the_cache_for_everybody(tmp_path: Path) -> None:
+def test_clear_empties_the_cache_in_all_processes(tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(mapping, 20, log)) as cached:
         held = [cached[i] for i in range(20)] + [cached[i] for i in range(20)]
@@ -254,7 +254,7 @@ def test_clear_empties_the_cache_for_everybody(tmp_path: Path) -> None:
         equal_batches(held, [mapping(i) for i in range(20)] * 2)
 
 
-def test_clear_gives_the_room_back_for_other_samples() -> None:
+def test_clear_frees_memory_for_other_samples() -> None:
     with hotset.cache(Samples(kilobyte, 400), memory="300KB") as cached:
         for _ in range(3):
             for i in range(200):

@@ -123,7 +123,7 @@ def test_two_threads_that_miss_one_index_both_get_it_unlike_stocaching(tmp_path:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_claimant_killed_while_it_reads_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_reads_a_sample_holds_up_no_other(tmp_path: Path) -> None:
     source = Stalling(mapping, N, 51, tmp_path / "armed")
     with hotset.cache(source) as cached:
         source.arm()
@@ -139,7 +139,7 @@ def test_a_claimant_killed_while_it_reads_holds_up_nobody(tmp_path: Path) -> Non
         assert cached.check() == []
 
 
-def test_a_claimant_killed_before_anybody_waits_is_taken_over(tmp_path: Path) -> None:
+def test_the_claim_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     source = Stalling(mapping, N, 51, tmp_path / "armed")
     with hotset.cache(source) as cached:
         source.arm()
@@ -157,7 +157,7 @@ def test_a_claimant_killed_before_anybody_waits_is_taken_over(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_claimant_that_is_stopped_holds_up_others_only_for_a_bound(tmp_path: Path) -> None:
+def test_a_stopped_process_with_a_claim_holds_up_others_for_a_bounded_time(tmp_path: Path) -> None:
     source = Stalling(mapping, N, 51, tmp_path / "armed")
     with hotset.cache(source) as cached:
         source.arm()
@@ -182,7 +182,7 @@ def test_a_claimant_that_is_stopped_holds_up_others_only_for_a_bound(tmp_path: P
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_loader_goes_on_beside_a_stopped_claimant(tmp_path: Path) -> None:
+def test_a_loader_continues_beside_a_stopped_process_with_a_claim(tmp_path: Path) -> None:
     source = Stalling(image_and_label, N, 51, tmp_path / "armed")
     with hotset.cache(source) as cached:
         source.arm()
@@ -243,7 +243,7 @@ class KillsItsMaker:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_whose_maker_is_killed_as_it_begins_ends_too(method: str, tmp_path: Path) -> None:
+def test_a_worker_ends_if_its_parent_is_killed_as_it_starts(method: str, tmp_path: Path) -> None:
     """torch's own takes whoever adopts it for its parent then, and waits for work for ever."""
     told = tmp_path / "worker"
 
@@ -266,7 +266,7 @@ def test_a_worker_whose_maker_is_killed_as_it_begins_ends_too(method: str, tmp_p
     assert care.gc(), "what a killed process leaves is found"
 
 
-def test_a_worker_that_has_more_to_hand_over_than_its_killed_maker_will_read_ends_too(tmp_path: Path) -> None:
+def test_a_worker_with_unread_batches_ends_if_its_parent_is_killed(tmp_path: Path) -> None:
     """Its queue's thread waits for room in a pipe, whose other end the worker itself has open as well."""
     told = tmp_path / "worker"
 
@@ -287,7 +287,7 @@ def test_a_worker_that_has_more_to_hand_over_than_its_killed_maker_will_read_end
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_in_the_midst_of_a_read_ends_with_its_maker(method: str, tmp_path: Path) -> None:
+def test_a_worker_that_reads_ends_if_its_parent_is_killed(method: str, tmp_path: Path) -> None:
     told = tmp_path / "worker"
 
     def job() -> None:

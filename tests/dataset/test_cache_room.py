@@ -86,7 +86,7 @@ def test_any_samples_may_be_the_cached_ones_unlike_stocachings_first_n(
         assert log.total() == 0
 
 
-def test_memory_is_the_caches_own_and_not_the_machines_unlike_mindspores_size() -> None:
+def test_memory_limits_one_cache_and_not_the_machine_unlike_mindspores_size() -> None:
     """MindSpore's ``size`` caps what the machine has in use, so that ``size=50`` cached 0 of 500 rows."""
     with hotset.cache(Samples(kilobyte, 500), memory="2MB") as cached:
         for i in range(500):

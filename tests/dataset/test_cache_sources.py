@@ -145,7 +145,7 @@ def test_one_transform_need_not_be_in_a_list() -> None:
         equal_batches(epochs(cached), epochs(Transformed(Samples(image_and_label, N), [draw_all])))
 
 
-def test_a_declared_prefix_runs_once_a_sample(tmp_path: Path) -> None:
+def test_a_declared_prefix_runs_once_per_sample(tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "calls")
     prefix = hotset.deterministic(LoggedCalls(log))
     with hotset.cache(Samples(image_and_label, N), transform=[prefix, draw_all]) as cached:
@@ -158,7 +158,7 @@ def test_a_declared_prefix_runs_once_a_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_behaves_in_its_trial_is_cached_and_strict_leaves_it_live(tmp_path: Path, strict: bool) -> None:
+def test_a_transform_that_passes_its_trial_is_cached_unless_strict(tmp_path: Path, strict: bool) -> None:
     log = ReadLog(tmp_path / "calls")
     with hotset.cache(Samples(image_and_label, N), transform=[LoggedCalls(log)], strict=strict) as cached:
         log.reset()
@@ -204,7 +204,7 @@ def test_a_declared_container_is_cached_whole_unlike_monais_nested_compose(tmp_p
         assert log.total() == 0
 
 
-def test_a_held_generator_in_a_live_transform_goes_on_as_without_the_cache() -> None:
+def test_a_live_transforms_own_generator_draws_as_without_the_cache() -> None:
     expected = epochs(Transformed(Samples(image_and_label, N), [HeldGenerator()]))
     with hotset.cache(Samples(image_and_label, N), transform=[HeldGenerator()]) as cached:
         equal_batches(epochs(cached), expected)
@@ -244,7 +244,7 @@ class _LoggedImage:
         return image_to_float(image)
 
 
-def test_the_declared_part_of_the_datasets_own_transform_runs_once_a_sample(tmp_path: Path) -> None:
+def test_the_declared_part_of_the_datasets_own_transform_runs_once_per_sample(tmp_path: Path) -> None:
     from torchvision.transforms import Compose as TorchvisionCompose
 
     log = ReadLog(tmp_path / "calls")
@@ -262,7 +262,7 @@ def test_the_datasets_own_transform_and_another_after_it() -> None:
         equal_batches(epochs(cached), expected)
 
 
-def test_what_draws_in_vain_stays_live_so_that_all_draws_are_those_without_the_cache() -> None:
+def test_a_transform_that_draws_unused_numbers_stays_live() -> None:
     """A dropout of nothing is deterministic, and moves a generator all the same."""
     from torchvision.transforms import RandomHorizontalFlip
 
@@ -314,7 +314,7 @@ class CallsItsOwnWay:
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_transform_that_is_called_otherwise_stays_whole(by_name: bool) -> None:
+def test_a_transform_with_another_call_signature_stays_whole(by_name: bool) -> None:
     with hotset.cache(CallsItsOwnWay(lambda a, b: a + b, by_name), memory="1MiB") as cached:  # type: ignore[arg-type]
         assert [cached[i] for i in range(4)] == [1, 2, 3, 4]
         assert cached.plan.live == ()
@@ -393,14 +393,14 @@ def test_a_changed_added_or_deleted_file_never_gives_another_files_content(tmp_p
 
 
 @pytest.mark.parametrize("memory", ["12 parsecs", "-1GiB", -1, "", "GiB", "1..5GiB", "64 GiBs"])
-def test_a_memory_that_is_no_quantity_gets_a_sentence(memory: Any) -> None:
+def test_a_memory_that_is_not_an_amount_is_refused_with_a_sentence(memory: Any) -> None:
     found = failure(lambda: hotset.cache(Samples(number, N), memory=memory))
     assert found.kind is hotset.QuantityError
     assert is_a_sentence(found.text), found.text
     assert repr(memory) in found.text
 
 
-def test_an_empty_dataset_gets_a_sentence() -> None:
+def test_an_empty_dataset_is_refused_with_a_sentence() -> None:
     found = failure(lambda: hotset.cache(Samples(number, 0)))
     assert issubclass(found.kind, hotset.HotsetError)
     assert issubclass(found.kind, ValueError)
@@ -408,13 +408,13 @@ def test_an_empty_dataset_gets_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("source", [Streamed(5), 42, None])
-def test_what_is_no_map_style_dataset_gets_a_sentence(source: Any) -> None:
+def test_an_object_that_is_not_a_map_style_dataset_is_refused_with_a_sentence(source: Any) -> None:
     found = failure(lambda: hotset.cache(source))
     assert issubclass(found.kind, hotset.HotsetError)
     assert is_a_sentence(found.text), found.text
 
 
-def test_a_transform_that_cannot_be_called_gets_a_sentence() -> None:
+def test_a_transform_that_cannot_be_called_is_refused_with_a_sentence() -> None:
     found = failure(lambda: hotset.cache(Samples(number, N), transform=[3]))  # type: ignore[list-item]
     assert issubclass(found.kind, hotset.HotsetError)
     assert is_a_sentence(found.text), found.text
@@ -427,7 +427,7 @@ def test_anything_with_a_length_and_items_is_a_dataset() -> None:
             equal_batches([cached[i] for i in range(N)], [torch.full((3,), i) for i in range(N)])
 
 
-def test_errors_say_where_they_belong() -> None:
+def test_errors_belong_to_the_documented_classes() -> None:
     assert issubclass(hotset.NotCacheable, TypeError)
     assert issubclass(hotset.QuantityError, ValueError)
     assert issubclass(hotset.HotsetWarning, UserWarning)
@@ -453,7 +453,7 @@ def test_building_reads_only_a_few_samples(tmp_path: Path) -> None:
         assert 0 < len(log.counts()) <= 16
 
 
-def test_a_dataset_is_not_asked_for_what_a_dataset_need_not_have() -> None:
+def test_optional_attributes_of_a_dataset_are_not_needed() -> None:
     class Bare(Dataset[int]):
         __slots__ = ()
 
@@ -489,7 +489,7 @@ class _BatchesOtherwise(Samples):
     ids=["draws", "doubles", "centres", "shuffles"],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_batches_that_are_not_the_samples_are_refused(many: Any, nested: bool) -> None:
+def test_getitems_that_returns_other_samples_is_refused(many: Any, nested: bool) -> None:
     """torch's loader reads whole batches where a dataset offers that, also through a ``Subset``."""
     source: Any = _BatchesOtherwise(many)
     given = torch.utils.data.Subset(source, [1, 2, 3, 5]) if nested else source
@@ -501,7 +501,7 @@ def test_batches_that_are_not_the_samples_are_refused(many: Any, nested: bool) -
     assert random.getstate() == state
 
 
-def test_batches_that_are_the_samples_are_cached() -> None:
+def test_getitems_that_returns_the_same_samples_is_cached() -> None:
     with hotset.cache(_BatchesOtherwise(list), memory="1MiB") as cached:
         batch = next(iter(torch.utils.data.DataLoader(cached, batch_size=6)))
         assert batch.tolist() == [number(i) for i in range(6)]

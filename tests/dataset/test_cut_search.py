@@ -235,7 +235,7 @@ def test_torchvisions_pair_of_transforms(tmp_path: Path) -> None:
     assert source.transforms.transform is source.transform, "the user's own dataset is as it was"
 
 
-def test_what_the_data_set_does_with_a_result_is_never_skipped() -> None:
+def test_what_the_dataset_does_after_its_transform_is_never_skipped() -> None:
     """It goes on working on what its chain returns: deterministic is cached whole, random is refused."""
 
     class Afterwards(FolderLike):
@@ -325,7 +325,7 @@ def test_randomness_that_a_trial_finds_is_refused_where_it_cannot_be_cut_off() -
     assert is_a_sentence(found.text), found.text
 
 
-def test_a_bad_sample_of_the_data_sets_own_chain_is_nobodys_worry_before_a_given_one() -> None:
+def test_a_bad_sample_of_the_datasets_own_chain_does_not_stop_planning() -> None:
     def picky(image: torch.Tensor) -> torch.Tensor:
         if torch.equal(image, image_and_label(0)[0]):
             raise ValueError("sample 0 is bad")
@@ -337,7 +337,7 @@ def test_a_bad_sample_of_the_data_sets_own_chain_is_nobodys_worry_before_a_given
         assert "bad" in failure(lambda: cached[0]).text
 
 
-def test_a_cut_that_cannot_be_is_an_error_and_not_another_cut() -> None:
+def test_an_impossible_cut_is_an_error_and_not_moved() -> None:
     for source, chain, cut in (
         (Squares(N, image_to_float), None, 0),
         (Both(image_to_float, blur_label), [halve_first], 2),
@@ -365,7 +365,7 @@ def test_known_randomness_that_does_not_show_is_refused_where_it_cannot_be_cut_o
     assert "RandomApply" in found.text
 
 
-def test_a_trial_that_was_too_short_is_made_good_by_the_probe() -> None:
+def test_the_probe_finds_what_a_short_trial_missed() -> None:
     """Random for some samples only: not for those of the trial, but for those that the probe reads."""
 
     def rarely(sample: Any) -> Any:
@@ -434,7 +434,7 @@ def test_a_lambda_in_monais_compose_that_hides_numpys_rng_is_live_unlike_monais(
 
 
 @pytest.mark.parametrize("steps", [[], [None]])
-def test_an_empty_chain_is_no_chain(steps: list[Any]) -> None:
+def test_an_empty_chain_is_like_none(steps: list[Any]) -> None:
     transform = None if steps else []
     with hotset.cache(Samples(image_and_label, N), transform=transform) as cached:
         assert len(cached.plan.rows) == 1
@@ -444,7 +444,7 @@ def test_an_empty_chain_is_no_chain(steps: list[Any]) -> None:
 # ---- where to cut ----------------------------------------------------------------------------------------
 
 
-def test_cut_overrides_and_is_checked(tmp_path: Path) -> None:
+def test_cut_overrides_the_choice_and_is_checked(tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "calls")
     chain = [LoggedCalls(log), lambda sample: (sample[0] * 3, sample[1]), draw_all]
     for cut, calls in ((0, 2 * N), (1, N), (2, N)):
@@ -463,7 +463,7 @@ def test_cut_overrides_and_is_checked(tmp_path: Path) -> None:
     assert "draw_all" in found.text
 
 
-def test_cut_counts_the_data_sets_own_transforms_first() -> None:
+def test_cut_counts_the_datasets_own_transforms_first() -> None:
     def make() -> Any:
         return FolderLike(N, _flat([image_to_float, torch.neg]))
 
@@ -532,7 +532,7 @@ def test_a_transform_that_raises_on_all_samples_raises_its_own_error() -> None:
     assert found.frames[-1] == "broken"
 
 
-def test_one_bad_sample_is_nobodys_worry_until_it_is_asked_for() -> None:
+def test_a_bad_sample_raises_only_when_it_is_read() -> None:
     def picky(sample: Any) -> Any:
         if sample[1] == image_and_label(0)[1]:
             raise ValueError("sample 0 is bad")
@@ -583,7 +583,7 @@ class Drawing(FolderLike):
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("is_declared", [False, True])
-def test_looking_into_a_source_that_draws_moves_no_generator(given: bool, is_declared: bool) -> None:
+def test_planning_for_a_source_that_draws_moves_no_generator(given: bool, is_declared: bool) -> None:
     source: Any = Drawing(N, None if given else image_to_float)
     before = rng_states()
     if is_declared:

@@ -99,7 +99,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_and_states_are_those_of_torch_without_a_cache(kind: str, workers: int) -> None:
+def test_batches_and_states_equal_torchs_without_a_cache(kind: str, workers: int) -> None:
     minorities = list(MINORITIES.values())
     for minority in [minorities[KINDS.index(kind) % 4]] if workers else minorities:
         options: dict[str, Any] = {"batch_size": 10, "shuffle": True, "num_workers": workers}
@@ -115,7 +115,7 @@ def test_batches_and_states_are_those_of_torch_without_a_cache(kind: str, worker
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["random", "own numpy"])
-def test_through_torchs_own_loader(kind: str, workers: int) -> None:
+def test_draws_through_torchs_own_loader_equal_those_without_a_cache(kind: str, workers: int) -> None:
     minority = MINORITIES["every twentieth"]
     options: dict[str, Any] = {"batch_size": 8, "shuffle": True, "num_workers": workers}
     seed()
@@ -128,7 +128,7 @@ def test_through_torchs_own_loader(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["random", "own numpy", "own torch"])
-def test_a_job_goes_on_in_mid_epoch_with_the_same_draws(kind: str, workers: int) -> None:
+def test_a_job_resumes_in_mid_epoch_with_the_same_draws(kind: str, workers: int) -> None:
     """From before and after the first draw of the pass, in the first pass and in a later one."""
     minority = {28, 29, 30, 44, 45}
     options: dict[str, Any] = {"batch_size": 6, "num_workers": workers}
@@ -174,7 +174,7 @@ class Noisy(Dataset[Any]):
         return noise(self.dataset[index])
 
 
-def test_a_sample_that_is_asked_for_twice_in_one_batch_draws_twice() -> None:
+def test_a_sample_that_is_twice_in_one_batch_draws_twice() -> None:
     order = [3, 3, 0, 23, 3, 0]
     seed()
     expected = run(DataLoader(Augmented({3, 23}, "numpy"), batch_size=6, sampler=order))
@@ -183,7 +183,7 @@ def test_a_sample_that_is_asked_for_twice_in_one_batch_draws_twice() -> None:
         assert run(hotset.DataLoader(cached, batch_size=6, sampler=order)) == expected
 
 
-def test_it_is_told_once_with_how_many_and_which() -> None:
+def test_one_warning_says_how_many_samples_draw_and_which() -> None:
     with cached_of(Augmented({17, 20, 41}, "random")) as cached:
         assert "8 samples that were read twice were alike, and no random number generator moved" in str(
             cached.plan
@@ -195,7 +195,7 @@ def test_it_is_told_once_with_how_many_and_which() -> None:
     assert "transform=" in sentence
 
 
-def test_the_plan_says_what_the_first_look_found() -> None:
+def test_the_plan_says_which_samples_the_probe_found_to_draw() -> None:
     with cached_of(Augmented({LENGTH - 1}, "random")) as cached:
         assert "1 of the 8 samples that were read draw random numbers" in str(cached.plan)
     with pytest.raises(hotset.NotCacheable):
@@ -293,7 +293,7 @@ class Seeding(Samples):
         return super().__getitem__(index)
 
 
-def test_who_seeds_a_generator_while_reading_leaves_it_seeded() -> None:
+def test_a_generator_that_is_seeded_while_reading_stays_seeded() -> None:
     seed()
     expected = run(DataLoader(Seeding(constant_row, LENGTH), batch_size=6))
     with cached_of(Seeding(constant_row, LENGTH)) as cached:
@@ -322,7 +322,7 @@ def test_a_generator_that_is_made_at_its_first_draw_is_found() -> None:
         assert cached.stats().cached == LENGTH - 3
 
 
-def test_what_is_declared_deterministic_is_believed() -> None:
+def test_a_source_declared_deterministic_is_believed() -> None:
     with cached_of(Declared({17}, "random")) as cached:
         first, second = ([x for x, _ in hotset.DataLoader(cached)] for _ in range(2))
         assert torch.equal(first[17], second[17])
@@ -350,7 +350,7 @@ class Interrupted(Samples):
         return super().__getitem__(index)
 
 
-def test_what_another_thread_draws_meanwhile_is_nothing_of_the_samples() -> None:
+def test_draws_of_another_thread_do_not_count_as_the_samples() -> None:
     """As mixup in the training loop does, while a queue reads ahead. That thread draws no number twice."""
     drawn: list[float] = []
     source = Interrupted({20, 21, 40}, drawn)

@@ -34,13 +34,13 @@ def limit(**how: Any) -> int:
         return cached.plan.limit
 
 
-def test_auto_is_half() -> None:
+def test_auto_is_half_of_the_free_memory() -> None:
     assert limit(memory="50%") == limit() == FREE.bytes // 2
     assert limit(memory="12.5 %") == FREE.bytes // 8
     assert limit(memory="100%") == FREE.bytes
 
 
-def test_in_a_session_it_is_of_what_that_may_hold(runtime: Path) -> None:
+def test_in_a_session_a_percentage_is_of_the_sessions_memory(runtime: Path) -> None:
     sessions.create("a", memory=100_000)
     with hotset.cache(DATA, session="a", memory="25%") as cached:
         assert cached.plan.limit == 25_000
@@ -50,7 +50,7 @@ def test_in_a_session_it_is_of_what_that_may_hold(runtime: Path) -> None:
         assert 3 <= cached.stats().cached <= 6
 
 
-def test_a_windows_share_is_an_amount() -> None:
+def test_a_windows_percentage_is_an_amount_of_memory() -> None:
     def residents(resident: str) -> int:
         with hotset.cache(DATA, window=hotset.Window(resident, 0)) as cached:
             assert cached.plan.window is not None
@@ -61,13 +61,13 @@ def test_a_windows_share_is_an_amount() -> None:
     assert abs(residents(f"{100 * 100_000 / FREE.bytes:.9f}%") - some) <= 1
 
 
-def test_a_queue_takes_one() -> None:
+def test_a_device_queue_takes_a_percentage() -> None:
     with hotset.cache(DATA, memory="1MiB") as cached:
         loader = hotset.DataLoader(cached, batch_size=10)
         assert hotset.DeviceQueue(loader, device="cpu", resident="50%").resident is not None
 
 
-def test_a_sessions_share_is_of_the_machines_memory(tmp_path: Path) -> None:
+def test_a_sessions_percentage_is_of_the_machines_memory(tmp_path: Path) -> None:
     """The real one's, in processes of their own: it is halved exactly."""
     environment = environment_in(tmp_path)
     for share, name in (("20%", "a"), ("10%", "b")):
@@ -92,14 +92,14 @@ def test_a_sessions_share_is_of_the_machines_memory(tmp_path: Path) -> None:
         lambda share: hotset.DeviceQueue([], device="cpu", resident=share),
     ],
 )
-def test_what_is_no_share_is_a_sentence(give: Callable[[str], Any], share: str) -> None:
+def test_a_wrong_percentage_is_refused_with_a_sentence(give: Callable[[str], Any], share: str) -> None:
     with pytest.raises(HotsetError) as caught:
         give(share)
     assert is_a_sentence(str(caught.value))
     assert share.rstrip("%") in str(caught.value)
 
 
-def test_a_program_is_told_of_a_wrong_share_by_the_command_too(tmp_path: Path) -> None:
+def test_the_command_refuses_a_wrong_percentage_too(tmp_path: Path) -> None:
     done = run("session", "create", "a", "--memory", "150%", environment=environment_in(tmp_path))
     assert done.returncode == 2
     assert is_a_sentence(done.stderr.strip())

@@ -35,7 +35,7 @@ def command(*arguments: str) -> None:
 
 @pytest.mark.usefixtures("runtime", "patient")
 @pytest.mark.filterwarnings("ignore:.* samples are cached, and no more fit:hotset.HotsetWarning")
-def test_room_that_others_hold_is_not_room() -> None:
+def test_memory_that_other_caches_hold_is_not_available() -> None:
     command("session", "create", "a", "--memory", str(ALL * 3 // 2))
     with hotset.cache(Numbers(1), session="a") as first:
         assert first.plan.fits == 1
@@ -60,7 +60,7 @@ def test_room_that_others_hold_is_not_room() -> None:
         assert third.plan.fits == 1  # nobody uses the others, so that they make room
 
 
-def test_what_would_help_comes_with_figures(tmp_path: Path) -> None:
+def test_remedies_come_with_figures(tmp_path: Path) -> None:
     with hotset.cache(Numbers(1), memory=ALL // 2) as cached:
         text = str(cached.plan)
     assert "spill=, a folder" in text
@@ -92,7 +92,7 @@ class Files(Dataset[Any]):
         return (picture if self.transform is None else self.transform(picture)), label
 
 
-def test_files_that_are_smaller_than_what_is_cached_are_named(tmp_path: Path) -> None:
+def test_files_that_are_smaller_than_the_cached_samples_are_named(tmp_path: Path) -> None:
     dataset = Files(tmp_path, torch.nn.Dropout())
     with hotset.cache(dataset, memory=N * 10_000 // 4) as cached:
         text = str(cached.plan)

@@ -144,7 +144,7 @@ def test_three_helpers_and_the_main_process_read_each_sample_once(log: ReadLog) 
         assert wrong(stored(store), image_and_label) == {}
 
 
-def test_the_process_that_asks_gets_no_thread_and_starts_nothing_before(log: ReadLog) -> None:
+def test_helpers_start_for_missing_samples_only_and_without_a_thread(log: ReadLog) -> None:
     with opened(image_and_label, N) as store, filling(store, image_and_label, 2) as pool:
         assert pids() == set()
         store.fill(ids(range(9)), image_and_label)
@@ -172,7 +172,7 @@ def test_a_newer_list_is_noticed_between_chunks(log: ReadLog, tmp_path: Path) ->
         assert len(order) <= before + 64 + 11, "what is left of the older list is dropped"
 
 
-def test_an_empty_list_calls_helpers_off(log: ReadLog, tmp_path: Path) -> None:
+def test_an_empty_list_stops_the_helpers_work(log: ReadLog, tmp_path: Path) -> None:
     read = Held(log, tmp_path / "held")
     with opened(image_and_label, 5000) as store, filling(store, read, 2) as pool:
         pool.request(ids(range(5000)))
@@ -184,7 +184,7 @@ def test_an_empty_list_calls_helpers_off(log: ReadLog, tmp_path: Path) -> None:
         assert log.total() <= before + 2 * 64
 
 
-def test_what_others_are_reading_is_passed_over_and_taken_when_they_die(tmp_path: Path, log: ReadLog) -> None:
+def test_samples_that_others_read_are_skipped_until_those_die(tmp_path: Path, log: ReadLog) -> None:
     stalling = Stalling(image_and_label, 30, 3, tmp_path / "armed")
     stalling.arm()
     with opened(image_and_label, 30) as store:
@@ -220,7 +220,7 @@ def _odd(index: int) -> Any:
     return opaque(index) if index % 10 == 4 else image_and_label(index)
 
 
-def test_without_room_nothing_is_read_in_vain(log: ReadLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_helpers_read_nothing(log: ReadLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotset.store.allocator._RETRY_SECONDS", 600.0)
     read = Counting(image_and_label, 3000, log).__getitem__
     with opened(image_and_label, 3000, limit=1 << 15) as store, filling(store, read, 2) as pool:
@@ -246,7 +246,7 @@ def _draws(_: int) -> torch.Tensor:
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
-def test_a_store_that_is_pickled_is_attached_to_as_what_it_is() -> None:
+def test_a_pickled_store_attaches_as_its_own_class() -> None:
     with opened(image_and_label, 4) as store:
         store.__class__ = _Special
         store.fill(ids(2), image_and_label)
@@ -270,7 +270,7 @@ def _broken(index: int) -> Any:
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_what_a_read_raises_is_raised_once_and_the_others_are_filled(processes: int, log: ReadLog) -> None:
+def test_an_error_of_a_read_is_raised_once_and_the_others_are_filled(processes: int, log: ReadLog) -> None:
     read = Counting(_broken, 20, log, seconds=0.001).__getitem__
     with opened(image_and_label, 20) as store, filling(store, read, processes) as pool:
         pool.request(ids(range(9)))
@@ -301,7 +301,7 @@ def test_one_error_is_kept_until_it_is_raised_and_then_the_next(log: ReadLog) ->
 
 
 @pytest.mark.parametrize("kind", ["key", "two", "local", "long", "deep"])
-def test_whatever_is_raised_arrives_in_some_form(kind: str) -> None:
+def test_every_error_arrives_in_some_form(kind: str) -> None:
     class LocalError(Exception):
         pass
 
@@ -331,7 +331,7 @@ def test_whatever_is_raised_arrives_in_some_form(kind: str) -> None:
 # Deaths
 
 
-def test_a_helper_that_is_killed_is_started_again_and_told_of_once(tmp_path: Path, log: ReadLog) -> None:
+def test_a_killed_helper_is_started_again_with_one_warning(tmp_path: Path, log: ReadLog) -> None:
     stalling = Stalling(image_and_label, 40, 5, tmp_path / "armed")
     stalling.arm()
     with opened(image_and_label, 40) as store, filling(store, stalling.__getitem__) as pool:
@@ -417,7 +417,7 @@ def test_close_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
         assert store.holds(), "the claims of the killed are void"
 
 
-def test_garbage_is_closed() -> None:
+def test_a_pool_that_is_garbage_collected_is_closed() -> None:
     with opened(image_and_label, 9) as store:
         pool = PrefetchPool(store, image_and_label, processes=1)
         pool.request(ids(range(9)))
@@ -426,7 +426,7 @@ def test_garbage_is_closed() -> None:
         assert pids() == set()
 
 
-def test_a_forked_child_has_no_part_in_it(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_use_its_parents_helpers(tmp_path: Path) -> None:
     with opened(image_and_label, 20) as store, filling(store, image_and_label, 2) as pool:
         pool.request(ids(range(9)))
         assert settled(pool)
@@ -444,7 +444,7 @@ def test_a_forked_child_has_no_part_in_it(tmp_path: Path) -> None:
         assert pids() == helpers
 
 
-def test_a_forked_child_that_asks_has_helpers_of_its_own() -> None:
+def test_a_forked_child_starts_helpers_of_its_own() -> None:
     with opened(image_and_label, 20) as store, filling(store, image_and_label) as pool:
         pool.request(ids(range(9)))
         assert settled(pool)
@@ -463,7 +463,7 @@ def test_a_forked_child_that_asks_has_helpers_of_its_own() -> None:
 # What cannot be done
 
 
-def test_what_cannot_be_pickled_is_told_of_once_and_nothing_is_filled() -> None:
+def test_a_dataset_that_cannot_be_pickled_gives_one_warning_and_is_not_prefetched() -> None:
     with (
         opened(image_and_label, 9) as store,
         filling(store, lambda i: image_and_label(i), 2, "spawn") as pool,
@@ -510,7 +510,7 @@ def test_a_worker_gets_no_helpers_and_one_warning() -> None:
         in_fork(in_worker)
 
 
-def test_a_sample_that_there_is_not_is_an_error() -> None:
+def test_an_index_beyond_the_dataset_is_an_error() -> None:
     with opened(image_and_label, 9) as store, pytest.raises(IndexError):
         PrefetchPool(store, image_and_label, processes=1).request(ids(9))
 
@@ -579,7 +579,7 @@ def test_helpers_do_not_outlive_a_killed_main_process_nor_its_other_children() -
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_the_interpreter_ends_without_a_word_and_takes_helpers_along() -> None:
+def test_the_interpreter_ends_silently_and_ends_its_helpers() -> None:
     with _program("sys.stdin.read()") as program:
         helpers = [_line(program) for _ in range(2)]
         out, err = program.communicate(timeout=100)

@@ -113,7 +113,7 @@ CHANGES = (sets_transform, sets_noise, sets_none, sets_target, sets_both, sets_a
     ("change", "through", "made_by", "workers"),
     all_pairs(CHANGES, ["cached", "the dataset", "a Subset"], LOADERS, [0, 2]),
 )
-def test_what_is_set_takes_effect_as_on_the_data_set(
+def test_a_set_attribute_takes_effect_as_on_the_dataset(
     change: Any, through: str, made_by: str, workers: int
 ) -> None:
     if change is sets_another and through == "the dataset":
@@ -141,7 +141,7 @@ def test_what_is_set_takes_effect_as_on_the_data_set(
         assert words == []
 
 
-def test_reading_gives_what_was_set_and_the_users_object_has_it_too() -> None:
+def test_a_set_attribute_is_read_back_and_set_on_the_users_object() -> None:
     """`train = hotset.cache(ds)` can replace `train = ds`: then both names are of one object."""
     dataset = Pictures()
     with hotset.cache(dataset, memory="1MiB") as cached:
@@ -156,7 +156,7 @@ def test_reading_gives_what_was_set_and_the_users_object_has_it_too() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda d: Subset(d, [3, 1, 4]), lambda d: ConcatDataset([d, d])])
-def test_a_transform_set_inside_a_wrapped_data_set_is_seen(wrap: Any) -> None:
+def test_a_transform_set_inside_a_wrapped_dataset_is_seen(wrap: Any) -> None:
     inner, plain = Pictures(Times(2)), Pictures(Times(3))
     expected = wrap(plain)
     with hotset.cache(wrap(inner), memory="1MiB") as cached:
@@ -178,7 +178,7 @@ def test_a_transform_put_into_a_container_is_seen() -> None:
         assert cached.plan.cached == ("Pictures", "Times", "Times")
 
 
-def test_all_that_was_asked_for_holds_for_the_new_plan(tmp_path: Path) -> None:
+def test_arguments_of_cache_hold_for_the_new_plan(tmp_path: Path) -> None:
     asked: Any = {
         "memory": "2MiB",
         "spill": str(tmp_path),
@@ -194,7 +194,7 @@ def test_all_that_was_asked_for_holds_for_the_new_plan(tmp_path: Path) -> None:
         assert float(cached[5][0][0]) == 60.0
 
 
-def test_memory_of_the_old_cache_is_let_go() -> None:
+def test_memory_of_the_old_cache_is_freed() -> None:
     class Large(Pictures):
         def __getitem__(self, index: int) -> Any:
             value = torch.zeros(1 << 18) + index
@@ -214,7 +214,7 @@ def test_memory_of_the_old_cache_is_let_go() -> None:
     assert max(sizes) < 1.5 * min(sizes), "the third cache takes no more than the first"
 
 
-def test_a_window_goes_on_where_it_stood() -> None:
+def test_a_window_continues_where_it_stood() -> None:
     window = hotset.Window(resident=4, replace=0.5, seed=3)
 
     def run(change: bool) -> list[list[float]]:
@@ -253,7 +253,7 @@ class Refused(Pictures):
         return image + (random.random() if self.scale > 1 else 0), label
 
 
-def test_what_cannot_be_cached_after_all_comes_from_the_source() -> None:
+def test_samples_that_become_uncacheable_come_from_the_source() -> None:
     with recorded() as told, hotset.cache(Refused(), memory="1MiB") as cached:
         assert cached[1][1] == 1
         cached.scale = 2
@@ -271,7 +271,7 @@ def _set_in_worker(change: Any, worker: int) -> None:
 
 @pytest.mark.parametrize("change", [sets_transform, sets_noise, sets_another])
 @pytest.mark.parametrize("made_by", LOADERS)
-def test_what_a_worker_sets_takes_effect_in_that_worker_as_in_torch(change: Any, made_by: str) -> None:
+def test_an_attribute_set_in_a_worker_takes_effect_there_as_in_torch(change: Any, made_by: str) -> None:
     make = functools.partial(
         LOADERS[made_by], num_workers=2, worker_init_fn=functools.partial(_set_in_worker, change)
     )
@@ -281,7 +281,7 @@ def test_what_a_worker_sets_takes_effect_in_that_worker_as_in_torch(change: Any,
         assert cached.stats().cached == 0, "nothing of it is kept for others"
 
 
-def test_a_pass_under_way_says_that_the_transform_was_changed() -> None:
+def test_setting_a_transform_in_mid_pass_is_an_error() -> None:
     with hotset.cache(Pictures(Times(2)), memory="1MiB") as cached:
         for loader in (hotset.DataLoader(cached, batch_size=2), hotset.DataLoader(cached, batch_size=2)):
             batches = iter(loader)
@@ -292,7 +292,7 @@ def test_a_pass_under_way_says_that_the_transform_was_changed() -> None:
             assert float(next(iter(loader))[0][1, 0]) == 3.0
 
 
-def test_workers_that_persist_cannot_follow_and_that_is_said() -> None:
+def test_setting_an_attribute_with_persistent_workers_is_an_error() -> None:
     with hotset.cache(Pictures(Times(2)), memory="1MiB", transform=Pair(Noise())) as cached:
         loader = hotset.DataLoader(cached, batch_size=2, num_workers=1, persistent_workers=True)
         list(loader)

@@ -101,7 +101,7 @@ def test_array_has_the_length_shape_and_dtype_of_the_cache() -> None:
     assert cache.array.dtype == torch.uint8
 
 
-def test_aux_array_tells_empty_set_and_outside() -> None:
+def test_aux_array_tells_empty_set_and_outside_slots() -> None:
     cache = SharedCache(room_for(10, samples=12), 12, DIMS)
     cache.set_slot(3, picture(3))
     cache.set_slot(11, picture(11))
@@ -169,7 +169,7 @@ def test_clear() -> None:
     sound()
 
 
-def test_what_some_processes_set_others_get() -> None:
+def test_samples_set_in_some_processes_are_read_in_others() -> None:
     cache = small()
     for i in (3, 17):
         in_child(lambda i=i: cache.set_slot(i, picture(i), allow_overwrite=True, allow_oob_idx=False))
@@ -210,7 +210,7 @@ def test_an_empty_slot_is_never_taken_for_a_sample() -> None:
 
 
 @pytest.mark.parametrize("make", [picture, molecule])
-def test_what_is_read_is_the_readers_own(make: Callable[[int], torch.Tensor]) -> None:
+def test_changing_a_read_sample_does_not_change_the_cache(make: Callable[[int], torch.Tensor]) -> None:
     cache = small() if make is picture else any_shape()
     given = make(7)
     cache[7] = given
@@ -344,7 +344,7 @@ def test_a_wrong_sample_is_refused_with_a_sentence(sample: Any, names: str) -> N
 
 
 @pytest.mark.parametrize("index", [1.0, "1", None, slice(1, 2), (1, 2)])
-def test_an_index_that_is_no_integer_is_refused_with_a_sentence(index: Any) -> None:
+def test_an_index_that_is_not_an_integer_is_refused_with_a_sentence(index: Any) -> None:
     cache = small()
     for use in (
         lambda: cache.get_slot(index),
@@ -427,7 +427,7 @@ def _taken(cache: SharedCache) -> int:
     return os.fstat(slots_.store.segment.fd).st_blocks * 512
 
 
-def test_what_samples_of_any_shape_take_stays_under_the_limit() -> None:
+def test_samples_of_any_shape_stay_under_the_limit() -> None:
     cache = any_shape(1000, gib=300_000 / GIB)
 
     def fill() -> None:
@@ -446,7 +446,7 @@ def test_what_samples_of_any_shape_take_stays_under_the_limit() -> None:
     sound()
 
 
-def test_a_record_overwritten_without_room_for_the_new_one_is_not_served_any_more() -> None:
+def test_a_record_overwritten_without_room_is_no_longer_served() -> None:
     cache = any_shape(4, gib=20_000 / GIB)
     cache[0] = torch.ones(100)
     cache[1] = torch.ones(100)
@@ -593,7 +593,7 @@ def test_a_clear_gives_memory_back() -> None:
 # Several workers at one slot
 
 
-def test_who_comes_second_returns_and_the_first_sample_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_writer_returns_and_the_first_sample_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """stocaching raises, and with it the loader's worker."""
     cache = small()
     other = pickle.loads(pickle.dumps(cache))
@@ -628,7 +628,7 @@ def test_threads_that_missed_the_same_slot_both_return() -> None:
     sound()
 
 
-def test_a_sample_set_after_a_clear_by_another_is_no_surprise() -> None:
+def test_a_sample_may_be_set_after_another_process_cleared() -> None:
     cache = small()
     cache.set_slot(3, picture(1))
 
@@ -736,7 +736,7 @@ def test_a_sample_cleared_and_set_again_while_it_is_copied_is_copied_again(
     assert same(found, torch.zeros(400))
 
 
-def test_who_overwrites_waits_for_another_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overwriting_process_waits_for_another_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the sample that is there in the end would be one that was to be replaced."""
     cache = small()
     other = pickle.loads(pickle.dumps(cache))
@@ -852,7 +852,7 @@ def test_a_writer_killed_within_its_write_leaves_an_empty_slot(
     sound()
 
 
-def test_a_clear_that_was_killed_is_brought_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_clear_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small()
     cache[0], cache[1] = picture(0), picture(1)
 
@@ -870,7 +870,7 @@ def test_a_clear_that_was_killed_is_brought_to_an_end(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_nobody_waits_for_a_stopped_writer_for_ever(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_stopped_writer_is_bounded(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     monkeypatch.setattr(slots, "_PATIENCE_SECONDS", 0.2)
@@ -1011,7 +1011,7 @@ def test_a_copy_is_the_same_cache_and_outlives_the_original() -> None:
     assert again._slots.store.check() == []
 
 
-def test_a_cache_whose_processes_are_gone_is_empty_and_says_so() -> None:
+def test_a_cache_whose_processes_are_gone_is_empty_with_a_warning() -> None:
     cache = small()
     sent = pickle.dumps(cache)
     del cache
@@ -1051,7 +1051,7 @@ def test_a_child_keeps_the_cache_when_its_parent_lets_go() -> None:
 
 
 @pytest.mark.parametrize("make", [picture, molecule])
-def test_where_records_are_verified_a_damaged_one_is_not_there(
+def test_with_verification_a_damaged_record_counts_as_missing(
     make: Callable[[int], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slots, "FULL_CHECK", True)

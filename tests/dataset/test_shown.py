@@ -115,7 +115,7 @@ def test_stats_and_a_summary_as_plain_values() -> None:
         ([], {"colour": "red"}, "its arguments are dataset, transform, memory"),
     ],
 )
-def test_a_call_that_does_not_fit_says_what_to_write(
+def test_a_call_with_wrong_arguments_says_what_to_write(
     given: list[Any], named: dict[str, Any], advice: str
 ) -> None:
     with pytest.raises(TypeError) as caught:
@@ -124,7 +124,7 @@ def test_a_call_that_does_not_fit_says_what_to_write(
     assert is_a_sentence(str(caught.value))
 
 
-def test_its_signature_and_its_errors_from_inside_stay() -> None:
+def test_the_signature_and_errors_from_inside_are_unchanged() -> None:
     assert list(inspect.signature(hotset.cache).parameters)[:3] == ["dataset", "transform", "memory"]
     with pytest.raises(TypeError, match="must be given a dataset"):
         hotset.cache()  # type: ignore[call-arg]

@@ -174,7 +174,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("handle", "read"), [case[1:] for case in HANDLES], ids=[case[0] for case in HANDLES]
 )
-def test_two_files_behind_one_type_are_two_data_sets(
+def test_two_files_behind_one_type_are_two_datasets(
     handle: Callable[[Path], Any], read: Callable[[Any, int], bytes], files: tuple[Path, Path]
 ) -> None:
     sessions.create("shared", memory=1 << 20)
@@ -195,7 +195,7 @@ def from_descriptor(descriptor: int, index: int) -> bytes:
     return os.pread(descriptor, ROW, index * ROW)
 
 
-def test_a_descriptor_that_is_another_files_now_is_another_data_set(files: tuple[Path, Path]) -> None:
+def test_a_descriptor_of_another_file_is_another_dataset(files: tuple[Path, Path]) -> None:
     sessions.create("shared", memory=1 << 20)
     numbers = set()
     for path in files:
@@ -207,14 +207,14 @@ def test_a_descriptor_that_is_another_files_now_is_another_data_set(files: tuple
     assert len(numbers) == 1, "one number was to stand for both"
 
 
-def test_a_file_that_is_only_written_to_is_no_identity(tmp_path: Path) -> None:
+def test_the_content_of_a_file_that_is_only_written_to_does_not_count(tmp_path: Path) -> None:
     with (tmp_path / "log").open("a") as log:
         before = fingerprint([log]).digest
         print("a sample was read", file=log, flush=True)
         assert fingerprint([log]).digest == before
 
 
-def test_of_a_large_file_that_is_mapped_nothing_is_read_and_its_date_counts(tmp_path: Path) -> None:
+def test_a_mapped_large_file_is_not_read_and_its_date_counts(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     path.write_bytes(bytes(range(256)) * (65 << 12))
     views: list[Callable[[], Any]] = [
@@ -234,7 +234,7 @@ def test_of_a_large_file_that_is_mapped_nothing_is_read_and_its_date_counts(tmp_
     assert fingerprint(private).digest != untouched, "its pages are no longer the file's"
 
 
-def test_what_cannot_be_known_is_not_shared_in_a_session_and_said(files: tuple[Path, Path]) -> None:
+def test_an_indescribable_dataset_is_not_shared_in_a_session_with_a_warning(files: tuple[Path, Path]) -> None:
     sessions.create("shared", memory=1 << 20)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -449,7 +449,7 @@ def a_job(dataset: Any, before: Callable[[], object]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(("dataset", "other"), [case[1:] for case in JOBS], ids=[case[0] for case in JOBS])
-def test_a_job_in_other_surroundings_gets_its_own_samples(
+def test_a_job_in_another_environment_gets_its_own_samples(
     dataset: Callable[[], Any], other: Callable[[], object], settings: None
 ) -> None:
     sessions.create("shared", memory=1 << 20)
@@ -460,7 +460,9 @@ def test_a_job_in_other_surroundings_gets_its_own_samples(
     assert len(report(sessions.find("shared")).caches) == 2
 
 
-def test_what_the_code_does_not_name_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_that_the_code_does_not_name_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("DATA_SCALE", "1")
     before = fingerprint(Made(with_get))
     monkeypatch.setenv("ANOTHER_SCALE", "2")
@@ -475,7 +477,7 @@ def per_rank(i: int) -> Any:
     return i, os.environ.get("LOCAL_RANK")
 
 
-def test_a_rank_does_not_count_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_variables_do_not_count_and_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -486,7 +488,7 @@ def test_a_rank_does_not_count_and_that_is_said(monkeypatch: pytest.MonkeyPatch)
     assert "key=" in note
 
 
-def test_a_few_rows_of_a_large_array_are_another_data_set() -> None:
+def test_a_few_changed_rows_of_a_large_array_are_another_dataset() -> None:
     rows = torch.zeros(70 << 10, 256)
     before = fingerprint(Made(None, rows=rows))  # type: ignore[arg-type]
     rows[54_321, 7] = 1e-30
@@ -506,7 +508,7 @@ def random_too(i: int) -> Any:
 
 
 @pytest.mark.parametrize("make", [composed, random_too])
-def test_who_joins_another_jobs_cache_looks_at_samples_first(
+def test_a_job_that_joins_anothers_cache_compares_samples_first(
     make: Callable[[int], Any], settings: None
 ) -> None:
     sessions.create("shared", memory=1 << 20)
@@ -540,7 +542,7 @@ def test_who_joins_another_jobs_cache_looks_at_samples_first(
     assert len(report(sessions.find("shared")).caches) == 1
 
 
-def test_what_cannot_be_read_when_it_is_joined_is_no_difference(settings: None) -> None:
+def test_an_unreadable_source_at_joining_is_not_a_difference(settings: None) -> None:
     sessions.create("shared", memory=1 << 20)
     in_child(a_job(lambda: Made(composed), lambda: None))
 

@@ -187,7 +187,7 @@ def incoming(cached: Any, count: int) -> list[int]:
 # ---- what an epoch has -------------------------------------------------------------------------------
 
 
-def test_the_references_example(make: Make) -> None:
+def test_the_example_of_claras_documentation_holds(make: Make) -> None:
     """100 samples, 50 of them resident, a tenth replaced: 5 come in at each boundary."""
     window = hotset.Window(50, replace=0.1, wait=True)
     cached = make(Samples(tagged, 100), window)
@@ -409,7 +409,7 @@ def _unpadded(loader: Any) -> Iterator[Any]:
 # ---- preparing too slowly ----------------------------------------------------------------------------
 
 
-def test_what_is_late_is_counted_told_once_and_made_up_and_nobody_waits(
+def test_late_samples_are_counted_warned_of_once_and_added_later_without_waiting(
     make: Make, gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(residents, "_STARTING_SECONDS", 0.0)
@@ -440,7 +440,7 @@ def test_what_is_late_is_counted_told_once_and_made_up_and_nobody_waits(
     assert (cached.stats().late, cached._window.position.behind) == (6, 0)
 
 
-def test_those_that_are_ready_go_in_without_the_others(make: Make, gated: Gated) -> None:
+def test_samples_that_are_ready_enter_without_the_late_ones(make: Make, gated: Gated) -> None:
     cached = make(gated, hotset.Window(N, replace=0.5))
     gated.shut(incoming(cached, 8)[2:3])
     # A helper may read them together with the one that waits.
@@ -505,7 +505,7 @@ def test_auto_takes_what_is_ready_up_to_half_and_nothing_is_late(make: Make, gat
     assert cached.stats().late == 0
 
 
-def test_the_first_epoch_fills_as_it_goes_and_is_not_overtaken(make: Make, tmp_path: Path) -> None:
+def test_the_first_epoch_fills_the_window_and_helpers_do_not_overtake_it(make: Make, tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
     cached = make(Counting(tagged, D, log), hotset.Window(N, replace=0.25))
     log.reset()
@@ -552,12 +552,12 @@ def test_prefill_whatever_the_first_epoch_is_called(replace: float, first: int, 
     assert (cached.stats().hits, cached.stats().misses) == (N, 0)
 
 
-def test_prefill_shows_nothing_where_nobody_looks(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prefill_shows_no_progress_without_a_terminal(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     numbers(loader_over(make(window=hotset.Window(N, replace=0.25, prefill=True))))
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_the_source_raises_while_prefilling_comes_out(make: Make, tmp_path: Path) -> None:
+def test_an_error_of_the_source_while_prefilling_is_raised(make: Make, tmp_path: Path) -> None:
     source = Raising(tagged, D, 0, tmp_path / "armed")
     window = hotset.Window(N, replace=0.25, prefill=True)
     source.index = int(RunningWindow(D, N, 2 * R).members(0)[3])
@@ -588,7 +588,7 @@ def test_set_epoch_moves_the_window_once_for_each_epoch(make: Make) -> None:
     assert cursors == [0, 0, 2, 2, 4, 6]
 
 
-def test_an_announced_epoch_is_not_begun_a_second_time_by_the_loader(make: Make) -> None:
+def test_an_epoch_begun_by_set_epoch_is_not_begun_again_by_the_loader(make: Make) -> None:
     cached = make()
     loader = loader_over(cached)
     cached.set_epoch(0)
@@ -602,7 +602,7 @@ def test_an_announced_epoch_is_not_begun_a_second_time_by_the_loader(make: Make)
     assert (cached._window.position.epoch, cursor_of(cached)) == (3, 3 * R)
 
 
-def test_counting_epochs_from_0_again_the_window_goes_on(make: Make) -> None:
+def test_the_window_continues_if_epochs_are_counted_from_0_again(make: Make) -> None:
     """A second training in one process: its epochs are new ones."""
     cached = make()
     for epoch in (0, 1, 2, 0, 1, 2, 3):
@@ -611,7 +611,7 @@ def test_counting_epochs_from_0_again_the_window_goes_on(make: Make) -> None:
     assert cursor_of(cached) == 6 * R
 
 
-def test_another_loader_that_announces_nothing_is_told_once(make: Make) -> None:
+def test_a_loader_that_never_sets_the_epoch_gets_one_warning(make: Make) -> None:
     cached = make()
     loader = TorchDataLoader(cached, batch_size=4)
     first = numbers(loader)
@@ -628,7 +628,7 @@ def test_another_loader_that_announces_nothing_is_told_once(make: Make) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_who_announces_epochs_is_told_nothing(workers: int, make: Make) -> None:
+def test_a_loader_that_sets_epochs_gets_no_warning(workers: int, make: Make) -> None:
     cached = make()
     loader = TorchDataLoader(cached, batch_size=4, num_workers=workers, persistent_workers=workers > 0)
     for epoch in range(6):
@@ -665,7 +665,7 @@ def test_subsets_and_concatenations(make: Make) -> None:
     assert (cursor_of(first), cursor_of(second)) == (4 * R, 4 * 3)
 
 
-def test_one_window_twice_behind_a_data_set_moves_once(make: Make) -> None:
+def test_one_window_twice_behind_a_dataset_moves_once(make: Make) -> None:
     cached = make()
     both = ConcatDataset([Subset(cached, [0, 1, 2, 3]), Subset(cached, [4, 5, 6, 7])])
     loader = loader_over(both)
@@ -678,7 +678,7 @@ def test_one_window_twice_behind_a_data_set_moves_once(make: Make) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_preparing_raises_reaches_the_caller_and_training_can_go_on(
+def test_an_error_while_preparing_reaches_the_caller_and_training_can_continue(
     workers: int, make: Make, tmp_path: Path
 ) -> None:
     source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[1]), tmp_path / "armed")
@@ -715,7 +715,7 @@ def test_what_preparing_raises_reaches_the_caller_and_training_can_go_on(
         assert eventually(goes_on)
 
 
-def test_what_preparing_raises_comes_with_the_next_batch(make: Make, tmp_path: Path) -> None:
+def test_an_error_while_preparing_is_raised_with_the_next_batch(make: Make, tmp_path: Path) -> None:
     source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[0]), tmp_path / "armed")
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
@@ -748,7 +748,7 @@ def test_a_sample_that_can_never_be_read_does_not_hold_the_window_up(make: Make,
     assert cursor_of(cached) >= 12, "it has come and left again"
 
 
-def test_a_data_set_that_shrinks_raises_its_own_error(make: Make, tmp_path: Path) -> None:
+def test_a_dataset_that_shrinks_raises_its_own_error(make: Make, tmp_path: Path) -> None:
     source = Shrinking(tmp_path / "shrunk")
     cached = make(source, hotset.Window(N, replace=0.5, shuffle=False))
     loader = loader_over(cached)
@@ -782,7 +782,7 @@ class Shrinking(Dataset[Any]):
         return tagged(index)
 
 
-def test_there_are_n_samples_and_no_more(make: Make) -> None:
+def test_a_window_has_n_samples_and_refuses_other_indices(make: Make) -> None:
     cached = make()
     equal_batches(cached[-1], cached[N - 1])
     equal_batches(cached.__getitems__([-1, 0]), [cached[7], cached[0]])
@@ -816,7 +816,7 @@ def test_there_are_n_samples_and_no_more(make: Make) -> None:
         ({"replace": "auto", "wait": True}, ArgumentError),
     ],
 )
-def test_windows_that_cannot_be(wrong: dict[str, Any], error: type[Exception]) -> None:
+def test_impossible_windows_are_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
     found = failure(lambda: hotset.Window(**{"resident": N, **wrong}))
     assert found.kind is error
     assert is_a_sentence(found.text), found.text
@@ -828,7 +828,7 @@ def test_memory_for_not_even_one_sample_is_refused(make: Make) -> None:
     assert is_a_sentence(found.text)
 
 
-def test_what_is_no_window_gets_a_sentence() -> None:
+def test_a_window_argument_of_another_type_is_refused_with_a_sentence() -> None:
     found = failure(lambda: hotset.cache(Samples(tagged, D), window=50))  # type: ignore[arg-type]
     assert found.kind is hotset.ArgumentError
     assert is_a_sentence(found.text)
@@ -836,7 +836,7 @@ def test_what_is_no_window_gets_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("resident", [D + 1, 10**12])
-def test_more_residents_than_samples_are_told_and_all_are_cached(resident: int, make: Make) -> None:
+def test_more_residents_than_samples_give_a_warning_and_all_are_cached(resident: int, make: Make) -> None:
     with pytest.warns(HotsetWarning, match="more than the 24 samples there are, so all are cached") as told:
         _has_all(make(window=hotset.Window(resident)))
     assert len(told) == 1
@@ -857,7 +857,7 @@ def _has_all(cached: Any) -> None:
     cached.set_epoch(4)
 
 
-def test_more_than_there_is_memory_for_is_told_and_comes_from_the_source(make: Make) -> None:
+def test_residents_without_memory_give_a_warning_and_come_from_the_source(make: Make) -> None:
     source = Samples(big_image_and_label, 100)
     with pytest.warns(HotsetWarning, match=r"window of 50 samples.*Lower `resident=`"):
         cached = make(source, hotset.Window(50, replace=0.1, wait=True), memory="200KiB")
@@ -902,7 +902,7 @@ def test_entries_far_ahead_never_hold_the_window_up(make: Make) -> None:
     assert cached.stats().late == 0
 
 
-def test_a_pass_that_goes_on_in_its_midst_prepares_the_next_boundary(make: Make) -> None:
+def test_a_resumed_pass_prepares_the_next_boundary(make: Make) -> None:
     first = make(Samples(tagged, D), hotset.Window(N, replace=0.25))
     loader = loader_over(first)
     batches = iter(loader)
@@ -920,7 +920,7 @@ def test_a_pass_that_goes_on_in_its_midst_prepares_the_next_boundary(make: Make)
 
 @pytest.mark.parametrize("kind", [hotset.DataLoader, TorchDataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_window_over_what_cannot_be_cached_moves_and_reads_the_source(
+def test_a_window_over_uncacheable_samples_moves_and_reads_the_source(
     workers: int, kind: Any, make: Make
 ) -> None:
     """With workers that stay, too, who have no cache to look at."""
@@ -957,7 +957,7 @@ def _opaque_and_label(index: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*stay uncached:hotset.HotsetWarning")
-def test_a_few_samples_of_another_form_come_from_the_source_and_hold_nothing_up(make: Make) -> None:
+def test_samples_of_another_form_come_from_the_source_without_delay(make: Make) -> None:
     cached = make(Samples(_sometimes_odd, D), hotset.Window(N, replace=0.25))
     reference = Reference(Samples(_sometimes_odd, D), QUARTER)
     loader = hotset.DataLoader(cached, batch_size=4, collate_fn=list)
@@ -974,7 +974,7 @@ def _sometimes_odd(index: int) -> Any:
     return (tagged(index)[0], index if index % 12 else f"odd {index}")
 
 
-def test_cleared_it_is_filled_again(make: Make) -> None:
+def test_a_cleared_window_is_filled_again(make: Make) -> None:
     cached = make()
     loader = loader_over(cached)
     reference = Reference(Samples(tagged, D), QUARTER)
@@ -987,7 +987,7 @@ def test_cleared_it_is_filled_again(make: Make) -> None:
     assert cached.check() == []
 
 
-def test_closed_it_goes_on_from_the_source(make: Make) -> None:
+def test_a_closed_window_reads_the_source(make: Make) -> None:
     children = psutil.Process().children()
     cached = make()
     loader = loader_over(cached)
@@ -1005,7 +1005,9 @@ def test_closed_it_goes_on_from_the_source(make: Make) -> None:
 
 @pytest.mark.parametrize("stop", [0, 2, None])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_going_on_with_a_cold_cache(stop: int | None, workers: int, persistent: bool, make: Make) -> None:
+def test_a_state_is_resumed_with_a_cold_cache(
+    stop: int | None, workers: int, persistent: bool, make: Make
+) -> None:
     """In the midst of an epoch and between two: the rest of it, and two more, with live draws."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
 
@@ -1017,7 +1019,7 @@ def test_going_on_with_a_cold_cache(stop: int | None, workers: int, persistent: 
     check(loader, stop, [None, None], passes=2)
 
 
-def test_what_was_late_is_part_of_the_state(make: Make, gated: Gated) -> None:
+def test_late_samples_are_part_of_the_state(make: Make, gated: Gated) -> None:
     window = hotset.Window(N, replace=0.25)
     cached = make(gated, window)
     gated.shut(incoming(cached, D - N))
@@ -1034,7 +1036,7 @@ def test_what_was_late_is_part_of_the_state(make: Make, gated: Gated) -> None:
     assert cursor_of(again) == 4, "in a cold cache there is nothing to wait for: what was late goes in"
 
 
-def test_going_back_in_one_cache(make: Make) -> None:
+def test_an_earlier_state_is_resumed_in_the_same_cache(make: Make) -> None:
     """An earlier state is loaded where the window has moved on: it goes back, and nothing is mixed up."""
     cached = make()
     loader = loader_over(cached, batch_size=2)
@@ -1050,7 +1052,7 @@ def test_going_back_in_one_cache(make: Make) -> None:
     assert cached.check() == []
 
 
-def test_a_state_that_another_rank_has_loaded_already_empties_nothing(make: Make) -> None:
+def test_a_state_that_another_rank_has_loaded_removes_no_samples(make: Make) -> None:
     """Ranks load one state one after the other, and the first may have begun its epoch by then."""
     first = make()
     with pickle.loads(pickle.dumps(first)) as second:
@@ -1066,7 +1068,7 @@ def test_a_state_that_another_rank_has_loaded_already_empties_nothing(make: Make
         assert cursor_of(first) == cursor_of(second) == 2 * R
 
 
-def test_a_window_leads_from_one_place_to_the_next_and_no_further() -> None:
+def test_a_window_moves_one_epoch_ahead_and_no_further() -> None:
     sizes = Sizes.of(QUARTER, D, 1)
     at = WindowState(1, 3, 2 * R, 0, 0)
     for epoch, cursor, behind, leads in [

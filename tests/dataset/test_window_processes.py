@@ -190,7 +190,7 @@ def test_a_rank_some_batches_behind_keeps_its_epoch(start: Start) -> None:
     assert first.do(position) == second.do(position) == (1, R, 0)
 
 
-def test_a_rank_that_is_killed_takes_nothing_with_it(start: Start, tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_the_window_to_the_others(start: Start, tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
     first, second = launched(start, Counted(log, tagged, D), QUARTER, 2)
     log.reset()
@@ -209,7 +209,7 @@ def test_a_rank_that_is_killed_takes_nothing_with_it(start: Start, tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_new_job_with_a_cold_cache_goes_on_in_the_midst_of_an_epoch(
+def test_a_new_job_with_a_cold_cache_resumes_in_mid_epoch(
     ranks: int,
     start: Start,
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_new_job_with_a_cold_cache_goes_on_in_the_midst_of_an_epoch(
     assert {rank.do(position) for rank in after} == {(8, 8 * R, 0)}
 
 
-def test_a_new_job_goes_on_between_epochs(start: Start) -> None:
+def test_a_new_job_resumes_between_epochs(start: Start) -> None:
     before = launched(start, Samples(tagged, D), QUARTER, 2)
     for number in range(3):
         all_do(before, epoch, number)
@@ -246,7 +246,7 @@ def test_a_new_job_goes_on_between_epochs(start: Start) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_helper_that_is_killed_is_told_of_once_and_filling_goes_on(
+def test_a_killed_helper_gives_one_warning_and_filling_continues(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -322,7 +322,7 @@ def run(then: str) -> subprocess.Popen[str]:
     )
 
 
-def test_of_a_main_process_that_is_killed_nothing_is_left() -> None:
+def test_a_killed_main_process_leaves_nothing() -> None:
     running = run("pass")
     try:
         assert running.stdout is not None
@@ -349,7 +349,7 @@ def test_the_end_of_the_program_is_the_end_of_its_helpers() -> None:
     assert eventually(lambda: all(gone(pid) for pid in children))
 
 
-def test_closed_dropped_or_left_no_process_remains() -> None:
+def test_no_helper_remains_after_close_drop_or_exit() -> None:
     def helpers_after(use: Callable[[Any, Any], None]) -> list[psutil.Process]:
         cached = hotset.cache(Samples(tagged, D), window=hotset.Window(N, replace=0.25))
         loader = loader_over(cached)

@@ -121,7 +121,7 @@ ROOM: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "workers", "room"), all_pairs(MAKES, [0, 2], ROOM))
-def test_transforms_in_place_leave_a_list_of_dicts_as_it_was(kind: str, workers: int, room: str) -> None:
+def test_in_place_transforms_do_not_change_a_list_of_dicts(kind: str, workers: int, room: str) -> None:
     items = rows(MAKES[kind])
     before = copy.deepcopy(items)
     chain = [halve, forget_path, shift]
@@ -134,7 +134,7 @@ def test_transforms_in_place_leave_a_list_of_dicts_as_it_was(kind: str, workers:
 
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_sets_own_transform_in_place_leaves_it_as_it_was(workers: int, room: str) -> None:
+def test_a_datasets_own_in_place_transform_does_not_change_it(workers: int, room: str) -> None:
     items = rows(MAKES["tensors"])
     before = copy.deepcopy(items)
     dataset = OwnChain(items, lambda sample: shift(forget_path(halve(sample))))
@@ -147,7 +147,7 @@ def test_a_data_sets_own_transform_in_place_leaves_it_as_it_was(workers: int, ro
 
 @pytest.mark.parametrize("room", ["room", "no-room"])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_live_part_in_place_leaves_the_source_as_it_was(own: bool, room: str) -> None:
+def test_in_place_live_transforms_do_not_change_the_source(own: bool, room: str) -> None:
     items = rows(MAKES["tensors"])
     before = copy.deepcopy(items)
     chain: list[Callable[[Any], Any]] = [halve, Noise()]
@@ -172,7 +172,7 @@ class OwnList(OwnChain):
 @pytest.mark.parametrize(
     ("kind", "workers", "room"), all_pairs(["tensor", "array", "memmap", "from numpy"], [0, 2], ROOM)
 )
-def test_views_of_the_users_memory_are_not_worked_on(
+def test_views_of_the_users_memory_are_copied_before_a_transform(
     kind: str, workers: int, room: str, tmp_path: Path
 ) -> None:
     data: Any = torch.arange(N * 3, dtype=torch.float32).view(N, 3)
@@ -200,7 +200,7 @@ def test_views_of_the_users_memory_are_not_worked_on(
         assert np.array_equal(np.load(tmp_path / "rows.npy"), before)
 
 
-def test_pictures_that_the_data_set_holds_are_not_painted_on() -> None:
+def test_pictures_that_the_dataset_holds_are_copied_before_a_transform() -> None:
     pictures: Any = [Image.new("L", (4, 4), i) for i in range(N)]
     before = [picture.tobytes() for picture in pictures]
 
@@ -217,7 +217,7 @@ def test_pictures_that_the_data_set_holds_are_not_painted_on() -> None:
         assert [picture.tobytes() for picture in pictures] == before
 
 
-def test_a_sample_of_the_source_that_is_changed_by_its_user_stays_in_the_source() -> None:
+def test_changing_a_returned_sample_does_not_change_the_source() -> None:
     items = rows(MAKES["arrays"])
     before = copy.deepcopy(items)
     for memory in ("1MiB", 0):
@@ -228,7 +228,7 @@ def test_a_sample_of_the_source_that_is_changed_by_its_user_stays_in_the_source(
     assert_all_same(items, before)
 
 
-def test_what_a_transform_looks_up_in_a_table_of_its_own_stays_there() -> None:
+def test_an_element_of_a_transforms_own_table_is_copied() -> None:
     table = {i: torch.full((3,), float(i)) for i in range(N)}
     numbers: Any = range(N)
 
@@ -245,7 +245,7 @@ def test_what_a_transform_looks_up_in_a_table_of_its_own_stays_there() -> None:
     assert [float(row[0]) for row in table.values()] == list(range(N))
 
 
-def test_samples_that_a_data_set_keeps_for_some_only_are_not_worked_on() -> None:
+def test_a_dataset_that_keeps_only_some_of_its_samples_has_those_copied() -> None:
     class Keeps(Dataset[Any]):
         """Keeps the odd ones, once they were read."""
 
@@ -286,7 +286,7 @@ class WorksOn(Dataset[Any]):
         return row
 
 
-def test_a_data_set_that_works_on_what_its_transform_gives_is_not_changed_by_being_looked_at() -> None:
+def test_a_dataset_that_works_in_place_on_its_transforms_output_is_not_changed() -> None:
     data = torch.arange(N * 3, dtype=torch.float32).view(N, 3)
     before = data.clone()
     with hotset.cache(WorksOn(data, torch.nn.ReLU()), memory="1MiB") as cached:
@@ -295,7 +295,7 @@ def test_a_data_set_that_works_on_what_its_transform_gives_is_not_changed_by_bei
     assert torch.equal(data, before)
 
 
-def test_a_chain_that_works_in_place_on_what_the_data_set_makes_stays_as_it_is() -> None:
+def test_an_in_place_chain_over_new_samples_is_cut_as_usual() -> None:
     class Ignores(Dataset[Any]):
         """Makes each sample anew, and ignores what its transform returns."""
 
@@ -315,7 +315,7 @@ def test_a_chain_that_works_in_place_on_what_the_data_set_makes_stays_as_it_is()
             assert [float(cached[i]["x"][0]) for i in range(N)] == [i / 2 for i in range(N)]
 
 
-def test_a_chain_in_place_whose_result_is_ignored_is_refused_before_the_data_are_changed() -> None:
+def test_an_in_place_chain_whose_result_is_ignored_is_refused_before_it_changes_the_data() -> None:
     class Ignores(OwnChain):
         def __getitem__(self, index: int) -> Any:
             sample = self.items[index]
@@ -329,7 +329,7 @@ def test_a_chain_in_place_whose_result_is_ignored_is_refused_before_the_data_are
     assert_all_same(items, before)
 
 
-def test_what_cannot_be_copied_is_told_of(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_copied_gives_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("text")
 

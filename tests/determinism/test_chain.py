@@ -76,7 +76,7 @@ def test_containers_that_choose_are_leaves_in_the_other_libraries() -> None:
     assert names(K.ImageSequential(torch.nn.ReLU(), *crops)) == ["ImageSequential"]
 
 
-def test_what_is_resampled_together_stays_together() -> None:
+def test_transforms_that_are_resampled_together_are_one_leaf() -> None:
     M = need("monai.transforms")
     parts = [M.EnsureType(), M.Spacing((2, 2)), M.RandRotate(0.5), M.ScaleIntensity(), M.Zoom(1.5)]
     assert names(M.Compose(parts, lazy=True)) == ["EnsureType", "Compose", "ScaleIntensity", "Zoom"]
@@ -183,7 +183,7 @@ def test_the_two_halves_of_any_cut_are_the_chain(name: str) -> None:
             assert not apart(run(suffix, middle), result), f"cut after {n}"
 
 
-def test_kornias_sequence_is_cut_behind_what_does_not_draw() -> None:
+def test_kornias_sequence_is_cut_behind_children_that_do_not_draw() -> None:
     K = need("kornia.augmentation")
     for kind in (K.ImageSequential, K.AugmentationSequential):
         parts = [K.Resize((20, 20)), K.CenterCrop(16), K.RandomCrop((9, 9)), K.RandomGaussianNoise(p=0.5)]

@@ -80,7 +80,7 @@ class Methods:
         return x + 1
 
 
-def test_what_was_not_declared_has_no_declaration() -> None:
+def test_an_undeclared_object_has_no_declaration() -> None:
     for thing in (len, math.sqrt, Frozen, Frozen(1), torch.nn.ReLU(), 3, None, AnswersToAnyName()):
         assert declared(thing) is None
 
@@ -127,7 +127,7 @@ def test_equality_of_a_frozen_dataclass_is_not_changed_by_its_mark() -> None:
     [math.sqrt, Scale(3.0).__call__, Slotted(5), torch.sqrt],
     ids=["builtin", "method", "slots", "torch"],
 )
-def test_what_takes_no_attribute_is_carried_by_a_picklable_callable(thing: Any) -> None:
+def test_a_callable_without_attributes_is_wrapped_in_a_picklable_one(thing: Any) -> None:
     argument = torch.tensor(16.0) if thing is torch.sqrt else 16
     carrier = deterministic(thing)
     assert declared(carrier) == "deterministic"
@@ -138,7 +138,7 @@ def test_what_takes_no_attribute_is_carried_by_a_picklable_callable(thing: Any) 
     assert declared(nondeterministic(carrier)) == "nondeterministic"
 
 
-def test_the_carrier_passes_attribute_reads_through() -> None:
+def test_the_wrapper_passes_attribute_reads_on() -> None:
     assert deterministic(Slotted(5)).size == 5
     assert deterministic(math.sqrt).__name__ == "sqrt"
     with pytest.raises(AttributeError, match="nothing"):
@@ -185,6 +185,6 @@ def test_a_partial_of_a_declared_function_is_not_declared() -> None:
     assert declared(functools.partial(halve, 3)) is None
 
 
-def test_what_can_carry_no_declaration_is_refused_with_a_sentence() -> None:
+def test_an_object_that_cannot_be_declared_is_refused_with_a_sentence() -> None:
     with pytest.raises(ArgumentError, match=r"3 cannot be declared deterministic.*declare its class"):
         deterministic(3)

@@ -80,7 +80,7 @@ def test_a_sample_made_twice_is_the_same_and_another_one_is_not() -> None:
 @pytest.mark.parametrize(
     "make", ["boxes_and_masks", "boxes_that_vary", "meta_tensors", "images", "fixed_image"]
 )
-def test_subclasses_of_tensors_and_images_are_compared_with_what_they_carry(make: str) -> None:
+def test_subclasses_of_tensors_and_images_are_compared_with_their_attributes(make: str) -> None:
     subclasses = pytest.importorskip("subclasses")
     assert same(getattr(subclasses, make)(3), getattr(subclasses, make)(3)) is None
     assert same(getattr(subclasses, make)(3), getattr(subclasses, make)(5)) is not None
@@ -206,7 +206,7 @@ def test_nan_equals_nan_wherever_it_is() -> None:
         assert same(make(math.nan), make(math.nan)) is None
 
 
-def test_paths_are_compared_as_paths_whatever_they_have_remembered() -> None:
+def test_paths_are_compared_as_paths_whatever_they_have_cached() -> None:
     asked = Path("/a/b.txt")
     _ = asked.parts, hash(asked), str(asked)
     assert same(asked, Path("/a/b.txt")) is None
@@ -230,7 +230,7 @@ def test_one_attribute_more_is_a_difference() -> None:
     assert same(defaultdict(int, a=1), defaultdict(int, a=1)) is None
 
 
-def test_what_cannot_be_compared_differs() -> None:
+def test_values_that_cannot_be_compared_count_as_different() -> None:
     assert same(object(), object()) is None, "two objects without any content are alike"
     assert same(iter([1]), iter([1])) is not None
     assert same(torch.Generator(), torch.Generator()) is not None

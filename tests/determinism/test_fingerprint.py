@@ -256,7 +256,7 @@ def test_the_same_after_copying_and_pickling(name: str, copied: Any) -> None:
     assert of(copied(thing)) == of(thing)
 
 
-def test_what_is_shared_counts_like_what_is_equal() -> None:
+def test_a_shared_object_counts_like_equal_ones() -> None:
     one = [1, 2]
     assert of([one, one]) == of([[1, 2], [1, 2]])
 
@@ -300,7 +300,7 @@ def test_a_cycle_is_the_same_wherever_it_is_met() -> None:
     assert of(ring()) != of(ring()["other"])
 
 
-def test_the_form() -> None:
+def test_a_fingerprint_has_32_hexadecimal_digits() -> None:
     assert re.fullmatch("[0-9a-f]{32}", of(1))
     assert fingerprint(1) == Fingerprint(of(1), ())
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -460,7 +460,7 @@ DIFFERENT: list[tuple[str, Any, Any]] = [
 ]
 
 
-def test_never_mistaken_for_one_another() -> None:
+def test_values_that_look_alike_have_different_fingerprints() -> None:
     unstable = [name for name, one, other in DIFFERENT if of(one) != of(one) or of(other) != of(other)]
     mistaken = [name for name, one, other in DIFFERENT if of(one) == of(other)]
     inside = [name for name, one, other in DIFFERENT if of({"held": [one]}) == of({"held": [other]})]
@@ -595,7 +595,7 @@ def test_of_another_module_only_what_is_used_counts(module: Callable[[str], Any]
     assert one == other
 
 
-def test_importing_a_module_at_last_changes_nothing(module: Callable[[str], Any]) -> None:
+def test_importing_a_module_later_does_not_change_the_fingerprint(module: Callable[[str], Any]) -> None:
     module("def scale(x): return x\n")
     function = with_body("def f(x):\n    import of_users_own, colorsys\n    return x")
     sys.modules.pop("of_users_own")
@@ -613,7 +613,7 @@ def test_another_version_of_a_library_counts(thing: Any, monkeypatch: pytest.Mon
     assert of(thing) != before
 
 
-def test_what_is_installed_and_what_is_the_users() -> None:
+def test_installed_modules_are_told_from_the_users() -> None:
     assert (
         codes.installed("torch.nn")
         == codes.installed("torch._C._nn")
@@ -690,7 +690,7 @@ def test_having_been_pickled_leaves_no_trace_on_the_class() -> None:
     assert of(Fresh()) == before
 
 
-def test_a_declaration_is_no_identity() -> None:
+def test_a_declaration_is_not_part_of_the_identity() -> None:
     assert of(deterministic(Resize(3))) == of(Resize(3))
     assert of(deterministic(math.sqrt)) == of(math.sqrt)
     assert of(deterministic(functools.partial(helper, 1))) == of(functools.partial(helper, 1))
@@ -745,7 +745,7 @@ def test_no_code_of_the_object_runs() -> None:
 # ---- bounds ----------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_looked_into_is_like_nothing_else_and_said() -> None:
+def test_an_object_that_cannot_be_described_makes_the_fingerprint_unique_and_is_named() -> None:
     def numbers() -> Iterator[int]:
         yield 1
 
@@ -755,7 +755,7 @@ def test_what_cannot_be_looked_into_is_like_nothing_else_and_said() -> None:
     assert fingerprint({"a": generator}).digest != seen.digest
 
 
-def test_nesting_without_end_is_cut_and_said() -> None:
+def test_objects_nested_too_deep_are_not_described_and_that_is_noted() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
@@ -892,7 +892,7 @@ def test_a_relative_path_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert of("data/b/1.txt") != before[1]
 
 
-def test_hidden_files_and_locks_and_what_lies_beside_listed_files_do_not_count(folder: Path) -> None:
+def test_hidden_files_locks_and_files_beside_listed_ones_do_not_count(folder: Path) -> None:
     listed = types.SimpleNamespace(root=str(folder), files=every_file(folder))
     before = of(str(folder)), of(listed)
     for name in (".cache", "data.lock", "lock.mdb"):
@@ -903,7 +903,7 @@ def test_hidden_files_and_locks_and_what_lies_beside_listed_files_do_not_count(f
     assert of(str(folder)) != before[0]
 
 
-def test_a_folder_that_everybody_writes_to_does_not_count(
+def test_a_folder_that_other_programs_write_to_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -922,7 +922,7 @@ def test_any_text_may_be_tried_as_a_path(text: str) -> None:
     assert fingerprint([text, text + "2"]).notes == ()
 
 
-def test_files_are_asked_in_tiers_and_the_plan_is_told(
+def test_files_are_asked_in_tiers_and_a_note_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [str(tmp_path / f"{i}") for i in range(3000)]
@@ -949,7 +949,7 @@ def counting(stat: Any, asked: list[str]) -> Any:
     return count
 
 
-def test_of_a_column_that_holds_no_file_only_a_few_texts_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_few_texts_of_a_column_without_files_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr("os.stat", counting(os.stat, asked))
     assert fingerprint([f"{i}" for i in range(10_000)]).notes == ()
@@ -990,7 +990,9 @@ def test_the_order_in_which_a_folder_lists_its_files_does_not_count(
     assert len(digests) == 1
 
 
-def test_a_folder_of_too_many_files_is_cut_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_files_of_a_large_folder_are_compared_and_that_is_noted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hotset.determinism.data_files._FILES_OF_FOLDERS", 4)
     assert fingerprint(folder).notes == (f"of the files in {folder} only the first 4 were compared",)
 
@@ -1007,5 +1009,5 @@ def test_a_named_open_file_counts_with_its_date(folder: Path) -> None:
         assert of({"file": file}) != before
 
 
-def test_nothing_named_is_an_empty_digest() -> None:
+def test_without_candidates_digests_are_equal() -> None:
     assert Files().compare(1.0) == Files().compare(1.0)

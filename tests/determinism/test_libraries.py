@@ -83,7 +83,7 @@ def wrong(kind: str, library: str, judged: Callable[[str], str | None]) -> list[
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_is_always_the_same_is_called_deterministic(library: str) -> None:
+def test_transforms_that_always_return_the_same_are_judged_deterministic(library: str) -> None:
     def judged(line: str) -> str | None:
         step, apply = made(library, line)
         verdict = verdict_of(step)
@@ -99,7 +99,7 @@ def test_what_is_always_the_same_is_called_deterministic(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_draws_in_vain_is_called_deterministic_and_drawing(library: str) -> None:
+def test_transforms_that_draw_unused_numbers_are_judged_deterministic_but_drawing(library: str) -> None:
     def judged(line: str) -> str | None:
         step, apply = made(library, line)
         verdict = verdict_of(step)
@@ -119,7 +119,7 @@ def test_what_draws_in_vain_is_called_deterministic_and_drawing(library: str) ->
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_differs_is_called_random(library: str) -> None:
+def test_transforms_whose_outputs_differ_are_judged_random(library: str) -> None:
     def judged(line: str) -> str | None:
         step, apply = made(library, line)
         verdict = verdict_of(step)
@@ -131,7 +131,7 @@ def test_what_differs_is_called_random(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_is_random_unseen_is_called_random(library: str) -> None:
+def test_random_transforms_whose_outputs_agree_are_judged_random(library: str) -> None:
     def judged(line: str) -> str | None:
         step, apply = made(library, line)
         verdict = verdict_of(step)
@@ -197,7 +197,7 @@ class Asked:
         return value
 
 
-def test_a_transform_that_says_it_of_itself_is_believed() -> None:
+def test_a_transforms_own_is_deterministic_is_believed() -> None:
     assert told(Asked(True)) == ("deterministic", "its is_deterministic() returned True")
     assert told(Asked(np.bool_(False))) == ("random", "its is_deterministic() returned False")
     assert told(Asked("yes"))[0] == "unknown"
@@ -210,7 +210,7 @@ def test_a_transform_that_says_it_of_itself_is_believed() -> None:
 @pytest.mark.parametrize(
     "step", [neg, noise, len, torch.rand, float, object(), Asked, functools.partial(neg)]
 )
-def test_what_is_of_no_library_is_unknown(step: Any) -> None:
+def test_a_transform_of_no_known_library_is_unknown(step: Any) -> None:
     assert told(step)[0] == "unknown"
 
 
@@ -222,7 +222,7 @@ def test_a_partial_is_believed_if_it_binds_plain_values() -> None:
     assert told(functools.partial(sure(neg)))[0] == "unknown"
 
 
-def test_a_subclass_that_changes_no_method_is_what_its_base_is() -> None:
+def test_a_subclass_that_changes_no_method_is_judged_like_its_base() -> None:
     from torchvision.transforms import v2
 
     class Resize8(v2.Resize):
@@ -355,13 +355,13 @@ def test_no_exported_class_is_without_a_rule() -> None:
     assert len(classes) > 90
 
 
-def test_kornias_estimators_draw_and_are_not_believed() -> None:
+def test_kornias_estimators_draw_and_are_not_judged_deterministic() -> None:
     need("kornia")
     ransac = importlib.import_module("kornia.geometry.ransac")
     assert told(ransac.RANSAC())[0] == "unknown"
 
 
-def test_running_statistics_are_neither() -> None:
+def test_a_module_that_moves_running_statistics_is_unknown() -> None:
     for layer in (torch.nn.BatchNorm2d(3), torch.nn.InstanceNorm1d(3, track_running_stats=True)):
         assert told(layer)[0] == "unknown"
         assert told(torch.nn.Sequential(layer))[0] == "unknown"
@@ -392,7 +392,7 @@ def test_monai_beyond_the_tables() -> None:
     assert told(M.SaveImage(writer=object, output_ext=".npy"))[0] == "unknown"
 
 
-def test_kornias_own_copies_of_a_method_are_no_change() -> None:
+def test_kornias_own_copies_of_a_method_do_not_count_as_changed() -> None:
     K = need("kornia.augmentation")
 
     class Half(K.CenterCrop):  # type: ignore[misc, name-defined]

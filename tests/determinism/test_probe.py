@@ -75,7 +75,7 @@ def test_a_counter_of_any_period_shows(period: int, samples: int) -> None:
     assert probe(read, range(samples)).differs
 
 
-def test_what_depends_on_the_samples_read_before_shows() -> None:
+def test_a_sample_that_depends_on_earlier_reads_shows() -> None:
     seen: set[int] = set()
 
     def read(index: int) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def test_what_depends_on_the_samples_read_before_shows() -> None:
     )
 
 
-def test_what_depends_on_its_neighbour_shows() -> None:
+def test_a_sample_that_depends_on_its_neighbour_shows() -> None:
     last = [0]
 
     def mixed_with_the_last(index: int) -> int:
@@ -98,7 +98,7 @@ def test_what_depends_on_its_neighbour_shows() -> None:
     assert probe(mixed_with_the_last, [0, 1, 2]).differs
 
 
-def test_where_time_is_short_two_are_read_and_the_first_and_last_again() -> None:
+def test_with_little_time_two_samples_are_read_and_the_first_and_last_again() -> None:
     asked: list[int] = []
 
     def read(index: int) -> int:
@@ -112,7 +112,7 @@ def test_where_time_is_short_two_are_read_and_the_first_and_last_again() -> None
     assert asked == [0, 1, 2, 3, 4, 4, 4, 3, 2, 1, 0]
 
 
-def test_what_cannot_be_read_is_left_out_if_that_is_forgiven() -> None:
+def test_a_sample_that_raises_a_forgiven_error_is_left_out() -> None:
     def read(index: int) -> int:
         if index % 2:
             raise ValueError(index)
@@ -126,7 +126,7 @@ def test_what_cannot_be_read_is_left_out_if_that_is_forgiven() -> None:
     assert probe(read, [1, 2, 3, 4], repeats=1, seconds=0.0, forgive=(ValueError,)).samples == [2, 4]
 
 
-def test_a_second_reading_that_cannot_be_had_is_passed_over_if_that_is_forgiven() -> None:
+def test_a_second_reading_that_raises_a_forgiven_error_is_skipped() -> None:
     asked: list[int] = []
 
     def read(index: int) -> int:
@@ -147,7 +147,7 @@ def test_a_source_that_works_in_place_on_what_it_holds_shows() -> None:
     assert probe(read, [1]).differs[0] == "sample 1: changed in place as it was read again"
 
 
-def test_one_buffer_filled_anew_for_each_sample_is_no_fault() -> None:
+def test_a_source_that_fills_one_buffer_anew_for_each_sample_is_accepted() -> None:
     buffer = np.zeros(3)
 
     def read(index: int) -> Any:
@@ -256,7 +256,7 @@ def _cycle(rng: Any) -> Any:
     ],
     ids=["random", "generator", "randomstate", "bits", "torch"],
 )
-def test_a_generator_is_found_wherever_it_hangs_and_put_back(make: Any, kind: str, draw: Any) -> None:
+def test_a_generator_is_found_wherever_it_is_held_and_put_back(make: Any, kind: str, draw: Any) -> None:
     for holder, path in HELD:
         rng, twin = make(), make()
         seen = probe(lambda index, rng=rng: draw(rng) is None, [0, 1], [holder(rng)])  # type: ignore[misc]
@@ -301,7 +301,7 @@ def test_a_generator_in_a_chain_of_transforms_is_named_after_its_transform() -> 
     assert seen.moved == ("Slotted.rng (a random.Random) moved",)
 
 
-def test_a_generator_that_only_reads_the_system_is_no_obstacle() -> None:
+def test_a_generator_of_the_systems_entropy_is_ignored() -> None:
     system = random.SystemRandom()
     assert probe(lambda index: system.random() < 0, [0], [Augmented(rng=system)]) == Probe(
         [False], ANY, (), ()
@@ -392,7 +392,7 @@ def test_looking_for_generators_runs_no_code_of_the_object() -> None:
     assert len(watched.moved()) == 1
 
 
-def test_a_large_holder_is_passed_by_quickly_but_its_own_generator_found() -> None:
+def test_a_large_holder_is_searched_quickly_and_its_own_generator_found() -> None:
     rng = random.Random(1)
     samples = [(f"/data/{i}.jpg", i) for i in range(300_000)]
     nodes: Any = None

@@ -130,7 +130,9 @@ RANDOM: list[Callable[[], Any]] = [
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("make", RANDOM)
-def test_what_draws_or_changes_itself_is_never_in_the_prefix(make: Callable[[], Any], strict: bool) -> None:
+def test_a_transform_that_draws_or_changes_itself_is_never_in_the_prefix(
+    make: Callable[[], Any], strict: bool
+) -> None:
     found = split([double, make(), double], SAMPLES, strict)
     assert found.count == (0 if strict else 1)
     assert len(found.suffix) == 3 - found.count
@@ -146,7 +148,7 @@ def test_unknown_and_well_behaved_is_accepted_as_probed_and_strict_leaves_it_liv
     assert split([double, in_place], SAMPLES, strict=True).count == 0
 
 
-def test_what_is_built_with_the_first_call_is_no_change() -> None:
+def test_state_that_the_first_call_builds_does_not_count_as_a_change() -> None:
     lazy = Lazy()
     assert split([lazy], SAMPLES).count == 1
     assert lazy.table is None
@@ -221,7 +223,7 @@ def test_printed_it_says_where_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize("make", RANDOM)
-def test_generators_samples_and_the_transforms_own_state_are_what_they_were(make: Callable[[], Any]) -> None:
+def test_splitting_changes_no_generator_sample_or_transform(make: Callable[[], Any]) -> None:
     step = make()
     held = getattr(step, "rng", None)
     numpy_state = held.bit_generator.state if isinstance(held, np.random.Generator) else None
@@ -269,7 +271,7 @@ def test_lists_and_arrays_of_a_transform_get_their_contents_back() -> None:
 
 
 @pytest.mark.parametrize("repeats", range(4, 10))
-def test_what_only_remembers_its_last_input_is_no_doubt_however_often_it_is_tried(
+def test_a_transform_that_only_remembers_its_last_input_raises_no_doubt(
     repeats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Remembers:
@@ -301,7 +303,7 @@ def test_the_state_is_put_back_when_the_transform_raises() -> None:
 # ---- wrong use -------------------------------------------------------------------------------------------
 
 
-def test_no_samples_and_no_callable_are_sentences() -> None:
+def test_missing_samples_and_a_step_that_cannot_be_called_are_refused() -> None:
     with pytest.raises(ArgumentError, match="samples must not be empty"):
         split([double], [])
     with pytest.raises(ArgumentError, match="got 3 in it"):
@@ -313,7 +315,7 @@ def test_an_empty_chain_has_nothing_to_cut() -> None:
     assert (found.prefix, found.suffix, found.verdicts, found.count) == ((), (), (), 0)
 
 
-def test_an_input_that_cannot_be_copied_is_given_as_it_is() -> None:
+def test_an_input_that_cannot_be_copied_is_passed_as_it_is() -> None:
     class Open:
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("cannot pickle this")

@@ -121,7 +121,7 @@ def test_skipped_batches_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("save_at", [(0, 0), (1, 3), (1, 6)], ids=["begun", "second", "ended"])
-def test_a_saved_run_goes_on_as_if_it_had_not_stopped(
+def test_a_saved_run_resumes_as_if_it_had_not_stopped(
     workers: int, save_at: tuple[int, int], tmp_path: Path
 ) -> None:
     def training(cached: Any) -> Training:
@@ -143,7 +143,7 @@ class Streamed(IterableDataset[int]):
         return iter(range(8))
 
 
-def test_what_has_no_batch_sampler_is_left_as_it_is() -> None:
+def test_a_loader_without_a_batch_sampler_is_returned_as_it_is() -> None:
     prepared = Accelerator(cpu=True).prepare(DataLoader(Streamed(), batch_size=4))
     inner = prepared.base_dataloader
     assert from_cache(prepared).base_dataloader is inner
@@ -177,7 +177,7 @@ def rank_main(folder: str, plain: Any, cached: Any) -> None:
     accelerator.end_training()
 
 
-def test_two_ranks_train_and_go_on_as_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_train_and_resume_as_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else Accelerate chooses, with a warning
     plain, cached = made(live=True)
     with cached:
@@ -191,7 +191,7 @@ def test_two_ranks_train_and_go_on_as_with_torch(tmp_path: Path, monkeypatch: py
         assert found["rest"] == found["whole"][4 + 2 :]
 
 
-def test_the_example_goes_on_to_the_same_weights(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_resumed_example_ends_with_the_same_weights(capfd: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capfd.readouterr().out
     assert "100.0% from the cache" in printed

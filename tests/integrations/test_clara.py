@@ -306,7 +306,7 @@ SCALE["args"] = {"keys": "image", "a_min": 0, "a_max": 9, "b_min": 0, "b_max": 1
 
 
 @pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
-def test_a_cached_chain_gives_what_the_chain_gives(root: Path, workers: int, context: str | None) -> None:
+def test_a_cached_chain_gives_the_same_samples(root: Path, workers: int, context: str | None) -> None:
     """The seeding of workers finds the live part behind a cache, in spawned workers too."""
     epochs = 1 if context == "spawn" else 2  # a spawned worker imports MONAI
 
@@ -377,7 +377,7 @@ class Offset:
         return {**sample, "image": sample["image"] + self.by, "label": sample["label"] + self.by}
 
 
-def test_names_can_be_given_and_go_before_monais(root: Path) -> None:
+def test_the_users_own_transforms_come_before_monais(root: Path) -> None:
     pre = [{"name": "ScaleIntensityRanged", "args": {"by": -1.0}}]
     given = load(root, "SegmentationImagePipeline", "validate", pre=pre, transforms={pre[0]["name"]: Offset})
     plain = load(root, "SegmentationImagePipeline", "validate")
@@ -526,7 +526,7 @@ def test_a_missing_key_is_named(root: Path, key: str) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "text", [1]], ids=str)
 @pytest.mark.parametrize("depth", range(4))
-def test_what_must_be_an_object_is_named(root: Path, value: Any, depth: int) -> None:
+def test_a_value_that_must_be_an_object_is_named(root: Path, value: Any, depth: int) -> None:
     made: Any = config(WITH_CACHE)
     way = ["train", "image_pipeline", "args"][:depth]
     holder = made
@@ -554,7 +554,7 @@ def test_what_must_be_an_object_is_named(root: Path, value: Any, depth: int) -> 
     ],
     ids=["misspelt", "percentage", "name", "not-cached", "key-beside", "list-key", "unset"],
 )  # fmt: skip
-def test_what_the_sentence_says(root: Path, change: Any, path: str, says: str) -> None:
+def test_the_error_says_what_the_value_must_be(root: Path, change: Any, path: str, says: str) -> None:
     made: Any = config(WITH_CACHE)
     change(made["train"]["image_pipeline"])
     assert says in refused(root, made, path)
@@ -601,7 +601,7 @@ def test_another_section_is_refused(root: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"{'a': 1}"], ids=repr)
-def test_files_that_are_no_json_are_named(root: Path, tmp_path: Path, text: bytes) -> None:
+def test_files_that_are_not_json_are_named(root: Path, tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "broken.json"
     file.write_bytes(text)
     assert "must be JSON" in refused(root, file, f"the configuration: {file}")
@@ -649,7 +649,7 @@ def test_labels_must_be_alike(root: Path, tmp_path: Path) -> None:
     assert "validation[1]" in refused(root, made, f"validation in {file} ", "validate")
 
 
-def test_a_variable_that_is_no_text_is_refused(root: Path) -> None:
+def test_a_variable_that_is_not_a_text_is_refused(root: Path) -> None:
     found = failure(lambda: from_config(config(WITH_CACHE), environment={"ROOT": 3}))  # type: ignore[dict-item]
     assert found.kind is hotset.ArgumentError
     assert found.text.startswith("environment['ROOT'] is 3")

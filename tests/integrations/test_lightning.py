@@ -193,7 +193,7 @@ def test_a_loader_that_is_built_again_keeps_its_arguments(arguments: dict[str, A
     [{"overfit_batches": 2}, {"limit_train_batches": 3, "limit_val_batches": 1}, {"fast_dev_run": 2}],
     ids=lambda options: "-".join(options),
 )
-def test_a_part_of_the_batches(options: dict[str, Any]) -> None:
+def test_limited_batches_equal_torchs(options: dict[str, Any]) -> None:
     def run(kind: Any, dataset: Any) -> Learner:
         return fit(loader(kind, dataset), val=kind(dataset, batch_size=BATCH), **options)
 
@@ -221,7 +221,7 @@ def checkpoints(folder: Path) -> ModelCheckpoint:
 @written_to_before
 @pytest.mark.parametrize("limit", [1.0, 4], ids=["whole", "limited"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_goes_on_in_mid_epoch_as_if_it_had_not_stopped(
+def test_a_run_resumes_in_mid_epoch_as_if_it_had_not_stopped(
     workers: int, limit: float, tmp_path: Path
 ) -> None:
     def run(*callbacks: Any, **options: Any) -> Learner:
@@ -270,7 +270,7 @@ def test_fabric_sets_the_loader_up() -> None:
 
 
 @written_to_before
-def test_the_example_goes_on_to_the_same_weights(
+def test_the_resumed_example_ends_with_the_same_weights(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])

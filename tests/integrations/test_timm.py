@@ -54,7 +54,7 @@ def epochs(dataset: Any, **how: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("is_training", "prefetcher", "workers"), all_pairs([True, False], [False, True], [0, 2])
 )
-def test_create_loader_gives_what_it_gives_without_the_cache(
+def test_create_loader_gives_the_same_batches_as_without_the_cache(
     folder: Path, is_training: bool, prefetcher: bool, workers: int
 ) -> None:
     how: dict[str, Any] = {

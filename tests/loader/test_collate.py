@@ -81,7 +81,7 @@ def test_padding_in_two_dimensions_at_once() -> None:
             equal_batches(list(loader), expected, state)
 
 
-def test_tuples_stay_what_default_collate_makes_of_them() -> None:
+def test_tuples_are_collated_as_by_default_collate() -> None:
     with hotset.cache(Samples(ragged_pair, N)) as cached:
         for _ in range(2):
             lists = listed(list(hotset.DataLoader(cached, BATCH, collate_fn=hotset.collate.ragged)))
@@ -156,7 +156,7 @@ def test_live_transforms_run_before_the_ragged_collate(workers: int) -> None:
                 equal_batches(listed(batch["sample"]["sample"]["sample"]), molecules(ids, list))
 
 
-def test_they_work_with_torchs_loader_and_an_uncached_dataset_too() -> None:
+def test_pad_and_ragged_work_with_torchs_loader_and_an_uncached_dataset() -> None:
     for collate, join in (
         (hotset.collate.ragged, list),
         (hotset.collate.pad(4), lambda tensors: padded(tensors, 4)),
@@ -165,7 +165,7 @@ def test_they_work_with_torchs_loader_and_an_uncached_dataset_too() -> None:
         equal_batches(listed(list(loader)), [molecules(ids, join) for ids in batches_of(25)])
 
 
-def test_they_can_be_pickled_for_spawned_workers() -> None:
+def test_pad_and_ragged_can_be_pickled_for_spawned_workers() -> None:
     samples = [ragged(i) for i in range(3)]
     for collate in (hotset.collate.ragged, hotset.collate.pad(6)):
         equal_batches(pickle.loads(pickle.dumps(collate))(samples), collate(samples))

@@ -362,7 +362,7 @@ def test_small_batches_that_are_gathered_together_are_apart(make: Callable[[int]
         assert cached.stats().hits == 100 - 50
 
 
-def test_a_clear_between_small_batches_is_heeded() -> None:
+def test_a_clear_between_small_batches_takes_effect() -> None:
     with hotset.cache(Samples(image_and_label, 60)) as cached:
         loader = hotset.DataLoader(cached, batch_size=4)
         list(loader)
@@ -384,7 +384,7 @@ def test_indices_of_a_sampler_of_the_users_are_gathered_together_where_they_are_
         equal_batches(got, list(DataLoader(Samples(image_and_label, 30), batch_sampler=order)))
 
 
-def test_batches_in_hand_stay_valid_after_close() -> None:
+def test_batches_that_the_user_holds_stay_valid_after_close() -> None:
     for live in (False, True):
         cached = hotset.cache(Samples(big_image_and_label, N), transform=[_negative] if live else None)
         loader = hotset.DataLoader(cached, batch_size=BATCH, num_workers=2)

@@ -162,7 +162,7 @@ def test_it_is_torchs_loader_with_every_argument_of_it() -> None:
     assert [(p.kind, p.default) for p in theirs.values()] == [(ours[n].kind, ours[n].default) for n in theirs]
 
 
-def test_attributes_are_those_that_the_user_gave() -> None:
+def test_attributes_are_the_users_arguments() -> None:
     with hotset.cache(Samples(image_and_label, N)) as cached:
         sampler = Listed([1, 2, 3])
         loader = hotset.DataLoader(

@@ -142,7 +142,7 @@ def test_a_collate_function_of_the_users(collate: Any, order: str, workers: str)
 @pytest.mark.parametrize(
     ("collate", "order", "workers"), all_pairs([None, as_they_are, drawing], ["shuffle", "listed"], WORKERS)
 )
-def test_no_batches(collate: Any, order: str, workers: str) -> None:
+def test_batch_size_none_equals_torchs(collate: Any, order: str, workers: str) -> None:
     """``batch_size=None``, with ``default_convert`` and with functions of the user's."""
     _as_torchs(
         lambda data: {"batch_size": None, "collate_fn": collate, **_order(order, data), **WORKERS[workers]}
@@ -249,7 +249,7 @@ def refusing(samples: Any) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_collate_function_raises(workers: int) -> None:
+def test_an_error_in_a_collate_function_is_the_users_own(workers: int) -> None:
     options: dict[str, Any] = {"batch_size": 4, "collate_fn": refusing, "num_workers": workers}
 
     def story(loader: Any) -> list[Any]:
@@ -320,7 +320,7 @@ def test_a_pass_is_summed_up_whichever_way_it_took(kind: str, workers: int) -> N
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", ["a collate function", "one by one", "lists"])
-def test_going_on(kind: str, workers: str) -> None:
+def test_a_resumed_pass_equals_an_uninterrupted_one(kind: str, workers: str) -> None:
     """Bit for bit, with what live transforms and the collate function itself draw."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate_fn": drawing_only}
     if kind == "one by one":
@@ -432,7 +432,7 @@ def test_workers_in_the_midst_of_something_end_with_their_main_process(kind: str
 
 @pytest.mark.parametrize("data", ["cached", "without a cache", "a subset"])
 @pytest.mark.parametrize("collate", [drawing, None])
-def test_the_users_worker_init_fn_and_data_set(data: str, collate: Any, tmp_path: Path) -> None:
+def test_worker_init_fn_sees_the_users_dataset(data: str, collate: Any, tmp_path: Path) -> None:
     with hotset.cache(Samples(image_and_label, N), memory="1MiB") as cached:
         given: Any = {"cached": cached, "without a cache": Samples(image_and_label, N)}.get(data)
         given = Subset(cached, range(9)) if data == "a subset" else given

@@ -183,7 +183,7 @@ def test_timeout_is_torchs_own_error(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::hotset.errors.HotsetWarning")  # that one sample stays uncached
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [none_inside, ragged, odd_at_seven, other_dtype_at_500])
-def test_what_default_collate_refuses_is_refused_alike_cold_and_warm(
+def test_samples_that_default_collate_refuses_raise_the_same_error_cold_and_warm(
     make: Callable[[int], Any], workers: int
 ) -> None:
     """None and mixed shapes have no batch; the gather must not invent one."""

@@ -49,19 +49,19 @@ def caches(template: bytes) -> Iterator[Caches]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_rest_without_workers(order: str, caches: Caches) -> None:
+def test_a_pass_resumes_without_workers(order: str, caches: Caches) -> None:
     for stop, earlier in ((0, []), (1, [None]), (3, []), (3, [2]), (None, []), (None, [None])):
         check(lambda: hotset.DataLoader(caches.again(), **ORDERS[order]()), stop, earlier)
 
 
-def test_interrupted_after_each_batch(caches: Caches) -> None:
+def test_a_pass_resumes_after_each_batch(caches: Caches) -> None:
     for stop in range(BATCHES + 1):
         check(lambda: hotset.DataLoader(caches.again(), batch_size=4, shuffle=True), stop, [None], passes=2)
 
 
 @pytest.mark.parametrize("order", ["shuffle", "weighted", "with a state", "listed batches"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_all_that_is_gathered_here(order: str, workers: int, caches: Caches) -> None:
+def test_resuming_gathered_batches(order: str, workers: int, caches: Caches) -> None:
     """Everything cached, nothing live: no workers are asked, but the draws are as with them."""
 
     def run(resume: bool) -> Any:
@@ -85,7 +85,7 @@ def test_all_that_is_gathered_here(order: str, workers: int, caches: Caches) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_pass_that_began_cold_goes_on_warm_and_the_other_way_round(workers: int, caches: Caches) -> None:
+def test_a_pass_that_began_cold_resumes_warm_and_the_reverse(workers: int, caches: Caches) -> None:
     for first in (False, True):
         warmth = iter((first, not first))
         options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": workers}
@@ -107,7 +107,7 @@ def test_a_pass_that_began_cold_goes_on_warm_and_the_other_way_round(workers: in
         same(training(other), expected)
 
 
-def test_subset_and_concatenation(caches: Caches) -> None:
+def test_a_pass_over_subset_and_concatenation_resumes(caches: Caches) -> None:
     def make() -> Any:
         both = ConcatDataset([Subset(caches(), [5, 3, 3, 21, 0, 8, 13]), caches(n=9)])
         return hotset.DataLoader(both, batch_size=3, shuffle=True)
@@ -133,7 +133,7 @@ def test_subset_and_concatenation(caches: Caches) -> None:
         (3, True, 1, 4, []),
     ],
 )
-def test_the_rest_with_workers(
+def test_a_pass_resumes_with_workers(
     workers: int, persistent: bool, prefetch: int, stop: int | None, earlier: list[int | None], caches: Caches
 ) -> None:
     options: dict[str, Any] = {
@@ -146,13 +146,13 @@ def test_the_rest_with_workers(
 
 @pytest.mark.parametrize("order", ["weighted", "shuffle, generator=", "with a state", "eager batches"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_orders_with_workers(order: str, persistent: bool, caches: Caches) -> None:
+def test_a_pass_in_any_order_resumes_with_workers(order: str, persistent: bool, caches: Caches) -> None:
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
     check(lambda: hotset.DataLoader(caches.again(), **options, **ORDERS[order]()), 2, [None])
 
 
 @pytest.mark.parametrize(("left", "stop"), [(3, 0), (1, 1), (0, 1)])
-def test_persistent_workers_had_drawn_for_batches_that_nobody_consumed(
+def test_draws_for_unconsumed_batches_of_persistent_workers_are_repeated(
     left: int, stop: int, caches: Caches
 ) -> None:
     """A pass that was left early: the workers' generators are beyond its last consumed batches."""
@@ -160,7 +160,7 @@ def test_persistent_workers_had_drawn_for_batches_that_nobody_consumed(
     check(lambda: hotset.DataLoader(caches(), **options), stop, [left])
 
 
-def test_spawned_workers(caches: Caches) -> None:
+def test_a_pass_resumes_with_spawned_workers(caches: Caches) -> None:
     """Of a transform that holds no torch.Generator: torch cannot send one to them."""
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
@@ -172,7 +172,7 @@ def test_spawned_workers(caches: Caches) -> None:
 
 
 @pytest.mark.parametrize("stop", [0, 1])
-def test_a_loader_whose_workers_are_at_work_takes_a_state(stop: int, caches: Caches) -> None:
+def test_a_loader_with_running_workers_loads_a_state(stop: int, caches: Caches) -> None:
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "batch_size": 4, "shuffle": True}
     seed_everything(6)
     loader = hotset.DataLoader(caches(), **options)
@@ -185,7 +185,7 @@ def test_a_loader_whose_workers_are_at_work_takes_a_state(stop: int, caches: Cac
     same((training(loader), training(loader)), expected)
 
 
-def test_a_loader_that_went_on_goes_on_again(caches: Caches) -> None:
+def test_a_resumed_loader_is_resumed_again(caches: Caches) -> None:
     """Saved in the midst of a pass that was itself taken up: by others, and after a change of workers."""
     make = lambda workers: hotset.DataLoader(caches(), batch_size=4, shuffle=True, num_workers=workers)  # noqa: E731
     seed_everything(7)

@@ -109,7 +109,7 @@ def run(make: Callable[[], Any], save: Callable[[Any], Any]) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize(("workers", "order", "data"), all_pairs(WORKERS, ORDERS, DATA), indirect=["data"])
-def test_a_state_of_any_moment_goes_on_in_any_process(workers: str, order: str, data: Any) -> None:
+def test_a_state_of_any_moment_resumes_in_any_process(workers: str, order: str, data: Any) -> None:
     def make() -> Any:
         return hotset.DataLoader(data, **WORKERS[workers], **{"batch_size": 4, **ORDERS[order](data)})
 
@@ -128,7 +128,7 @@ def test_a_state_of_any_moment_goes_on_in_any_process(workers: str, order: str, 
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_torchdatas_loader_goes_through_the_same_table(workers: str) -> None:
+def test_torchdatas_loader_passes_the_same_table(workers: str) -> None:
     """Not with `generator=`, or orders drawn from it: there it is not the same with theirs."""
     data = Samples(image_and_label, N)
     for order in ("shuffle", "DistributedSampler"):
@@ -145,7 +145,7 @@ def test_torchdatas_loader_goes_through_the_same_table(workers: str) -> None:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_state_taken_after_break_is_that_of_the_pass_that_was_left(workers: str, data: Any) -> None:
+def test_a_state_taken_after_break_is_that_of_the_interrupted_pass(workers: str, data: Any) -> None:
     def make() -> Any:
         return hotset.DataLoader(data, batch_size=4, shuffle=True, **WORKERS[workers])
 
@@ -163,7 +163,7 @@ def test_a_state_taken_after_break_is_that_of_the_pass_that_was_left(workers: st
     same([training(loader) for _ in range(3)], after["between two batches"])
 
 
-def test_all_loaders_of_a_program_go_on_from_one_moment() -> None:
+def test_all_loaders_of_a_program_resume_from_one_moment() -> None:
     """The one for validation is iterated over later, and must not take the trainer back to that moment."""
 
     def epochs(loaders: list[Any], count: int) -> list[Any]:
@@ -185,7 +185,7 @@ def test_all_loaders_of_a_program_go_on_from_one_moment() -> None:
     same(epochs(loaders, 2), expected)
 
 
-def test_a_trainer_that_keeps_random_states_itself_has_the_last_word() -> None:
+def test_a_trainers_own_random_states_win() -> None:
     """Accelerate takes a loader's state before the step, and its own states after it."""
     data = Samples(image_and_label, N)
     seed_everything(1)

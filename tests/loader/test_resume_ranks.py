@@ -68,7 +68,7 @@ def samples(order: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("order", ["shuffle", "weighted", "generator="])
-def test_another_batch_size(order: str, cached: Any) -> None:
+def test_a_pass_resumes_with_another_batch_size(order: str, cached: Any) -> None:
     """Also twice within one pass, and into the same size again."""
 
     def make(size: int) -> Any:
@@ -94,7 +94,7 @@ def test_another_batch_size(order: str, cached: Any) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_another_batch_size_with_drop_last(drop_last: bool, cached: Any) -> None:
+def test_a_pass_resumes_with_another_batch_size_and_drop_last(drop_last: bool, cached: Any) -> None:
     loader = hotset.DataLoader(cached, 4, drop_last=drop_last)
     next(iter(loader))
     other = hotset.DataLoader(cached, 10, drop_last=drop_last)
@@ -106,7 +106,9 @@ def test_another_batch_size_with_drop_last(drop_last: bool, cached: Any) -> None
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
 @pytest.mark.parametrize("order", ["shuffle", "generator=", "drawn in iter()"])
-def test_another_number_of_workers(before: int, after: int, order: str, live: Any) -> None:
+def test_a_pass_resumes_with_another_number_of_workers(
+    before: int, after: int, order: str, live: Any
+) -> None:
     """Live, so that workers do make the batches; what they draw is not compared, the samples are."""
 
     def make(workers: int) -> Any:
@@ -175,7 +177,7 @@ def check_dealt(rest: list[list[int]], seen: list[int], ranks: int, drop_last: b
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (2, 1), (1, 2), (3, 5)])
 @pytest.mark.parametrize("consumed", [0, 1, 2])
-def test_another_number_of_ranks(
+def test_a_pass_resumes_with_another_number_of_ranks(
     before: int, after: int, drop_last: bool, consumed: int, cached: Any
 ) -> None:
     loaders = ranks_of(cached, before, drop_last=drop_last)
@@ -211,7 +213,7 @@ def test_ranks_change_again_and_again_within_one_pass(cached: Any) -> None:
         assert flat(loader) == []
 
 
-def test_other_ranks_and_another_batch_size(cached: Any) -> None:
+def test_a_pass_resumes_with_other_ranks_and_another_batch_size(cached: Any) -> None:
     seen: list[int] = []
     state = states_after(ranks_of(cached, 2), 2, seen)[0]
     rest = []
@@ -225,7 +227,7 @@ def test_other_ranks_and_another_batch_size(cached: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [DistributedSampler, StatefulDistributedSampler])
-def test_the_epoch_that_was_interrupted_without_set_epoch(kind: Any, cached: Any) -> None:
+def test_an_interrupted_epoch_resumes_without_set_epoch(kind: Any, cached: Any) -> None:
     """torchdata's sampler counts for itself, to the end of the pass before: that must not be taken over."""
     loader = ranks_of(cached, 2, kind=kind)[1]
     list(loader)
@@ -238,7 +240,7 @@ def test_the_epoch_that_was_interrupted_without_set_epoch(kind: Any, cached: Any
     assert other.sampler.epoch == 7
 
 
-def test_another_epoch_than_the_interrupted_one_is_begun_with_a_warning(cached: Any) -> None:
+def test_setting_another_epoch_drops_the_interrupted_one_with_a_warning(cached: Any) -> None:
     loader = ranks_of(cached, 2)[0]
     loader.sampler.set_epoch(7)
     next(iter(loader))
@@ -255,7 +257,7 @@ def test_another_epoch_than_the_interrupted_one_is_begun_with_a_warning(cached: 
     assert got == samples(expected)
 
 
-def test_between_two_epochs_the_next_one_is_the_users(cached: Any) -> None:
+def test_between_two_epochs_the_user_sets_the_next_one(cached: Any) -> None:
     loader = ranks_of(cached, 2)[0]
     list(loader)
     other = ranks_of(cached, 2)[0]
@@ -305,7 +307,7 @@ def test_a_refused_state_leaves_the_loader_as_it_was(cached: Any) -> None:
     assert flat(loader) == samples(range(N))
 
 
-def test_what_torchs_own_loader_cannot_replay_is_refused() -> None:
+def test_a_state_that_torchs_own_loader_cannot_replay_is_refused() -> None:
     stream = hotset.DataLoader(Stream(), 4, num_workers=2)
     batches = iter(stream)
     next(batches)
@@ -326,7 +328,7 @@ def test_what_torchs_own_loader_cannot_replay_is_refused() -> None:
     assert "persistent" in refused(lambda: other.load_state_dict(state))
 
 
-def test_damage_that_only_a_worker_sees() -> None:
+def test_a_worker_refuses_a_damaged_state() -> None:
     with hotset.cache(Samples(number, N), transform=[draw_all], memory="1MiB") as live:
         loader = hotset.DataLoader(live, 4, num_workers=1)
         batches = iter(loader)
@@ -353,7 +355,7 @@ ANYTHING = st.one_of(
 
 
 @pytest.mark.parametrize("kind", ["distributed", "generators"])
-def test_any_mutation_is_refused_or_goes_on(kind: str, cached: Any) -> None:
+def test_any_mutated_state_is_refused_or_resumes(kind: str, cached: Any) -> None:
     """Never another exception, and nothing but samples of the dataset."""
     with hotset.cache(Samples(number, N), transform=[draw_all], memory="1MiB") as live:
 

@@ -91,18 +91,20 @@ PLAIN: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_nothing_cached_is_replayed(kind: str) -> None:
+def test_an_uncached_pass_is_replayed(kind: str) -> None:
     for stop, earlier in ((3, []), (2, [None]), (2, [1]), (0, []), (None, [None])):
         check(PLAIN[kind], stop, earlier)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_nothing_cached_is_replayed_by_workers(kind: str) -> None:
+def test_an_uncached_pass_is_replayed_by_workers(kind: str) -> None:
     check(lambda: PLAIN[kind](num_workers=2), 3, [None])
 
 
 @pytest.mark.parametrize(("stop", "earlier"), [(3, []), (3, [None]), (None, [None])])
-def test_the_order_of_torchs_persistent_workers(stop: int | None, earlier: list[int | None]) -> None:
+def test_the_order_of_torchs_persistent_workers_is_resumed(
+    stop: int | None, earlier: list[int | None]
+) -> None:
     """Their own draws go on from a pass that is over, and so cannot be made again; the order can."""
     check(
         lambda: hotset.DataLoader(
@@ -189,7 +191,7 @@ SCRIPTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, None])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_beside_torchdata(script: str, stop: int | None, workers: int) -> None:
+def test_resumed_batches_equal_torchdatas(script: str, stop: int | None, workers: int) -> None:
     """After two batches, and at the end of an epoch; theirs also with a snapshot every few batches only."""
     came: dict[str, Any] = {}
     variants = {"hotset": (hotset.DataLoader, {}), "torchdata": (StatefulDataLoader, {})}
@@ -226,7 +228,7 @@ def test_beside_torchdata(script: str, stop: int | None, workers: int) -> None:
 
 
 @pytest.mark.parametrize("script", ["sampler with a state", "iterable with a state"])
-def test_into_the_same_loader_left_in_the_midst_of_a_pass(script: str) -> None:
+def test_a_state_is_loaded_into_the_loader_that_was_interrupted(script: str) -> None:
     """Its sampler or dataset stands where the pass was left, and is put back."""
     for kind in (hotset.DataLoader, StatefulDataLoader):
         loader = SCRIPTS[script](kind)

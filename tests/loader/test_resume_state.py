@@ -54,7 +54,7 @@ def _size(state: Any) -> int:
     return file.tell()
 
 
-def test_its_size_depends_neither_on_the_data_nor_on_the_batches(caches: Caches) -> None:
+def test_the_size_of_a_state_does_not_depend_on_data_or_batches(caches: Caches) -> None:
     """But for the digits of a few numbers."""
     sizes = []
     for n in (100, 1_000_000):
@@ -81,7 +81,7 @@ class _Numbers(Dataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_asking_for_it_changes_nothing(workers: int, caches: Caches) -> None:
+def test_taking_a_state_changes_nothing(workers: int, caches: Caches) -> None:
     def run(asks: bool) -> Any:
         seed_everything(8)
         loader = hotset.DataLoader(caches(), batch_size=4, shuffle=True, num_workers=workers)
@@ -97,7 +97,7 @@ def test_asking_for_it_changes_nothing(workers: int, caches: Caches) -> None:
     same(run(asks=True), run(asks=False))
 
 
-def test_a_state_stays_what_it_was_while_its_loader_goes_on(caches: Caches) -> None:
+def test_a_state_does_not_change_as_its_loader_continues(caches: Caches) -> None:
     loader = hotset.DataLoader(caches(), batch_size=4, sampler=Remembering(N), num_workers=2)
     batches = iter(loader)
     next(batches)
@@ -108,7 +108,7 @@ def test_a_state_stays_what_it_was_while_its_loader_goes_on(caches: Caches) -> N
     same(through_a_checkpoint(state), before)
 
 
-def test_before_iter_a_loaded_state_is_given_back(caches: Caches) -> None:
+def test_before_iter_state_dict_returns_the_loaded_state(caches: Caches) -> None:
     loader = hotset.DataLoader(caches(), batch_size=4, shuffle=True)
     next(iter(loader))
     state = loader.state_dict()
@@ -119,7 +119,7 @@ def test_before_iter_a_loaded_state_is_given_back(caches: Caches) -> None:
     assert other.state_dict()["batches"] == 2
 
 
-def test_batches_in_any_order_cannot_be_counted(caches: Caches) -> None:
+def test_a_state_with_in_order_false_gives_a_warning(caches: Caches) -> None:
     loader = hotset.DataLoader(caches(), batch_size=4, num_workers=2, in_order=False)
     with pytest.warns(HotsetWarning, match="in_order=True"):
         loader.state_dict()
@@ -129,7 +129,7 @@ def test_batches_in_any_order_cannot_be_counted(caches: Caches) -> None:
 
 
 @pytest.mark.parametrize("cached_later", [False, True])
-def test_a_cache_may_come_or_go(cached_later: bool, caches: Caches) -> None:
+def test_a_state_resumes_with_and_without_a_cache(cached_later: bool, caches: Caches) -> None:
     """No fingerprint on one of the sides: the samples are the user's word, and none is lost."""
     data = [Samples(image_and_label, N), hotset.cache(Samples(image_and_label, N), memory="1MiB")]
     caches.made.append(data[1])
@@ -143,13 +143,13 @@ def test_a_cache_may_come_or_go(cached_later: bool, caches: Caches) -> None:
     same(list(other), list(batches))
 
 
-def test_an_order_drawn_from_the_global_generator_goes_on_with_it(caches: Caches) -> None:
+def test_later_orders_continue_from_the_restored_global_generator(caches: Caches) -> None:
     """Drawn sample by sample: the trainer's steps decide it too, and it goes on with the trainer's states."""
     check(lambda: hotset.DataLoader(caches(), batch_size=4, sampler=GlobalDraws(N, 18)), 2, [None])
 
 
 @pytest.mark.parametrize("place", [-1, 625, 10**6])
-def test_a_place_beyond_the_end_of_a_generators_buffer_is_refused(place: int, caches: Caches) -> None:
+def test_a_position_beyond_the_end_of_a_generators_buffer_is_refused(place: int, caches: Caches) -> None:
     """numpy would take it, and read whatever lies there."""
     loader = hotset.DataLoader(caches.again(), batch_size=4)
     next(iter(loader))

@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("first", ["", "import dill"])
-def test_a_program_that_closes_nothing_ends_without_a_word(first: str, tmp_path: Path) -> None:
+def test_a_program_that_closes_nothing_ends_silently(first: str, tmp_path: Path) -> None:
     """dill keeps the main module alive, so that its objects die after the modules that they need."""
     if first:
         pytest.importorskip("dill")

@@ -155,7 +155,7 @@ def test_the_package_alone_loads_none_of_its_parts() -> None:
 # The public names
 
 
-def test_what_dir_shows_is_the_public_api() -> None:
+def test_dir_shows_the_public_api() -> None:
     code = "import hotset; print(*(name for name in dir(hotset) if not name.startswith('_')))"
     assert _run(code).split() == sorted(hotset.__all__)
     used = "import hotset; hotset.cache, hotset.DataLoader, hotset.collate, hotset.SegmentError\n"

@@ -18,7 +18,7 @@ def test_every_file_and_folder_that_is_named_exists() -> None:
     } == set()
 
 
-def test_every_test_file_is_named_or_lies_in_a_folder_that_is() -> None:
+def test_every_test_file_or_its_folder_is_named() -> None:
     files = {path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
     assert {
         str(file) for file in files if str(file) not in NAMED and f"{file.parts[0]}/" not in NAMED

@@ -65,7 +65,7 @@ def test_the_oldest_python_is_the_one_that_is_promised() -> None:
     assert (int(said[1]), int(said[2])) == PROMISED
 
 
-def test_what_a_python_does_not_have_is_told(tmp_path: Path) -> None:
+def test_names_that_an_older_python_lacks_are_reported(tmp_path: Path) -> None:
     """Or the test above would hold nothing."""
     (tmp_path / "hotset").mkdir()
     (tmp_path / "hotset/__init__.py").write_text("import torch\nclass A(torch.nn.Module): pass\n")

@@ -115,9 +115,9 @@ def run(program: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_a_program_runs_uncached_and_is_told(runtime: Path, tmp_path: Path) -> None:
+def test_without_proc_a_program_runs_uncached_with_a_warning(runtime: Path, tmp_path: Path) -> None:
     assert run(TRAINING, tmp_path) == "trained\n"
 
 
-def test_a_worker_to_which_proc_is_hidden_reads_the_source(runtime: Path, tmp_path: Path) -> None:
+def test_a_worker_without_proc_reads_the_source(runtime: Path, tmp_path: Path) -> None:
     assert run(JOINING, tmp_path) == "joined\n"
