@@ -1,9 +1,9 @@
 """How a batch is built from indices, in the main process and in workers alike.
 
 =============================================  ===========================================================
-everything cached, nothing live, and a         gathered: each leaf is copied straight to where the batch is
-collate function that is known here
-less than half of it is absent                 filled, then gathered (:meth:`BatchBuilder.filled`)
+everything cached, nothing live, and a         gathered: each leaf is copied straight into the batch's
+collate function that hotset knows             memory
+the same, but less than half of it absent      filled, then gathered (:meth:`BatchBuilder.filled`)
 all else                                       samples one by one, live part included, then collated
                                                (:meth:`BatchBuilder.samples`)
 =============================================  ===========================================================
@@ -30,12 +30,12 @@ from hotset.store.torch_threads import one_thread
 
 __all__ = ["BatchBuilder", "LocalGather", "make_gather"]
 
-# Batches gathered at once take no more than this together: what is kept of one keeps the others' memory.
+# Batches gathered together take no more than this: a user who keeps one keeps the memory of all of them.
 _RUN_BYTES = 1 << 20
 
 
 def make_gather(cached: Any, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
-    """The gather for this cache and collate function, compared on one sample; None if there is none."""
+    """The gather for this cache and collate function, checked on one sample; None if it cannot be made."""
     store = cached._store
     if store is None or cached._source.live:
         return None
@@ -54,7 +54,7 @@ class BatchBuilder:
     Args:
         dataset: the user's dataset, with caches behind it.
         route: to these caches.
-        batched: whether an index is a batch's; else it is the dataset's own.
+        batched: whether the order gives lists of indices; if not, its elements go to the dataset as they are.
     """
 
     def __init__(self, dataset: Any, route: Route, *, batched: bool) -> None:
@@ -63,14 +63,14 @@ class BatchBuilder:
         self._batched = batched
 
     def resolve(self, indices: Any) -> Indices | None:
-        """As :meth:`Route.resolve`; None if they are not a batch's."""
+        """As :meth:`Route.resolve`; None without batches."""
         return self._route.resolve(indices) if self._batched else None
 
     def samples(self, indices: Any, resolved: Indices | None, in_hand: dict[int, Any] | None = None) -> Any:
-        """What the collate function is given for these indices, which :meth:`resolve` has resolved."""
+        """The samples for the collate function; ``resolved`` is what :meth:`resolve` returned for them."""
         if not self._batched:
             return self._dataset[indices]
-        if resolved is None:  # no integers, or out of range: the dataset's own business
+        if resolved is None:  # not integers, or out of range: the dataset decides
             return fetched(self._dataset, indices)
         return self._route.samples(resolved, in_hand)
 
@@ -80,21 +80,22 @@ class BatchBuilder:
         prepare: Callable[[Ids, Sequence[ReceivedRecords]], Copy | None],
         finish: Callable[[Copy], Any | None],
     ) -> tuple[Any | None, dict[int, Any]]:
-        """Bring what is absent into the single cache, then gather the batch, if less than half was absent.
+        """Fill the single cache with absent samples, then gather the batch if less than half were absent.
 
         Args:
             ids: the samples.
-            prepare, finish: look a gathered batch up, and make it once it was copied.
+            prepare, finish: look up a batch to gather, and make it after the copy.
 
         Returns:
-            The batch, and the samples in hand; None for the batch if it is to be collated from its samples.
+            The batch, and the samples that were just read; None for the batch if it must be collated from its
+            samples.
         """
         single = self._route.single
         assert single is not None
         access, store = single._access, single._store
         before = store.filler.reads if store is not None else 0
         records, in_hand = access.bring(ids)
-        # What was just read is collated as it is: its record's pages were written, and are not mapped yet.
+        # Samples that were just read are collated as they are: their records' pages are not mapped yet.
         copy = prepare(ids, records) if 2 * len(in_hand) < len(ids) else None
         if copy is not None:
             one_thread(copy.run)
@@ -111,9 +112,9 @@ class LocalGather:
 
     Args:
         gather: how batches of the cache are made.
-        sample_bytes: about what a sample takes.
+        sample_bytes: about how many bytes a sample takes.
         pinned: batches go to page-locked memory of torch's own allocator, because only that one knows when
-            a ``.to("cuda", non_blocking=True)`` has ended; they are not recycled by us.
+            a ``.to("cuda", non_blocking=True)`` has ended, and recycles it.
     """
 
     def __init__(self, gather: Gather, sample_bytes: int, *, pinned: bool) -> None:
@@ -123,11 +124,11 @@ class LocalGather:
         self._pool: BlockPool | None = None
 
     def size(self, count: int) -> int:
-        """About what a batch takes."""
+        """About how many bytes a batch takes."""
         return self._sample_bytes * count
 
     def prepare(self, ids: Ids, loose: Sequence[ReceivedRecords] = ()) -> Copy | None:
-        """Look a batch up; None if one of its samples is neither in the cache nor among the loose records."""
+        """Look up a batch; None if one of its samples is neither cached nor among the received records."""
         return self.gather.prepare(ids, self._memory, loose)
 
     def finish(self, copy: Copy, start: int = 0, stop: int | None = None) -> Any | None:
@@ -136,7 +137,7 @@ class LocalGather:
 
     def run_length(self, count: int, most: int) -> int:
         """How many batches of so many samples are worth gathering at once."""
-        # Page-locked memory is torch's: it is given for one tensor at a time.
+        # torch gives page-locked memory for one tensor at a time.
         return 1 if self._pinned else min(_RUN_BYTES // max(self.size(count), 1), most)
 
     def _memory(self, size: int) -> Memory:
@@ -144,7 +145,7 @@ class LocalGather:
             return _Pinned()
         pool = self._pool
         if pool is None or not pool.is_ours or pool.block_bytes < size:
-            # Batches of variable size: a quarter more, so that not every larger one asks for a new pool.
+            # Batches vary in size: a quarter more, so that not every larger one needs a new pool.
             pool = self._pool = BlockPool(size if pool is None else size + size // 4)
         return _Block(pool.lend(pool.take()))
 
@@ -162,7 +163,7 @@ class _Block:
 
 
 class _Pinned:
-    """Memory that torch's own page-locked allocator gives and recycles."""
+    """Memory of torch's own page-locked allocator, which recycles it."""
 
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(size // dtype.itemsize, dtype=dtype, pin_memory=True)

@@ -1,17 +1,17 @@
-"""Which batch comes next, drawn when torch's DataLoader would draw it.
+"""The order of an epoch's batches, drawn at the moments at which torch's DataLoader draws it.
 
-A sampler draws random numbers, from the global generator unless it was given another, and a training step
-draws too (dropout). Their order decides both. torch's loader asks its sampler
+A sampler draws random numbers, from the global generator unless it was given another one, and a training step
+draws too (dropout). The order of these draws decides their results. torch's loader asks its sampler
 
 - without workers: for one batch in each ``next()``;
-- with workers: ``iter()`` is called twice, ``workers x prefetch_factor`` batches are drawn in
-  ``iter(loader)``, and one more before each batch is handed over;
+- with workers: it calls ``iter()`` twice, draws ``workers x prefetch_factor`` batches in ``iter(loader)``,
+  and draws one more before it hands over each batch;
 
-and draws a base seed in between, except when persistent workers are used again. The same calls are made
-here, in the consumer's thread, at the same moments. What is known of later batches without drawing anything
-is lent to the thread that gathers ahead: with workers the batches drawn already, and with torch's own
+and draws a base seed in between, except when it uses persistent workers again. :class:`BatchOrder` makes the
+same calls in the consumer's thread at the same moments. The thread that gathers ahead may see the later
+batches that are known without a draw: with workers the batches drawn already, and with torch's own
 ``RandomSampler``, ``SequentialSampler`` and ``DistributedSampler`` the whole epoch, as one array, without
-Python for each index.
+Python code for each index.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class BatchOrder:
 
     Args:
         batches: the loader's batch sampler.
-        ahead: how many batches torch would draw before the first is asked for: 0 without workers.
+        ahead: how many batches torch would draw before the first ``next()``: 0 without workers.
         generator: the loader's generator.
-        fresh: workers, if any, are started for this epoch (so a base seed is drawn).
-        arrays: whether a batch may come as an array instead of the sampler's list.
+        fresh: whether workers, if any, are started for this epoch (so a base seed is drawn).
+        arrays: whether a batch may be an array instead of the sampler's list.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BatchOrder:
             return
 
     def begin(self) -> None:
-        """Make now the draws with which a sampler that goes on begins, instead of with the first batch."""
+        """Make the draws with which a resumed sampler begins now, instead of with the first batch."""
         begin = getattr(self._batches, "begin", None)
         if begin is not None:
             begin()
@@ -82,7 +82,7 @@ class BatchOrder:
         return self._drawn.popleft()
 
     def top_up(self) -> None:
-        """Draw one batch more, where torch does: when a batch is handed over."""
+        """Draw one more batch, as torch does when it hands over a batch."""
         if self._ahead:
             self._draw()
 
@@ -96,7 +96,7 @@ class BatchOrder:
 
 
 def draw_base_seed(generator: torch.Generator | None) -> None:
-    """Draw what torch's loader draws to seed its workers, and also without any."""
+    """Draw what torch's loader draws to seed its workers, and draws without workers too."""
     torch.empty((), dtype=torch.int64).random_(generator=generator).item()
 
 
@@ -136,9 +136,9 @@ class _WholeEpoch:
 
 
 def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
-    """The epoch's batches from sample ``start`` on, as one array that is drawn with the first of them.
+    """The epoch's batches from sample ``start`` on, cut from one array that is drawn with the first batch.
 
-    None for a sampler that may draw later in the epoch, where the order of draws can be observed.
+    None for a sampler that may draw later in the epoch, as the order of draws matters.
     """
     if type(batches) is not BatchSampler:
         return None
@@ -150,7 +150,7 @@ def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
         count = len(sampler.data_source)
         if sampler.num_samples == count:
             return _WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last, start)
-    if type(sampler) is DistributedSampler:  # it draws from a generator of its own, all at once
+    if type(sampler) is DistributedSampler:  # it draws all at once, from a generator of its own
         return _WholeEpoch(
             lambda: np.fromiter(sampler, np.int64, len(sampler)), batches.batch_size, batches.drop_last, start
         )
@@ -158,7 +158,7 @@ def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
 
 
 def _permutation(count: int) -> Any:
-    """The order that ``RandomSampler`` draws: a seed from the global generator, the rest from its own."""
+    """The order of a ``RandomSampler``: it draws a seed from the global generator, the rest from its own."""
     generator = torch.Generator()
     generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     return torch.randperm(count, generator=generator).numpy()

@@ -1,4 +1,4 @@
-"""What an epoch was like, in one line: samples per second, hit rate, and how long the trainer waited."""
+"""A summary of one epoch, in one line: samples per second, hit rate, and how long the trainer waited."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EpochSummary:
             self._end()  # a consumer that knows the length may not ask for a batch after the last
 
     def _end(self) -> None:
-        """The pass is over: the figures stay as they are."""
+        """End the pass: from now on the figures do not change."""
         if self._seconds is None:
             self._hit_rate = self.hit_rate
             self._tell()
@@ -76,13 +76,13 @@ class EpochSummary:
                 cached._access.tell_of_draws()
 
     def _tell(self) -> None:
-        """Enter the waiting in a counter that others can see; not for each batch, as that takes as long."""
+        """Add the waiting to a counter that other processes read; not for each batch: that would be slow."""
         if self._caches:
             self._caches[0]._access.count_waiting(self.waited - self._told)
         self._told = self.waited
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON's types: ``number, batches_expected, batches, samples, seconds, waited, hit_rate``.
+        """Return a dict of ``number, batches_expected, batches, samples, seconds, waited, hit_rate``.
 
         Times are in seconds; ``hit_rate`` is 0 to 1.
         """

@@ -1,7 +1,8 @@
 """The route from a loader's indices to the caches behind them, through Subset and ConcatDataset.
 
-``random_split`` and friends wrap a cached dataset in index arithmetic. Seen through, a whole batch of
-indices is one numpy expression, and can be gathered like the cached dataset's own.
+``random_split``, for example, wraps a cached dataset in a Subset, which maps indices. A route does the same
+for a whole batch of indices in one numpy expression, so that the batch can be gathered like the cached
+dataset's own.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Route:
 
     Args:
         caches: the cached datasets, in the order of their samples.
-        which: for each index the number of its cache; unused with one cache.
-        inner: for each index the index in that cache's dataset; None if they are equal.
+        which: for each index the number of its cache; not used with one cache.
+        inner: for each index the index in that cache's dataset; None if the two are equal.
 
     Attributes:
         caches: the cached datasets.
@@ -49,7 +50,7 @@ class Route:
         self._currents = [cached._current for cached in caches]
 
     def require_unchanged(self) -> None:
-        """Refuse to go on with a pass whose dataset is not what it was when the pass began.
+        """Refuse to continue a pass whose dataset has changed since the pass began.
 
         Raises:
             ArgumentError: a transform, or another attribute, was set since.
@@ -63,19 +64,19 @@ class Route:
 
     @property
     def single(self) -> CachedDataset[Any] | None:
-        """The only cache, if there is one only."""
+        """The cache, if there is only one."""
         return self.caches[0] if len(self.caches) == 1 else None
 
     @property
     def schema(self) -> Schema | None:
-        """The schema of all samples; None if they have more than one, or none that is known."""
+        """The schema of all samples; None if there are several, or none is known."""
         single = self.single
         if single is None or single._store is None or single._source.live:
             return None
         return single._store.schema
 
     def resolve(self, given: Sequence[Any]) -> Indices | None:
-        """The given indices in ``range(length)``; None if one is no integer, or out of range."""
+        """The given indices, in ``range(length)``; None if one is not an integer, or is out of range."""
         try:
             indices = np.asarray(given)
         except ValueError:  # lists of different lengths
@@ -83,14 +84,14 @@ class Route:
         if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
             return None
         indices = indices.astype(np.int64, copy=False)
-        # The ufuncs themselves: the arrays' methods are Python around them, and this is done for every batch.
+        # The ufuncs, not the arrays' methods, which are Python code around them: this runs for every batch.
         low = int(np.minimum.reduce(indices))
         if low < -self.length or int(np.maximum.reduce(indices)) >= self.length:
             return None
         return np.where(indices < 0, indices + self.length, indices) if low < 0 else indices
 
     def sample_ids(self, indices: Indices) -> Ids:
-        """What the single cache's store calls the samples at these indices, which :meth:`resolve` gave."""
+        """The sample ids, in the single cache's store, of indices that :meth:`resolve` returned."""
         return self.caches[0]._access.numbers(self._inner_indices(indices))
 
     @property
@@ -104,7 +105,7 @@ class Route:
         return self.single is not None and self.single._remote is not None
 
     def announce(self, given: Any) -> None:
-        """Announce that these indices' samples are needed soon: what lies on a disk is fetched meanwhile."""
+        """Announce that these samples are needed soon, so that those on a disk are read meanwhile."""
         indices = self.resolve(given)
         if indices is None:
             return
@@ -114,15 +115,15 @@ class Route:
             cached._access.announce(cached._access.numbers(mine))
 
     def _inner_indices(self, indices: Indices) -> Indices:
-        """The same samples' indices in their cached datasets."""
+        """The indices of the same samples in their cached datasets."""
         return indices if self._inner is None else self._inner[indices]
 
     def samples(self, indices: Indices, in_hand: dict[int, Any] | None = None) -> list[Any]:
         """The samples, live part included, in order.
 
         Args:
-            indices: what :meth:`resolve` gave.
-            in_hand: what filling the single cache has just returned for them.
+            indices: returned by :meth:`resolve`.
+            in_hand: samples by id that were just read to fill the single cache.
         """
         if len(self.caches) == 1:
             finish = self.caches[0]._source.finish
@@ -134,11 +135,11 @@ class Route:
         for number in np.unique(which).tolist():
             access = self.caches[number]._access
             records[number] = access.records(access.numbers(inside[which == number]))
-        # Live parts run in the batch's order, which is the order of random draws.
+        # Live parts run in the batch's order, as they draw random numbers.
         return [self.caches[number]._source.finish(next(records[number])) for number in which.tolist()]
 
     def all_present(self) -> bool:
-        """Whether every sample that these indices can name is cached now."""
+        """Whether all samples of the dataset are cached now."""
         if len(self.caches) > 1:
             return all(cached._access.holds(None) for cached in self.caches)
         return self.caches[0]._access.holds(self._inner)
@@ -151,7 +152,7 @@ def fetched(dataset: Any, indices: Sequence[Any]) -> list[Any]:
 
 
 def route_to(dataset: Any) -> Route | None:
-    """The route to the caches behind a dataset; None if something else is in the way."""
+    """The route to the caches behind a dataset; None if there are none, or another wrapper is in between."""
     if isinstance(dataset, CachedDataset):
         return Route([dataset], np.empty(0, np.int64), None)
     if type(dataset) is Subset:
@@ -178,7 +179,7 @@ def route_to(dataset: Any) -> Route | None:
 
 
 def samples_in(index: Any) -> int:
-    """How many samples an index of a loader's order stands for: a list of them, or one.
+    """How many samples an element of a loader's order stands for: a list of indices, or one index.
 
     Example:
         >>> samples_in([3, 1]), samples_in(7), samples_in("seven")

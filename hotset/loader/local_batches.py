@@ -1,18 +1,18 @@
 """Batches made in this process: gathered from the cache, ahead of use where that pays.
 
-Three batches' worth of blocks are in play: the one the consumer holds, the one it gets next, and the one a
-thread is gathering meanwhile. More would leave the processor's cache.
+Three blocks are in use: that of the batch that the consumer holds, that of the next batch, and that of the
+batch that a thread gathers meanwhile. More would not fit into the processor's cache.
 
-A thread gathers ahead where there is something to gain: while the consumer computes. It does not for batches
-that take no longer than the hand-over (about 100 us, two megabytes), nor for a consumer that comes back at
-once, and would only wait for the thread: those batches are gathered in the consumer's thread.
+A thread gathers ahead while the consumer computes. Batches are gathered in the consumer's thread instead if
+they take no longer than the hand-over (about 100 us, two megabytes), or if the consumer comes back at once
+and would only wait for the thread.
 
-Small batches are gathered several at once, as far as their indices are known without drawing anything: for
-32 rows of 210 bytes, looking up and laying out took ten times as long as copying. Each still is a batch of
-its own, and counts when it is handed over.
+Small batches are gathered several at once, as far as their indices are known without a draw: for 32 rows of
+210 bytes, looking up and laying out took ten times as long as copying. Each is still a batch of its own, and
+counts when it is handed over.
 
-A consumer that gathers batches itself, on a device that keeps samples, takes a batch's sample ids instead of
-the batch (:meth:`LocalBatches.select`); the batch counts as handed over either way.
+A device that keeps samples gathers batches itself: it takes a batch's sample ids instead of the batch
+(:meth:`LocalBatches.select`). The batch counts as handed over in either case.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LONGEST_RUN_OF_A_DISK = 256
 
 
 class _One(NamedTuple):
-    """A batch (None: it must be built otherwise), its sample ids, and whether others follow."""
+    """A batch (None if it must be collated), its sample ids, and whether others follow."""
 
     batch: Any
     ids: Ids
@@ -55,7 +55,7 @@ class _One(NamedTuple):
 
 
 class _Several:
-    """Batches that were copied as one, to be handed over one by one."""
+    """Batches that were gathered together, to be handed over one by one."""
 
     def __init__(self, gather: LocalGather, copy: Copy, batches: list[Ids]) -> None:
         self._gather = gather
@@ -78,9 +78,9 @@ class LocalBatches:
     """Iterator over one epoch's batches, made in this process.
 
     Args:
-        draws: the epoch's indices, and when to draw them.
+        draws: the order of the epoch's batches.
         route: to the caches.
-        gather: for wholly cached batches without a live part; None if there is no such thing.
+        gather: for wholly cached batches without a live part; None if no batch can be gathered.
         builder: builds all other batches.
         collate: makes a batch of samples.
         run: counts what was consumed, for the loader's state.
@@ -106,10 +106,10 @@ class LocalBatches:
         self._summary = summary
         self._ahead: HelperThread[Copy | None] = HelperThread("hotset-gather")
         self._several: _Several | None = None
-        self._handed_over = math.inf  # when the last batch was; the first consumer counts as long away
-        self._cost = float("inf")  # seconds that gathering one took; unknown at first
+        self._handed_over = math.inf  # when the last batch was handed over; none was so far
+        self._cost = float("inf")  # seconds that gathering a batch took; unknown at first
         self._selected: Any = None
-        self._announced = 0 if route.spills else None  # how many of the next batches
+        self._announced = 0 if route.spills else None  # how many of the next batches were announced
         self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
 
@@ -147,15 +147,15 @@ class LocalBatches:
     # ---- hotset.device.gpu_cache.SampleSelector ------------------------------------------------------
 
     def sample_ids(self) -> Ids | None:
-        """The ids of all samples that may come, ascending; None if batches cannot be made from ids."""
+        """The ids of all samples of the epoch, ascending; None if batches cannot be made from ids."""
         single = self._route.single
         store = single._store if single is not None else None
         if self._gather is None or single is None or single._window is not None or store is None:
             return None
         if self._route.has_neighbours:
-            return None  # not all of them are here
+            return None  # other machines have some of them
         if store.schema.has_tail:
-            return None  # how a batch looks depends on which samples are in it
+            return None  # a batch's shapes depend on its samples
         return np.unique(self._route.sample_ids(np.arange(self._route.length)))
 
     def generation(self) -> Any:
@@ -180,7 +180,7 @@ class LocalBatches:
         return ids
 
     def gather(self, ids: Ids) -> Any | None:
-        """A batch of these samples; None if one is not in the cache any more."""
+        """A batch of these samples; None if one is no longer in the cache."""
         assert self._gather is not None
         copy = self._gather.prepare(ids)
         if copy is None:
@@ -189,34 +189,34 @@ class LocalBatches:
         return self._gather.finish(copy)
 
     def build(self) -> Any:
-        """The batch that :meth:`select` gave last, made the slow way."""
+        """The batch of the last :meth:`select`, collated from its samples."""
         return self._build(self._selected, self._route.resolve(self._selected))
 
     # ---- making --------------------------------------------------------------------------------------
 
     def _announce(self, known: int, count: int) -> int:
-        """Have the disk fetch what the next batches need, as far as they are known; returns how many that is.
+        """Announce the next batches' samples to the disk; returns how many batches are announced.
 
         Args:
-            known: how many it is fetching already.
-            count: samples of a batch.
+            known: how many batches are announced already.
+            count: how many samples a batch has.
         """
         size = self._gather.size(count) if self._gather is not None else _FETCHED_AHEAD
         known, most = max(known, 0), max(_FETCHED_AHEAD // max(size, 1), 2)
         if known > most // 2:
-            return known  # many at once: of tiny samples, most are neighbours of others then
+            return known  # announce many at once: tiny samples are then often neighbours on the disk
         batches = []
         while known < most and (later := self._draws.peek(known)) is not None:
             batches.append(later)
             known += 1
         if batches:
-            # The kernel's queue is short: a process that announces more than it has room for waits, for up to
-            # half of the time that an epoch takes. So a thread announces.
+            # The kernel's queue is short: a thread that announces more than fits must wait, for up to half of
+            # an epoch's time. So a thread of its own announces.
             self._readahead.tell(partial(self._route.announce, np.concatenate(batches)))
         return known
 
     def _ask_ahead(self) -> None:
-        """Have other machines send what they have of the next batch, if that is known."""
+        """Ask other machines for their samples of the next batch, if that batch is known."""
         later = self._draws.peek(0)
         resolved = self._route.resolve(later) if later is not None else None
         if resolved is not None and self._route.single is not None:
@@ -237,7 +237,7 @@ class LocalBatches:
             return self._build(indices, resolved)
         ids = self._route.sample_ids(resolved)
         pending = self._ahead.pending
-        # A disk is waited for in the thread while the next batches are announced here.
+        # The helper thread waits for the disk, while this thread announces the next batches.
         gains = away > self._cost / 2 or self._announced is not None
         worth = self._gather.size(len(resolved)) >= _WORTH_A_THREAD and gains
         if pending or worth:
@@ -247,7 +247,7 @@ class LocalBatches:
         if batch is not None:
             return self._counted(batch, ids)
         in_hand = None
-        if self._route.has_neighbours:  # what they have sent is copied to its place from where it came in
+        if self._route.has_neighbours:  # samples from other machines are copied straight into the batch
             batch, in_hand = self._builder.filled(ids, self._gather.prepare, self._gather.finish)
             if batch is not None:
                 return batch
@@ -264,7 +264,7 @@ class LocalBatches:
         return batch
 
     def _gather_here(self, ids: Ids) -> Any | None:
-        """The batch, and with it the next ones, if they are small."""
+        """The batch; if it is small, the next ones are gathered with it."""
         assert self._gather is not None
         start = time.perf_counter()
         run = [ids, *self._known(self._gather.run_length(len(ids), self._longest) - 1)]
@@ -286,8 +286,8 @@ class LocalBatches:
         if not batches:
             return []
         resolved = None
-        with contextlib.suppress(ValueError):  # no numbers, and no array can be made of them
-            # Looked at together: for one batch of 32 that takes longer than to copy it.
+        with contextlib.suppress(ValueError):  # the indices are not numbers, and make no array
+            # Resolved together: to resolve a batch of 32 alone takes longer than to copy it.
             resolved = self._route.resolve(np.concatenate(batches))
         if resolved is None:
             return []
@@ -295,12 +295,12 @@ class LocalBatches:
         return np.split(self._route.sample_ids(resolved), ends[:-1])
 
     def _gather_ahead(self, ids: Ids, distance: int) -> Any | None:
-        """The batch from the thread, which is asked for up to ``distance`` batches, this one counted."""
+        """The batch from the thread, which then has up to ``distance`` batches to make, this one included."""
         assert self._gather is not None
         ahead = self._ahead
         if ahead.pending == 0:
             ahead.ask(partial(_copied, self._gather.prepare(ids)))
-        # The next batches are asked for before this one is waited for, so that the thread never idles.
+        # Ask for the next batches before waiting for this one, so that the thread never idles.
         while ahead.pending < distance:
             later = self._draws.peek(ahead.pending - 1)
             resolved = self._route.resolve(later) if later is not None else None
@@ -315,7 +315,7 @@ class LocalBatches:
 
 
 def _copied(copy: Copy | None) -> Copy | None:
-    """Run a copy, in the thread; None if the batch is made otherwise."""
+    """Run a copy, in the thread; None if the batch must be collated."""
     if copy is not None:
         copy.run()
     return copy

@@ -1,16 +1,16 @@
-"""The rest of a pass that was interrupted: the batches that its sampler would still have given.
+"""The rest of an interrupted pass: the batches that its sampler would still have given.
 
 A sampler's order is drawn, not stored, so a saved position is a few numbers: how many batches and how many
-samples were consumed. Going on means to let the sampler draw the same order again and to pass over its
-beginning. Which beginning depends on what cuts the order into batches:
+samples were consumed. To resume, the sampler draws the same order again, and the beginning of the order is
+skipped. How much of it depends on what cuts the order into batches:
 
 ===============================  ==========================================================================
-torch's BatchSampler             the sampler's samples, from number ``samples`` on, in batches of today's
-                                 size
-another, or ``batch_size=None``  the batches, from number ``batches`` on
-torch's, and the number of       the order of all ranks' samples, from number ``dealt`` on, dealt anew to the
-ranks has changed                ranks there are now (``DistributedSampler`` only); of this rank's share, from
-                                 number ``samples`` on
+torch's BatchSampler             The pass resumes at sample number ``samples``, in batches of the present
+                                 size.
+another, or ``batch_size=None``  It resumes at batch number ``batches``.
+torch's, and the number of       The order of all ranks' samples, from number ``dealt`` on, is divided anew
+ranks has changed                among the present ranks (``DistributedSampler`` only); this rank resumes at
+                                 number ``samples`` of its part.
 ===============================  ==========================================================================
 """
 
@@ -32,10 +32,10 @@ class BatchCut(NamedTuple):
     """How a loader cuts the order into batches.
 
     Attributes:
-        sampler, batch_sampler: the kinds of both, by name.
+        sampler, batch_sampler: the names of their classes.
         batch_size: None with a batch sampler of the user's.
-        ranks: how many processes a DistributedSampler deals the order to; 0 with any other.
-        rank: which of them this is.
+        ranks: among how many processes a DistributedSampler divides the order; 0 with any other sampler.
+        rank: the number of this process among them.
     """
 
     sampler: str
@@ -49,9 +49,9 @@ class EpochPosition(NamedTuple):
     """How much of a pass was consumed.
 
     Attributes:
-        batches: by this rank.
-        samples: by this rank, since the order was dealt to the ranks.
-        dealt: by all ranks before that; 0 if it is dealt as the sampler dealt it.
+        batches: consumed by this rank.
+        samples: consumed by this rank, since the order was last divided among the ranks.
+        dealt: consumed by all ranks before that; 0 if only the sampler has divided it.
     """
 
     batches: int
@@ -79,14 +79,14 @@ def cut_of(batches: Any, sampler: Any) -> BatchCut:
 
 
 class RemainingBatches:
-    """Stands in for the loader's batch sampler in the pass that goes on.
+    """Takes the place of the loader's batch sampler in a resumed pass.
 
     Args:
         batches: the loader's batch sampler; its sampler with ``batch_size=None``.
-        position: how far the pass had come, under today's number of ranks.
-        begin: begins a sampler as the interrupted pass began it, where today's loader would make other draws
-            in between; None where it makes the same.
-        by_samples: whether it goes on from a number of samples, not of batches.
+        position: how far the pass had come, converted to the present number of ranks.
+        begin: begins a sampler as the interrupted pass began it, if this loader would make other draws in
+            between; None if it makes the same.
+        by_samples: whether it resumes at a number of samples, not of batches.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RemainingBatches:
         batches, position = self._batches, self._position
         if not self._by_samples:
             return _Skipping(begin(batches), position.batches)
-        begin(batches)  # torch's waits for its first next() with everything
+        begin(batches)  # for its draws only: torch's BatchSampler does nothing before its first next()
         whole = whole_epoch(batches, position.samples) if not position.dealt else None
         if whole is not None:
             return whole
@@ -140,7 +140,7 @@ class RemainingBatches:
         return iter(BatchSampler(indices, self._batches.batch_size, self._batches.drop_last))
 
     def _dealt_anew(self) -> list[int]:
-        """This rank's share of what all ranks together had left, the shares of equal length."""
+        """This rank's part of the samples that all ranks together had left; all parts have one length."""
         sampler: DistributedSampler[Any] = self._batches.sampler
         alone: DistributedSampler[Any] = DistributedSampler(
             sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
@@ -149,23 +149,23 @@ class RemainingBatches:
         left = list(alone)[self._position.dealt :]
         if sampler.drop_last:
             left = left[: len(left) // sampler.num_replicas * sampler.num_replicas]
-        elif left:  # as DistributedSampler evens the shares out: with samples from the beginning
+        elif left:  # DistributedSampler, too, fills the parts up with samples from the beginning
             left += (left * sampler.num_replicas)[: -len(left) % sampler.num_replicas]
         return left[sampler.rank :: sampler.num_replicas]
 
 
 def _lazily(sampler: Any) -> Iterator[Any]:
-    """Its indices; ``iter()`` of it, which may draw, waits for the first of them, as in a BatchSampler."""
+    """The sampler's indices; its ``iter()``, which may draw, waits for the first, as in a BatchSampler."""
     yield from sampler
 
 
 class _Skipping:
-    """An iterator without its first ``count`` elements, which are passed over with the first ``next()``.
+    """An iterator without its first ``count`` elements, which the first ``next()`` skips.
 
-    Not in ``iter()``: a sampler draws with its first ``next()``, and torch's loader draws before that.
+    Not ``iter()``: a sampler draws with its first ``next()``, and torch's loader draws before that.
 
     Args:
-        then: what to make of the elements that are left.
+        then: makes an iterator of the elements that are left.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _Skipping:
         self._begun = False
 
     def begin(self) -> None:
-        """Pass over them now."""
+        """Skip them now."""
         if not self._begun:
             self._begun = True
             for _ in islice(self._elements, self._count):

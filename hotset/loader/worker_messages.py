@@ -1,9 +1,9 @@
-"""Messages: how a batch that a worker has laid out in a shared block arrives in the main process.
+"""Messages: how a batch that a worker has written into a shared block arrives in the main process.
 
-A message carries the batch's tree, with a place in the block where a tensor would be, and is pickled like
-anything else that a worker returns. Unpickling it takes the block over first, and then puts a tensor, a view
-of the block, into each place. So tensors are never sent, and a block is recycled in any case: also when the
-message is dropped unread, as torch drops what persistent workers had built ahead.
+A message holds the batch's tree, with a :class:`TensorRef` in place of each tensor, and is pickled like
+anything else that a worker returns. Unpickling it first takes over the block, and then replaces each
+reference by a tensor, a view of the block. So tensors are never sent, and a block is recycled in any case:
+also when the message is dropped unread, as torch does with batches that persistent workers made ahead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _tensor_at(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 
 class _BlockRef:
-    """First thing in a message: unpickling it takes the block over, so that it is recycled in any case."""
+    """The first part of a message: unpickling it takes over the block, so that it is recycled in any case."""
 
     def __init__(self, pool: int, block: int) -> None:
         self.pool = pool
@@ -74,10 +74,10 @@ class WorkerReport(NamedTuple):
     """What a worker reports with a batch.
 
     Attributes:
-        worker: its number.
-        needed: bytes that the whole batch takes in a block.
+        worker: the worker's number.
+        needed: how many bytes the whole batch takes in a block.
         samples: how many samples the batch has.
-        told: warnings for the main process to give, and what each is about (see
+        told: warnings for the main process to give, each with what it is about (see
             :class:`hotset._warnings.Warner`).
         states: of the worker's generators after the batch, if it has a live part.
     """

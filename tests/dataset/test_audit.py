@@ -1,4 +1,4 @@
-"""The audit: what is frozen or stale is found while it is used, named, and served no more."""
+"""The audit finds frozen and stale samples while they are used, names the cause, and stops serving them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ entropy = random.SystemRandom()
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Audit every batch, whatever it costs."""
+    """Audit every batch, at any cost."""
     monkeypatch.setattr(audit, "_SHARE", 1e9)
     monkeypatch.setattr(audit, "_KEPT_SECONDS", 1e9)
 
 
 class LaterRandom:
-    """Behaves while it is looked at, and draws from the system once it is armed: no generator moves."""
+    """Deterministic while it is probed; once armed it draws from the system, so that no generator moves."""
 
     def __init__(self, flag: Path) -> None:
         self.flag = flag
@@ -117,7 +117,7 @@ def test_a_changed_file_is_found_and_its_new_content_served(tmp_path: Path) -> N
 
 
 def test_all_processes_stop_serving(tmp_path: Path) -> None:
-    """What one rank finds out holds for those that share the cache: here another attachment of it."""
+    """If one rank finds a difference, all that share the cache stop serving; here another attachment does."""
     import pickle
 
     flag = tmp_path / "armed"
@@ -235,7 +235,7 @@ def test_monais_traces_of_another_process_are_not_a_difference() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in the only element; an audit that earns what it does."""
+    """The time, in a list of one element, for an audit without a limit."""
     monkeypatch.setattr(audit, "_SHARE", 0.01)
     monkeypatch.setattr(audit, "_KEPT_SECONDS", 0.5)
     now = [100.0]
@@ -244,7 +244,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def auditor_of(clock: list[float], seconds: float) -> Any:
-    """Of samples that take so many seconds each."""
+    """An auditor of samples that take this many seconds each."""
 
     def slow(index: int) -> Any:
         clock[0] += seconds
@@ -333,7 +333,7 @@ def test_every_place_of_a_batch_is_audited_at_some_time() -> None:
 
 
 def test_finding_out_why_moves_no_generator_and_raises_nothing(tmp_path: Path) -> None:
-    """The source fails as soon as it was seen to differ: training goes on, from the source."""
+    """The source raises once a difference was found: training continues, from the source."""
     flag, asked = tmp_path / "armed", tmp_path / "asked"
 
     def failing(index: int) -> Any:
@@ -356,7 +356,7 @@ def test_finding_out_why_moves_no_generator_and_raises_nothing(tmp_path: Path) -
 
 
 def cached_batches(cached: Any) -> Any:
-    """Batches of ten hits each, read by themselves: a loader draws a seed when it begins."""
+    """Batches of ten hits each, read without a loader, which would draw a seed."""
     return (cached.__getitems__(list(range(start, start + 10))) for start in range(0, N, 10))
 
 

@@ -1,4 +1,4 @@
-"""What can be asked of a dataset can be asked of the cached one: slices, lists, arrays, masks, keys."""
+"""A cached dataset takes every index that its source takes: slices, lists, arrays, masks, keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N = 10
 
 
 class Columns(Dataset[Any]):
-    """As HF's: a row by its number, several by slices and lists, a column by its name."""
+    """Like Hugging Face's: a row by its number, several by slices and lists, a column by its name."""
 
     def __init__(self) -> None:
         self.columns = {"x": torch.arange(2.0 * N).view(N, 2), "y": np.arange(N)}
@@ -43,7 +43,7 @@ class Rows(Dataset[Any]):
 
 
 class Many(Rows):
-    """Has a way of its own for lists of keys."""
+    """Has a method of its own for lists of keys."""
 
     def __getitems__(self, keys: list[Any]) -> list[Any]:
         return [f"many {key}" if isinstance(key, str) else self[key] for key in keys]

@@ -1,6 +1,6 @@
 """A hit is indistinguishable from a miss: every kind of leaf in every kind of container.
 
-Two comparisons that know nothing of each other have to agree: the library's own
+Two independent comparisons have to agree: the library's own
 ``hotset.determinism.probe.same`` and the tests' ``difference``, which looks at strides and byte order too.
 """
 
@@ -65,7 +65,7 @@ def indistinguishable(got: Any, expected: Any, where: str = "sample") -> None:
 
 
 def served_right(source: Dataset[Any], make: Callable[[int], Any], n: int = N) -> int:
-    """Read each sample as a miss and as a hit, in an order of its own; returns how many were cached."""
+    """Read each sample as a miss and as a hit, in different orders; returns how many were cached."""
     with hotset.cache(source, memory="64MiB") as cached:
         for i in range(n - 1, -1, -1):
             indistinguishable(cached[i], make(i), f"miss {i}")
@@ -83,7 +83,7 @@ def hits_equal_misses(make: Callable[[int], Any], n: int = N) -> int:
 
 
 def with_at_most_one_warning(run: Callable[[], int]) -> int:
-    """Run where samples may stay uncached, which may be said once."""
+    """Run where samples may stay uncached, with one warning at most."""
     with recorded() as caught:
         cached = run()
     assert [w.category for w in caught] in ([], [hotset.HotsetWarning])
@@ -107,7 +107,7 @@ def test_a_hit_is_indistinguishable_from_a_miss(make: Callable[[int], Any]) -> N
     odd_numpy_scalars, odd_arrays, object_array, strange, opaque, huge_int, dtypes_that_are_no_numbers,
 ])  # fmt: skip
 def test_samples_that_no_schema_holds_are_served_unchanged(make: Callable[[int], Any]) -> None:
-    """Whether these are cached is the codec's business; that they come through is not."""
+    """The codec decides whether these are cached; they must be served in any case."""
     with_at_most_one_warning(lambda: hits_equal_misses(make))
 
 
@@ -138,7 +138,7 @@ def test_images_of_every_mode_and_of_varying_size() -> None:
 
 
 def test_image_files_that_were_opened_but_not_decoded_stay_so(tmp_path: Path) -> None:
-    """``Image.open`` gives a JpegImageFile with a format and an info, which a bare Image has not."""
+    """``Image.open`` returns a JpegImageFile with a format and an info, which a plain Image does not have."""
     from PIL import Image
     from subclasses import fixed_image
 
@@ -320,7 +320,7 @@ def test_it_is_a_torch_dataset_and_a_context_manager() -> None:
 
 
 def test_a_cache_that_is_dropped_without_close_frees_its_memory() -> None:
-    """What remains would be seen by the check that follows each test."""
+    """The check after each test would find memory that remains."""
     cached = hotset.cache(Samples(image_and_label, N), transform=[draw_all])
     for i in range(N):
         equal_batches(cached[i]["sample"]["sample"]["sample"], image_and_label(i))

@@ -1,4 +1,4 @@
-"""A cache from hand to hand: pickled, inherited, orphaned, counted, cleared and closed."""
+"""The life of a cache: pickled, inherited, orphaned, counted, cleared and closed."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_cache_of_a_killed_owner_is_freed_by_the_next_start(runtime_folder: 
 
 
 def _orphan(cached: Any, log: ReadLog, ready: Path, done: Path) -> None:
-    """Read on after the parent's death, tell what was wrong and what came from the source, and end."""
+    """Read on after the parent's death, report what was wrong and what came from the source, and end."""
     parent = os.getppid()
     cached[0]
     ready.write_text(str(os.getpid()))
@@ -146,7 +146,7 @@ def _orphan(cached: Any, log: ReadLog, ready: Path, done: Path) -> None:
 
 
 def test_children_of_a_killed_owner_keep_the_cache(tmp_path: Path) -> None:
-    """The kernel keeps shared memory for as long as anybody maps it."""
+    """The kernel keeps shared memory for as long as a process maps it."""
     log = ReadLog(tmp_path / "reads")
     ready, done = tmp_path / "ready", tmp_path / "done"
     owner = os.fork()

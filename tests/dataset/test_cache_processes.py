@@ -1,4 +1,4 @@
-"""One copy per machine: processes share a cache, fill it together, die in it, stop in it, and outlive it."""
+"""One copy per machine: processes share a cache, fill it together, die, stop, and outlive it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ N = 120
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who stands still is given up soon, as nothing here depends on how soon that is."""
+    """Give up a stopped process soon; no test here depends on how soon."""
     monkeypatch.setattr("hotset.store.fill._PATIENCE_SECONDS", 0.3)
 
 
@@ -230,7 +230,7 @@ def gone(pid: int) -> bool:
 
 
 class KillsItsMaker:
-    """A worker's beginning, in the midst of which the process that started it is killed."""
+    """Kills the process that started a worker, while the worker starts."""
 
     def __init__(self, maker: int, told: Path) -> None:
         self.maker = maker
@@ -244,7 +244,7 @@ class KillsItsMaker:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_worker_ends_if_its_parent_is_killed_as_it_starts(method: str, tmp_path: Path) -> None:
-    """torch's own takes whoever adopts it for its parent then, and waits for work for ever."""
+    """torch's own worker then takes the process that adopts it for its parent, and waits for ever."""
     told = tmp_path / "worker"
 
     def job() -> None:
@@ -310,7 +310,7 @@ def test_a_worker_that_reads_ends_if_its_parent_is_killed(method: str, tmp_path:
 
 @hotset.nondeterministic
 class Hanging:
-    """In a worker it waits for a disk that is gone."""
+    """In a worker, reading waits for a disk that is gone."""
 
     def __init__(self, told: Path) -> None:
         self.told = told
@@ -330,7 +330,7 @@ def live(sample: Any) -> Any:
 
 @hotset.nondeterministic
 class Bulky:
-    """Makes of each sample what goes through a pipe, and much of it."""
+    """Makes each sample large, and of a kind that is sent through a pipe."""
 
     def __init__(self, told: Path) -> None:
         self.told = told

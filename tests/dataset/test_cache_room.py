@@ -1,4 +1,4 @@
-"""Too little memory, and far too much asked for: the cache keeps what fits, says so once, and stays right."""
+"""Too little memory, or a far too large limit: the cache keeps what fits, warns once, and stays right."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_too_little_memory_caches_what_fits_with_one_warning(caught: list[warnin
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_little_memory_never_breaks_a_loader(workers: int, caught: list[warnings.WarningMessage]) -> None:
-    """MindSpore: out of memory poisons a cache. One epoch must be as good as the next."""
+    """In MindSpore, running out of memory breaks a cache. Here each epoch must be as good as the last."""
     with hotset.cache(Samples(half_megabyte, 64), memory="8MB") as cached:
         loader = hotset.DataLoader(cached, batch_size=8, num_workers=workers)
         for _ in range(3):

@@ -59,7 +59,7 @@ RANDOM_SOURCES = [
 
 
 def epochs(dataset: Any, count: int = 3) -> list[Any]:
-    """All samples for some epochs and the RNG states after each, always from the same seeds."""
+    """All samples of some epochs and the RNG states after each, always from the same seeds."""
     seed_everything(99)
     return [([dataset[i] for i in range(len(dataset))], rng_states()) for _ in range(count)]
 
@@ -263,7 +263,7 @@ def test_the_datasets_own_transform_and_another_after_it() -> None:
 
 
 def test_a_transform_that_draws_unused_numbers_stays_live() -> None:
-    """A dropout of nothing is deterministic, and moves a generator all the same."""
+    """A dropout with p=0 is deterministic, but still moves a generator."""
     from torchvision.transforms import RandomHorizontalFlip
 
     never = RandomHorizontalFlip(p=0.0)
@@ -300,7 +300,7 @@ class _Applied(Dataset[Any]):
 
 
 class CallsItsOwnWay:
-    """A dataset that does not call its transform with one value."""
+    """A dataset that does not call its transform with exactly one value."""
 
     def __init__(self, transform: Any, by_name: bool) -> None:
         self.transform = transform
@@ -369,7 +369,7 @@ def test_two_functions_of_one_name_never_get_each_others_results_unlike_mindspor
 
 
 def test_a_changed_added_or_deleted_file_never_gives_another_files_content(tmp_path: Path) -> None:
-    """MindSpore serves old or wrong images then."""
+    """MindSpore serves old or wrong images in this case."""
     files = [tmp_path / f"{i}" for i in range(6)]
 
     def check() -> None:
@@ -468,7 +468,7 @@ def test_optional_attributes_of_a_dataset_are_not_needed() -> None:
 
 
 class _BatchesOtherwise(Samples):
-    """A source whose batches are read by another function than its samples."""
+    """A source that reads batches by another function than samples."""
 
     def __init__(self, many: Callable[[list[Any]], list[Any]]) -> None:
         super().__init__(number, 6)
@@ -490,7 +490,7 @@ class _BatchesOtherwise(Samples):
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_getitems_that_returns_other_samples_is_refused(many: Any, nested: bool) -> None:
-    """torch's loader reads whole batches where a dataset offers that, also through a ``Subset``."""
+    """torch's loader reads whole batches if a dataset has ``__getitems__``, also through a ``Subset``."""
     source: Any = _BatchesOtherwise(many)
     given = torch.utils.data.Subset(source, [1, 2, 3, 5]) if nested else source
     state = random.getstate()

@@ -1,4 +1,4 @@
-"""Where chains are found, where they are cut, and what the plan says of it.
+"""Where chains are found, where they are cut, and what the plan says about that.
 
 A chain is where users keep it: ``transform``, ``target_transform`` and ``transforms`` of torchvision's
 datasets, a list that the dataset goes through, through ``Subset`` and ``ConcatDataset``, or given. Whatever
@@ -44,7 +44,7 @@ def blur_label(label: int) -> int:
 
 
 class Both(Dataset[Any]):
-    """torchvision's way: a transform for the picture and one for the label, each of which may be None."""
+    """As in torchvision: a transform for the picture and one for the label, each of which may be None."""
 
     def __init__(
         self, transform: Any = None, target_transform: Any = None, label_first: bool = False
@@ -131,7 +131,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 def _flat(transform: Any) -> Any:
-    """Datasets take a callable: a list of parts as torchvision's Compose."""
+    """The callable that a dataset takes: torchvision's Compose for a list of parts."""
     from torchvision.transforms import Compose
 
     return Compose(transform) if isinstance(transform, list) else transform
@@ -169,7 +169,7 @@ def test_cached_and_uncached_runs_agree_with_a_random_suffix(workers: int, conte
 
 
 def test_chains_that_differ_between_the_parts_are_never_mixed_up() -> None:
-    """A random one among them cannot be cut off: its samples come from the source, and are not frozen."""
+    """A random one among them cannot be cut off: samples come from the source, and are not frozen."""
     parts = [FolderLike(4, image_to_float), FolderLike(N, image_jitter)]
     with hotset.cache(ConcatDataset(parts)) as cached:
         with pytest.warns(hotset.HotsetWarning, match="draw random numbers"):
@@ -236,7 +236,7 @@ def test_torchvisions_pair_of_transforms(tmp_path: Path) -> None:
 
 
 def test_what_the_dataset_does_after_its_transform_is_never_skipped() -> None:
-    """It goes on working on what its chain returns: deterministic is cached whole, random is refused."""
+    """It changes what its chain returns: a deterministic chain is cached whole, a random one is refused."""
 
     class Afterwards(FolderLike):
         def __getitem__(self, index: int) -> Any:
@@ -251,7 +251,7 @@ def test_what_the_dataset_does_after_its_transform_is_never_skipped() -> None:
 
 
 class Squares(FolderLike):
-    """Goes on working on what its chain returns."""
+    """Changes what its chain returns."""
 
     def __getitem__(self, index: int) -> Any:
         image, label = super().__getitem__(index)
@@ -285,7 +285,7 @@ class Checking(FolderLike):
 
 
 def test_a_dataset_that_checks_the_type_of_its_transform_is_cached_whole() -> None:
-    """Nothing else is accepted in place of its chain, so the chain is not cut; a random one is refused."""
+    """It accepts nothing in place of its chain, so the chain is not cut; a random one is refused."""
     chain = OwnCompose(image_to_float, torch.neg)
     with hotset.cache(Checking(N, chain)) as cached:
         assert cached.plan.live == ()
@@ -573,7 +573,7 @@ def test_a_budget_above_what_the_machine_has_is_warned_about() -> None:
 
 
 class Drawing(FolderLike):
-    """Draws with each reading, to no avail; its chain and a given one are looked into all the same."""
+    """Draws unused numbers with each reading; its chain and a given one are judged in spite of that."""
 
     def __getitem__(self, index: int) -> Any:
         random.random()

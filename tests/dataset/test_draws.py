@@ -78,7 +78,7 @@ def states() -> list[bytes]:
 
 
 def run(loader: Any, epochs: int = EPOCHS) -> list[Any]:
-    """All that a training sees: batches of all epochs, and the generators' states after each epoch."""
+    """Everything that a training sees: batches of all epochs, and the generators' states after each epoch."""
     seen: list[Any] = []
     for _ in range(epochs):
         seen += [[part.tolist() for part in batch] for batch in loader]
@@ -351,7 +351,7 @@ class Interrupted(Samples):
 
 
 def test_draws_of_another_thread_do_not_count_as_the_samples() -> None:
-    """As mixup in the training loop does, while a queue reads ahead. That thread draws no number twice."""
+    """As mixup in the training loop, while a queue reads ahead. That thread must not draw a number twice."""
     drawn: list[float] = []
     source = Interrupted({20, 21, 40}, drawn)
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""Forks and interrupts at any instant: a child hangs on no lock, and an interrupted process keeps none."""
+"""Forks and interrupts at any instant: no child hangs on a lock, no interrupted process keeps one."""
 
 from __future__ import annotations
 
@@ -177,6 +177,6 @@ def test_a_child_forked_while_threads_read_reads_too(runtime: Path, tmp_path: Pa
 
 
 def test_hundreds_of_interrupts_leave_nothing_held(runtime: Path, tmp_path: Path) -> None:
-    """As Ctrl-C in a notebook, which keeps each exception with all its frames."""
+    """Like Ctrl-C in a notebook, which keeps each exception with all its frames."""
     said = run(INTERRUPTS, tmp_path, "100").splitlines()
     assert said == ["locks 0", "wrong [] []", "cached 200", "threads 3", "freed True"]

@@ -1,4 +1,4 @@
-"""Shares of memory: ``"50%"`` wherever an amount is given, and of what."""
+"""Shares of memory: ``"50%"`` is allowed wherever an amount is, and of which amount it is a share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA = TensorDataset(torch.arange(1000.0).repeat(100, 1))  # 4,000 bytes a sampl
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of which just so much is free at any moment, so that shares of it can be compared."""
+    """A machine that always has the same free memory, so that shares of it can be compared."""
     monkeypatch.setattr(memory, "headroom", lambda: FREE)
 
 
@@ -68,7 +68,7 @@ def test_a_device_queue_takes_a_percentage() -> None:
 
 
 def test_a_sessions_percentage_is_of_the_machines_memory(tmp_path: Path) -> None:
-    """The real one's, in processes of their own: it is halved exactly."""
+    """The real machine's, in separate processes: exactly half of it."""
     environment = environment_in(tmp_path)
     for share, name in (("20%", "a"), ("10%", "b")):
         done = run("session", "create", name, "--memory", share, environment=environment)

@@ -1,4 +1,4 @@
-"""The plan tells the truth about room: what others hold is not there; what is missing and what would help."""
+"""The plan counts memory that other caches hold as taken, and says what is missing and what would help."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_remedies_come_with_figures(tmp_path: Path) -> None:
 
 
 class Files(Dataset[Any]):
-    """Decodes files into what is twenty times as large."""
+    """Decodes files into samples that are twenty times as large."""
 
     def __init__(self, folder: Path, transform: Any = None) -> None:
         self.samples = [(str(folder / f"{i}.raw"), i % 3) for i in range(N)]

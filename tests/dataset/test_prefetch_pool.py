@@ -1,4 +1,4 @@
-"""The prefetch pool: order, sharing, newer lists, errors, and who dies when.
+"""The prefetch pool: order, sharing, newer lists, errors, and the deaths of processes.
 
 Workers are real processes. To meet one in the midst of a read, a test waits until the source says so.
 """
@@ -51,7 +51,7 @@ def log(tmp_path: Path) -> ReadLog:
 
 
 def pids(of: int | None = None) -> set[int]:
-    """Helpers of a process: its children, but for Python's own servants."""
+    """The helpers of a process: its children, without Python's own."""
     return {
         process.pid
         for process in psutil.Process(of).children()
@@ -71,7 +71,7 @@ def settled(pool: PrefetchPool) -> bool:
 
 
 class Held:
-    """Reads are counted, and from sample 20 on nobody gets out of one for as long as the marker exists."""
+    """Counts reads; from sample 20 on, a read waits for as long as the marker exists."""
 
     def __init__(self, log: ReadLog, marker: Path) -> None:
         self.log, self.marker = log, marker
@@ -83,7 +83,7 @@ class Held:
         return image_and_label(index)
 
     def held(self) -> int:
-        """How many are inside a read."""
+        """How many processes are reading."""
         return sum(index >= 20 for index in self.log.order())
 
 
@@ -520,7 +520,7 @@ def test_an_index_beyond_the_dataset_is_an_error() -> None:
 
 @contextlib.contextmanager
 def _program(body: str) -> Iterator[subprocess.Popen[str]]:
-    """A process with two helpers in the midst of a read without end; it runs ``body``, and is killed then."""
+    """A process with two helpers that read without end; it runs ``body``, and is then killed."""
     code = textwrap.dedent("""
         import os, signal, sys, time
         import torch

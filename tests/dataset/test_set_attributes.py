@@ -1,4 +1,4 @@
-"""Attributes that are set on a cached dataset are set on the dataset, and what is cached follows them."""
+"""Attributes that are set on a cached dataset are set on the dataset, and the cache follows them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N = 12
 
 
 class Pictures(Dataset[Any]):
-    """As torchvision's datasets are."""
+    """Like torchvision's datasets."""
 
     def __init__(self, transform: Any = None, target_transform: Any = None) -> None:
         self.transform = transform
@@ -142,7 +142,7 @@ def test_a_set_attribute_takes_effect_as_on_the_dataset(
 
 
 def test_a_set_attribute_is_read_back_and_set_on_the_users_object() -> None:
-    """`train = hotset.cache(ds)` can replace `train = ds`: then both names are of one object."""
+    """`train = hotset.cache(ds)` can replace `train = ds`: both then set attributes of one object."""
     dataset = Pictures()
     with hotset.cache(dataset, memory="1MiB") as cached:
         cached.transform = t = Times(2)
@@ -246,7 +246,7 @@ def test_with_a_key_nothing_stale_is_served() -> None:
 
 
 class Refused(Pictures):
-    """Draws of its own, once told to."""
+    """Draws random numbers once it is told to."""
 
     def __getitem__(self, index: int) -> Any:
         image, label = super().__getitem__(index)

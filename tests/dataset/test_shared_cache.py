@@ -1,6 +1,6 @@
 """SharedCache: stocaching's interface without torn samples, aliases, racing workers that raise, and SIGBUS.
 
-The first part holds what stocaching 0.2.1's own seven tests hold; the rest is what it does not promise.
+The first part tests what stocaching 0.2.1's own seven tests do; the rest tests what it does not promise.
 Writers and readers are real processes, and those that die are killed.
 """
 
@@ -59,7 +59,7 @@ def molecule(i: int, size: int = 30) -> torch.Tensor:
 
 
 def room_for(count: int, dims: tuple[int, ...] = DIMS, samples: int = 0) -> float:
-    """A limit in GiB that has room for so many bytes-sized samples, of ``samples`` in the dataset."""
+    """A limit in GiB with room for this many samples of this size, of ``samples`` in the dataset."""
     return (count * int(np.prod(dims)) + (samples or count)) / GIB
 
 
@@ -83,7 +83,7 @@ def sound() -> None:
 
 
 def told(run: Callable[[], object]) -> list[str]:
-    """The warnings that ``run`` gives, each a sentence of hotset's."""
+    """The warnings that ``run`` gives; each must be a sentence of hotset's."""
     with recorded() as caught:
         run()
     assert {warning.category for warning in caught} <= {HotsetWarning}
@@ -714,7 +714,7 @@ def test_a_sample_replaced_while_it_is_copied_is_copied_again(monkeypatch: pytes
 def test_a_sample_cleared_and_set_again_while_it_is_copied_is_copied_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The new record has the old one's index word: the era alone tells them apart."""
+    """The new record has the old one's index word: only the clear generation tells them apart."""
     cache = any_shape()
     for _ in range(3):
         cache[0] = torch.ones(9)
@@ -737,7 +737,7 @@ def test_a_sample_cleared_and_set_again_while_it_is_copied_is_copied_again(
 
 
 def test_an_overwriting_process_waits_for_another_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the sample that is there in the end would be one that was to be replaced."""
+    """Otherwise the sample that stays could be one that was to be replaced."""
     cache = small()
     other = pickle.loads(pickle.dumps(cache))
     real, inside, go_on = Segment.write, threading.Event(), threading.Event()
@@ -771,7 +771,7 @@ def test_an_overwriting_process_waits_for_another_writer(monkeypatch: pytest.Mon
 
 
 def _dying_at(line: int, body: Callable[[], None]) -> Callable[[], None]:
-    """A body that is killed before that line of the store's own steps: the line-th one that it comes to."""
+    """A body that is killed before it runs this line of the store's own steps, counted as it runs."""
     folder = Path(slots.__file__).parent
     files = {str(folder / name) for name in ("slots.py", "claims.py", "room.py", "segment.py")}
     left = line
@@ -1076,7 +1076,7 @@ def test_get_shm_size_is_in_whole_gib() -> None:
 
 
 class Model(RuleBasedStateMachine):
-    """Two processes' views of one cache beside a dict, and what each of them has seen of it."""
+    """Two processes' views of one cache, a dict that models it, and what each process has seen."""
 
     @initialize(fixed=st.booleans(), slots=st.integers(1, 6))
     def make(self, fixed: bool, slots: int) -> None:

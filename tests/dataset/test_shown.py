@@ -1,4 +1,4 @@
-"""What a prompt, a notebook and a program see of a plan, of stats and of an epoch's summary."""
+"""A plan, stats and an epoch's summary, as shown by a prompt, by a notebook, and as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import hotset
 
 
 class Bold:
-    """A transform whose name would be markup."""
+    """A transform whose name looks like markup."""
 
     def __call__(self, sample: Any) -> Any:
         return sample
@@ -30,7 +30,7 @@ def source() -> TensorDataset:
 
 
 class _Cells(HTMLParser):
-    """Texts of a document's cells; and which tags it has."""
+    """The texts of a document's cells, and its tags."""
 
     def __init__(self, document: str) -> None:
         super().__init__()

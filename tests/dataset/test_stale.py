@@ -1,4 +1,4 @@
-"""Jobs that share a session and are not alike: each gets its own samples, whatever the difference is."""
+"""Jobs that share a session but differ: each gets its own samples, whatever the difference is."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def queued(path: Path) -> queue.Queue[Any]:
 
 
 class Reader(threading.Thread):
-    """A user's thread, which keeps what it has read."""
+    """A thread of the user's that keeps what it has read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
@@ -162,7 +162,7 @@ HANDLES: list[tuple[str, Callable[[Path], Any], Callable[[Any, int], bytes]]] = 
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """Two of one size, and of one date."""
+    """Two files of one size and one date."""
     rng = np.random.default_rng(0)
     paths = tmp_path / "train.bin", tmp_path / "val.bin"
     for path in paths:

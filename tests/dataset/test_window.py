@@ -1,4 +1,4 @@
-"""``hotset.Window`` as users meet it: which samples an epoch has, when others come in, and what goes wrong.
+"""``hotset.Window`` as users see it: which samples an epoch has, when others enter, and what goes wrong.
 
 The truth is written here without the cache: :class:`Reference` reads the policy's order from the source, and
 torch's own loader makes batches of it. Nothing is timed. Where preparing is to be slow, the source waits at a
@@ -70,7 +70,7 @@ def tagged(index: int) -> tuple[torch.Tensor, int]:
 
 
 class Gated(Dataset[Any]):
-    """Samples with gates: who reads one whose gate is shut waits until it opens, and leaves its number."""
+    """Samples with gates: a process that reads one waits until its gate opens, and writes down its number."""
 
     def __init__(self, folder: Path, n: int = D) -> None:
         self._hotset_folder = folder  # no part of what the samples are
@@ -99,7 +99,7 @@ class Gated(Dataset[Any]):
 
 
 class Reference(Dataset[Any]):
-    """A window without a cache: what the policy says, read from the source each time."""
+    """A window without a cache: the policy's samples, read from the source each time."""
 
     def __init__(self, source: Any, window: hotset.Window, transforms: Sequence[Any] = ()) -> None:
         sizes = hotset.dataset.window.Sizes.of(window, len(source), 1)
@@ -166,20 +166,20 @@ def cursor_of(cached: Any) -> int:
 
 
 def memory_of(cached: Any) -> int:
-    """Bytes of the records: all that the segment has, but for its index."""
+    """Bytes of the records: the whole segment without its index."""
     segment = cached._store.segment
     taken: int = 512 * os.fstat(segment.fd).st_blocks - segment.geometry.rows_at
     return taken
 
 
 def ready(cached: Any, count: int = R) -> None:
-    """Wait until this many of the samples that come next are there."""
+    """Wait until this many of the next samples are cached."""
     after = cursor_of(cached) + len(cached)
     assert eventually(lambda: cached._store.settled(np.arange(after, after + count)).all())
 
 
 def incoming(cached: Any, count: int) -> list[int]:
-    """The numbers of the samples that come next."""
+    """The numbers of the next samples."""
     after = cursor_of(cached) + len(cached)
     return [cached._window.sample(entry) for entry in range(after, after + count)]
 
@@ -250,7 +250,7 @@ def test_another_seed_is_another_order_and_none_is_the_same(make: Make) -> None:
     [(8, 0.25, 2), (8, 0.26, 3), (1 / 3, 0.25, 2), (8, 1.0, 8), (8, 1, 8), (20, 0.5, 4), (1, 0.01, 1)],
 )
 def test_sizes(resident: float, replace: float, replaced: int, make: Make) -> None:
-    """R is ceil(N * replace), and never more than there are others."""
+    """R is ceil(N * replace), but at most the number of samples outside the window."""
     cached = make(window=hotset.Window(resident, replace=replace, wait=True))
     loader = loader_over(cached)
     n = int(resident) if resident >= 1 else 8
@@ -328,7 +328,7 @@ def run(loader: Any, begin: Callable[[int], Any], epochs: int = 4) -> list[Any]:
 def compare(
     make: Make, suffix: list[Any], workers: int, method: str | None = None, *, ours: bool = True, epochs: int
 ) -> None:
-    """With and without the cache: samples, order, types, the live part's draws, and all generators."""
+    """Compare samples, order, types, the live part's draws, and all generators with and without the cache."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
     reference = Reference(Samples(tagged, D), QUARTER, [deterministic_halve, *suffix])
     expected = run(TorchDataLoader(reference, **options), lambda e: reference.at(e, R * e), epochs)
@@ -359,7 +359,7 @@ def test_unlike_monais_window_it_works_in_spawned_workers(make: Make) -> None:
 
 @pytest.mark.parametrize("sample", [mapping, nested, ragged, text])
 def test_a_hit_is_indistinguishable_from_a_miss(sample: Any, make: Make) -> None:
-    """Over two laps: rows are used again; what is handed out is the caller's own."""
+    """Over two cycles: rows are used again, but samples that were handed out do not change."""
     cached = make(Samples(sample, D))
     reference = Reference(Samples(sample, D), QUARTER)
     for epoch in range(26):
@@ -381,7 +381,7 @@ def test_batches_stay_as_they_were_when_their_samples_have_left(make: Make) -> N
 
 
 def test_samples_of_any_size_over_many_laps_within_the_memory(make: Make) -> None:
-    """Ragged records of 1 to 13 lines: what has left makes room for what comes."""
+    """Ragged records of 1 to 13 lines: samples that have left make room for the next."""
     given = 200_000
     cached = make(Samples(_rope, 60), hotset.Window(12, replace=0.5, wait=True), memory=given)
     loader = hotset.DataLoader(cached, batch_size=4, collate_fn=hotset.collate.pad(), num_workers=0)
@@ -603,7 +603,7 @@ def test_an_epoch_begun_by_set_epoch_is_not_begun_again_by_the_loader(make: Make
 
 
 def test_the_window_continues_if_epochs_are_counted_from_0_again(make: Make) -> None:
-    """A second training in one process: its epochs are new ones."""
+    """A second training in one process: its epochs continue the window."""
     cached = make()
     for epoch in (0, 1, 2, 0, 1, 2, 3):
         cached.set_epoch(epoch)
@@ -652,7 +652,7 @@ def test_a_pass_that_is_left_early_is_followed_by_the_next(kind: Any, make: Make
 
 
 def test_subsets_and_concatenations(make: Make) -> None:
-    """Each window behind a dataset moves on by itself; indices are places in their epochs."""
+    """Each window behind a dataset moves by itself; indices are places in their epochs."""
     other = hotset.Window(6, replace=0.5, seed=3, wait=True)
     first, second = make(), make(Samples(tagged, 40), other)
     both = ConcatDataset([Subset(first, [5, 0, 3, 3]), second])
@@ -727,7 +727,7 @@ def test_an_error_while_preparing_is_raised_with_the_next_batch(make: Make, tmp_
 
 
 def test_a_sample_that_can_never_be_read_does_not_hold_the_window_up(make: Make, tmp_path: Path) -> None:
-    """It goes in, and raises when it is used, as it would without a cache; those after it come in as well."""
+    """It enters, and raises when it is used, as without a cache; the samples after it enter as well."""
     source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[0]), tmp_path / "armed")
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
@@ -892,7 +892,7 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
 
 
 def test_entries_far_ahead_never_hold_the_window_up(make: Make) -> None:
-    """A helper of another process, with a list from before the window was moved back, may fill them."""
+    """A helper of another process may fill them, from a list made before the window was moved back."""
     cached = make(Samples(tagged, D), QUARTER)
     cached._access.fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
@@ -923,7 +923,7 @@ def test_a_resumed_pass_prepares_the_next_boundary(make: Make) -> None:
 def test_a_window_over_uncacheable_samples_moves_and_reads_the_source(
     workers: int, kind: Any, make: Make
 ) -> None:
-    """With workers that stay, too, who have no cache to look at."""
+    """With persistent workers too, which have no cache to read the position from."""
     source = Samples(_opaque_and_label, D)
     with pytest.warns(HotsetWarning, match="nothing of Samples can be cached"):
         cached = make(source)
@@ -1008,7 +1008,7 @@ def test_a_closed_window_reads_the_source(make: Make) -> None:
 def test_a_state_is_resumed_with_a_cold_cache(
     stop: int | None, workers: int, persistent: bool, make: Make
 ) -> None:
-    """In the midst of an epoch and between two: the rest of it, and two more, with live draws."""
+    """In mid-epoch and between two: the rest of the epoch and two more, with live draws."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
 
     def loader() -> Any:
@@ -1037,7 +1037,7 @@ def test_late_samples_are_part_of_the_state(make: Make, gated: Gated) -> None:
 
 
 def test_an_earlier_state_is_resumed_in_the_same_cache(make: Make) -> None:
-    """An earlier state is loaded where the window has moved on: it goes back, and nothing is mixed up."""
+    """An earlier state is loaded after the window has moved on: it moves back, and serves right samples."""
     cached = make()
     loader = loader_over(cached, batch_size=2)
     batches = iter(loader)
@@ -1129,7 +1129,7 @@ def test_a_pickled_cache_shares_the_window(make: Make) -> None:
 
 
 def test_unlike_monais_update_cache_a_boundary_does_not_block(make: Make, gated: Gated) -> None:
-    """There ``update_cache()`` joins the replacement, however long that takes: here the gates stay shut."""
+    """MONAI's ``update_cache()`` waits for the replacement for any time; here the gates stay shut."""
     cached = make(gated, hotset.Window(N, replace=0.25))
     gated.shut(incoming(cached, D - N))
     loader = loader_over(cached)
@@ -1140,7 +1140,7 @@ def test_unlike_monais_update_cache_a_boundary_does_not_block(make: Make, gated:
 
 
 def test_unlike_monais_a_restart_repeats_no_items(make: Make) -> None:
-    """There ``[2, 3, 4, 5]`` becomes ``[4, 5, 4, 5]`` after shutdown and start."""
+    """In MONAI ``[2, 3, 4, 5]`` becomes ``[4, 5, 4, 5]`` after shutdown and start."""
     window = hotset.Window(4, replace=0.5, shuffle=False, wait=True)
     first = make(Samples(tagged, 8), window)
     loader = loader_over(first)
@@ -1153,7 +1153,7 @@ def test_unlike_monais_a_restart_repeats_no_items(make: Make) -> None:
 
 
 def test_unlike_monais_an_exception_in_the_replacer_does_not_hang(make: Make, tmp_path: Path) -> None:
-    """There the replacement thread dies of it, and ``update_cache()`` waits for it for ever."""
+    """In MONAI the replacement thread dies of it, and ``update_cache()`` waits for the thread for ever."""
     source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[0]), tmp_path / "armed")
     cached = make(source)
     source.arm()
@@ -1174,7 +1174,7 @@ def test_unlike_monais_an_exception_in_the_replacer_does_not_hang(make: Make, tm
 
 @pytest.mark.parametrize("kind", [hotset.DataLoader, TorchDataLoader])
 def test_unlike_monais_persistent_workers_see_the_window_move(kind: Any, make: Make) -> None:
-    """There they have a copy of the first epoch's cache, and serve it for ever."""
+    """In MONAI they have a copy of the first epoch's cache, and serve it for ever."""
     cached = make(transform=[deterministic_halve, draw_all])
     loader = kind(cached, batch_size=2, num_workers=2, persistent_workers=True)
     reference = Reference(Samples(tagged, D), QUARTER)

@@ -1,7 +1,7 @@
-"""A window among processes: ranks that share one, helpers and main processes that are killed, the end.
+"""A window in several processes: ranks that share one, killed helpers and main processes, and exits.
 
-Ranks are forked processes whose environment says so (``test_ranks.py``). A rank that is told of another port
-is of another job, and has a cache of its own, a cold one.
+Ranks are forked processes with the environment of ranks (``test_ranks.py``). A rank with another port belongs
+to another job, and has a cold cache of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def source(tmp_path: Path) -> Iterator[Gated]:
 
 
 def helpers_of(pid: int | None = None) -> list[psutil.Process]:
-    """Processes that prepare samples: all living children but Python's own servants."""
+    """The processes that prepare samples: all living children without Python's own."""
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         try:
@@ -76,7 +76,7 @@ def make_loader(state: dict[str, Any], number: int, ranks: int, workers: int) ->
 
 
 class Loader:
-    """What a rank keeps between requests; closed with it."""
+    """The loader that a rank keeps between requests; closed with the rank."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -87,7 +87,7 @@ class Loader:
 
 
 def epoch(state: dict[str, Any], number: int) -> list[int]:
-    """One epoch, announced to the sampler only; the samples, each of them whole."""
+    """The samples of one epoch, set on the sampler only; each must be whole."""
     state["loader"].loader.sampler.set_epoch(number)
     return numbers(state["loader"].loader)
 
@@ -125,7 +125,7 @@ def stats(state: dict[str, Any]) -> Any:
 
 
 def all_do(ranks: list[Rank], action: Any, *arguments: Any) -> list[Any]:
-    """All ranks at once; ``arguments`` may hold a list with one for each."""
+    """Run on all ranks at once; ``arguments`` may hold a list with one value for each."""
     for number, rank in enumerate(ranks):
         rank.begin(action, *(a[number] if isinstance(a, list) else a for a in arguments))
     return [rank.answer() for rank in ranks]
@@ -156,7 +156,7 @@ def test_unlike_monais_ranks_share_one_window_and_each_has_its_part(
     start: Start,
     tmp_path: Path,
 ) -> None:
-    """There each rank has a cache of its own, with its own threads, and its own random order."""
+    """In MONAI each rank has its own cache, its own threads and its own random order."""
     window = hotset.Window(12, replace=0.25, wait=True)
     log = ReadLog(tmp_path / "reads")
     started = launched(start, Counted(log, tagged, 48), window, ranks, workers)
@@ -177,7 +177,7 @@ def test_unlike_monais_ranks_share_one_window_and_each_has_its_part(
 
 
 def test_a_rank_some_batches_behind_keeps_its_epoch(start: Start) -> None:
-    """The first rank has begun the next epoch, and the second ends its own as it began."""
+    """The first rank has begun the next epoch; the second ends its own with the same samples."""
     first, second = launched(start, Samples(tagged, D), QUARTER, 2)
     reference = Reference(Samples(tagged, D), QUARTER)
     early, late = all_do([first, second], begin, 0, 1)

@@ -1,7 +1,7 @@
-"""What is the user's stays as it was: the source is bytewise unchanged, whatever works in place on samples.
+"""The user's data does not change: the source keeps every byte, whatever changes samples in place.
 
-Each program has transforms that change what they are given. Without a cache the first epoch is right, and
-changes the source. With one both epochs are that first epoch, and the source is as before.
+Each program has transforms that change their input. Without a cache the first epoch is right, and changes the
+source. With a cache both epochs equal that first epoch, and the source does not change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def shift(sample: Any) -> Any:
 
 
 class Noise:
-    """Random, so that it is live; works in place."""
+    """A random, and so live, transform that works in place."""
 
     def __call__(self, sample: Any) -> Any:
         sample["x"] += torch.rand(()).item()
@@ -90,7 +90,7 @@ class Rows(Dataset[Any]):
 
 
 def first_epoch(dataset: Any, chain: Any = (), workers: int = 0) -> list[Any]:
-    """What torch gives in its first epoch, of a copy of the dataset."""
+    """The first epoch of torch's loader, over a copy of the dataset."""
     torch.manual_seed(7)
     dataset = copy.deepcopy(dataset)
     samples = []
@@ -247,7 +247,7 @@ def test_an_element_of_a_transforms_own_table_is_copied() -> None:
 
 def test_a_dataset_that_keeps_only_some_of_its_samples_has_those_copied() -> None:
     class Keeps(Dataset[Any]):
-        """Keeps the odd ones, once they were read."""
+        """Keeps samples of odd index once they were read."""
 
         def __init__(self) -> None:
             self.kept: dict[int, Any] = {}
@@ -271,7 +271,7 @@ def test_a_dataset_that_keeps_only_some_of_its_samples_has_those_copied() -> Non
 
 
 class WorksOn(Dataset[Any]):
-    """Goes on working in place on what its transform gives."""
+    """Works in place on the output of its transform."""
 
     def __init__(self, data: torch.Tensor, transform: Any) -> None:
         self.data = data
@@ -295,7 +295,7 @@ def test_a_dataset_that_works_in_place_on_its_transforms_output_is_not_changed()
     assert torch.equal(data, before)
 
 
-def test_an_in_place_chain_over_new_samples_is_cut_as_usual() -> None:
+def test_an_in_place_chain_over_new_samples_gives_right_samples() -> None:
     class Ignores(Dataset[Any]):
         """Makes each sample anew, and ignores what its transform returns."""
 

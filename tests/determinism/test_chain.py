@@ -1,7 +1,7 @@
-"""A chain's leaves, and its cuts: applying the two halves one after the other is applying the chain.
+"""A chain's leaves and cuts: applying the two halves one after the other equals applying the chain.
 
-Held for every place of a cut in chains of each library, by comparing with the whole chain: the values, and
-with them the draws of every generator, the global ones and those of the transforms.
+Tested for every cut of chains of each library, against the whole chain: the values and the draws of every
+generator, the global ones and those of the transforms.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _monai_chain(given: dict[str, Any]) -> Any:
 
 
 def _monai_lists(given: dict[str, Any]) -> Any:
-    """A sample becomes a list in the inner Compose, which alone does not map its transforms over it."""
+    """A sample becomes a list in the inner Compose, the only one that does not map over it."""
     M = given["M"]
     split = [M.SplitDim(1, keepdim=True), reversed_list, M.Compose([M.RandGaussianNoise(prob=1)])]
     return M.Compose([M.Flip(0), M.Compose(split, map_items=False), M.RandScaleIntensity(0.5, prob=1)])

@@ -1,4 +1,4 @@
-"""One fingerprint for two pipelines only if they give the same samples; the same one in every process."""
+"""Two pipelines have one fingerprint only if they give the same samples; it is the same in every process."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def ring() -> Any:
 
 
 def zoo() -> dict[str, Any]:
-    """One of everything, made anew by each call."""
+    """One object of every kind, made anew by each call."""
     words = [f"word{i}" for i in range(400)]
     return {
         "none": None,
@@ -269,7 +269,7 @@ def test_many_texts_that_are_shared_or_interned_count_like_equal_ones() -> None:
 
 
 class Member:
-    """Sets hold members in the order of their hashes; this one's is no part of it."""
+    """Sets keep members in the order of their hashes; this one's hash is not part of its content."""
 
     def __init__(self, order: int, **state: Any) -> None:
         self.__dict__.update(state, _hotset_order=order)
@@ -345,7 +345,7 @@ def other_defaults(size: int = 4, *, mode: str = "a") -> None: ...
 
 
 def with_body(source: str, **names: Any) -> Any:
-    """The function ``f`` of a piece of code, in a module of its own."""
+    """The function ``f`` that a piece of code defines, in a module of its own."""
     space: dict[str, Any] = {"__name__": "of_the_user", **names}
     exec(source, space)
     return space["f"]

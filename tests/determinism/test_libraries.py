@@ -1,8 +1,8 @@
-"""What the verdicts say of real transforms of five libraries, against what these really do.
+"""The verdicts on real transforms of five libraries, compared with what these transforms do.
 
-The transforms are in ``library_tables.py``. The truth of each is found by trying: it is applied to a sample
+The transforms are in ``library_tables.py``. Each is tried to find out the truth: it is applied to a sample
 up to 64 times, with the generators in another state each time, and the outputs are compared. So a table
-cannot claim what is not so, and a verdict that differs from its table is wrong.
+cannot be wrong, and a verdict that differs from its table is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REPEATS_WITHOUT_DRAWS = 8
 
 
 def reseed(seed: int) -> None:
-    """As seed_everything, but past torch.manual_seed, which formats the whole stack for devices to come."""
+    """Like seed_everything, but without torch.manual_seed, which formats the whole stack for lazy devices."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -69,7 +69,7 @@ def generators_move(step: Any, apply: Callable[[], Any], times: int = 1) -> bool
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The samples are small, and threads that wait for each other take longer than the work."""
+    """Use one thread: the samples are small, and threads would wait for each other longer than they work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -77,7 +77,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def wrong(kind: str, library: str, judged: Callable[[str], str | None]) -> list[str]:
-    """What is wrong with each line of a table, where something is."""
+    """What is wrong with the lines of a table, for those with an error."""
     found = ((line, judged(line)) for line in cases(kind, library))
     return [f"{line}: {what}" for line, what in found if what]
 
@@ -331,7 +331,7 @@ def test_functions_handed_to_a_transform_are_judged() -> None:
 
 
 def test_no_exported_class_is_without_a_rule() -> None:
-    """A class that a new version brings shows here, before a user finds it called unknown."""
+    """A class that a new version adds shows here, before users see it judged unknown."""
     from torchvision import transforms as T
     from torchvision.transforms import v2
 

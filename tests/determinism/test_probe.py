@@ -158,7 +158,7 @@ def test_a_source_that_fills_one_buffer_anew_for_each_sample_is_accepted() -> No
 
 
 class Augmented:
-    """Nothing but a place to hang things on."""
+    """A class whose instances hold anything."""
 
     def __init__(self, **things: Any) -> None:
         self.__dict__.update(things)

@@ -81,7 +81,7 @@ class OfTheClass:
 
 
 class Counts:
-    """Gives the same each time, but is another one after each call."""
+    """Returns the same each time, but changes its state with each call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -94,7 +94,7 @@ class Counts:
 
 
 class Lazy:
-    """Builds its table with the first call, and then stays."""
+    """Builds its table with the first call, and does not change afterwards."""
 
     table: Any = None
 

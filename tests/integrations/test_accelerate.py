@@ -1,6 +1,6 @@
 """Accelerate over hotset.DataLoader: ``from_cache`` keeps the wrapper and the cache's speed.
 
-A run is what the training steps saw: epoch, labels, and the loss with all its bits.
+A run is recorded as its training steps saw it: epoch, labels, and the loss with all its bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EPOCHS = 3
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps its state in its classes; each test begins without."""
+    """Accelerate keeps its state in its classes; each test begins without it."""
     yield
     reset()
 
@@ -50,7 +50,7 @@ def reset() -> None:
 
 
 class Training:
-    """One process's training: prepared once, run or gone on with."""
+    """The training of one process: prepared once, then run or resumed."""
 
     def __init__(self, kind: Any, dataset: Any, workers: int = 0, **configuration: Any) -> None:
         seed_everything()
@@ -82,7 +82,7 @@ class Training:
 
 
 def made(live: bool) -> tuple[Any, Any]:
-    """The same samples without a cache, and with one."""
+    """The same samples, without a cache and with one."""
     transform = [flip_and_crop] if live else []
     source = Samples(image_and_label, SAMPLES)
     return Transformed(source, transform), hotset.cache(source, transform=transform or None, memory="4MiB")
@@ -158,7 +158,7 @@ def test_a_loader_that_was_not_prepared_is_refused() -> None:
 
 
 def rank_main(folder: str, plain: Any, cached: Any) -> None:
-    """What each of two ranks does: run with torch's loader, with ours, stop and go on."""
+    """The program of each of two ranks: run with torch's loader, with hotset's, stop and resume."""
     torch.set_num_threads(1)  # this is a fork: OpenMP would wait for the threads of its parent
     expected = Training(DataLoader, plain).run()
     got = Training(hotset.DataLoader, cached).run()

@@ -1,7 +1,7 @@
-"""Clara Train configurations: what they load, what is cached of it, and what each wrong value is answered.
+"""Clara Train configurations: what they load, what of it is cached, and the error for each wrong value.
 
 Every voxel of the volumes has a value that no other voxel has in any of them, and labels are copies of the
-images. So a crop tells which sample it is from and where it lay, and whether the label was cropped alike.
+images. So a crop shows its sample and its place there, and whether the label was cropped in the same way.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CACHED = """{"train": {"image_pipeline": {
 
 
 def voxels(number: int) -> Any:
-    """A volume whose voxels count on from those of the one before; 0 is only padding."""
+    """A volume whose voxels continue the numbers of the volume before; 0 is only padding."""
     shape = SHAPES[number]
     return (1 + number * LARGEST + np.arange(math.prod(shape), dtype=np.float32)).reshape(shape)
 
@@ -172,7 +172,7 @@ def test_the_reference_without_a_cache(root: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Helpers may be as slow as they like, and nobody is told so: warnings are errors here."""
+    """Let helpers be late without a warning, as warnings are errors here."""
     monkeypatch.setattr("hotset.dataset.active_window._STARTING_SECONDS", math.inf)
 
 
@@ -281,7 +281,7 @@ def test_classification_trains_on_the_residents(root: Path) -> None:
 
 
 def test_workers_draw_differently_and_anew_in_each_epoch(root: Path) -> None:
-    """Forked copies of one generator would draw alike: the same places in each worker, and each epoch."""
+    """Forked copies of one generator would draw the same crops in each worker and each epoch."""
     one = json.dumps({"training": [{"image": "image2.nii.gz", "label": "label2.nii.gz"}] * 4})
     (root / "one.json").write_text(one)
     args = {"data_list_file_path": str(root / "one.json"), "output_batch_size": 1, "num_workers": 2}
@@ -390,7 +390,7 @@ def twice(sample: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def causes(error: BaseException) -> str:
-    """What an exception and its causes say: MONAI's Compose raises its own from ours."""
+    """The texts of an exception and its causes: MONAI's Compose raises its own error from ours."""
     found = []
     chained: BaseException | None = error
     while chained is not None:

@@ -1,7 +1,7 @@
-"""JAX over hotset.DataLoader: K steps in one scan train like K single ones, and no batch is aliased.
+"""JAX over hotset.DataLoader: K steps in one scan train like K single steps, and no batch is aliased.
 
-Each test runs in a forked child. JAX's threads, once begun, would complain of every later fork of the process
-that runs all tests.
+Each test runs in a forked child: once JAX's threads run, it warns of every later fork of the process that
+runs all tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTH = 7  # batches of a pass; the last one has two samples
 
 
 def alone(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that runs in a child, where JAX may begin its threads."""
+    """Run a test in a child process, where JAX may start its threads."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -103,7 +103,7 @@ class Ids:
 
 
 def first(total: Any, batch: Any) -> Any:
-    """The carry counts; what is given is the batch's number."""
+    """A step that counts in its carry and returns the batch's number."""
     return total + 1, batch[0]
 
 
@@ -226,7 +226,7 @@ def test_random_keys_numbers_and_trees_are_carried_and_compiled_for_once() -> No
 
 
 class Reusing(Ids):
-    """Each batch is written where the last one was, and spoilt before that."""
+    """Writes each batch into the memory of the last one, which it overwrites first."""
 
     def __init__(self, memory: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Lightning's Trainer and Fabric over hotset.DataLoader: same batches and losses as with torch's loader.
+"""Lightning's Trainer and Fabric over hotset.DataLoader: the same batches and losses as with torch's loader.
 
 Lightning rebuilds loaders from their attributes and saves their state in its own checkpoints. A run is what
-its training steps saw: epoch, number in the epoch, labels, and the loss with all its bits.
+recorded as its training steps saw it: epoch, number in the epoch, labels, and the loss with all its bits.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Learner(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def on_fit_end(self) -> None:
-        """Leave the run where the process that started the ranks finds it."""
+        """Write the run to a file for the process that started the ranks."""
         if self.record is not None:
             loader: Any = self.trainer.train_dataloader
             epoch = getattr(loader, "last_epoch", None)
@@ -94,7 +94,7 @@ class Learner(LightningModule):
 def fit(
     train: Any, *callbacks: Any, val: Any = None, ckpt: Any = None, record: Any = None, **options: Any
 ) -> Learner:
-    """Train from one start; the module afterwards has what it saw."""
+    """Train from a fixed start; the returned module holds what it saw."""
     torch.manual_seed(0)
     module = Learner(record)
     module.net(torch.zeros(1, *next(iter(train.dataset))[0].shape).flatten(1))

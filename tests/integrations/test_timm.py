@@ -1,4 +1,4 @@
-"""timm's create_loader, which sets the transform of a cached dataset: batches as without the cache."""
+"""timm's create_loader sets the transform of a cached dataset: batches equal those without the cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def epochs(dataset: Any, **how: Any) -> list[Any]:
-    """Two epochs' batches and the random states after each, through timm's create_loader."""
+    """The batches of two epochs and the random states after each, through timm's create_loader."""
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)
@@ -84,7 +84,7 @@ def test_create_loader_gives_the_same_batches_as_without_the_cache(
 
 
 def test_batches_for_mixed_splits_are_equal(folder: Path) -> None:
-    """timm's AugMixDataset hands the first of three transforms on to what it wraps."""
+    """timm's AugMixDataset sets the first of three transforms on the dataset that it wraps."""
 
     def wrapped(dataset: Any) -> Any:
         return timm_data.AugMixDataset(dataset, num_splits=2)

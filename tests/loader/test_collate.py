@@ -1,7 +1,7 @@
 """``hotset.collate.ragged`` and ``hotset.collate.pad``: batches of samples whose shapes vary.
 
 A leaf of varying shape becomes a sequence of tensors (ragged) or one padded tensor (pad); every other leaf is
-as in ``default_collate``. Where a sample came from, the source or the cache, must not show.
+as in ``default_collate``. Whether a sample came from the source or the cache must not show.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH = 5
 
 
 def listed(batch: Any) -> Any:
-    """The batch with a plain list in place of each sequence of tensors that only looks like one."""
+    """The batch with a plain list in place of each sequence of tensors that behaves like one."""
     if isinstance(batch, dict):
         return {name: listed(part) for name, part in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, (str, list, tuple)):
@@ -40,7 +40,7 @@ def batches_of(count: int) -> list[list[int]]:
 
 
 def padded(tensors: list[torch.Tensor], value: float) -> torch.Tensor:
-    """The truth, one element at a time."""
+    """The expected result, made one element at a time."""
     shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
     whole = torch.full((len(tensors), *shape), value, dtype=tensors[0].dtype)
     for row, tensor in zip(whole, tensors, strict=True):
@@ -116,7 +116,7 @@ def test_samples_of_one_shape_are_as_in_default_collate(make: Callable[[int], An
 def test_hits_and_misses_give_the_same_also_where_shapes_happen_to_agree(
     make: Callable[[int], Any], live: bool
 ) -> None:
-    """Some of these batches are of equal shapes by chance, which must not make them another kind of batch."""
+    """Some of these batches have equal shapes by chance, which must not make them another kind of batch."""
     batches = ListedBatches([[0], [0, 13], [0, 132], [3, 3, 3], [1, 2], [25, 4, 8]])
     for collate in (hotset.collate.ragged, hotset.collate.pad(5)):
         stories = []

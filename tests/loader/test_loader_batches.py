@@ -1,7 +1,7 @@
-"""A batch is the caller's own for as long as anything of it lives, wherever it goes.
+"""A batch does not change for as long as the caller keeps any part of it, in any process.
 
-Blocks are recycled, so each of these tests runs on for epochs after it took something aside: a block given
-back too early would be written over by then (FFCV: batches that are held are overwritten).
+Blocks are recycled, so each of these tests runs on for epochs after it kept something: a block given back too
+early would be overwritten by then (FFCV overwrites batches that the user holds).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH = 8
 
 @pytest.fixture(params=["in process", "in a thread", "after workers", "live suffix"])
 def loader(request: pytest.FixtureRequest) -> Iterator[DataLoader[Any]]:
-    """A loader over N images, each of the ways in which a batch is made, after its first epoch."""
+    """A loader over N images, for each way of making a batch, after its first epoch."""
     suffix = [_negative] if request.param == "live suffix" else None
     make = poster_and_label if request.param == "in a thread" else big_image_and_label
     workers = 0 if request.param.startswith("in ") else 2
@@ -50,7 +50,7 @@ def _negative(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
 
 
 def check(batch: Any) -> None:
-    """The batch is as its labels say (compared by numpy: torch's threads crawl beside a busy machine)."""
+    """Check a batch against its labels (with numpy: torch's threads are slow on a busy machine)."""
     images, labels = batch
     assert (type(batch), type(images), type(labels)) == (list, torch.Tensor, torch.Tensor)
     assert (images.dtype, labels.dtype, len(images)) == (torch.uint8, torch.int64, len(labels))
@@ -62,9 +62,9 @@ def check(batch: Any) -> None:
 
 
 class Held:
-    """A batch that is kept, and what its labels were when it came.
+    """A batch that is kept, and its labels at that time.
 
-    A block that is given away too early often holds another batch by the time one looks, right in itself.
+    A block that is recycled too early often holds another batch later, which is right in itself.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -156,7 +156,7 @@ def test_batches_in_reference_cycles_stay_right_and_hang_nothing(loader: DataLoa
 
 
 def test_batches_freed_by_the_collector_inside_an_allocation_hang_nothing(loader: DataLoader[Any]) -> None:
-    """A finalizer that waits for a lock which the interrupted code holds would stop here for ever."""
+    """A finalizer that waits for a lock of the interrupted code would hang here for ever."""
     before = gc.get_threshold()
     gc.set_threshold(5, 2, 2)
     try:
@@ -346,7 +346,7 @@ def test_no_leaf_of_a_batch_is_read_only_or_shares_memory_with_another() -> None
 
 @pytest.mark.parametrize("make", [image_and_label, ragged])
 def test_small_batches_that_are_gathered_together_are_apart(make: Callable[[int], Any]) -> None:
-    """They are copied as one, and yet each tensor has a storage of its own, and each can be written to."""
+    """They are copied as one, but each tensor has a storage of its own and can be written to."""
     collate = hotset.collate.ragged if make is ragged else default_collate
     source = Samples(make, 50)
     with hotset.cache(source) as cached:

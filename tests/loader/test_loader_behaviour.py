@@ -1,7 +1,7 @@
-"""What a loop over the loader may do besides running to the end, and what else torch's loader promises.
+"""Loops that do not run to the end, and other promises of torch's loader.
 
 Most tests are scripts: the same function drives torch's DataLoader over the plain dataset and hotset's over
-the cached one from the same seeds, twice (cold, then warm), and what it saw must be equal.
+the cached one from the same seeds, twice (cold, then warm), and the results must be equal.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_breaking_early_with_persistent_workers(live: bool) -> None:
 def test_dropping_a_loader_ends_its_workers_at_once(
     persistent: bool, live: bool, loader_type: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when the garbage collector comes by, as it then waits five seconds for each worker."""
+    """Not only when the garbage collector runs, which then waits five seconds for each worker."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 600.0)  # those five seconds
     servants = set(psutil.Process().children())  # of earlier tests: forkserver and the like
 
@@ -140,7 +140,7 @@ def test_dropping_a_loader_ends_its_workers_at_once(
 
 @pytest.mark.usefixtures("patient")
 def test_breaking_early_and_running_again_reads_each_sample_about_once(tmp_path: Path) -> None:
-    """MindSpore: interrupt and rerun. Only what was in flight at the break may be read twice."""
+    """Interrupt and rerun, as with MindSpore. Only samples in flight at the break may be read twice."""
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(image_and_label, 60, log, seconds=0.001)) as cached:
         log.reset()
@@ -374,7 +374,7 @@ def test_two_shards_share_one_cache_unlike_one_cache_per_rank(tmp_path: Path) ->
 def test_clear_reaches_running_workers_so_that_nothing_stale_is_served(
     persistent: bool, tmp_path: Path
 ) -> None:
-    """MONAI: persistent workers serve stale data for ever."""
+    """In MONAI, persistent workers serve stale data for ever."""
     files = [tmp_path / f"{i}.txt" for i in range(12)]
     for i, path in enumerate(files):
         path.write_bytes(bytes([i, 1]))

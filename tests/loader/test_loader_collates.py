@@ -1,7 +1,7 @@
 """Any collate function, and ``batch_size=None``: served from the cache, bit for bit as torch's loader does.
 
 A collate function draws from all global generators, says which worker and which dataset it sees, and returns
-whatever it likes: the samples themselves, one tensor in two places, objects of its own.
+any object: the samples themselves, one tensor in two places, objects of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ N = 22
 
 @dataclass
 class Made:
-    """A batch as users make them: what torch knows nothing of."""
+    """A batch of a user's class, which torch does not know."""
 
     images: torch.Tensor
     labels: Any
@@ -68,7 +68,7 @@ def drawing(samples: Any) -> Any:
 
 
 def drawing_only(samples: Any) -> Any:
-    """Without what workers cannot be given again: what they were seeded with when they began."""
+    """Leave out the seeds with which workers began: they cannot be given to workers again."""
     made = drawing(samples)
     return made["batch"], made["drawn"], made["worker"][0]
 
@@ -88,7 +88,7 @@ def of_all_kinds(samples: Any) -> Any:
 
 
 def tidy(samples: Any) -> Any:
-    """What can be laid out in a block."""
+    """A collate function whose batches can be laid out in a block."""
     images = torch.stack([sample[0] for sample in samples])
     return {"images": images, "labels": [torch.tensor([sample[1]]) for sample in samples], "n": len(samples)}
 
@@ -176,7 +176,7 @@ def test_objects_of_the_users_arrive_as_they_are(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_memory_stays_one_memory(workers: int) -> None:
-    """Who writes to one of two views of a batch's memory writes to both, as with torch's loader."""
+    """Writing to one of two views of a batch's memory changes both, as with torch's loader."""
     with hotset.cache(Samples(image_and_label, N), memory="1MiB") as cached:
         for data in (Samples(image_and_label, N), cached, cached):
             kind = DataLoader if data is not cached else hotset.DataLoader
@@ -203,7 +203,7 @@ def test_tensors_without_dimensions_of_the_users_collate_function(workers: int) 
 
 
 class Bulk(Samples):
-    """It takes lists of indices, and gives a batch for one."""
+    """A dataset that takes lists of indices, and returns a batch for each."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, list):
@@ -213,7 +213,7 @@ class Bulk(Samples):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_indices_that_are_lists(workers: int) -> None:
-    """``sampler=BatchSampler(...)`` with ``batch_size=None``: the dataset is asked for lists, not arrays."""
+    """``sampler=BatchSampler(...)`` with ``batch_size=None``: the dataset is given lists, not arrays."""
 
     source = Bulk(number, N)
     for order in (SequentialSampler(source), RandomSampler(source)):
@@ -352,7 +352,7 @@ def test_a_resumed_pass_equals_an_uninterrupted_one(kind: str, workers: str) -> 
 
 
 class _Lists(Samples):
-    """A dataset of the user's around a cached one: the loader is torch's own then."""
+    """A dataset of the user's around a cached one: the loader is then torch's own."""
 
     def __init__(self, cached: Any) -> None:
         self.cached = cached
@@ -368,7 +368,7 @@ class _Lists(Samples):
 
 
 class Stuck(Samples):
-    """In a worker, from sample 4 on, it waits for a disk that is gone."""
+    """In a worker, reading from sample 4 on waits for a disk that is gone."""
 
     def __init__(self, told: Path) -> None:
         super().__init__(number, 8)

@@ -107,7 +107,7 @@ SUFFIXES: dict[str, Callable[[], list[Callable[[Any], Any]]]] = {
 
 
 def record(make_loader: Callable[[], DataLoader[Any]], epochs: int = EPOCHS) -> list[tuple[str, Any, Any]]:
-    """Everything observable of some epochs: ``(moment, RNG states, batch)``, from the same seeds."""
+    """Record all that can be observed of some epochs: ``(moment, RNG states, batch)``, from equal seeds."""
     seed_everything(4321)
     random.random()
     loader = make_loader()
@@ -150,7 +150,7 @@ def check_equal(
 ) -> None:
     """Record three epochs of both loaders, each over a dataset and transforms of its own, and compare.
 
-    ``reference`` is what torch's loader is given otherwise.
+    ``reference`` are the arguments of torch's loader that differ.
     """
 
     def plain() -> DataLoader[Any]:
@@ -408,7 +408,7 @@ def test_building_a_cache_moves_no_rng_and_makes_no_live_draw() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_warm_epochs_read_nothing_from_the_source(workers: int, tmp_path: Any) -> None:
-    """The comparisons above would all hold without any cache; this is what makes them mean something."""
+    """All comparisons above would also hold without a cache; this test shows that there is one."""
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(image_and_label, N, log)) as cached:
         loader = hotset.DataLoader(cached, batch_size=4, shuffle=True, num_workers=workers)

@@ -1,4 +1,4 @@
-"""What goes wrong in the user's dataset comes out as it does from torch's DataLoader: at once, as itself."""
+"""An error in the user's dataset is raised as torch's DataLoader raises it: at once, and unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ N = 22
 
 
 def story(loader: DataLoader[Any]) -> list[Any]:
-    """All batches of an epoch, and in place of a batch that failed the name of its error."""
+    """All batches of an epoch, with the name of the error in place of a batch that failed."""
     seen: list[Any] = []
     iterator = iter(loader)
     while True:
@@ -248,7 +248,7 @@ def test_iterating_the_dataset_itself_ends_as_the_sources_does() -> None:
 
 
 def test_an_error_at_the_very_first_sample_is_still_the_users_own(tmp_path: Path) -> None:
-    """Building may read samples; if one of these raises, no other error may come of it than the user's."""
+    """Building a cache may read samples; if one of them raises, the user must get that error."""
     for index in range(8):
         source = Raising(image_and_label, 8, index, tmp_path / "armed")
         source.arm()

@@ -1,4 +1,4 @@
-"""Going on where a loader stopped: the rest is bit for bit what it would have been."""
+"""Resuming a loader: the rest of the pass is bit for bit what it would have been."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_pass_resumes_after_each_batch(caches: Caches) -> None:
 @pytest.mark.parametrize("order", ["shuffle", "weighted", "with a state", "listed batches"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_gathered_batches(order: str, workers: int, caches: Caches) -> None:
-    """Everything cached, nothing live: no workers are asked, but the draws are as with them."""
+    """Everything cached, nothing live: no workers are used, but the draws are those with workers."""
 
     def run(resume: bool) -> Any:
         seed_everything(3)
@@ -155,13 +155,13 @@ def test_a_pass_in_any_order_resumes_with_workers(order: str, persistent: bool, 
 def test_draws_for_unconsumed_batches_of_persistent_workers_are_repeated(
     left: int, stop: int, caches: Caches
 ) -> None:
-    """A pass that was left early: the workers' generators are beyond its last consumed batches."""
+    """A pass that was left early: the workers have drawn beyond its last consumed batch."""
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "batch_size": 4, "shuffle": True}
     check(lambda: hotset.DataLoader(caches(), **options), stop, [left])
 
 
 def test_a_pass_resumes_with_spawned_workers(caches: Caches) -> None:
-    """Of a transform that holds no torch.Generator: torch cannot send one to them."""
+    """With a transform that holds no torch.Generator, as torch cannot pickle one."""
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
     def make() -> Any:
@@ -186,7 +186,7 @@ def test_a_loader_with_running_workers_loads_a_state(stop: int, caches: Caches) 
 
 
 def test_a_resumed_loader_is_resumed_again(caches: Caches) -> None:
-    """Saved in the midst of a pass that was itself taken up: by others, and after a change of workers."""
+    """Saved in the midst of a pass that was itself resumed, and resumed with other workers."""
     make = lambda workers: hotset.DataLoader(caches(), batch_size=4, shuffle=True, num_workers=workers)  # noqa: E731
     seed_everything(7)
     loader = make(0)

@@ -1,7 +1,7 @@
-"""A state taken at any moment, loaded where all random states are others, gives what would have come.
+"""A state taken at any moment, loaded where all random states differ, gives the batches that would have come.
 
 The rest of the pass and two whole ones after it, with training steps that draw from torch's generator, as
-dropout does. torchdata's loader goes through the same table: what users expect of a state is what it keeps.
+dropout does. torchdata's loader passes the same table: it does what users expect of a state.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ MOMENTS = {
 
 
 def run(make: Callable[[], Any], save: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Four passes; the state at each moment, and what came after it: the rest of its pass, and two more."""
+    """Four passes: the state at each moment, and the batches after it, those of the pass and of two more."""
     states: dict[tuple[int, int], Any] = {}
     passes: list[list[Any]] = []
     seed_everything(1)
@@ -129,7 +129,7 @@ def test_a_state_of_any_moment_resumes_in_any_process(workers: str, order: str, 
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_torchdatas_loader_passes_the_same_table(workers: str) -> None:
-    """Not with `generator=`, or orders drawn from it: there it is not the same with theirs."""
+    """Not with `generator=` or orders drawn from it, where torchdata's loader differs."""
     data = Samples(image_and_label, N)
     for order in ("shuffle", "DistributedSampler"):
 
@@ -164,7 +164,7 @@ def test_a_state_taken_after_break_is_that_of_the_interrupted_pass(workers: str,
 
 
 def test_all_loaders_of_a_program_resume_from_one_moment() -> None:
-    """The one for validation is iterated over later, and must not take the trainer back to that moment."""
+    """The validation loader is iterated later, and must not put the trainer's generators back."""
 
     def epochs(loaders: list[Any], count: int) -> list[Any]:
         return [[training(loader) for loader in loaders] for _ in range(count)]
@@ -208,8 +208,8 @@ def test_a_trainers_own_random_states_win() -> None:
 
 
 def of_format_1(state: dict[str, Any], live_here: bool) -> dict[str, Any]:
-    """What was in a state then: bytes, workers by number, samplers' states as they gave them; and of this
-    process's generators only those that a live part drew from.
+    """A state of format 1: bytes, workers by number, samplers' states unpacked; and of this process's
+    generators only those that a live part drew from.
     """
 
     def then(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Going on with other numbers: of workers, of samples in a batch, of ranks; and with states that are no good.
+"""Resuming with other numbers of workers, samples in a batch and ranks; and states that must be refused.
 
 Ranks are loaders with a DistributedSampler of their own in one process. What they have consumed together, and
-what is left, is compared as a whole: none twice and none dropped, but for the samples that DistributedSampler
-itself repeats to even the shares out, or leaves away with ``drop_last``.
+what is left, is compared as a whole: none twice and none dropped, except the samples that DistributedSampler
+itself repeats to make all parts equally long, or leaves out with ``drop_last``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_a_pass_resumes_with_another_batch_size_and_drop_last(drop_last: bool, c
 def test_a_pass_resumes_with_another_number_of_workers(
     before: int, after: int, order: str, live: Any
 ) -> None:
-    """Live, so that workers do make the batches; what they draw is not compared, the samples are."""
+    """With live transforms, so that workers make the batches; the samples are compared, not the draws."""
 
     def make(workers: int) -> Any:
         if order == "drawn in iter()":
@@ -160,7 +160,7 @@ def states_after(loaders: Any, batches: int, seen: list[int]) -> Any:
 
 
 def check_dealt(rest: list[list[int]], seen: list[int], ranks: int, drop_last: bool) -> None:
-    """The ranks' rests are as long as each other, and together what was not seen, evened out."""
+    """The ranks' rests have one length, and together are the samples that were not consumed, padded."""
     left = N - len(seen)
     share = left // ranks if drop_last else math.ceil(left / ranks)
     assert [len(part) for part in rest] == [share] * ranks
@@ -228,7 +228,7 @@ def test_a_pass_resumes_with_other_ranks_and_another_batch_size(cached: Any) -> 
 
 @pytest.mark.parametrize("kind", [DistributedSampler, StatefulDistributedSampler])
 def test_an_interrupted_epoch_resumes_without_set_epoch(kind: Any, cached: Any) -> None:
-    """torchdata's sampler counts for itself, to the end of the pass before: that must not be taken over."""
+    """torchdata's sampler keeps a count, which is at the end of the last pass: it must not be loaded."""
     loader = ranks_of(cached, 2, kind=kind)[1]
     list(loader)
     loader.sampler.set_epoch(7)
@@ -356,7 +356,7 @@ ANYTHING = st.one_of(
 
 @pytest.mark.parametrize("kind", ["distributed", "generators"])
 def test_any_mutated_state_is_refused_or_resumes(kind: str, cached: Any) -> None:
-    """Never another exception, and nothing but samples of the dataset."""
+    """There is never another exception, nor a sample that is not the dataset's."""
     with hotset.cache(Samples(number, N), transform=[draw_all], memory="1MiB") as live:
 
         def make() -> Any:

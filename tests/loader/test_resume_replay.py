@@ -1,7 +1,7 @@
-"""Where nothing is cached the loader is torch's own, and a pass is begun again and its beginning dropped.
+"""Without a cache the loader is torch's own: a pass is begun again, and its consumed batches are dropped.
 
-And torchdata's StatefulDataLoader, run by the same scripts: what comes after loading a state is what would
-have come, there and here, and where the order is not drawn from the global generators it is the same.
+torchdata's StatefulDataLoader runs the same scripts: after loading a state both give the batches that would
+have come, and the same ones if the order is not drawn from the global generators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ N = 22
 
 
 class Noisy(Dataset[Any]):
-    """Map-style, and draws."""
+    """A map-style dataset that draws."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
@@ -43,7 +43,7 @@ class Noisy(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Shuffled by a generator of its own, dealt to the workers, and counted: a state of the user's."""
+    """An iterable dataset with a state: shuffled by its own generator, divided among workers, counted."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
@@ -64,7 +64,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Within(IterableDataset[Any]):
-    """A stream whose generator is out of sight."""
+    """A stream whose generator is hidden."""
 
     def __init__(self) -> None:
         self.source = Stream()
@@ -105,7 +105,7 @@ def test_an_uncached_pass_is_replayed_by_workers(kind: str) -> None:
 def test_the_order_of_torchs_persistent_workers_is_resumed(
     stop: int | None, earlier: list[int | None]
 ) -> None:
-    """Their own draws go on from a pass that is over, and so cannot be made again; the order can."""
+    """The workers' own draws continue from an earlier pass, so they cannot be repeated; the order can."""
     check(
         lambda: hotset.DataLoader(
             Samples(image_and_label, N), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
@@ -119,7 +119,7 @@ def test_the_order_of_torchs_persistent_workers_is_resumed(
 
 
 class NoisyWithState(Noisy):
-    """A dataset that saves the generator that it draws from, as torchdata asks for."""
+    """A dataset that saves the generator that it draws from, as torchdata expects."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": torch.get_rng_state()}
@@ -132,7 +132,7 @@ class NoisyWithState(Noisy):
 
 
 class Drawing(Sampler[int]):
-    """Draws each index from a generator of its own, and says how far it has come."""
+    """Draws each index from its own generator, and has a state that says how far it has come."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -156,7 +156,7 @@ class Drawing(Sampler[int]):
 
 
 class Counting(IterableDataset[Any]):
-    """Goes on from where it is, and begins again at its end: a state as torchdata asks for."""
+    """Continues from its position, and begins again at its end, with a state as torchdata expects."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -192,7 +192,7 @@ SCRIPTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("stop", [2, None])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resumed_batches_equal_torchdatas(script: str, stop: int | None, workers: int) -> None:
-    """After two batches, and at the end of an epoch; theirs also with a snapshot every few batches only."""
+    """After two batches and at the end of an epoch; torchdata's also with a snapshot every few batches."""
     came: dict[str, Any] = {}
     variants = {"hotset": (hotset.DataLoader, {}), "torchdata": (StatefulDataLoader, {})}
     if workers:
@@ -229,7 +229,7 @@ def test_resumed_batches_equal_torchdatas(script: str, stop: int | None, workers
 
 @pytest.mark.parametrize("script", ["sampler with a state", "iterable with a state"])
 def test_a_state_is_loaded_into_the_loader_that_was_interrupted(script: str) -> None:
-    """Its sampler or dataset stands where the pass was left, and is put back."""
+    """Its sampler or dataset is where the pass was left, and is put back."""
     for kind in (hotset.DataLoader, StatefulDataLoader):
         loader = SCRIPTS[script](kind)
         batches = iter(loader)

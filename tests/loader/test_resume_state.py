@@ -1,4 +1,4 @@
-"""What a loader's state is: small, still, and nothing that asking for it would change."""
+"""A loader's state is small, does not change, and taking it changes nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _size(state: Any) -> int:
 
 
 def test_the_size_of_a_state_does_not_depend_on_data_or_batches(caches: Caches) -> None:
-    """But for the digits of a few numbers."""
+    """Except for the digits of a few numbers."""
     sizes = []
     for n in (100, 1_000_000):
         with hotset.cache(_Numbers(n), memory="64MiB") as cached:
@@ -130,7 +130,7 @@ def test_a_state_with_in_order_false_gives_a_warning(caches: Caches) -> None:
 
 @pytest.mark.parametrize("cached_later", [False, True])
 def test_a_state_resumes_with_and_without_a_cache(cached_later: bool, caches: Caches) -> None:
-    """No fingerprint on one of the sides: the samples are the user's word, and none is lost."""
+    """One side has no fingerprint: the user vouches for the samples, and none is lost."""
     data = [Samples(image_and_label, N), hotset.cache(Samples(image_and_label, N), memory="1MiB")]
     caches.made.append(data[1])
     first, second = data if cached_later else data[::-1]
@@ -144,13 +144,13 @@ def test_a_state_resumes_with_and_without_a_cache(cached_later: bool, caches: Ca
 
 
 def test_later_orders_continue_from_the_restored_global_generator(caches: Caches) -> None:
-    """Drawn sample by sample: the trainer's steps decide it too, and it goes on with the trainer's states."""
+    """An order drawn sample by sample depends on the trainer's steps too, and continues with its states."""
     check(lambda: hotset.DataLoader(caches(), batch_size=4, sampler=GlobalDraws(N, 18)), 2, [None])
 
 
 @pytest.mark.parametrize("place", [-1, 625, 10**6])
 def test_a_position_beyond_the_end_of_a_generators_buffer_is_refused(place: int, caches: Caches) -> None:
-    """numpy would take it, and read whatever lies there."""
+    """numpy would accept it, and read the memory beyond its buffer."""
     loader = hotset.DataLoader(caches.again(), batch_size=4)
     next(iter(loader))
     state = through_a_checkpoint(loader.state_dict())

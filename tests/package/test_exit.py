@@ -1,4 +1,4 @@
-"""A program's end: whatever it still holds, and whoever keeps its module alive, nothing is said."""
+"""A program ends silently, whatever it still holds and whatever keeps its main module alive."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("first", ["", "import dill"])
 def test_a_program_that_closes_nothing_ends_silently(first: str, tmp_path: Path) -> None:
-    """dill keeps the main module alive, so that its objects die after the modules that they need."""
+    """dill keeps the main module alive, so its objects die after the modules that they need."""
     if first:
         pytest.importorskip("dill")
     program = tmp_path / "program.py"

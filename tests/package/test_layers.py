@@ -1,4 +1,4 @@
-"""The layers: an import only ever points down, and what must start at once never waits for torch.
+"""The layers: imports only point down, and modules that must start at once do not import torch.
 
 ::
 
@@ -108,7 +108,7 @@ def test_imports_point_down() -> None:
 
 
 def test_the_reading_of_imports_sees_those_inside_functions() -> None:
-    """Or the test above would hold nothing."""
+    """Otherwise the test above would test nothing."""
     found = {name for _, name in imports("hotset.store.codecs")}
     assert {"torch", "hotset.store.leaves", "PIL"} <= found
 

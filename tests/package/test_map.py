@@ -1,4 +1,4 @@
-"""tests/README.md says which tests hold what: all that it names exists, and no test file is missing there."""
+"""tests/README.md maps promises to tests: everything it names exists, and it misses no test file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""hotset runs on the oldest Python that it promises: every module is imported by it, if it is at hand.
+"""The oldest Python that hotset promises imports every module, if it is installed here.
 
 The machines that run these tests have the dependencies for one Python alone, so in another one they are
-stubs (tests/import_all.py): what is held here is hotset's own syntax and its use of the standard library
-while modules are imported, which is where newer features fail. Without another Python it is this one's turn.
+stubs (tests/import_all.py). Tested are hotset's own syntax and its use of the standard library while modules
+are imported, which is where newer features fail. Without another Python, this one imports them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMISED = (3, 10)
 
 
 def pythons() -> dict[tuple[int, int], str]:
-    """The interpreters at hand that are as new as was promised, or newer: each version's first that runs."""
+    """The installed interpreters from the promised version on: of each version the first that runs."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     home = os.path.expanduser("~")
     folders += glob.glob(f"{os.environ.get('PYENV_ROOT', home + '/.pyenv')}/versions/*/bin")
@@ -38,7 +38,7 @@ def pythons() -> dict[tuple[int, int], str]:
 
 
 def _runs(path: str, version: tuple[int, int]) -> bool:
-    """Whether it is what its name says: pyenv's are scripts that may know no such version."""
+    """Whether it runs as the version in its name: pyenv's are scripts whose version may be missing."""
     code = "import sys; print(*sys.version_info[:2])"
     try:
         done = subprocess.run([path, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
@@ -66,7 +66,7 @@ def test_the_oldest_python_is_the_one_that_is_promised() -> None:
 
 
 def test_names_that_an_older_python_lacks_are_reported(tmp_path: Path) -> None:
-    """Or the test above would hold nothing."""
+    """Otherwise the test above would test nothing."""
     (tmp_path / "hotset").mkdir()
     (tmp_path / "hotset/__init__.py").write_text("import torch\nclass A(torch.nn.Module): pass\n")
     (tmp_path / "hotset/newer.py").write_text("from os import not_in_any_python_yet\n")

@@ -1,4 +1,4 @@
-"""A container without ``/proc``: programs run, uncached, and are told why."""
+"""In a container without ``/proc``, programs run without a cache, and a warning says why."""
 
 from __future__ import annotations
 
