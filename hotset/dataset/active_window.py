@@ -283,8 +283,7 @@ class ActiveWindow:
             self._served = math.inf
 
     def raise_errors(self) -> None:
-        """Raise, once, what the dataset has raised in a prefetch worker. Costs 1 to 2 microseconds if "
-        "nothing."""
+        """Raise, once, an error of the dataset in a prefetch worker. Takes 1 to 2 us if there is none."""
         if self._pool is not None:
             self._pool.raise_errors()
 

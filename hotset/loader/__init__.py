@@ -1,1 +1,1 @@
-"""From a cached dataset to batches: the order, the workers, the gather, the state to go on from."""
+"""From a cached dataset to batches: the order, the workers, the gather, and the state to resume from."""

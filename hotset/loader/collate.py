@@ -1,8 +1,8 @@
 """Collate functions for samples of variable shape.
 
-:func:`pad` and :data:`ragged` are ordinary collate functions, which any DataLoader takes. All that does not
-vary in shape is collated as ``default_collate`` does it. ``hotset.DataLoader`` knows them besides, and
-gathers such batches from the cache by lines, as it gathers default batches by rows.
+:func:`pad` and :data:`ragged` are ordinary collate functions, which any DataLoader takes. Leaves that do not
+vary in shape are collated as by ``default_collate``. ``hotset.DataLoader`` knows these functions, and gathers
+such batches from the cache by lines, as it gathers default batches by rows.
 
 Padding does not depend on which leaves vary: tensors of one shape pad to what stacking gives. A ragged batch
 has another type than a stacked one, so it must not depend on which samples a batch happens to hold: over a
@@ -35,7 +35,7 @@ _ALIGN = 16  # bytes: every dtype's size divides it
 
 @dataclass(frozen=True)
 class Pad:
-    """Collates arrays of different shapes into one tensor that holds them all. Made by :func:`pad`."""
+    """Collates arrays of different shapes into one padded tensor. Made by :func:`pad`."""
 
     value: float
 

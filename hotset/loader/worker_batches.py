@@ -1,9 +1,9 @@
-"""Batches as they come in from workers: messages are opened, counted, and their blocks accounted for.
+"""Batches from workers: messages are opened and counted, and their blocks are tracked.
 
-A pass that goes on begins with idle turns: one for each worker, in which its generators are put back to where
-they were, and then one for each whose turn is over, so that every batch is made by the worker that would have
-made it. Where persistent workers go on after a pass that was not read to its end, an idle turn asks each
-for its states.
+A resumed pass begins with idle tasks: one for each worker, which restores its generators, and then one for
+each worker that has had its turn, so that every batch is made by the worker that would have made it. If
+persistent workers are used again after a pass that was not read to its end, an idle task asks each worker for
+its states.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class WorkerBatches:
 
     Args:
         inner: the loader whose batches are messages.
-        buffers: the blocks that they come in.
+        buffers: the blocks that the batches are in.
         run: counts what was consumed, for the loader's state.
         batches: the epoch's indices.
         summary: counts batches, samples and waiting.
-        tell: is called with each warning of a worker, and what it is about.
+        tell: called with each warning of a worker, and with what it is about.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class WorkerBatches:
             self._run.over = True
             self._summary._end()
             if not self._persistent:
-                self._buffers.rest()  # the workers have ended; a batch still held must not keep all blocks
+                self._buffers.rest()  # the workers have ended; a batch that the user keeps must not keep all
             raise
         self._tasks.answered(message)
         report = message.report
@@ -95,11 +95,11 @@ class WorkerBatches:
         return len(self._messages)
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
-        # Persistent workers go on with their tasks, and the next epoch begins by taking in their messages.
+        # Persistent workers continue their tasks, and the next epoch begins by receiving their messages.
         if self._persistent:
             return
         self._messages = None  # ends and joins the workers: only then are their blocks free
-        # At the interpreter's end anything may be gone already, what this module has imported too.
+        # At the interpreter's end anything may be gone, even this module's imports.
         with suppress(Exception):
             self._tasks.recall()
             self._buffers.rest()

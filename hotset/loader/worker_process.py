@@ -1,18 +1,18 @@
 """Batches made by workers, straight into shared blocks.
 
 The workers are torch's: an inner DataLoader runs them over a private dataset (:class:`BatchMaker`) whose
-"samples" are whole batches. The inner loader's sampler hands out tasks, a batch's indices and the number of
-a free block; a worker fills, gathers, applies what is live, collates into the block, and sends a message: the
-batch's tree, with a place in the block where a tensor would be (:mod:`hotset.loader.worker_messages`).
+"samples" are whole batches. The inner loader's sampler gives tasks: a batch's indices and the number of a
+free block. A worker fills, gathers or runs the live part and collates into the block, and sends a message:
+the batch's tree, with a reference into the block for each tensor (:mod:`hotset.loader.worker_messages`).
 
 ::
 
     main      task = (block 3, indices) ──>  worker: fill, gather or live + collate into block 3
     main      tensors over block 3      <──  message = (block 3, {"image": at 0, uint8, (64, 3, 224, 224)})
 
-What fits no block (text, other objects, a batch larger than its block) travels in the message as it would
-with torch's own loader. Everything else about workers, their seeds, errors, time-outs, deaths and
-persistence, is torch's business and done through its public arguments.
+Objects that a block cannot hold (text, other objects, a batch larger than its block) travel in the message,
+as with torch's own loader. torch does everything else about workers: seeds, errors, time-outs, deaths and
+persistence, through its public arguments.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _ALIGN = 64
 
 
 class Task(NamedTuple):
-    """What a worker is asked for: a batch, and where to put it.
+    """A worker's task: make a batch in a block.
 
     Attributes:
-        indices: of the batch, or whatever the dataset takes with ``batch_size=None``.
-        idle: whether there is no batch, and only turns are to be kept.
-        pool, block_bytes, block: where to put it.
-        states: what to put the worker's generators to before; None to leave them.
+        indices: of the batch; with ``batch_size=None``, an index of any kind that the dataset takes.
+        idle: whether the task has no batch, and only takes the worker's turn.
+        pool, block_bytes, block: the block for the batch.
+        states: states to restore the worker's generators to first; None to leave them.
     """
 
     indices: Any
@@ -78,11 +78,11 @@ class Task(NamedTuple):
 class BatchBuffers:
     """Blocks for batches: the pool that the next task's block comes from.
 
-    Held by the loader and by its task sampler, and holding neither, so that a loader that is dropped ends
-    its workers at once and not with the next garbage collection.
+    The loader and its task sampler refer to it, but it refers to neither, so that a dropped loader ends its
+    workers at once and not at the next garbage collection.
 
     Attributes:
-        needed: bytes of the largest batch so far: a larger one than its block makes a new pool.
+        needed: bytes of the largest batch so far; if that exceeds a block, the next task gets a new pool.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -90,7 +90,7 @@ class BatchBuffers:
         self._pool: BlockPool | None = None
 
     def pool(self) -> BlockPool:
-        """The pool with blocks that are large enough."""
+        """A pool with blocks that are large enough."""
         pool = self._pool
         if pool is None or not pool.is_ours or pool.block_bytes < self.needed:
             pool = self._pool = message_pool(self.needed)
@@ -109,9 +109,8 @@ class TaskSampler:
 
     Args:
         batches: the user's batch sampler.
-        buffers: where blocks come from.
-        announce: is called with each batch as it is drawn, some batches before it is handed over; None for
-            no call.
+        buffers: gives the blocks.
+        announce: called with each batch's indices when they are drawn, some batches before they are needed.
     """
 
     def __init__(self, batches: Any, buffers: BatchBuffers, announce: Callable[[Any], None] | None) -> None:
@@ -123,13 +122,13 @@ class TaskSampler:
         self._states: dict[int, Any] = {}
 
     def begin(self, batches: Any, idle: int, states: dict[int, Any]) -> None:
-        """Say what the next pass is over.
+        """Set the next pass.
 
         Args:
             batches: its batch sampler.
-            idle: turns to be passed over before its first batch, so that this goes to the worker whose turn
-                it was when the pass was interrupted.
-            states: what to put workers' generators to, by worker.
+            idle: how many idle tasks to give before its first batch, so that this goes to the worker whose
+                turn it was when the pass was interrupted.
+            states: states to restore workers' generators to, by worker.
         """
         self._batches, self._idle, self._states = batches, idle, states
 
@@ -137,7 +136,7 @@ class TaskSampler:
         return self._tasks(iter(self._batches))
 
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
-        # The workers take turns, so the first tasks' numbers are their own.
+        # The workers take turns, so the number of each first task is the number of its worker.
         for turn, indices in enumerate(itertools.chain(itertools.repeat((), self._idle), batches)):
             pool = self._buffers.pool()
             number = pool.take()
@@ -152,23 +151,23 @@ class TaskSampler:
         return len(self._batches)
 
     def answered(self, message: BatchMessage) -> None:
-        """A message has come: its block is its own business from now on."""
+        """A message has arrived: from now on the message recycles its block."""
         self._out.pop((message.pool, message.block), None)
 
     def recall(self) -> None:
-        """Take back the blocks of tasks that no worker will answer any more."""
+        """Take back the blocks of tasks that no worker will answer."""
         for (_, number), pool in self._out.items():
             pool.give_back(number)
         self._out.clear()
 
 
 class BatchMaker(Dataset[Any]):
-    """The inner loader's dataset: makes the batch that a task asks for, in a worker.
+    """The inner loader's dataset: makes a task's batch, in a worker.
 
     Args:
         dataset: the user's dataset, with caches behind it.
         collate_fn: the user's.
-        batched: whether an index is a batch's; else it is the dataset's own, and collated alone.
+        batched: whether the order gives lists of indices; if not, each sample is collated alone.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool) -> None:
@@ -187,7 +186,7 @@ class BatchMaker(Dataset[Any]):
 
 
 class _InWorker:
-    """What a worker keeps between batches."""
+    """The state that a worker keeps between batches."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], batched: bool) -> None:
         route = route_to(dataset)
@@ -205,7 +204,7 @@ class _InWorker:
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         for cached in route.caches:
-            cached._access.tell = self._hand_on
+            cached._access.tell = self._report_warning
 
     def answer(self, task: Task) -> BatchMessage:
         if task.states is not None:
@@ -221,25 +220,25 @@ class _InWorker:
         return BatchMessage(task.pool.inode, task.block, batch, report)
 
     def _buffer(self, task: Task) -> _BatchBuffer:
-        """The task's block; one without room where the memory of the process that has it is out of reach."""
+        """The task's block; an empty one if this process cannot reach the memory of the one that has it."""
         blocks = self._pools.get(task.pool)
         if blocks is None:
             try:
                 blocks = SharedBlocks(task.pool, task.block_bytes)
             except OSError:
                 if can_reopen():
-                    raise  # that process has gone
+                    raise  # that process has died
                 return _BatchBuffer(bytearray(), 0)  # without /proc: batches go as torch sends them
             self._pools[task.pool] = blocks
         return _BatchBuffer(blocks.array(task.block), task.block_bytes)
 
     def _drawn_from(self) -> Generators:
-        """The generators that live transforms, and samples as they are read, draw from."""
+        """The generators that live transforms and the reading of samples draw from."""
         if self._generators is None:
             self._generators = Generators(random_parts(self.route, self.collate_fn))
         return self._generators
 
-    def _hand_on(self, sentence: str, about: str = "") -> None:
+    def _report_warning(self, sentence: str, about: str = "") -> None:
         self._told.append((sentence, about))
 
     def _batch(self, indices: Any, buffer: _BatchBuffer) -> Any:
@@ -262,10 +261,10 @@ class _InWorker:
         single = self.route.single
         assert single is not None
         if self._gather is None and not self._not_gathered and single._store is not None:
-            here = single._store.in_common_form(ids)
-            if not len(here):
+            cached_ids = single._store.in_common_form(ids)
+            if not len(cached_ids):
                 return None
-            self._gather = make_gather(single, self.collate_fn, int(here[0]))
+            self._gather = make_gather(single, self.collate_fn, int(cached_ids[0]))
             self._not_gathered = self._gather is None
         return self._gather.prepare(ids, buffer.whole, records) if self._gather is not None else None
 
@@ -289,12 +288,12 @@ def _is_still(collate_fn: Callable[[Any], Any]) -> bool:
 
 
 def random_parts(route: Route, collate_fn: Callable[[Any], Any]) -> list[Any]:
-    """What may draw random numbers where batches are made of samples."""
+    """The objects that may draw random numbers when batches are made of samples."""
     parts = [part for cached in route.caches for part in cached._source.random_parts]
     return parts if _is_still(collate_fn) else [*parts, collate_fn]
 
 
-# Kinds whose collated tensor is made somewhere and then copied to the buffer: a few bytes for each sample.
+# Kinds that are collated elsewhere and then copied to the buffer: a few bytes for each sample.
 _NUMBERS = (int, float, (np.bool_, np.number, np.object_))
 
 
@@ -306,7 +305,7 @@ def _onto(buffer: _BatchBuffer, function: Callable[..., Any]) -> Callable[..., A
 
 
 class _BatchBuffer:
-    """A block that a worker lays a batch out in, from its beginning on.
+    """A block that a worker writes a batch into, from its beginning on.
 
     Attributes:
         size: bytes of the block.
@@ -338,7 +337,7 @@ class _BatchBuffer:
         return self._view(offset, dtype, (count,), count) if count else torch.empty(0, dtype=dtype)
 
     def placed(self, done: torch.Tensor, offset: int) -> Any:
-        """What stands in the message for a finished column."""
+        """The reference that the message has in place of a finished column."""
         return TensorRef(offset, done.dtype, tuple(done.shape)) if done.numel() else done
 
     def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
@@ -375,10 +374,10 @@ class _BatchBuffer:
         return TensorRef(at, made.dtype, tuple(made.shape))
 
     def lay(self, made: Any) -> Any:
-        """What a collate function of the user's has made, its plain tensors copied to the block.
+        """Copy the plain tensors of a user's batch to the block, and return it with references to them.
 
-        Where there are only dicts, lists, tuples, tensors and plain values in it, each of them once. Anything
-        else travels as torch has it travel, so that what is one object, or one memory, there, is one here.
+        Only if the batch consists of dicts, lists, tuples, tensors and plain values, each of them once. Any
+        other batch is sent as torch sends it, so that one object, or one memory, in the worker stays one.
         """
         tensors: list[torch.Tensor] = []
         if not _find_tensors(made, tensors, set()):
@@ -392,7 +391,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def _find_tensors(made: Any, tensors: list[torch.Tensor], known: set[int]) -> bool:
-    """Find all tensors; False if there is something else in it, or one thing in two places."""
+    """Find all tensors; False if the batch holds an object of another kind, or one object twice."""
     kind = type(made)
     if kind in _PLAIN:
         return True
@@ -408,7 +407,7 @@ def _find_tensors(made: Any, tensors: list[torch.Tensor], known: set[int]) -> bo
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is a dense tensor in memory of its own: all that a place can say of one."""
+    """Whether it is a dense tensor in memory of its own, which a :class:`TensorRef` describes in full."""
     shared = tensor.is_shared()  # type: ignore[no-untyped-call]
     return (
         not (shared or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
@@ -428,12 +427,12 @@ def _with_places(made: Any, places: dict[int, Any]) -> Any:
 
 
 class WorkerInit:
-    """Runs in each worker before its first batch: the user's function sees the user's dataset.
+    """Runs in each worker before its first batch, and calls the user's function with the user's dataset.
 
     From then on the worker dies with the process that made it. torch's worker looks up its parent only after
-    this, to end when that dies: if the parent has died already, the worker takes the process that adopted it
-    for its parent, and waits for work for ever. And at its end it waits until its batches were read, which no
-    process does then.
+    this call, to end when the parent dies: if the parent has died already, the worker takes the process that
+    adopted it for its parent, and waits for work for ever. And at its end it waits until its batches were
+    read, which then no process does.
 
     Args:
         user: the user's function.
@@ -448,12 +447,12 @@ class WorkerInit:
             self._parent.arm()
         except ProcessLookupError:
             os._exit(1)
-        except OSError:  # no descriptor is left, say: it is torch's own again
+        except OSError:  # no descriptor is left, for example: torch's own check remains
             pass
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, BatchMaker):
             keep_freed_memory()
-            # WorkerInfo refuses plain assignment; what a user finds there must be the dataset.
+            # WorkerInfo refuses plain assignment; the user must find the user's own dataset there.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker)

@@ -150,7 +150,7 @@ def test_a_loader_without_a_batch_sampler_is_returned_as_it_is() -> None:
 
 
 def test_a_loader_that_was_not_prepared_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"not a DataLoader; call Accelerator.prepare"):
+    with pytest.raises(TypeError, match=r"got a DataLoader; call Accelerator.prepare"):
         from_cache(DataLoader(Samples(image_and_label, 4)))
 
 

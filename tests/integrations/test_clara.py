@@ -534,7 +534,7 @@ def test_a_value_that_must_be_an_object_is_named(root: Path, value: Any, depth: 
         holder = holder[key]
     if way:
         holder[way[-1]] = value
-        refused(root, made, f"{'.'.join(way)} is")
+        refused(root, made, f"{'.'.join(way)} must be")
     elif isinstance(value, str):
         assert "cannot be read" in refused(root, value, "the configuration: text")
     else:
@@ -652,7 +652,7 @@ def test_labels_must_be_alike(root: Path, tmp_path: Path) -> None:
 def test_a_variable_that_is_not_a_text_is_refused(root: Path) -> None:
     found = failure(lambda: from_config(config(WITH_CACHE), environment={"ROOT": 3}))  # type: ignore[dict-item]
     assert found.kind is hotset.ArgumentError
-    assert found.text.startswith("environment['ROOT'] is 3")
+    assert found.text.startswith("environment['ROOT'] must be")
 
 
 def test_the_configuration_is_left_as_it_was(root: Path) -> None:
