@@ -13,6 +13,7 @@ ndarray, numpy scalar   dtype with byte order, shape, order of dimensions in mem
 PIL image               mode, size, palette, pixels (``info`` and ``format`` are children)
 dict, list, tuple       keys in order, or the length
 float, complex          the bits
+Decimal                 its text
 other, from Python      nothing: its attributes are children
 other, from C           its ``==`` decides
 ======================  ======================================================================
@@ -24,6 +25,7 @@ arrays are dense: a copy of a strided slice need not keep the gaps.
 
 from __future__ import annotations
 
+import decimal
 import enum
 import hashlib
 import reprlib
@@ -133,6 +135,8 @@ def _own_difference(a: Any, b: Any) -> str | None:
         return None if {(type(x), x) for x in a} == {(type(x), x) for x in b} else _two(a, b)
     if isinstance(a, (float, complex)):
         return None if _bits(a) == _bits(b) else _two(a, b)
+    if isinstance(a, decimal.Decimal):
+        return None if str(a) == str(b) else _two(a, b)  # == ignores zeros and signs, and no NaN equals one
     return None if solid_base(type(a)) is object or _equal(a, b) else _two(a, b)
 
 
@@ -156,6 +160,8 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, (np.ndarray, np.void)):
         yield from _array_children(np.asarray(node))
     for name, value in sorted(attributes(node).items()):
+        if name == "_fill_value" and isinstance(node, np.ma.MaskedArray):
+            name, value = "fill_value", node.fill_value  # numpy sets the attribute when it is first asked for
         # An image's pixels are compared as such; its other attributes say how it was read.
         if not _is_image(node) or name in ("info", "format"):
             yield f".{name}", value

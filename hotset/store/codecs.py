@@ -1,9 +1,10 @@
 """Codecs: how objects are flattened to leaves and built again.
 
 A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and
-leaves; ``unflatten(tree)`` the object again. The built-in ones cover PIL images, torchvision's tv_tensors and
-MONAI's MetaTensor. They are looked up by the type's module, so that hotset imports no library that the user
-has not imported already. Users add codecs with :func:`register_codec`.
+leaves; ``unflatten(tree)`` the object again. The built-in ones cover PIL images, torchvision's tv_tensors,
+MONAI's MetaTensor, numpy's memmap, and ordinary types of the standard library (sets, dates, paths, ...). They
+are looked up by the type's module, so that hotset imports no library that the user has not imported already.
+Users add codecs with :func:`register_codec`.
 
 Nothing is pickled, unless a codec of the user's does so.
 """
@@ -11,10 +12,16 @@ Nothing is pickled, unless a codec of the user's does so.
 from __future__ import annotations
 
 import ast
+import datetime
+import decimal
+import zoneinfo
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from typing import Any
 
+import numpy as np
 import torch
 
 from hotset.errors import ArgumentError
@@ -146,9 +153,120 @@ def _tv_tensor(name: str) -> Codec | None:
     return Codec(name, flatten, unflatten, stacks=0)
 
 
+# ---- numpy and the standard library ---------------------------------------------------------------------
+
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str, bytes)}
+
+
+def _flatten_memmap(value: Any) -> Any:
+    # A copy of a memmap is a memmap in memory, without a file. That is what comes back.
+    return (np.asarray(value),)
+
+
+def _flatten_defaultdict(value: Any) -> Any:
+    factory = value.default_factory
+    if factory is not None and factory is not _FACTORIES.get(getattr(factory, "__name__", "")):
+        raise SchemaMismatch(f"a defaultdict that makes {factory!r}; only {', '.join(_FACTORIES)} are stored")
+    return ("" if factory is None else factory.__name__, dict(value))
+
+
+def _unflatten_defaultdict(tree: Any) -> Any:
+    factory, items = tree
+    return defaultdict(_FACTORIES[factory] if factory else None, items)
+
+
+def _flatten_set(value: Any) -> Any:
+    # Numbers as one array, so that sets of different sizes share a form.
+    if all(type(each) is int and -(1 << 63) <= each < 1 << 63 for each in value):
+        return np.fromiter(value, np.int64, len(value))
+    return sorted(value, key=lambda each: type(each).__qualname__)  # so that more of them share a form
+
+
+def _elements(tree: Any) -> Any:
+    return tree.tolist() if isinstance(tree, np.ndarray) else tree
+
+
+def _flatten_datetime(value: Any) -> Any:
+    zone = _flatten_zone(value.tzinfo)
+    return (value.year, value.month, value.day, *_clock(value), zone)
+
+
+def _flatten_time(value: Any) -> Any:
+    return (*_clock(value), _flatten_zone(value.tzinfo))
+
+
+def _clock(value: Any) -> tuple[int, ...]:
+    return (value.hour, value.minute, value.second, value.microsecond, value.fold)
+
+
+def _flatten_zone(zone: Any) -> Any:
+    """None, the seconds, microseconds and name of a fixed offset, or the key of a time zone."""
+    if zone is None:
+        return None
+    if type(zone) is zoneinfo.ZoneInfo and zone.key is not None:
+        return zone.key
+    if type(zone) is datetime.timezone:
+        offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+        return (_flatten_timedelta(offset), *name)
+    raise SchemaMismatch(f"a time in {zone!r}, which is neither a fixed offset nor a ZoneInfo with a key")
+
+
+def _unflatten_zone(tree: Any) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, str):
+        return zoneinfo.ZoneInfo(tree)
+    offset, *name = tree
+    return datetime.timezone(datetime.timedelta(*offset), *name)
+
+
+def _unflatten_datetime(tree: Any) -> Any:
+    *date, hour, minute, second, microsecond, fold, zone = tree
+    time = _unflatten_time((hour, minute, second, microsecond, fold, zone))
+    return datetime.datetime.combine(datetime.date(*date), time)
+
+
+def _unflatten_time(tree: Any) -> Any:
+    hour, minute, second, microsecond, fold, zone = tree
+    return datetime.time(hour, minute, second, microsecond, _unflatten_zone(zone), fold=fold)
+
+
+def _flatten_timedelta(value: Any) -> Any:
+    return (value.days, value.seconds, value.microseconds)
+
+
+def _flatten_deque(value: Any) -> Any:
+    return (value.maxlen, list(value))
+
+
+def _flatten_range(value: Any) -> Any:
+    return (value.start, value.stop, value.step)
+
+
+_PLAIN: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (set, _flatten_set, lambda tree: set(_elements(tree))),
+    (frozenset, _flatten_set, lambda tree: frozenset(_elements(tree))),
+    (deque, _flatten_deque, lambda tree: deque(tree[1], tree[0])),
+    (defaultdict, _flatten_defaultdict, _unflatten_defaultdict),
+    (Counter, dict, Counter),
+    (range, _flatten_range, lambda tree: range(*tree)),
+    (slice, _flatten_range, lambda tree: slice(*tree)),
+    (bytearray, bytes, bytearray),
+    (datetime.datetime, _flatten_datetime, _unflatten_datetime),
+    (datetime.date, lambda value: (value.year, value.month, value.day), lambda tree: datetime.date(*tree)),
+    (datetime.time, _flatten_time, _unflatten_time),
+    (datetime.timedelta, _flatten_timedelta, lambda tree: datetime.timedelta(*tree)),
+    (decimal.Decimal, str, decimal.Decimal),
+    (torch.Size, list, torch.Size),
+    (np.str_, str, np.str_),
+    *((kind, str, kind) for kind in (PurePosixPath, PureWindowsPath, PosixPath)),
+)
+
 _BUILTIN = {
     codec.name: codec
     for codec in (
+        *(Codec(_name(kind), flatten, unflatten) for kind, flatten, unflatten in _PLAIN),
+        Codec(_name(np.memmap), _flatten_memmap, lambda tree: tree[0].view(np.memmap), stacks=0),
         Codec("PIL.Image:Image", _flatten_image, _unflatten_image),
         Codec("monai.data.meta_tensor:MetaTensor", _flatten_meta, _unflatten_meta),
     )

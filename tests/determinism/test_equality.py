@@ -206,6 +206,24 @@ def test_nan_equals_nan_wherever_it_is() -> None:
         assert same(make(math.nan), make(math.nan)) is None
 
 
+def test_decimals_are_compared_by_their_digits() -> None:
+    for text in ("NaN", "-0", "1.10", "Infinity"):
+        assert same(decimal.Decimal(text), decimal.Decimal(text)) is None
+    for one, other in (("-0", "0"), ("1.10", "1.1"), ("NaN", "sNaN")):
+        assert same(decimal.Decimal(one), decimal.Decimal(other)) is not None
+
+
+def test_a_masked_array_does_not_change_as_its_fill_value_is_first_asked_for() -> None:
+    def make(fill: int | None = None) -> Any:
+        return np.ma.masked_array([1, 2], mask=[False, True], fill_value=fill)
+
+    asked = make()
+    assert asked.fill_value == 999999
+    assert same(asked, make()) is None
+    assert same(make(7), make()) is not None
+    assert same(make(), np.ma.masked_array([1, 2], mask=[True, False])) is not None
+
+
 def test_paths_are_compared_as_paths_whatever_they_have_cached() -> None:
     asked = Path("/a/b.txt")
     _ = asked.parts, hash(asked), str(asked)

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -448,3 +449,26 @@ def test_worker_init_fn_sees_the_users_dataset(data: str, collate: Any, tmp_path
         assert loader.worker_init_fn is init
         told = [(tmp_path / f"{worker}").read_text() for worker in range(2)]
         assert told == [f"{type(given).__name__} {len(given)}"] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_of_a_mapped_file_and_default_dicts_are_cached_and_stacked_as_torch_stacks_them(
+    workers: int, tmp_path: Path
+) -> None:
+    np.arange(40.0 * 6).tofile(tmp_path / "x")
+    mapped = np.memmap(tmp_path / "x", np.float64, "c", shape=(40, 6))
+
+    def make(index: int) -> Any:
+        return {"x": mapped[index], "y": defaultdict(int, a=index), "z": np.float32(index)}
+
+    options: dict[str, Any] = {"batch_size": 6, "num_workers": workers}
+    expected = list(DataLoader(Samples(make), **options))
+    with hotset.cache(Samples(make), memory="4MiB") as cached:
+        for _ in range(2):
+            equal_batches(list(hotset.DataLoader(cached, **options)), expected)
+            equal_batches(list(DataLoader(cached, **options)), expected)
+        assert cached.stats().cached == 40
+        assert type(cached[3]["x"]) is np.memmap
+        cached[3]["x"][:] = 0.0  # the caller's own
+        assert cached[3]["x"].tolist() == mapped[3].tolist()
+        assert cached.check() == []
