@@ -147,7 +147,7 @@ class Counted(Dataset[Sample]):
 
     def __init__(self, samples: Generated | Photographs, log: Path) -> None:
         self._samples = samples
-        # By this name it is no part of what the samples are: the file changes with every reading.
+        # The name keeps it out of the identity: the file changes with every reading.
         self._hotset_log = str(log)
 
     def __len__(self) -> int:

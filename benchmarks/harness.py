@@ -74,7 +74,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """What :func:`compare` found. ``limits`` are no peers: no loader can be expected to beat them.
+    """What :func:`compare` found. ``limits`` are not peers: no loader can be expected to beat them.
 
     ``matched`` names, for a peer that has a counterpart among hotset's entries, that one: a peer with a
     quarter of the data cached is no match for hotset with all of them. Other peers are against every entry.

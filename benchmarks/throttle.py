@@ -1,7 +1,7 @@
 """A throttled source: files of this disk, at the pace of storage behind a network. It *stands for* remote
 storage and is none: the bytes come from where they lie, and each request is made to wait.
 
-One file holds the state of one link, and everybody who opens it shares that link: threads, workers, ranks,
+One file holds the state of one link, and all that open it share that link: threads, workers, ranks,
 jobs that know nothing of each other. The model has two figures. Each request waits for the *latency*, all of
 them at once; then its bytes pass the link, one request after the other, at the *bandwidth*::
 
@@ -84,9 +84,9 @@ class Throttle:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         if not 0 < bytes_per_second < float("inf"):
-            raise ValueError(f"bytes_per_second={bytes_per_second} is no bandwidth; give a number above 0.")
+            raise ValueError(f"bytes_per_second must be above 0, got {bytes_per_second}.")
         if not 0 <= latency_seconds < float("inf"):
-            raise ValueError(f"latency_seconds={latency_seconds} is no latency; give 0 or a number above it.")
+            raise ValueError(f"latency_seconds must be 0 or more, got {latency_seconds}.")
         # As bytes, because a text that names a file counts in a dataset's fingerprint with the file's date,
         # and this one's changes with every request.
         self._file = os.fsencode(os.path.abspath(file))

@@ -80,7 +80,7 @@ class CropTruth:
             raise WrongData(f"a batch of shape {values.shape} for {len(ids)} samples")
         for value, i in zip(values, ids, strict=True):
             if not any(self._is_cut_from(value, row) for row in (self._rows[i], self._rows[i][:, :, ::-1])):
-                raise WrongData(f"sample {i} is no crop of its original")
+                raise WrongData(f"sample {i} is not a crop of its original")
         return ids
 
     def _is_cut_from(self, value: Array, row: Array) -> bool:

@@ -153,5 +153,5 @@ class VolumeTruth:
             cut = original[tuple(slice(first, first + self._crop) for first in begin)]
             scaled = (cut.astype(np.float32) - _LOW) / (_HIGH - _LOW)
             if image.shape != (1, *cut.shape) or not np.allclose(image[0], scaled, rtol=0, atol=1e-6):
-                raise WrongData(f"volume {i} is no crop of its original")
+                raise WrongData(f"volume {i} is not a crop of its original")
         return ids

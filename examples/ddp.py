@@ -1,4 +1,4 @@
-"""Data-parallel training on one machine: the ranks share one cache, and nobody has told them to.
+"""Data-parallel training on one machine: the ranks share one cache automatically.
 
 Each rank calls hotset.cache like a script without ranks; the first makes the cache and the others join it.
 DistributedSampler gives each rank other samples in each epoch, so by the end of the first one they have

@@ -168,7 +168,7 @@ def run(words: argparse.Namespace, folder: Path) -> dict[str, list[Epoch]]:
         loader = torch.utils.data.DataLoader(training, batch_size=16, shuffle=True, **loading)
         return train(loader, evaluated, words.epochs, len(photographs.classes))
 
-    # What torch prepares at a first step is nobody's data loading.
+    # torch's preparations at a first step are not data loading.
     descend(small_resnet(2), torch.zeros(16, 3, CROPPED, CROPPED), torch.zeros(16).long(), LEARNING_RATE)
     found = {"without cache": trained(torch.utils.data.DataLoader(evaluation, batch_size=64, **loading))}
     with hotset.cache(evaluation, session=words.cache_session_id) as cached:

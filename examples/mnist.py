@@ -49,7 +49,7 @@ def read_idx(path: Path, axes: int) -> Bytes:
     if data[:4] != magic:
         gzipped = ", as compressed files do, whose names end in .gz" if data[:2] == b"\x1f\x8b" else ""
         raise ValueError(
-            f"{path} is no IDX file of unsigned bytes with {axes} axes: it begins with "
+            f"{path} is not an IDX file of unsigned bytes with {axes} axes: it begins with "
             f"{data[:4].hex(' ') or 'nothing'}{gzipped}, not with {magic.hex(' ')}."
         )
     if len(data) < header:

@@ -137,7 +137,7 @@ def train(name: str, loader: Iterable[Any], steps: int, held_out: list[Any], cro
     net = small_unet()
     loss_of = monai.losses.DiceCELoss(to_onehot_y=True, softmax=True)
     optimizer = torch.optim.Adam(net.parameters(), LEARNING_RATE)
-    # What torch prepares at a first step is nobody's data loading.
+    # torch's preparations at a first step are not data loading.
     zeros = torch.zeros(1, 1, crop, crop, crop)
     loss_of(net(zeros), zeros).backward()
     optimizer.zero_grad()

@@ -219,7 +219,7 @@ def compare(words: argparse.Namespace, link: Link) -> dict[str, list[Epoch]]:
         loader = loader_type(dataset, sampler=sampler, **loading)
         return train(loader, words.epochs, len(photographs.classes), clock)
 
-    # What torch prepares at a first step is nobody's data loading.
+    # torch's preparations at a first step are not data loading.
     step(mobilenet(2), torch.zeros(32, 3, CROPPED, CROPPED), torch.zeros(32).long())
     found = {"without cache": trained(torch.utils.data.DataLoader, pictures, Clock(link))}
     clock = Clock(link)  # what it takes to make the cache is part of its first epoch

@@ -1,4 +1,4 @@
-"""Ranks: four processes under torchrun, each with two workers, share one cache that nobody gave them.
+"""Ranks: four processes under torchrun, each with two workers, share one cache automatically.
 
 Each calls ``hotset.cache`` itself and reads its shard by ``DistributedSampler``. Counted is how often the
 source was read, over two epochs and the plan, and measured, as in "memory", the proportional set size of all

@@ -318,7 +318,7 @@ def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None
     inputs, output = recorder.inputs[0], recorder.outputs[0]
     now, before = changeable(output), recorder.digests[0]
     if any(now.get(part, digest) != digest for part, digest in before.items() if part):
-        return None  # changed in place since; something added to the sample itself is no change of the result
+        return None  # changed in place since; adding to the sample itself does not change the result
     results = [output]
     if isinstance(inputs, Values):
         if not isinstance(output, tuple) or len(output) != len(inputs):

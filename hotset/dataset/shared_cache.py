@@ -383,7 +383,7 @@ class SharedCache:
 def get_shm_size() -> int:
     """Return the size of ``/dev/shm`` in whole GiB, rounded down.
 
-    stocaching's caches are there. A :class:`SharedCache` is not, so this is no limit for it; the limits are
+    stocaching's caches are there. A :class:`SharedCache` is not, so this does not limit it; the limits are
     the memory of the machine and of the control group.
 
     Raises:

@@ -77,7 +77,7 @@ with ExitStack() as stack:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=250
     )
     assert done.returncode == 0, done.stderr
-    assert "is no crop of its original" in done.stdout
+    assert "is not a crop of its original" in done.stdout
 
 
 def test_the_accuracies_of_windows_repeat() -> None:

@@ -408,7 +408,7 @@ def add_one(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_nested_deterministic_compose_is_cached_unlike_monais() -> None:
-    """CacheDataset caches nothing of it, nor of what follows a callable that is no MONAI transform."""
+    """CacheDataset caches nothing of it, nor anything after a callable that is not a MONAI transform."""
     from monai.transforms import Compose as MonaiCompose
     from monai.transforms import RandFlipd, ScaleIntensityd, SpatialPadd
 

@@ -1047,7 +1047,7 @@ def test_a_child_keeps_the_cache_when_its_parent_lets_go() -> None:
     assert list(care.reports()) == []
 
 
-# Where the order of stores is no promise, every record is verified
+# Where the processor may reorder stores, every record is verified
 
 
 @pytest.mark.parametrize("make", [picture, molecule])

@@ -418,7 +418,7 @@ def test_late_samples_are_counted_warned_of_once_and_added_later_without_waiting
     loader = loader_over(cached)
     first = numbers(loader)
     assert eventually(gated.waited), "a helper stands before a gate"
-    assert sorted(numbers(loader)) == sorted(first), "once is no more than helpers that were just started"
+    assert sorted(numbers(loader)) == sorted(first), "read once, as by helpers that were just started"
     assert (cached.stats().late, cursor_of(cached)) == (2, 0)
     with pytest.warns(HotsetWarning, match="4 of the 4 samples .* were not ready") as told:
         assert sorted(numbers(loader)) == sorted(first)

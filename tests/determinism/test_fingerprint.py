@@ -636,7 +636,7 @@ def test_the_main_module_of_a_spawned_process_is_the_main_module() -> None:
     assert of(Thing()) == before
 
 
-# ---- what is no identity ---------------------------------------------------------------------------------
+# ---- what is not part of the identity --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

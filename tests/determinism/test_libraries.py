@@ -202,7 +202,7 @@ def test_a_transforms_own_is_deterministic_is_believed() -> None:
     assert told(Asked(np.bool_(False))) == ("random", "its is_deterministic() returned False")
     assert told(Asked("yes"))[0] == "unknown"
     assert told(hotset.nondeterministic(Asked(True)))[0] == "random"
-    assert told(Asked)[0] == "unknown"  # the class is no transform
+    assert told(Asked)[0] == "unknown"  # the class is not a transform
     with pytest.raises(ZeroDivisionError):
         verdict_of(Asked(ZeroDivisionError()))
 

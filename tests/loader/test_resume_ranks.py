@@ -266,7 +266,7 @@ def test_between_two_epochs_the_user_sets_the_next_one(cached: Any) -> None:
     assert len(flat(other)) == 21
 
 
-# ---- states that are no good -------------------------------------------------------------------------
+# ---- states that must be refused ---------------------------------------------------------------------
 
 
 def refused(load: Any) -> str:
