@@ -178,7 +178,7 @@ def scribble(value: Any) -> int:
 
 
 def walk(dataset: Any, indices: Sequence[int], make: Callable[[int], Any], gate: Any, answers: Any) -> None:
-    """A child process's body: read samples in the given order once the gate opens, answer what was wrong."""
+    """A child process's body: read samples in the given order once the gate opens, report errors."""
     gate.wait(120)
     wrong = [i for i in indices if difference(dataset[i], make(i)) is not None]
     answers.put((os.getpid(), wrong))
@@ -222,7 +222,7 @@ def in_fork(body: Callable[[], None]) -> None:
 
 
 def finish(*processes: Any, within: float = 60.0) -> None:
-    """Join child processes within a bound, and fail unless each ended well."""
+    """Join child processes within a bound, and fail unless each exited with 0."""
     for process in processes:
         process.join(within)
         alive = process.is_alive()
@@ -334,7 +334,7 @@ def all_pairs(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def eventually(true: Callable[[], object], within: float = 60.0) -> bool:
-    """Whether ``true()`` becomes so within a bound, which only what hangs ever reaches."""
+    """Whether ``true()`` becomes True within a bound that only a hanging test reaches."""
     deadline = time.monotonic() + within
     while not true():
         if time.monotonic() > deadline:
@@ -344,7 +344,7 @@ def eventually(true: Callable[[], object], within: float = 60.0) -> bool:
 
 
 class Clock:
-    """What a module has in place of :mod:`time`, where a test says what time it is."""
+    """Replaces :mod:`time` in a module, so that a test sets the time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -355,7 +355,7 @@ class Clock:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[warnings.WarningMessage]]:
-    """The warnings of a block; not Python's own (from 3.12 on) that a process with threads is forked."""
+    """The warnings of a block, without Python's own (from 3.12 on) about forking a process with threads."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)

@@ -1,4 +1,4 @@
-"""Live transforms, collate and worker functions: what a transform draws is in its sample.
+"""Live transforms, collate and worker functions; the numbers that a transform draws show in its sample.
 
 So a wrong draw, or a draw in another order or another worker, is a wrong batch.
 """
@@ -104,7 +104,7 @@ def image_to_float(image: torch.Tensor) -> torch.Tensor:
 
 
 def describe_samples(samples: list[Any]) -> list[Any]:
-    """A collate_fn of the user's: proves that it is handed the samples themselves, in a list."""
+    """A collate_fn of the user's: proves that it is given the samples themselves, in a list."""
     assert type(samples) is list
     return [(type(sample).__name__, sample) for sample in samples]
 
@@ -114,7 +114,7 @@ def keep_first(samples: list[Any]) -> Any:
 
 
 class WritesWorker:
-    """A worker_init_fn that tells, through files, what it saw."""
+    """A worker_init_fn that writes to files what it saw."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,8 +1,8 @@
-"""What the tests of going on share: samplers of every kind, caches with live draws, and one comparison.
+"""Shared by the tests of resuming: samplers of every kind, caches with live draws, and one comparison.
 
-:func:`check` interrupts a run, saves the state as a checkpoint would, lets the run go on, and lets a second
-loader, made alike in a process with other random states, go on from the state. Both must give the same
-batches: those of the pass that was interrupted, and of the passes after it. Transforms draw from the global
+:func:`check` interrupts a run, saves the state as a checkpoint would, and continues the run. A second loader
+with the same arguments, under other random states, resumes from the state. Both must give the same batches:
+those of the interrupted pass, and of the passes after it. Transforms draw from the global
 generators and from their own, and the "training step" between two batches draws as well.
 """
 
@@ -50,7 +50,7 @@ class DrawsFromAll:
 
 
 class Remembering(Sampler[int]):
-    """A sampler of the user's that says how far it has come, and goes on from there in every ``iter()``."""
+    """A sampler of the user's that has a state, and continues from it in every ``iter()``."""
 
     def __init__(self, n: int) -> None:
         self.n = n

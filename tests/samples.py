@@ -1,4 +1,4 @@
-"""What single samples look like in the tests: every kind of leaf in every kind of container.
+"""The samples of the tests: every kind of leaf in every kind of container.
 
 Each function is pure: it gives the same sample for the same index, anew each time, in any process.
 """
@@ -312,7 +312,7 @@ def opaque(index: int) -> tuple[torch.Tensor, Opaque]:
 
 
 def strange(index: int) -> list[Any]:
-    """Leaves that no schema holds: whatever is not cached has to come through unchanged all the same."""
+    """Leaves that no schema holds: samples that are not cached must still be served unchanged."""
     return [
         {("tuple", 1): index}, {index, "set"}, frozenset([index]), Fraction(index, 7), Decimal(index) / 8,
         Path(f"/tmp/{index}"),

@@ -1,7 +1,7 @@
 """Datasets and samplers that the tests share: counting, misbehaving, random, batched, streamed.
 
-``Samples(make, n)[i]`` is ``make(i)``, so that the truth is at hand anywhere without a dataset. Each class
-that misbehaves does so only once it is armed, because building a cache may read any sample.
+``Samples(make, n)[i]`` is ``make(i)``, so that any test can make the expected sample without a dataset. Each
+class that misbehaves does so only once it is armed, because building a cache may read any sample.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Samples(Dataset[Any]):
 
 
 class Transformed(Dataset[Any]):
-    """What ``hotset.cache(source, transform=[...])`` is without the cache: one transform after the other."""
+    """The samples of ``hotset.cache(source, transform=[...])``, made without a cache."""
 
     def __init__(self, source: Dataset[Any], transforms: Sequence[Callable[[Any], Any]]) -> None:
         self.source = source
@@ -185,7 +185,7 @@ class SlowInWorkers(Armed):
 class Stalling(Armed):
     """The first process to read the index stays inside the read for as long as the marker exists.
 
-    It leaves its pid in ``<marker>.pid``. Everybody who comes after it reads at once.
+    It leaves its pid in ``<marker>.pid``. Later processes read at once.
     """
 
     def misbehave(self) -> None:
@@ -289,7 +289,7 @@ class DrawsTorch(Samples):
 
 
 class DrawsButDiscards(Samples):
-    """Moves an RNG without any effect on the sample: caching it would change everybody else's draws."""
+    """Moves an RNG without any effect on the sample: caching it would change all later draws."""
 
     def __getitem__(self, index: int) -> Any:
         torch.rand(())
@@ -360,7 +360,7 @@ class SeedsItself(Samples):
 
 
 class GlobalDraws(Sampler[int]):
-    """Draws each index from the global RNGs in turn, at the moment when it is asked for."""
+    """Draws each index from the global RNGs in turn, when the index is requested."""
 
     def __init__(self, n: int, count: int) -> None:
         self.n = n
