@@ -17,10 +17,12 @@ private pages of it, its bytes are not the file's, and they are read.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +31,7 @@ import torch
 
 from hotset.determinism.equality import array_bytes
 
-__all__ = ["FileRange", "digest_of_bytes", "file_behind", "integers_of"]
+__all__ = ["READ_WHOLE", "FileRange", "digest_of_bytes", "file_behind", "integers_of", "mapped_files"]
 
 Array = npt.NDArray[Any]
 
@@ -40,7 +42,7 @@ _LANES = 1 << 15
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio
 _HALF = np.uint64(32)
 # A file's content says more than its date; up to this size it is read fast enough.
-_READ_WHOLE = 64 << 20
+READ_WHOLE = 64 << 20
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ (\d+) +(/.*)")
 _RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -116,7 +118,7 @@ def integers_of(tensor: torch.Tensor) -> Array:
 
 def file_behind(array: Array) -> FileRange | None:
     """Return the range of a file that a large array maps; None if it is small or does not map a file."""
-    if array.nbytes <= _READ_WHOLE:
+    if array.nbytes <= READ_WHOLE:
         return None
     steps = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
     first = int(array.__array_interface__["data"][0])
@@ -124,6 +126,37 @@ def file_behind(array: Array) -> FileRange | None:
     high = first + sum(step for step in steps if step > 0) + array.itemsize
     found = _mapped(low, high)
     return found._replace(offset=found.offset + first - low) if found is not None else None
+
+
+def mapped_files(spans: Sequence[tuple[int, int]]) -> list[FileRange] | None:
+    """Return the range of a file behind each span of memory; None if one of them does not map a file.
+
+    Args:
+        spans: address and size of each, in bytes.
+    """
+    files: dict[tuple[int, int], FileRange] = {}
+    found: list[FileRange] = []
+    try:
+        with open("/proc/self/maps") as lines:
+            entries = [entry for entry in map(_MAPPING.match, lines) if entry is not None]
+        ends = [(int(entry[1], 16), int(entry[2], 16)) for entry in entries]
+        written = _written()
+        for address, size in spans:
+            at = bisect.bisect_right(ends, (address, sys.maxsize)) - 1
+            begin, end = ends[at] if at >= 0 else (0, 0)
+            if not begin <= address <= address + size <= end or (begin, end) in written:
+                return None
+            if (begin, end) not in files:
+                about = os.stat(entries[at][6])
+                if about.st_ino != int(entries[at][5]):
+                    return None  # another file has the name now
+                offset = int(entries[at][4], 16) - begin
+                files[begin, end] = FileRange(entries[at][6], about.st_size, about.st_mtime_ns, offset)
+            file = files[begin, end]
+            found.append(file._replace(offset=file.offset + address))
+    except (OSError, ValueError):  # there is no /proc, or a file was deleted
+        return None
+    return found
 
 
 def _mapped(low: int, high: int) -> FileRange | None:
@@ -151,12 +184,17 @@ def _mapped(low: int, high: int) -> FileRange | None:
 
 def _is_written(low: int, high: int) -> bool:
     """Whether this process has written to private pages at these addresses."""
-    inside = False
+    return any(begin < high and end > low for begin, end in _written())
+
+
+def _written() -> set[tuple[int, int]]:
+    """The mappings that have private pages to which this process has written."""
+    found, mapping = set(), (0, 0)
     with open("/proc/self/smaps") as lines:
         for line in lines:
             entry = _RANGE.match(line)
             if entry is not None:
-                inside = int(entry[1], 16) < high and int(entry[2], 16) > low
-            elif inside and line.startswith("Anonymous:") and line.split()[1] != "0":
-                return True
-    return False
+                mapping = int(entry[1], 16), int(entry[2], 16)
+            elif line.startswith("Anonymous:") and line.split()[1] != "0":
+                found.add(mapping)
+    return found

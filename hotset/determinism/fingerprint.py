@@ -17,6 +17,7 @@ class of the user       bases and everything in its body, methods by their code
 class, installed        its name, and the distribution's version
 function                code, constants, defaults, closure; the user's, the globals it reads too
 text that is a path     also the file's size and date: :mod:`hotset.determinism.data_files`
+Arrow table             its rows, or the large file that it maps: :mod:`hotset.determinism.arrow_tables`
 open file, mapping, ..  the file, or content: :mod:`hotset.determinism.handles`
 what code reads else    variables of the environment, torch's defaults: :mod:`.environment`
 ======================  ===========================================================================

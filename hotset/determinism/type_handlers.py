@@ -2,7 +2,7 @@
 
 Each function describes one kind of object. ``HANDLERS`` maps types to functions; a subclass goes to the
 handler of its nearest base that has one. Objects that stand for something outside the program are described
-by :mod:`hotset.determinism.handles`.
+by :mod:`hotset.determinism.handles`, Arrow's tables by :mod:`hotset.determinism.arrow_tables`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from hotset.determinism import code_dependencies as codes
+from hotset.determinism.arrow_tables import OF_ARROW
 from hotset.determinism.content_hash import digest_of_bytes, file_behind, integers_of
 from hotset.determinism.describe import Describer, Handler
 from hotset.determinism.handles import OF_HANDLES, by_type, with_own_state
@@ -320,6 +321,7 @@ def _all(handler: Handler, kinds: Iterable[type | str]) -> dict[type | str, Hand
 
 HANDLERS: dict[type | str, Handler] = {
     **OF_HANDLES,
+    **OF_ARROW,
     **_all(with_own_state(by_type), _NO_IDENTITY),
     **_all(_by_text, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype)),
     **_all(_by_text, (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))),

@@ -7,8 +7,6 @@ each batch and after the epoch. Then the same is recorded from hotset's, and the
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, equal_batches, rng_states, seed_everything
+from helpers import difference, rng_states
 from live import (
     HeldGenerator,
     draw_all,
@@ -28,6 +26,7 @@ from live import (
     reseed_worker,
     tag_worker,
 )
+from observed import EPOCHS, compare, record
 from samples import (
     bfloat_and_half,
     image_and_label,
@@ -57,7 +56,6 @@ import hotset
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 N = 22  # not a multiple of the batch size: the last batch is short
-EPOCHS = 3
 Options = Callable[[Any], dict[str, Any]]
 
 
@@ -104,40 +102,6 @@ SUFFIXES: dict[str, Callable[[], list[Callable[[Any], Any]]]] = {
     "all": lambda: [flip_and_crop, draw_all],
     "held": lambda: [HeldGenerator()],
 }
-
-
-def record(make_loader: Callable[[], DataLoader[Any]], epochs: int = EPOCHS) -> list[tuple[str, Any, Any]]:
-    """Record all that can be observed of some epochs: ``(moment, RNG states, batch)``, from equal seeds."""
-    seed_everything(4321)
-    random.random()
-    loader = make_loader()
-    observed: list[tuple[str, Any, Any]] = [("making the loader", rng_states(), len(loader))]
-
-    def observe(moment: str, batch: Any = None) -> None:
-        own = loader.generator
-        own_state = None if own is None else hashlib.sha256(own.get_state().numpy().tobytes()).hexdigest()
-        observed.append((moment, (*rng_states(), own_state), batch))
-
-    for epoch in range(epochs):
-        if isinstance(loader.sampler, DistributedSampler):
-            loader.sampler.set_epoch(epoch)
-        iterator = iter(loader)
-        observe(f"epoch {epoch}, iter()")
-        for count, batch in enumerate(iterator):
-            observe(f"epoch {epoch}, batch {count}", batch)
-        observe(f"epoch {epoch}, its end")
-    return observed
-
-
-def compare(got: list[tuple[str, Any, Any]], expected: list[tuple[str, Any, Any]]) -> None:
-    for (moment, states, batch), (true_moment, true_states, true_batch) in zip(got, expected, strict=False):
-        assert moment == true_moment
-        equal_batches(batch, true_batch, moment)
-        for name, state, true_state in zip(
-            ("random", "numpy", "torch", "generator="), states, true_states, strict=False
-        ):
-            assert state == true_state, f"after {moment} the state of {name} is another than with torch's"
-    assert len(got) == len(expected)
 
 
 def check_equal(
