@@ -31,7 +31,7 @@ from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, file_bytes, remedies
 from hotset.dataset.window import Sizes, Window
 from hotset.determinism.declare import declared
-from hotset.determinism.equality import same
+from hotset.determinism.equality import changeable, same
 from hotset.determinism.probe import Probe, probe
 from hotset.determinism.rng import Generators
 from hotset.determinism.trial import Timed
@@ -403,11 +403,29 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
             f"(sample {drawing[0]}, for example: {seen[0]}): such samples come from the source for "
             "each use, and the others are cached"
         ], False
+    if not probed.moved and _changes_in_place(source.dataset, probed.differing):
+        raise NotCacheable(
+            f"{kind}.__getitem__ changes in place what the dataset holds, so that each reading of a sample "
+            f"returns another one ({'; '.join(seen)}). Let it work on a copy (`x = x / 2` instead of "
+            "`x /= 2`, or .copy() and .clone()), and make the dataset anew: the samples that hotset has read "
+            "are changed."
+        )
     raise NotCacheable(
         f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
         "all epochs. Move the random part to transform=[...], after the part to be cached; or, if the "
         f"differences do not matter, declare it: hotset.deterministic({kind})."
     )
+
+
+def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:
+    """Whether reading one of these samples changes what an earlier reading has returned."""
+    for index in indices[:2]:
+        sample = dataset[index]
+        before = changeable(sample)
+        dataset[index]
+        if changeable(sample) != before:
+            return True
+    return False
 
 
 def _judge_batches(dataset: Any, source: Source) -> None:

@@ -46,6 +46,7 @@ class Probe:
         differs: a sentence for each sample whose readings differ.
         drawing: the indices whose reading moves a generator.
         frozen: as ``differs``, without the samples in ``drawing``: caching would freeze these.
+        differing: the indices of the samples in ``frozen``.
     """
 
     samples: list[Any]
@@ -54,6 +55,7 @@ class Probe:
     differs: tuple[str, ...]
     drawing: tuple[int, ...] = ()
     frozen: tuple[str, ...] = ()
+    differing: tuple[int, ...] = ()
 
 
 class _Reading(NamedTuple):
@@ -119,8 +121,9 @@ def probe(
         generators.restore()
     mean = sum(reading.seconds for reading in readings) / max(1, len(readings))
     samples = [reading.sample for reading in readings]
-    frozen = tuple(sentence for index, sentence in differs.items() if index not in drawing)
-    return Probe(samples, mean, moved, tuple(differs.values()), drawing, frozen)
+    frozen = {index: sentence for index, sentence in differs.items() if index not in drawing}
+    seen = tuple(differs.values())
+    return Probe(samples, mean, moved, seen, drawing, tuple(frozen.values()), tuple(frozen))
 
 
 def _drawing(

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import all_pairs
+from helpers import all_pairs, recorded
 from PIL import Image
 from torch.utils.data import Dataset
 
 import hotset
+from hotset.dataset import audit
 from hotset.determinism.equality import same
 
 N = 12
@@ -344,3 +345,68 @@ def test_a_value_that_cannot_be_copied_gives_a_warning(tmp_path: Path) -> None:
         with cached:
             assert [float(cached[i]["x"][0]) for i in range(N)] == [2.0 * i for i in range(N)]
         assert [float(item["x"][0]) for item in items] == list(range(N))
+
+
+class HalvesItsOwn(Dataset[Any]):
+    """Works in place on what it stores, each time that it reads one of ``which``."""
+
+    def __init__(self, make: Callable[[int], Any], which: set[int]) -> None:
+        self.items = [{"x": make(index)} for index in range(40)]
+        self.which = which
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.which:
+            self.items[index]["x"] /= 2
+        return self.items[index]
+
+
+HALVED: dict[str, Callable[[int], Any]] = {
+    "array": lambda i: np.full(3, i + 1.0),
+    "tensor": lambda i: torch.full((3,), i + 1.0),
+    "number": lambda i: i + 1.0,
+}
+
+
+@pytest.mark.parametrize("kind", HALVED)
+@pytest.mark.parametrize("which", [set(range(40)), {0}], ids=["all", "one"])
+def test_a_dataset_that_works_in_place_on_what_it_stores_is_refused_with_the_reason(
+    kind: str, which: set[int]
+) -> None:
+    with pytest.raises(hotset.NotCacheable, match="__getitem__ changes in place what the dataset holds"):
+        hotset.cache(HalvesItsOwn(HALVED[kind], which), memory="1MiB")
+
+
+@pytest.mark.parametrize("kind", HALVED)
+def test_where_few_samples_are_changed_in_place_all_epochs_equal_the_first_until_the_audit_says_so(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = HalvesItsOwn(HALVED[kind], {18, 19})
+    first = [copy.deepcopy(expected[index]) for index in range(40)]
+    with hotset.cache(HalvesItsOwn(HALVED[kind], {18, 19}), memory="1MiB") as cached:
+        for _ in range(2):
+            assert_all_same([cached[index] for index in range(40)], first)
+    monkeypatch.setattr(audit, "_SHARE", 1e9)  # each hit
+    monkeypatch.setattr(audit, "_KEPT_SECONDS", 1e9)
+    with hotset.cache(HalvesItsOwn(HALVED[kind], {18, 19}), memory="1MiB") as cached, recorded() as told:
+        assert_all_same([cached[index] for index in range(40)], first)
+        assert same(cached[18], first[18]) is None
+    [sentence] = [str(one.message) for one in told]
+    assert "sample 18 differs from what was cached" in sentence
+
+
+def test_a_dataset_that_returns_one_buffer_with_other_content_is_not_said_to_work_in_place() -> None:
+    class Random(Dataset[Any]):
+        buffer = np.zeros(3)
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            self.buffer[:] = np.random.rand(3)
+            return self.buffer
+
+    with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
+        hotset.cache(Random(), memory="1MiB")
