@@ -29,6 +29,7 @@ from session_places import own_runtime
 from benchmarks.operators import define_torchvision_operators
 
 define_torchvision_operators()
+gc.disable()  # until all is collected, which leaves hardly any garbage
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
@@ -86,6 +87,7 @@ def pytest_collection_finish() -> None:
     """Have the collector pass over the libraries: that took a third of all tests' time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -181,8 +183,19 @@ def _below(process: int | str) -> list[int]:
 _LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
+def _has_children() -> bool:
+    """Whether this process has children: the kernel knows, while a list takes a walk through ``/proc``."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def _children() -> set[str]:
-    found = set()
+    found: set[str] = set()
+    if not _has_children():
+        return found
     numbers = (
         _below("self") if _LISTED else [child.pid for child in psutil.Process().children(recursive=True)]
     )

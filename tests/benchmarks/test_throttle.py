@@ -77,7 +77,10 @@ def book_once(link: Throttle) -> None:
     link.book(SIZE)
 
 
-@pytest.mark.parametrize(("processes", "method"), [(1, "fork"), (2, "spawn"), (4, "fork")])
+@pytest.mark.parametrize(
+    ("processes", "method"),
+    [(1, "fork"), pytest.param(2, "spawn", marks=pytest.mark.chaos), (4, "fork")],
+)
 def test_any_number_of_processes_share_one_link(tmp_path: Path, processes: int, method: str) -> None:
     context: Any = multiprocessing.get_context(method)
     gate, answers = context.Event(), context.SimpleQueue()

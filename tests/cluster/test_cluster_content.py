@@ -183,7 +183,7 @@ def test_a_tally_that_is_gone_or_damaged_harms_nobody(tally: Tally, runtime: Pat
         read_tally(7)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.chaos)])
 def test_steps_are_sunk_as_on_one_machine(tmp_path: Path, workers: int) -> None:
     with town(tmp_path, image_and_label, sinking.N, count=2) as made:
         trainers = made.trainers()

@@ -160,7 +160,10 @@ def test_equal_with_forked_workers(sampler: str, suffix: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("sampler", "suffix"), [("shuffle", "no suffix"), ("draws_each_index", "all")])
+@pytest.mark.parametrize(
+    ("sampler", "suffix"),
+    [pytest.param("shuffle", "no suffix", marks=pytest.mark.chaos), ("draws_each_index", "all")],
+)
 def test_equal_with_spawned_workers(sampler: str, suffix: str) -> None:
     check_equal(
         lambda: Samples(image_and_label, N),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import seed_everything
+from helpers import all_pairs, seed_everything
 from resuming import check, same, through_a_checkpoint
 from samples import image_and_label
 from sources import Samples
@@ -188,9 +188,7 @@ SCRIPTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [2, None])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("script", "stop", "workers"), all_pairs(SCRIPTS, [2, None], [0, 2]))
 def test_resumed_batches_equal_torchdatas(script: str, stop: int | None, workers: int) -> None:
     """After two batches and at the end of an epoch; torchdata's also with a snapshot every few batches."""
     came: dict[str, Any] = {}

@@ -839,6 +839,7 @@ def check_example(said: str, ranks: int) -> None:
     assert 1.0 <= float(reads) < 1.5
 
 
+@pytest.mark.chaos  # six processes with torch; the test of restarts has two ranks that torchrun starts
 def test_two_jobs_of_torchrun_at_once_train_like_without_a_cache_and_stay_apart(folder: Path) -> None:
     ports = free_port(), free_port()
     jobs = [torchrun(ROOT / "examples" / "ddp.py", 2, "--master-port", port) for port in ports]

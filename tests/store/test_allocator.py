@@ -512,7 +512,14 @@ def test_a_control_group_too_small_for_the_data_and_a_large_index_kills_nobody()
         assert oom_kills(group) == 0
 
 
-@pytest.mark.parametrize(("workers", "kib", "batch"), [(0, 128, 16), (2, 128, 16), (2, 256, 32)])
+@pytest.mark.parametrize(
+    ("workers", "kib", "batch"),
+    [
+        pytest.param(0, 128, 16, marks=pytest.mark.chaos),
+        (2, 128, 16),
+        pytest.param(2, 256, 32, marks=pytest.mark.chaos),
+    ],
+)
 def test_a_loader_in_a_control_group_too_small_for_the_data_goes_on_with_one_warning(
     workers: int, kib: int, batch: int
 ) -> None:

@@ -659,7 +659,7 @@ def test_a_killed_process_leaves_nothing_in_the_folder(folder: Path) -> None:
     assert os.listdir(own) == []
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.chaos)])
 def test_other_processes_reach_the_disk_too(method: str, folder: Path, tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(samples.ragged, N, log), memory="3kB", spill=folder) as cached:
