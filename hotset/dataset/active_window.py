@@ -110,21 +110,21 @@ class ActiveWindow:
         """The entries at these positions of the epoch, or at all of them."""
         epoch, cursor = self._epoch_and_cursor(ring)
         if self._order is None or self._order[0] != (epoch, cursor):
-            places = np.arange(self.sizes.resident)
+            offsets = np.arange(self.sizes.resident)
             if self.sizes.shuffle:
-                places = epoch_order(self.sizes.seed, epoch, cursor, self.sizes.resident)
-            self._order = ((epoch, cursor), cursor + places)
+                offsets = epoch_order(self.sizes.seed, epoch, cursor, self.sizes.resident)
+            self._order = ((epoch, cursor), cursor + offsets)
         order = self._order[1]
         return order if positions is None else order[positions]
 
     def sample(self, entry: int) -> int:
         """The index in the dataset of an entry's sample."""
-        block, place = divmod(entry, _BLOCK)
+        block, offset = divmod(entry, _BLOCK)
         if block not in self._samples:
             if len(self._samples) > self.sizes.slots // _BLOCK + 2:
                 self._samples.clear()
             self._samples[block] = self._policy.entries(block * _BLOCK, _BLOCK)
-        return int(self._samples[block][place])
+        return int(self._samples[block][offset])
 
     def read(self, entry: int) -> Any:
         """Read an entry's sample, up to the cut."""

@@ -147,25 +147,25 @@ def first_difference(source: Source, store: Store) -> str | None:
     Returns:
         A phrase that names a sample and how it differs; None if all are equal, or cannot be read now.
     """
-    there = np.flatnonzero(store.words(np.arange(len(store))) >= PRESENT)
-    if not len(there):
+    cached = np.flatnonzero(store.words(np.arange(len(store))) >= PRESENT)
+    if not len(cached):
         return None
     begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
-    places = (0, len(there) - 1, varied % len(there), (varied >> 32) % len(there))
+    positions = (0, len(cached) - 1, varied % len(cached), (varied >> 32) % len(cached))
     generators = Generators([source.dataset, source.prefix])
     states = generators.states()
     try:
-        for number in dict.fromkeys(int(there[place]) for place in places):
-            ids = np.array([number])
+        for sample_id in dict.fromkeys(int(cached[position]) for position in positions):
+            ids = np.array([sample_id])
             copies = store.read(ids) if store.present(ids).all() else None
             if copies is None:
                 continue
             try:
-                found = same(copies[0], source.read(number), across=True)
+                found = same(copies[0], source.read(sample_id), across=True)
             except Exception:  # a sample that cannot be read now may be unchanged
                 continue
             if found:
-                return f"sample {number} ({found})"
+                return f"sample {sample_id} ({found})"
             if time.monotonic() - begun > _FIRST_SECONDS:
                 break
     finally:

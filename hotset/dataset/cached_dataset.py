@@ -353,8 +353,8 @@ class CachedDataset(Dataset[T], Generic[T]):
         old, arguments = self._current, self._maker.arguments
         if get_worker_info() is not None:
             # Noticed: it was set before the worker began, and the main process notices it at its next epoch.
-            here = f"{what} was set in a loader's worker, so this worker reads its samples uncached."
-            self._read_uncached(None if noticed else here)
+            sentence = f"{what} was set in a loader's worker, so this worker reads its samples uncached."
+            self._read_uncached(None if noticed else sentence)
             return
         if self._closed:
             self._read_uncached(None)

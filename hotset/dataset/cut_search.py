@@ -181,12 +181,12 @@ class _CutSearch:
         If that fails for all, one is read without recorders: some datasets check the type of their chain.
         """
         length = len(self._pipeline.dataset)
-        spread = sorted({place * (length - 1) // (_SAMPLES - 1) for place in range(_SAMPLES)})
+        spread = sorted({i * (length - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)})
         self._reads: list[tuple[Any, list[Any]]] = []
         error: Exception | None = None
         failed: list[int] = []
         begin = time.perf_counter()
-        for index in sorted(spread, key=lambda place: min(place, length - 1 - place)):
+        for index in sorted(spread, key=lambda index: min(index, length - 1 - index)):
             if self._reads and time.perf_counter() - begin > _READ_SECONDS:
                 break
             try:

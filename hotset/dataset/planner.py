@@ -269,8 +269,8 @@ def _held_by_others(session: Session | None, limit: int) -> int:
     if session is None:
         return 0
     with contextlib.suppress(OSError):
-        there = room_of(session)
-        return max(limit - min(there.free, machine.headroom().bytes) - there.unused, 0)
+        room = room_of(session)
+        return max(limit - min(room.free, machine.headroom().bytes) - room.unused, 0)
     return 0
 
 
@@ -328,11 +328,11 @@ def _window(
     return sizes, limit, [_too_small(sizes, needed, limit)]
 
 
-def _too_small(sizes: Sizes, needed: int, there: int) -> str:
+def _too_small(sizes: Sizes, needed: int, available: int) -> str:
     return (
         f"a window of {sizes.resident:,} samples, and {sizes.ahead:,} prepared for the next epoch, takes "
-        f"{format_bytes(needed)}, but only {format_bytes(there)} are available: samples that do not fit come "
-        "from the source. Lower `resident=`, or raise `memory=` if there is more."
+        f"{format_bytes(needed)}, but only {format_bytes(available)} are available: samples that do not fit "
+        "come from the source. Lower `resident=`, or raise `memory=` if there is more."
     )
 
 
@@ -361,7 +361,7 @@ def _probe(source: Source, length: int) -> Probe:
     """
     spread = _spread(length)
     # From both ends inwards: in sorted datasets, lengths and shapes differ most between the ends.
-    inwards = sorted(spread, key=lambda place: min(place, length - 1 - place))
+    inwards = sorted(spread, key=lambda index: min(index, length - 1 - index))
     held = (source.dataset, source.prefix)
     timed = Timed(source.read)
     found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
@@ -369,7 +369,7 @@ def _probe(source: Source, length: int) -> Probe:
 
 
 def _spread(length: int) -> list[int]:
-    return sorted({place * (length - 1) // max(_PROBED - 1, 1) for place in range(_PROBED)})
+    return sorted({i * (length - 1) // max(_PROBED - 1, 1) for i in range(_PROBED)})
 
 
 def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:

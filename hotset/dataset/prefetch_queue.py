@@ -132,15 +132,15 @@ class PrefetchQueue:
         ids = self._read(_LIST_AT, int(self._words[_LENGTH]))
         return (number, ids) if number % 2 == 0 and number == self.number else None
 
-    def give_up(self, number: int, place: int) -> None:
+    def give_up(self, number: int, position: int) -> None:
         """Mark a position of this list, so that no worker tries it again; later lists are not affected."""
-        _write(self._fd, number.to_bytes(8, "little"), _MARKS_AT + 8 * place)
+        _write(self._fd, number.to_bytes(8, "little"), _MARKS_AT + 8 * position)
 
-    def given_up(self, number: int, places: Ids) -> npt.NDArray[np.bool_]:
+    def given_up(self, number: int, positions: Ids) -> npt.NDArray[np.bool_]:
         """Which of these positions of a list are marked; they must be ascending, and at least one."""
-        first, last = int(places[0]), int(places[-1])
+        first, last = int(positions[0]), int(positions[-1])
         marks = self._read(_MARKS_AT + 8 * first, last + 1 - first)
-        given_up: npt.NDArray[np.bool_] = marks[places - first] == number
+        given_up: npt.NDArray[np.bool_] = marks[positions - first] == number
         return given_up
 
     # ---- errors --------------------------------------------------------------------------------------

@@ -147,8 +147,8 @@ class _Worker:
         """
         most = int(_CHUNK_SECONDS / self._seconds) if self._seconds else 1
         chunk = max(1, min(most, _LARGEST_CHUNK))
-        mine = free[self._number * chunk :][:chunk]
-        return mine if len(mine) else free[:chunk]
+        own = free[self._number * chunk :][:chunk]
+        return own if len(own) else free[:chunk]
 
     def _absent(self, number: int, ids: Ids, positions: Ids) -> Ids:
         """Those of these positions whose samples are missing, and not given up."""

@@ -159,19 +159,19 @@ class SampleAccess:
         found: dict[int, Any] = {}
         numbers = ids.tolist()
         if store is not None:
-            stored = np.array([place for place, sample in enumerate(numbers) if sample not in in_hand], int)
+            stored = np.array([i for i, sample in enumerate(numbers) if sample not in in_hand], int)
             drawing = store.index.drawing(ids[stored])
             if known and drawing.sum() > store.filler.drawing - before:
                 self.tell_of_draws()  # some were known before, so it is not the first epoch
             stored = stored[~drawing]
-            there = ids[stored]
-            copies = store.read(there) if len(there) and store.present(there).all() else None
+            hits = ids[stored]
+            copies = store.read(hits) if len(hits) and store.present(hits).all() else None
             if copies is not None:
                 found = dict(zip(stored.tolist(), copies, strict=True))
-                self.count_hits(there)
-        for place, sample in enumerate(numbers):
-            if place in found:
-                yield found.pop(place)
+                self.count_hits(hits)
+        for i, sample in enumerate(numbers):
+            if i in found:
+                yield found.pop(i)
             elif sample in in_hand:
                 # Returned once: a second use, in the same batch too, must not share the object.
                 yield in_hand.pop(sample)
@@ -282,9 +282,9 @@ class SampleAccess:
                 return copies[0]
         if store is not None and self._remote is not None and not store.index.drawing(ids).any():
             records, in_hand = self.bring(ids)
-            theirs = {**self.taken_apart(records), **in_hand}
-            if theirs:
-                return theirs[sample]
+            received = {**self.taken_apart(records), **in_hand}
+            if received:
+                return received[sample]
         self.draws = True
         if store is not None:
             return store.filler.read(sample, self._read)

@@ -87,13 +87,13 @@ def stats_of(
         peers: the traffic between machines.
         replaced: the number of samples that were replaced in the window.
     """
-    here = store.segment.index if entries is None else store.words(entries)
-    cached = int((here >= PRESENT).sum())
+    words = store.segment.index if entries is None else store.words(entries)
+    cached = int((words >= PRESENT).sum())
     sums = store.segment.slots.sum(axis=0).tolist()
     return Stats(
         cached=cached,
         uncached=used - cached,
-        spilled=int((here[here >= PRESENT] & ON_DISK != 0).sum()),
+        spilled=int((words[words >= PRESENT] & ON_DISK != 0).sum()),
         bytes=store.stored_bytes,
         hits=sums[Slot.HITS],
         misses=sums[Slot.MISSES],
