@@ -140,6 +140,7 @@ class _Training(NamedTuple):
         held: the share of the samples that was cached at the end, 0 to 1.
         opened: seconds that making dataset and loader took.
         requested: requests to the link for each sample, beyond opening.
+        audited: how many of these hotset's audit made, to compare what is cached with the source.
         losses: of each step of each epoch.
     """
 
@@ -148,6 +149,7 @@ class _Training(NamedTuple):
     held: float
     opened: float
     requested: float
+    audited: float
     losses: list[tuple[float, ...]]
 
 
@@ -198,31 +200,39 @@ class _Sweep:
     def _train(self, name: str) -> _Training:
         with ExitStack() as stack, _expected_warnings():
             start = time.perf_counter()
-            begin, held = self._open(stack, name)
+            begin, counted = self._open(stack, name)
             opened = time.perf_counter() - start
             before = self.source.requests
             epochs = list(train(begin, _EPOCHS))
+            requested = self.source.requests - before
+            held, audited = counted()
             return _Training(
                 first=epochs[0].seconds,
                 later=sum(epoch.seconds for epoch in epochs[1:]) / (_EPOCHS - 1),
-                held=held() / self._count,
+                held=held / self._count,
                 opened=opened,
-                requested=(self.source.requests - before) / self._count,
+                requested=requested / self._count,
+                audited=audited / self._count,
                 losses=[epoch.losses for epoch in epochs],
             )
 
-    def _open(self, stack: ExitStack, name: str) -> tuple[peers.Epoch, Callable[[], int]]:
-        """Return how epochs begin, and what tells how many samples are cached."""
+    def _open(self, stack: ExitStack, name: str) -> tuple[peers.Epoch, Callable[[], tuple[int, int]]]:
+        """Return how epochs begin, and what tells how many samples are cached, and were audited."""
         from hotset import cache
 
         source, limit = self.source.dataset, self.limits[name]
         if limit == 0:
-            return peers.loader(stack, source, _BATCH, _WORKERS), lambda: 0
+            return peers.loader(stack, source, _BATCH, _WORKERS), lambda: (0, 0)
         if name.startswith("stocaching"):
             stocached = _Stocached(source, limit / 100)
-            return peers.loader(stack, stocached, _BATCH, _WORKERS), lambda: len(stocached.cache)
+            return peers.loader(stack, stocached, _BATCH, _WORKERS), lambda: (len(stocached.cache), 0)
         cached = stack.enter_context(cache(source, memory=self._bytes * limit // 100))
-        return hotset_entries.loader(stack, cached, _BATCH, _WORKERS), lambda: cached.stats().cached
+
+        def counted() -> tuple[int, int]:
+            stats = cached.stats()
+            return stats.cached, stats.audited
+
+        return hotset_entries.loader(stack, cached, _BATCH, _WORKERS), counted
 
 
 def _name(kind: str, limit: int) -> str:
@@ -315,6 +325,7 @@ def _notes(found: _Sweep, later: Comparison) -> list[str]:
     told = [("held", "share cached", ".1%"), ("opened", "seconds to open", ".2f")]
     if found.source.link is not None:
         told.append(("requested", f"requests to the link for a sample in {_EPOCHS} epochs", ".3f"))
+        told.append(("audited", "of these made by the audit", ".3f"))
     for figure, meaning, form in told:
         each = (
             f"{name}: {found.spread(name, figure).median:{form}}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.benchmark
 
 
 def training(later: float, held: float, first: float = 1.0) -> sweep._Training:
-    return sweep._Training(first, later, held, opened=0.1, requested=0.0, losses=[(0.5,), (0.25,)])
+    return sweep._Training(
+        first, later, held, opened=0.1, requested=0.0, audited=0.0, losses=[(0.5,), (0.25,)]
+    )
 
 
 def later_epochs(found: sweep._Sweep) -> Comparison:
@@ -145,7 +148,19 @@ def test_both_run_and_everyone_in_them_is_measured(tmp_path: Path) -> None:
     contestants = [contestant for table in tables for contestant in table["contestants"]]
     assert {c["name"]: c["unfit"] for c in contestants if c["unfit"] or not c["figures"]} == {}
     assert all(target["measured"] for benchmark in saved.values() for target in benchmark["targets"])
-    # In three epochs: all samples once with room for all of them, half of them thrice with room for half.
-    requests = next(note for note in saved["sweep"]["notes"] if "requests to the link" in note)
-    assert "no cache: 3.000; hotset, 50 %: 2.000; hotset, 100 %: 1.0" in requests
+    # In three epochs: all samples once with room for all of them, half of them thrice with room for half; and
+    # those that the audit has read again.
+    requests, audits = (
+        {
+            name.strip(): float(figure)
+            for note in saved["sweep"]["notes"]
+            if told in note
+            for name, figure in re.findall(r"([^:;]+): ([\d.]+)", note.partition(told)[2])
+        }
+        for told in ("requests to the link for a sample in 3 epochs: ", "of these made by the audit: ")
+    )
+    assert requests["no cache"] == 3.0
+    for name, expected in (("hotset, 50 %", 2.0), ("hotset, 100 %", 1.0)):
+        assert requests[name] - audits[name] == pytest.approx(expected, abs=0.05 * (expected == 1.0) + 1e-3)
+        assert audits[name] < 0.2
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
