@@ -4,10 +4,10 @@
 where the record is       when it is verified                              a damaged one
 ========================  ===============================================  ==============================
 in memory                 never: only its writer wrote there               \\
-in a file on a disk       on this process's first touch, again when its    is not there, for this process
-                          index word has changed, and after a minute
-in the second tier        at each read, in the copy that is made of it     is forgotten, and read and
-                          (:class:`hotset.store.spill.StagedBatch`)        stored again
+in a file on a disk       on this process's first touch, again when its    is forgotten, and read and
+                          index word has changed, and after a minute       stored again
+in the second tier        at each read, in the copy that is made of it     the same
+                          (:class:`hotset.store.spill.StagedBatch`)
 ========================  ===============================================  ==============================
 
 Wherever the record is, its index word and its tail's place are checked at each read; if they point outside
@@ -15,6 +15,7 @@ the segment, the record is damaged (:meth:`Store.placed`). So it is if its dimen
 a disk can damage them after they were verified.
 
 The format relies on x86-64's order of stores; on other processors the first two are verified at every read.
+There a record in memory that does not verify yet comes from the source, and stays.
 
 A process warns of the first damaged record that it finds; all of them come from the source.
 """
@@ -71,9 +72,9 @@ class Verification:
             return True
         problem = self.problem(sample, word)
         if problem is not None:
-            self._damaged += 1
-            if self._damaged == 1:
-                warn(f"{problem}; this sample, and all others found damaged, are read from the source.")
+            # In memory it is not damaged: what its writer wrote has not all come here yet.
+            if not self._segment.trusted:
+                self.lose(sample, word, problem)
             return False
         if not FULL_CHECK:
             self.verified[sample] = word
@@ -102,6 +103,7 @@ class Verification:
         """
         if not self._forget(sample, word):
             return
+        why = why.removeprefix(f"sample {sample}: ")
         self._damaged += 1
         if self._damaged == 1:
             spilled = self._spill is not None and word & ON_DISK

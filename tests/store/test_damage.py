@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import samples
 from helpers import equal_batches, recorded
-from sources import Samples
+from sources import Counting, ReadLog, Samples
 from torch.utils.data import DataLoader
 
 import hotset
@@ -212,3 +212,31 @@ def test_a_file_on_a_disk_is_verified_again_now_and_then(
     monkeypatch.setattr("hotset.store.verification._BELIEVED_SECONDS", 0.0)
     with pytest.warns(HotsetWarning, match="sample 10"):
         equal_batches([on_a_disk[i] for i in range(N)], expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            equal_batches([on_a_disk[i] for i in range(N)], expected)
+    assert on_a_disk.stats().cached == N, "it was read again, and kept"
+    assert on_a_disk.check() == []
+
+
+def test_a_spilled_record_that_is_damaged_is_read_again_and_kept(runtime: Path, tmp_path: Path) -> None:
+    log = ReadLog(tmp_path / "log")
+    (tmp_path / "disk").mkdir()
+    expected = [samples.ragged(i) for i in range(N)]
+    with hotset.cache(Counting(samples.ragged, N, log), memory=0, spill=tmp_path / "disk") as cached:
+        for _ in range(2):
+            equal_batches([cached[i] for i in range(N)], expected)
+        log.reset()
+        store = cached._store
+        spill = store.spill
+        row = int(spill.segment.index[10] & ROW_MASK)
+        at = spill.segment.geometry.rows_at + row * spill.segment.geometry.stride
+        os.pwrite(spill.segment.fd, b"damaged", at)
+        with pytest.warns(HotsetWarning, match="sample 10 is damaged on the disk"):
+            equal_batches([cached[i] for i in range(N)], expected)
+        for _ in range(2):
+            equal_batches([cached[i] for i in range(N)], expected)
+        assert log.order() in ([10], [10, 10]), "for the use that found it, and to keep it"
+        assert (cached.stats().cached, cached.stats().spilled) == (N, N)
+        assert cached.check() == []
