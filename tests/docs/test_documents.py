@@ -7,12 +7,12 @@ import importlib
 import os
 import pkgutil
 import re
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from programs import Programs
 
 import hotset
 
@@ -36,21 +36,28 @@ MODULES = sorted(
 )
 
 
-def run(program: list[str], cwd: Path) -> str:
-    environment = {**os.environ, "PYTHONWARNINGS": "error"}
-    done = subprocess.run(
-        [sys.executable, *program], cwd=cwd, env=environment, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Run = Callable[[list[str], Path], str]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """A function that runs a program and returns what it prints; warnings are errors."""
+
+    def run(program: list[str], cwd: Path) -> str:
+        done = programs.run(program, cwd, {**os.environ, "PYTHONWARNINGS": "error"})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with Programs() as programs:
+        yield run
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run_and_print(example: Path, tmp_path: Path) -> None:
+def test_examples_run_and_print(run: Run, example: Path, tmp_path: Path) -> None:
     assert run([str(example)], tmp_path).strip()
 
 
-def test_lenet_trains_alike_in_all_three_ways(tmp_path: Path) -> None:
+def test_lenet_trains_alike_in_all_three_ways(run: Run, tmp_path: Path) -> None:
     printed = run([str(ROOT / "examples" / "lenet.py"), "--epochs", "2", "--sink-size", "30"], tmp_path)
     assert "epoch: 2 step: 30, loss is " in printed
     assert "60 steps" in printed
@@ -72,7 +79,9 @@ PAGES = ["README.md", "docs/training.md", "docs/determinism.md", "docs/window.md
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_programs_in_documents_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_in_documents_run(
+    run: Run, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each as a main program, one after another in one process, as most of the time is torch's import."""
     programs = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert programs
@@ -91,7 +100,7 @@ def test_programs_in_documents_run(page: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_each_machine_has_a_window_over_its_own_subset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program in docs/cluster.md, as the one rank of each of two machines runs it."""
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)

@@ -1,0 +1,100 @@
+"""Programs that are forked from a process that has imported torch, which takes longer than most of them run.
+
+Not for tests of what an interpreter does from its start: those start one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class Programs:
+    """Runs programs one after another, each as the main program of a process of its own."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._answer() == 0  # it has imported torch
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.killpg(self._server.pid, signal.SIGKILL)  # with a program that runs too long
+        self._server.communicate()
+
+    def _answer(self) -> int:
+        assert self._server.stdout is not None
+        return int(self._server.stdout.readline())
+
+    def run(
+        self, program: list[str], cwd: Path, environment: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a file with its arguments; as ``subprocess.run`` with captured output."""
+        assert self._server.stdin is not None
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, name) for name in ("stdout", "stderr")]
+            order = {
+                "program": program,
+                "cwd": str(cwd),
+                "environment": environment,
+                "files": list(map(str, files)),
+            }
+            print(json.dumps(order), file=self._server.stdin, flush=True)
+            code = self._answer()
+            said, warned = (file.read_text() for file in files)
+        return subprocess.CompletedProcess(program, code, said, warned)
+
+
+def _next_order() -> dict[str, Any]:
+    """Read orders, and answer each with the exit code of a child; returns the order in that child."""
+    print(0, flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            order: dict[str, Any] = json.loads(line)
+            return order
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    sys.exit()
+
+
+def _become(order: dict[str, Any]) -> None:
+    """Take over what a process that is started with the order's program has, and run it."""
+    for descriptor, path in enumerate([os.devnull, *order["files"]]):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.stdin = os.fdopen(0)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["cwd"])
+    sys.argv = order["program"]
+    places = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [str(Path(sys.argv[0]).parent), *filter(None, places), *sys.path[1:]]
+    if order["environment"].get("PYTHONWARNINGS") == "error":
+        warnings.simplefilter("error")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    import torch.utils.data  # noqa: F401
+
+    _become(_next_order())  # the interpreter ends after it, as after any program
