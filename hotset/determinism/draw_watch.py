@@ -94,8 +94,10 @@ class DrawWatch:
         assert self._generators is not None, "begin() comes first"
         before, self._entropy = self._entropy, entropy.taken()
         took_entropy = before != self._entropy
-        began = self._generators.noted()
         drew = self._moved()
+        if not (drew or took_entropy):
+            return False
+        began = self._generators.noted()
         if drew and read_again is not None and threading.active_count() > 1:
             for _ in range(_REPEATS):
                 self._generators.note()
