@@ -274,10 +274,18 @@ def _is_image(value: object) -> bool:
 def _image_difference(a: Any, b: Any) -> str | None:
     if (a.mode, a.size) != (b.mode, b.size):
         return f"image {a.mode} {a.size} and image {b.mode} {b.size}"
-    pixels = a.tobytes(), b.tobytes()  # before the palette, which PIL reads together with the pixels
+    pixels = _pixels(a), _pixels(b)  # before the palette, which PIL reads together with the pixels
     if a.getpalette() != b.getpalette():
         return "palette"
     return None if pixels[0] == pixels[1] else "pixels"
+
+
+def _pixels(image: Any) -> bytes:
+    """The bytes of a picture; of one whose file is damaged, what Pillow says of it."""
+    try:
+        return image.tobytes()  # type: ignore[no-any-return]
+    except Exception as error:  # Pillow raises errors of many kinds
+        return f"{type(error).__name__}: {error}".encode("utf-8", "replace")
 
 
 def _bits(number: complex) -> bytes:
@@ -295,7 +303,9 @@ def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, by
     if isinstance(node, torch.Tensor):
         if node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested):
             content = tensor_bytes(node) if node.numel() else None
-    elif (isinstance(node, np.ndarray) and not node.dtype.hasobject) or _is_image(node):
+    elif _is_image(node):
+        content = _pixels(node)
+    elif isinstance(node, np.ndarray) and not node.dtype.hasobject:
         content = node.tobytes()  # an array of objects would give pointers; its items are its children
     elif isinstance(node, (bool, int, float, complex, str, bytes, bytearray)):
         content = repr(node).encode("utf-8", "surrogatepass")

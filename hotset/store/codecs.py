@@ -1,17 +1,17 @@
 """Codecs: how objects are flattened to leaves and built again.
 
 A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and
-leaves; ``unflatten(tree)`` the object again. The built-in ones cover PIL images, torchvision's tv_tensors,
-MONAI's MetaTensor, numpy's memmap, and ordinary types of the standard library (sets, dates, paths, ...). They
-are looked up by the type's module, so that hotset imports no library that the user has not imported already.
-Users add codecs with :func:`register_codec`.
+leaves; ``unflatten(tree)`` the object again. The built-in ones cover PIL images and image files
+(:mod:`hotset.store.pictures`), torchvision's tv_tensors, MONAI's MetaTensor, numpy's memmap, and ordinary
+types of the standard library (sets, dates, paths, ...). They are looked up by the type's module, so that
+hotset imports no library that the user has not imported already. Users add codecs with
+:func:`register_codec`.
 
 Nothing is pickled, unless a codec of the user's does so.
 """
 
 from __future__ import annotations
 
-import ast
 import datetime
 import decimal
 import zoneinfo
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from hotset.errors import ArgumentError
+from hotset.store import pictures
 from hotset.store.leaves import SchemaMismatch
 
 __all__ = ["Codec", "codec_named", "codec_of", "register_codec"]
@@ -85,6 +86,8 @@ def codec_named(name: str) -> Codec | None:
         builtin = _BUILTIN.get(name)
         if builtin is None and name.startswith("torchvision.tv_tensors."):
             builtin = _tv_tensor(name)
+        if builtin is None and (found := pictures.image_file(name)) is not None:
+            builtin = Codec(name, *found)
         if builtin is None:
             return None
         _registered[name] = builtin
@@ -93,30 +96,6 @@ def codec_named(name: str) -> Codec | None:
 
 def _name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _flatten_image(image: Any) -> Any:
-    # What a file's headers said travels with a PIL image, and transforms may look at it (EXIF rotation).
-    info = repr(image.info)
-    try:
-        if ast.literal_eval(info) != image.info:
-            raise SchemaMismatch("a PIL image whose info cannot be stored as text")
-    except (ValueError, SyntaxError) as error:
-        raise SchemaMismatch("a PIL image with objects in its info") from error
-    palette = image.getpalette(image.palette.mode) if image.palette is not None else None
-    colours = (image.palette.mode, bytes(palette)) if palette is not None else ("", b"")
-    return (image.mode, image.width, image.height, info, *colours, image.tobytes())
-
-
-def _unflatten_image(tree: Any) -> Any:
-    from PIL import Image
-
-    mode, width, height, info, palette_mode, palette, pixels = tree
-    image = Image.frombytes(mode, (width, height), pixels)
-    if palette_mode:
-        image.putpalette(palette, palette_mode)
-    image.info = ast.literal_eval(info)
-    return image
 
 
 def _flatten_meta(value: Any) -> Any:
@@ -267,7 +246,7 @@ _BUILTIN = {
     for codec in (
         *(Codec(_name(kind), flatten, unflatten) for kind, flatten, unflatten in _PLAIN),
         Codec(_name(np.memmap), _flatten_memmap, lambda tree: tree[0].view(np.memmap), stacks=0),
-        Codec("PIL.Image:Image", _flatten_image, _unflatten_image),
+        Codec("PIL.Image:Image", pictures.flatten_image, pictures.unflatten_image),
         Codec("monai.data.meta_tensor:MetaTensor", _flatten_meta, _unflatten_meta),
     )
 }

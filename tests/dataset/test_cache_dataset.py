@@ -137,8 +137,7 @@ def test_images_of_every_mode_and_of_varying_size() -> None:
     assert hits_equal_misses(images, 9) == 9
 
 
-def test_image_files_that_were_opened_but_not_decoded_stay_so(tmp_path: Path) -> None:
-    """``Image.open`` returns a JpegImageFile with a format and an info, which a plain Image does not have."""
+def test_image_files_that_were_opened_but_not_decoded_are_pictures(tmp_path: Path) -> None:
     from PIL import Image
     from subclasses import fixed_image
 
@@ -153,7 +152,8 @@ def test_image_files_that_were_opened_but_not_decoded_stay_so(tmp_path: Path) ->
             data = io.BytesIO((tmp_path / f"{range(4)[index]}.jpg").read_bytes())
             return Image.open(data)
 
-    with_at_most_one_warning(lambda: served_right(Files(), Files().__getitem__, 4))
+    cached = with_at_most_one_warning(lambda: served_right(Files(), Files().__getitem__, 4))
+    assert cached == 4
 
 
 def _dense(sample: Sequence[Any]) -> list[Any]:
