@@ -126,13 +126,13 @@ def check() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hotset.session.cache_reports import reports
+    from hotset.session.reports import check_caches
     from hotset.units import format_bytes
 
     table = Table("cache", "state", "of", "samples", "cached", "memory", "limit", "disk")
     problems: list[str] = []
     count = 0
-    for report in reports():
+    for report in check_caches():
         count += 1
         opened = report.state in ("ok", "damaged") and report.samples > 0
         table.add_row(
@@ -161,9 +161,9 @@ def check() -> None:
 def gc() -> None:
     """Free what dead processes left behind, and expired sessions. Nothing that is in use is touched."""
     from hotset.server import stale_files as remains
-    from hotset.session import cache_reports as care
+    from hotset.session import recovery
 
-    freed = [*care.gc(), *remains.collect()]
+    freed = [*recovery.gc(), *remains.collect()]
     for sentence in freed:
         typer.echo(sentence)
     if not freed:

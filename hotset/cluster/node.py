@@ -34,12 +34,11 @@ from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
 from hotset.session.file_names import CACHE, runtime
 from hotset.session.find_or_create import CacheLocation, find_or_create_in_session
-from hotset.session.free_cache import DESTROYED
 from hotset.session.runtime_dir import runtime_folder
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_ledger, session_of
 from hotset.store import memory_limits as machine
-from hotset.store.format import Live
+from hotset.store.format import DESTROYED, Live
 from hotset.store.ring import attach_store
 from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo

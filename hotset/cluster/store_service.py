@@ -29,8 +29,7 @@ from hotset.cluster.wire_records import (
     Longs,
     WireRecords,
 )
-from hotset.session.free_cache import DESTROYED
-from hotset.store.format import CLAIMED, GENERATION_MASK, GENERATION_SHIFT, LINE, Live
+from hotset.store.format import CLAIMED, DESTROYED, GENERATION_MASK, GENERATION_SHIFT, LINE, Live
 from hotset.store.record_batch import ReceivedRecords
 
 if TYPE_CHECKING:  # these bring torch along

@@ -47,9 +47,8 @@ from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, Snapshot
 from hotset.errors import SegmentError
-from hotset.session.free_cache import DESTROYED
 from hotset.store.claims import Ids
-from hotset.store.format import Live
+from hotset.store.format import DESTROYED, Live
 from hotset.store.store import Store
 
 if TYPE_CHECKING:  # what it needs is an extra

@@ -35,10 +35,9 @@ from hotset.dataset.plan import Plan
 from hotset.determinism.declare import declared
 from hotset.determinism.draw_watch import DrawWatch
 from hotset.errors import SegmentError
-from hotset.session.free_cache import DESTROYED
 from hotset.session.job import this_job
 from hotset.store.claims import Ids
-from hotset.store.format import PRESENT, Live, Slot
+from hotset.store.format import DESTROYED, PRESENT, Live, Slot
 from hotset.store.record_batch import ReceivedRecords
 from hotset.store.ring import Ring
 from hotset.store.store import Store

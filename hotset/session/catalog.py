@@ -1,10 +1,27 @@
 """The catalog of the caches on this machine: one small file for each, in the runtime folder.
 
-A cache is a memfd, which has no name: a process reaches it through ``/proc`` with process, descriptor, inode
-and nonce, which are in the file (:mod:`hotset.session.entry`). The file does not say whether the cache is
-alive. A cache is alive while a process holds a *shared lock* on its file, which the kernel drops with the
-holder. A pid would not do: it may be reused, and it means another process in each container that shares
-``/dev/shm``.
+A cache is a memfd, which has no name: a process reaches it through a process that has it open, by way of
+``/proc``. The file says which processes those are:
+
+::
+
+       0  ┌──────────────────────────────────────────────────────────┐
+          │ head: one JSON object, padded; whole before the file has │  written once
+          │ its name                                                 │
+    4096  ├──────────────────────────────────────────────────────────┤
+          │ holder 0: process, descriptor, process namespace; 64 B   │  its process holds byte 1 + 0 locked
+          ├──────────────────────────────────────────────────────────┤
+          │ holder 1 ...                       (up to 256)           │
+          └──────────────────────────────────────────────────────────┘
+
+First comes the process that made the cache, which the head names, then any holder. A process takes a holder's
+line by locking its byte, and only then writes it, so lines of dead processes are used again and the file
+cannot grow. Readers ignore these locks: a line may be old or half written, so what it leads to is opened only
+if it is the memory's inode, and used only if the cache's nonce is in it.
+
+The file does not say whether the cache is alive. A cache is alive while a process holds a *shared lock* on
+its file (byte 0), which the kernel drops with the holder. A pid would not do: it may be reused, and it means
+another process in each container that shares ``/dev/shm``.
 
 ::
 
@@ -20,41 +37,102 @@ What keeps a living cache's file from being removed:
   a minute old as well, and a creator that finds it gone makes another;
 - a process that removes it takes an *exclusive* lock first, which any holder's shared lock prevents, and then
   checks that the name still means the file that it locked;
-- a process that joins takes a shared lock first, then checks the same; if not, it came too late.
+- a process that joins takes a shared lock first, then checks the same; if the check fails, it came too late.
 
 The last process to close drops its shared lock *before* it tries for the exclusive one. If it converted the
 one into the other, both would fail when two close at once, and the file would stay behind.
 
-Nothing here may fail a training run: a cache that cannot be listed works unlisted, after one warning.
+No failure here ends a training run: a cache that cannot be listed works unlisted, after one warning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
+import stat
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hotset._warnings import warn
-from hotset.errors import ArgumentError, FolderError
-from hotset.session.entry import NONCE, Entry, look, pack_head, write_holder
+from hotset.errors import ArgumentError, FolderError, SegmentError
 from hotset.session.job import pid_namespace
 from hotset.session.named_lock import TURNS
 from hotset.session.runtime_dir import KNOB, is_named, open_at, open_folder
 from hotset.store import locks
+from hotset.store.segment import Address
 
-__all__ = ["CatalogHandle", "Entry", "entries", "find", "gc", "register"]
+__all__ = ["CatalogHandle", "Entry", "address_of", "entries", "find", "gc", "register"]
 
-_LIFE = 0  # the byte of the file whose lock means that the cache is alive
 _LONGEST_LABEL = 200
 _YOUNG_SECONDS = 60.0
 _CREATE_TRIES = 5
 
-_LISTED = re.compile(rf"({NONCE})\.json")
-_TEMPORARY = re.compile(rf"{NONCE}\.[0-9a-f]{{8}}\.new")
+_NONCE = r"[0-9a-f]{16,64}"
+_LISTED = re.compile(rf"({_NONCE})\.json")
+_TEMPORARY = re.compile(rf"{_NONCE}\.[0-9a-f]{{8}}\.new")
+
+_FORMAT = 2
+_HEAD_BYTES = 4096
+_HOLDERS = 256
+_HOLDER_BYTES = 64
+_LIFE, _FIRST_HOLDER_LOCK = 0, 1  # bytes of the file: the lock of byte 0 means that the cache is alive
+
+_FIELDS: dict[str, type] = {
+    "pid": int,
+    "fd": int,
+    "inode": int,
+    "nonce": str,
+    "name": str,
+    "created": float,
+    "pidns": int,
+    "key": str,
+    "groups": list,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One listed cache, as it was at the moment of looking.
+
+    Attributes:
+        file: name of its file in the runtime folder.
+        alive: whether a process holds it, in whatever container.
+        at: process and descriptor that have its memory open now, and can be reached from here; None when
+            there is none, or when all are in other containers' process namespaces.
+        problem: why the file cannot be understood; empty if it can. The fields below are then void.
+        pid, fd, inode: process that made the cache, its descriptor of the memory, the memory's inode.
+        nonce: the cache's random bytes, in hexadecimal.
+        name: its label, for people.
+        created: when it was made, in seconds of Unix time.
+        pidns: inode of the process namespace in which ``pid`` counts.
+        key: what is in it; two caches of one key hold the same samples. Empty if nobody may share it.
+        groups: the groups of ranks that may share it: see :mod:`hotset.session.job`.
+    """
+
+    file: str
+    alive: bool
+    at: tuple[int, int] | None = None
+    problem: str = ""
+    pid: int = -1
+    fd: int = -1
+    inode: int = -1
+    nonce: str = ""
+    name: str = ""
+    created: float = 0.0
+    pidns: int = -1
+    key: str = ""
+    groups: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str | None:
+        """Where its memory can be opened from here; None if nowhere."""
+        return f"/proc/{self.at[0]}/fd/{self.at[1]}" if self.at else None
 
 
 class CatalogHandle:
@@ -142,7 +220,7 @@ class _Share(locks.Description):
         if not self._told:
             self._told = True
             with contextlib.suppress(OSError):
-                write_holder(self.value, memory)
+                _write_holder(self.value, memory)
 
     def drop_inherited(self) -> None:
         # Closing only: unlocking would drop the lock of the description, which is the parent's too.
@@ -184,13 +262,13 @@ def register(
     Warns:
         HotsetWarning: the cache could not be listed. The registration that is returned is then inert.
     """
-    if not re.fullmatch(NONCE, nonce):
+    if not re.fullmatch(_NONCE, nonce):
         raise ArgumentError(
             f"nonce must be 8 to 32 bytes in lower-case hexadecimal digits, got nonce={nonce!r}."
         )
     registration = CatalogHandle(nonce, name)
     try:
-        head = pack_head(
+        head = _pack_head(
             {
                 "pid": pid,
                 "fd": fd,
@@ -233,7 +311,7 @@ def entries() -> list[Entry]:
                 found.append(Entry(file, alive=False, problem=str(error)))
                 continue
             try:
-                found.append(look(fd, file, alive=locks.is_locked(fd, _LIFE)))
+                found.append(_look(fd, file, alive=locks.is_locked(fd, _LIFE)))
             finally:
                 os.close(fd)
     return sorted(found, key=lambda entry: (entry.created, entry.file))
@@ -246,6 +324,17 @@ def find(nonce: str) -> Entry | None:
         FolderError: the runtime folder is not safely this user's own.
     """
     return next((entry for entry in entries() if entry.nonce == nonce and entry.at), None)
+
+
+def address_of(entry: Entry) -> Address:
+    """Return where the memory of a listed cache can be had now.
+
+    Raises:
+        SegmentError: no process within reach has it open.
+    """
+    if entry.at is None:
+        raise SegmentError(f"the memory of {entry.name!r} is out of reach: nobody here has it open any more.")
+    return Address(*entry.at, entry.inode, bytes.fromhex(entry.nonce))
 
 
 def gc() -> list[str]:
@@ -325,7 +414,87 @@ def _removal_reason(fd: int, file: str) -> str:
     if _TEMPORARY.fullmatch(file):
         young = abs(time.time() - os.fstat(fd).st_mtime) < _YOUNG_SECONDS
         return "" if young else f"Removed {file}: the process that was listing a cache there has died."
-    entry = look(fd, file, alive=locks.is_locked(fd, _LIFE))
+    entry = _look(fd, file, alive=locks.is_locked(fd, _LIFE))
     if entry.problem:
         return f"Removed {file}: no process holds it, and it cannot be read ({entry.problem})"
     return f"Removed {file}: no process holds the cache {entry.name!r} of process {entry.pid} any more."
+
+
+# ---- what a file says ------------------------------------------------------------------------------
+
+
+def _pack_head(fields: dict[str, Any]) -> bytes:
+    """Return the head of a file, for a cache that these fields describe."""
+    return json.dumps({"format": _FORMAT, "kind": "memfd", **fields}).encode().ljust(_HEAD_BYTES)
+
+
+def _write_holder(fd: int, memory: int) -> None:
+    """Say in the file that this process has the cache's memory open; for as long as ``fd`` is.
+
+    Without a free place nothing is said: others reach the memory through those who have one.
+
+    Args:
+        fd: the file, on a description of this process's own.
+        memory: descriptor of the memory.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    for place in range(_HOLDERS):
+        if locks.try_lock(fd, _FIRST_HOLDER_LOCK + place):
+            line = f"{os.getpid()} {memory} {pid_namespace()}".ljust(_HOLDER_BYTES - 1) + "\n"
+            os.pwrite(fd, line.encode(), _HEAD_BYTES + place * _HOLDER_BYTES)
+            return
+
+
+def _look(fd: int, file: str, *, alive: bool) -> Entry:
+    """Read the file behind ``fd``, whose name is ``file``."""
+    try:
+        values = _parse(os.pread(fd, _HEAD_BYTES, 0), file)
+    except ValueError as error:
+        return Entry(file, alive, problem=str(error))
+    here = pid_namespace()
+    for pid, memory, pidns in [(values["pid"], values["fd"], values["pidns"]), *_read_holders(fd)]:
+        if pidns == here and _is_there(pid, memory, values["inode"]):
+            return Entry(file, alive, (pid, memory), **values)
+    return Entry(file, alive, **values)
+
+
+def _is_there(pid: int, memory: int, inode: int) -> bool:
+    try:
+        status = os.stat(f"/proc/{pid}/fd/{memory}")
+    except OSError:
+        return False
+    return status.st_ino == inode and stat.S_ISREG(status.st_mode)
+
+
+def _read_holders(fd: int) -> list[tuple[int, int, int]]:
+    content = os.pread(fd, _HOLDERS * _HOLDER_BYTES, _HEAD_BYTES)
+    found = []
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError):  # half written, or not by us
+            pid, memory, pidns = (int(word) for word in line.split())
+            found.append((pid, memory, pidns))
+    return found
+
+
+def _parse(content: bytes, file: str) -> dict[str, Any]:
+    """Return the fields of a head.
+
+    Raises:
+        ValueError: a sentence that says what is wrong with it.
+    """
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("It is not JSON.") from error
+    if not isinstance(values, dict) or (values.get("format"), values.get("kind")) != (_FORMAT, "memfd"):
+        raise ValueError("It is not a listing of this version of hotset.")
+    for field, kind in _FIELDS.items():
+        if type(values.get(field)) is not kind:
+            raise ValueError(f"Its field {field!r} is missing or of another type.")
+    if file != f"{values['nonce']}.json":
+        raise ValueError("It has another cache's name.")
+    found = {field: values[field] for field in _FIELDS}
+    found["groups"] = tuple(str(group) for group in values["groups"])
+    return found

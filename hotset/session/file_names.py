@@ -1,19 +1,24 @@
-"""The files that sessions consist of: what they are called, and how they go.
+"""The files that sessions consist of: what they are called, and how they are removed.
 
 ::
 
     runtime folder     <number>.session                   the ledger, whose head says what the session is
-    (memory)           <number>-<key>-<nonce>.cache       a segment: one cache, filled by who reads through it
+    (memory)           <number>-<key>-<nonce>.cache       a segment: one cache, filled by its readers
                        server-<port>.ledger               what the sessions of a server hold together
                        <number>.cluster                   which machines share the session, if several do
-                       <number>.traffic                   what passed between this one and the others
+                       <number>.traffic                   what passed between this machine and the others
 
     spill folder       <number>-<key>-<nonce>.spill       a cache's records that memory has no room for
     (disk)             <number>.session.json              what the session is, if it outlives a reboot
 
 All but a spill file have eight random digits and ``.new`` behind their names until they are whole. A name
-says whose the file is, so that what has no owner any more is known without opening it. A cache is emptied
-before its name goes: a file's pages live as long as anybody has it mapped (:mod:`hotset.session.free_cache`).
+says whose the file is, so a file whose session or cache is gone is recognized without opening it.
+
+A file's pages live as long as a process has it mapped, so removing a cache's name frees nothing while a job
+runs. The cache is emptied first: its clear generation becomes odd and it is marked as destroyed, so that no
+process starts to read. Processes that are copying are waited for, and reject their copies. Then the pages are
+freed. (If a process is stopped while it copies, the pages stay until it ends: touching a freed page would be
+SIGBUS on a full file system.) A late writer may store one more chunk, which is freed with the file.
 """
 
 from __future__ import annotations
@@ -25,21 +30,26 @@ import zlib
 from collections.abc import Iterator
 
 from hotset.errors import SegmentError
-from hotset.session.free_cache import retire
 from hotset.session.runtime_dir import open_folder
 from hotset.session.spill_dirs import open_spill
+from hotset.store.claims import Participant
+from hotset.store.format import DESTROYED, LIVE_AT, Live
+from hotset.store.segment import Segment
 
 __all__ = [
     "CACHE",
     "DEFINITION",
     "LEDGER",
     "SHARED",
+    "caches_of",
     "id_of",
+    "is_retired",
     "is_there",
     "member_of",
     "remove_cache",
     "remove_caches",
     "remove_spilled",
+    "retire",
     "roster_file",
     "runtime",
     "traffic_file",
@@ -50,6 +60,9 @@ LEDGER = re.compile(r"(\d{1,10})\.session")
 CACHE = re.compile(r"(\d{1,10})-([0-9a-f]{32})-([0-9a-f]{16})\.(cache|spill)")
 DEFINITION = re.compile(r"(\d{1,10})\.session\.json")
 SHARED = re.compile(r"(\d{1,10})\.(?:cluster|traffic)")
+
+_READERS_SECONDS = 5.0
+_BLOCK = 512  # the unit of st_blocks, whatever the file system's own is
 
 
 def roster_file(number: int) -> str:
@@ -88,6 +101,11 @@ def runtime() -> Iterator[int]:
         os.close(folder)
 
 
+def caches_of(number: int, files: list[str]) -> list[str]:
+    """Return those of these files that are caches of this session, in memory or on disk."""
+    return [file for file in files if (name := CACHE.fullmatch(file)) and int(name[1]) == number]
+
+
 def is_there(folder: int, file: str) -> bool:
     """Whether there is a file of that name, whatever it is."""
     with contextlib.suppress(FileNotFoundError):
@@ -111,7 +129,7 @@ def remove_caches(folder: int, number: int, spill: str | None) -> int:
         spill: its spill folder, if it has one.
     """
     freed = 0
-    for file in _of(number, os.listdir(folder)):
+    for file in caches_of(number, os.listdir(folder)):
         freed += remove_cache(folder, file)
     if spill is not None:
         with contextlib.suppress(OSError):
@@ -120,7 +138,7 @@ def remove_caches(folder: int, number: int, spill: str | None) -> int:
                 files = os.listdir(place)
             finally:
                 os.close(place)
-            for file in _of(number, files):
+            for file in caches_of(number, files):
                 freed += remove_spilled(spill, file)
     return freed
 
@@ -148,5 +166,39 @@ def remove_spilled(spill: str, file: str) -> int:
     return freed
 
 
-def _of(number: int, files: list[str]) -> list[str]:
-    return [file for file in files if (name := CACHE.fullmatch(file)) and int(name[1]) == number]
+def retire(path: str) -> int:
+    """Empty the cache in this file for good; return the bytes freed.
+
+    If a process is stopped while it reads the cache, nothing is freed: the memory is freed when the last
+    process that has it mapped ends.
+
+    Raises:
+        SegmentError: there is no usable cache.
+    """
+    segment = Segment.attach(path)
+    member = Participant(segment)
+    try:
+        live, geometry = segment.live, segment.geometry
+        # Also without the lock, whose holder may be stopped: these words only take samples away.
+        with member.short_lock():
+            live[Live.INVALIDATED] = DESTROYED
+            live[Live.ERA] |= 1
+            segment.index[:] = 0
+        taken = os.fstat(segment.fd).st_blocks
+        if member.unread(_READERS_SECONDS):
+            with contextlib.suppress(OSError):
+                segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        return max(taken - os.fstat(segment.fd).st_blocks, 0) * _BLOCK
+    finally:
+        member.leave()
+        segment.close()
+
+
+def is_retired(path: str) -> bool:
+    """Whether the cache in this file was emptied for good, and only its file is still there."""
+    try:
+        with open(path, "rb") as file:
+            word = os.pread(file.fileno(), 8, LIVE_AT + 8 * Live.INVALIDATED)
+    except OSError:
+        return False
+    return int.from_bytes(word, "little") == DESTROYED

@@ -42,9 +42,7 @@ import numpy as np
 from hotset._warnings import warn
 from hotset.errors import SegmentError, SessionError
 from hotset.session import catalog
-from hotset.session.entry import Entry
-from hotset.session.file_names import CACHE, is_there, member_of, runtime
-from hotset.session.free_cache import is_retired
+from hotset.session.file_names import CACHE, is_retired, is_there, member_of, runtime
 from hotset.session.job import this_job
 from hotset.session.named_lock import Turns
 from hotset.session.runtime_dir import KNOB
@@ -63,7 +61,6 @@ __all__ = [
     "CacheLocation",
     "HasSegment",
     "Shared",
-    "address_of",
     "attach_again",
     "find_or_create_in_job",
     "find_or_create_in_session",
@@ -209,7 +206,7 @@ class _JobCaches(Generic[S]):
             # The share first: what is attached and not listed could be collected, and created a second time.
             if registration.join():
                 with contextlib.suppress(OSError):
-                    value = self._attach(address_of(entry))
+                    value = self._attach(catalog.address_of(entry))
                     registration.join(value.segment.fd)
                     return Shared(value, registration, joined=True)
                 registration.close()  # of a dead one, that removes what it has left
@@ -465,18 +462,7 @@ def attach_again(address: Any, attach: Callable[[Any], S]) -> S:
         entry = catalog.find(address.nonce.hex()) if isinstance(address, Address) else None
         if entry is None:
             raise
-        return attach(address_of(entry))
-
-
-def address_of(entry: Entry) -> Address:
-    """Return where the memory of a listed cache can be had now.
-
-    Raises:
-        SegmentError: nobody within reach has it open.
-    """
-    if entry.at is None:
-        raise SegmentError(f"the memory of {entry.name!r} is out of reach: nobody here has it open any more.")
-    return Address(*entry.at, entry.inode, bytes.fromhex(entry.nonce))
+        return attach(catalog.address_of(entry))
 
 
 def _digest(*parts: str) -> str:

@@ -16,7 +16,7 @@ A process uses a cache while it holds the cache's byte of the ledger with a shar
 (:mod:`hotset.session.quota`): from before it attaches until it closes or ends. A stopped process still holds
 its lock. While the reclaiming process holds the byte exclusively, a process that wants the cache finds it
 gone and creates it again under another name. The memory is freed as that of a destroyed session
-(:mod:`hotset.session.free_cache`), so that a reader without a lock (a machine's node, a report) never touches
+(:mod:`hotset.session.file_names`), so that a reader without a lock (a machine's node, a report) never touches
 pages that are gone.
 
 A process that dies while reclaiming leaves an invalidated file, or a row without a file; both are dropped
@@ -33,7 +33,15 @@ from dataclasses import dataclass
 
 from hotset._warnings import printable
 from hotset.errors import SegmentError, SessionError
-from hotset.session.file_names import CACHE, id_of, is_there, member_of, remove_cache, remove_spilled, runtime
+from hotset.session.file_names import (
+    caches_of,
+    id_of,
+    is_there,
+    member_of,
+    remove_cache,
+    remove_spilled,
+    runtime,
+)
 from hotset.session.quota import Quota
 from hotset.session.session_definition import Session, ledger_in
 from hotset.store.segment import Segment
@@ -94,7 +102,7 @@ def reclaim(session: Session, needed: int) -> list[Dropped]:
     """
     dropped: list[Dropped] = []
     with runtime() as folder, ledger_in(folder, session.file) as ledger:
-        files = {member_of(file): file for file in os.listdir(folder) if _is_of(file, session.number)}
+        files = {member_of(file): file for file in caches_of(session.number, os.listdir(folder))}
         rows = {row: member for member, row in ledger.members().items()}
         for row in ledger.unused():
             if sum(each.bytes for each in dropped) >= needed:
@@ -122,7 +130,7 @@ def pin(session: Session, which: str | int, pinned: bool = True) -> str:
     """
     with runtime() as folder, ledger_in(folder, session.file) as ledger:
         rows = ledger.members()
-        files = [file for file in os.listdir(folder) if _is_of(file, session.number)]
+        files = caches_of(session.number, os.listdir(folder))
         names = {file: _name_of(folder, file) for file in files if member_of(file) in rows}
         found = [file for file, name in names.items() if str(which) in (str(id_of(file)), name)]
         if len(found) != 1:
@@ -183,11 +191,6 @@ def _name_of(folder: int, file: str) -> str:
         finally:
             segment.close()
     return file
-
-
-def _is_of(file: str, number: int) -> bool:
-    found = CACHE.fullmatch(file)
-    return found is not None and int(found[1]) == number and found[4] == "cache"
 
 
 def _ago(seconds: float) -> str:

@@ -30,6 +30,7 @@ import re
 import time
 
 from hotset.errors import SessionError
+from hotset.session import catalog
 from hotset.session import server_quota as servers
 from hotset.session.file_names import (
     CACHE,
@@ -47,13 +48,22 @@ from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
 from hotset.session.spill_dirs import known_folders, open_spill
 from hotset.store.locks import is_locked
 
-__all__ = ["recover"]
+__all__ = ["gc", "recover"]
 
 _UNFINISHED = re.compile(
     r"(?:\d{1,10}(?:-[0-9a-f]{32}-[0-9a-f]{16})?|server-\d{1,5})\.\w+(?:\.json)?\.[0-9a-f]{8}\.new"
 )
 _NAMELESS = re.compile(r"[0-9a-f]{32}")  # for a moment, where the file system knows no nameless files
 _YOUNG_SECONDS = 60.0
+
+
+def gc() -> list[str]:
+    """Free what dead processes left, and expired sessions; return a sentence for each.
+
+    Raises:
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    return [*catalog.gc(), *recover()]
 
 
 def recover() -> list[str]:

@@ -1,26 +1,42 @@
-"""What sessions hold and have served, in numbers, for people who look: no sample is touched for it.
+"""Reports of caches and sessions for users: what they hold and have served, and whether records are valid.
 
-A cache counts itself, in the words of its segment; here they are read, through a mapping of its own, at the
-moment of asking. What others write meanwhile may be seen half a batch apart.
+::
+
+    report(session)    the caches of one session, in numbers; reads no record        server, hotset session
+    check_caches()     every cache within reach; verifies every record of it         hotset check
+
+A cache counts itself, in the words of its segment. A report reads these words through a mapping of its own;
+what other processes write meanwhile may be seen half a batch apart.
+
+Private caches are found in the catalog, those of sessions by their files. If only processes of another
+container hold a private cache, its file's lock shows that it is alive, but its memory, which has no name,
+cannot be opened from here: it is reported as out of reach, and left alone.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hotset.errors import SegmentError
-from hotset.session.file_names import CACHE, id_of, member_of
+from hotset.session import catalog, sessions
+from hotset.session.catalog import Entry, address_of
+from hotset.session.file_names import CACHE, caches_of, id_of, member_of, runtime
 from hotset.session.quota import Quota
-from hotset.session.runtime_dir import open_folder
+from hotset.session.runtime_dir import runtime_folder
 from hotset.session.session_definition import Session, open_ledger
 from hotset.store import locks
-from hotset.store.format import ON_DISK, PRESENT, SLOTS, Live, Slot
-from hotset.store.segment import Segment
+from hotset.store.format import DESTROYED, ON_DISK, PRESENT, SLOTS, Live, Slot
+from hotset.store.fsck import check_segment, check_tiers
+from hotset.store.segment import Address, Segment, attach_second
 
-__all__ = ["CacheReport", "SessionReport", "report"]
+__all__ = ["CacheReport", "CheckedCache", "SessionReport", "check_caches", "report"]
+
+
+# ---- in numbers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -94,27 +110,23 @@ class SessionReport:
 
 
 def report(session: Session) -> SessionReport:
-    """Look at a session.
+    """Return what a session and its caches hold and have served.
 
     Raises:
         SessionError: it is gone.
         FolderError: the runtime folder is not safely this user's own.
     """
-    folder = open_folder()
-    try:
-        with open_ledger(session) as ledger:
-            in_use = ledger.in_use
-            files = [file for file in os.listdir(folder) if _is_of(file, session.number)]
-            looked = [_standing(_look(folder, file), ledger, file) for file in files]
-    finally:
-        os.close(folder)
-    caches = tuple(sorted(looked, key=lambda cache: (cache.name, cache.id)))
+    with runtime() as folder, open_ledger(session) as ledger:
+        in_use = ledger.in_use
+        files = caches_of(session.number, os.listdir(folder))
+        found = [_with_quota(_counts_of(folder, file), ledger, file) for file in files]
+    caches = tuple(sorted(found, key=lambda cache: (cache.name, cache.id)))
     memory, disk = (sum(getattr(cache, tier) for cache in caches) for tier in ("memory", "disk"))
     return SessionReport(session, in_use, memory, disk, caches)
 
 
-def _standing(cache: CacheReport, ledger: Quota, file: str) -> CacheReport:
-    """With what the ledger says of it; that it is used is noted there, as it may end without a word."""
+def _with_quota(cache: CacheReport, ledger: Quota, file: str) -> CacheReport:
+    """Add what the ledger says of a cache. A use is recorded there, as its process may be killed."""
     row = ledger.members().get(member_of(file))
     if row is None:
         return cache
@@ -123,12 +135,7 @@ def _standing(cache: CacheReport, ledger: Quota, file: str) -> CacheReport:
     return replace(cache, in_use=in_use, pinned=ledger.is_pinned(row), limit=limit)
 
 
-def _is_of(file: str, number: int) -> bool:
-    found = CACHE.fullmatch(file)
-    return found is not None and int(found[1]) == number
-
-
-def _look(folder: int, file: str) -> CacheReport:
+def _counts_of(folder: int, file: str) -> CacheReport:
     number = id_of(file)
     try:
         segment = Segment.attach(f"/proc/self/fd/{folder}/{file}")
@@ -136,7 +143,7 @@ def _look(folder: int, file: str) -> CacheReport:
         return CacheReport(number, file, state=str(error))
     try:
         disk = _disk_bytes(segment)
-        geometry, live = segment.geometry, segment.live
+        live = segment.live
         words = segment.index[segment.index >= PRESENT]
         sums = segment.slots.sum(axis=0).tolist()
         hits = sums[Slot.HITS] + sums[Slot.PEER_HITS]
@@ -144,10 +151,10 @@ def _look(folder: int, file: str) -> CacheReport:
         return CacheReport(
             id=number,
             name=str(segment.metadata.get("name", file)),
-            samples=geometry.samples,
+            samples=segment.geometry.samples,
             cached=len(words),
             spilled=int(np.count_nonzero(words & ON_DISK)),
-            memory=geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])),
+            memory=segment.taken,
             disk=disk,
             limit=int(live[Live.LIMIT]),
             mean_bytes=sums[Slot.STORED_BYTES] / len(words) if len(words) else 0.0,
@@ -174,13 +181,125 @@ def _disk_bytes(segment: Segment) -> int:
     except SegmentError:
         return 0
     try:
-        live = second.live
-        return second.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+        return second.taken
     finally:
         second.close()
 
 
 def _processes(segment: Segment) -> int:
-    """How many processes hold a slot; those that ever were are looked at, which are few."""
+    """How many processes hold a slot. Only slots that were ever taken are tested, which are few."""
     used = np.flatnonzero(segment.slots[:, Slot.INCARNATION]).tolist()
     return sum(locks.is_locked(segment.fd, 1 + slot) for slot in used if slot < SLOTS)
+
+
+# ---- verified --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckedCache:
+    """One cache whose records were verified.
+
+    Attributes:
+        name: its name.
+        owner: ``process 123``, or ``session NAME``.
+        state: ``ok``, ``damaged``, ``dead`` (no process holds it; ``hotset gc`` frees it), ``out of reach``.
+        samples: length of its dataset; 0 if it could not be opened.
+        cached: how many of them it holds.
+        bytes: memory that it has taken for them.
+        disk: bytes that it has spilled.
+        limit: memory that it may take.
+        problems: a sentence for each.
+    """
+
+    name: str
+    owner: str
+    state: str
+    samples: int = 0
+    cached: int = 0
+    bytes: int = 0
+    disk: int = 0
+    limit: int = 0
+    problems: tuple[str, ...] = ()
+
+
+def check_caches() -> Iterator[CheckedCache]:
+    """Open every cache within reach, and verify every record in it, in memory and on disk.
+
+    Raises:
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    for entry in catalog.entries():
+        yield _private(entry)
+    known = {session.number: session for session in sessions.sessions()}
+    folder = runtime_folder()
+    for file in sorted(os.listdir(folder)):
+        found = CACHE.fullmatch(file)
+        if found:
+            number = int(found[1])
+            if number not in known:
+                yield CheckedCache(file, f"session {number}", "dead")
+                continue
+            seen = _check(f"{folder}/{file}", file, f"session {known[number].name}")
+            if seen.state != "damaged" or os.path.exists(f"{folder}/{file}"):  # else destroyed meanwhile
+                # It has address space for more, as a session may be resized.
+                yield replace(seen, limit=min(seen.limit, known[number].memory))
+
+
+def _private(entry: Entry) -> CheckedCache:
+    name, pid = entry.name or entry.file, entry.at[0] if entry.at else entry.pid
+    owner = f"process {pid}" if pid > 0 else ""
+    if entry.problem:
+        return CheckedCache(name, owner, "damaged", problems=(entry.problem,))
+    if not entry.alive:
+        return CheckedCache(name, owner, "dead")
+    if entry.at is None:
+        return CheckedCache(name, owner, "out of reach")
+    try:
+        seen = _check(address_of(entry), name, owner)
+    except SegmentError as error:
+        seen = CheckedCache(name, owner, "damaged", problems=(str(error),))
+    # The process that had it open may have ended since it was listed: that is not damage.
+    gone = seen.state == "damaged" and not os.path.exists(entry.path or "")
+    return CheckedCache(name, owner, "out of reach") if gone else seen
+
+
+def _check(where: str | Address, name: str, owner: str) -> CheckedCache:
+    try:
+        segment = Segment.attach(where)
+    except SegmentError as error:
+        return CheckedCache(name, owner, "damaged", problems=(str(error),))
+    try:
+        live = segment.live
+        if live[Live.INVALIDATED] == DESTROYED:  # a process died while removing it, or is at it
+            return CheckedCache(name, owner, "dead")
+        disk, spilled = _check_spilled(where, segment)
+        problems = (*check_segment(segment), *spilled)
+        return CheckedCache(
+            str(segment.metadata.get("name", name)),
+            owner,
+            "damaged" if problems else "ok",
+            samples=segment.geometry.samples,
+            cached=int((segment.index >= PRESENT).sum()),
+            bytes=segment.taken,
+            disk=disk,
+            limit=int(live[Live.LIMIT]),
+            problems=problems,
+        )
+    finally:
+        segment.close()
+
+
+def _check_spilled(where: str | Address, segment: Segment) -> tuple[int, list[str]]:
+    """Verify what a cache has on disk; returns its bytes, and a sentence for each problem."""
+    said = segment.metadata.get("spill")
+    if not isinstance(said, dict):
+        return 0, []
+    try:
+        second = attach_second(where, said)
+    except SegmentError as error:
+        # A private cache's second tier has no name, and ends with its processes: that is not damage.
+        return 0, [str(error)] if "path" in said else []
+    try:
+        return second.taken, [*check_segment(second), *check_tiers(segment, second)]
+    finally:
+        second.close()

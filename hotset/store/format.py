@@ -73,6 +73,7 @@ from hotset.errors import SegmentError
 
 __all__ = [
     "CLAIMED",
+    "DESTROYED",
     "DRAWS",
     "GENERATION_MASK",
     "GENERATION_SHIFT",
@@ -159,6 +160,9 @@ class Live:
     CLEARS = 13  # of a cluster: how often its machines were told to forget this cache, as far as is known
     DRAWS_TOLD = 14  # a number of the job that was told last which samples draw random numbers
     VAIN = 15  # 1 once another cache's memory was given back, and the control group had no more for it
+
+
+DESTROYED = 2  # in INVALIDATED: the cache's session was destroyed, or the cache was dropped
 
 
 class Slot:

@@ -119,7 +119,7 @@ def check_segment(segment: Segment) -> list[str]:
     lines = max((tail[1] for tail in tails), default=0)
     if rows > int(live[Live.ROWS_NEXT]) or lines > int(live[Live.LINES_NEXT]):
         problems.append("rows or lines in use lie beyond what was allocated, and would be allocated again")
-    used, limit = geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])), int(live[Live.LIMIT])
+    used, limit = segment.taken, int(live[Live.LIMIT])
     if not 0 <= used <= limit:
         problems.append(f"the extents add up to {used:,} bytes, and {limit:,} are allowed")
     return problems

@@ -199,6 +199,11 @@ class Segment:
         """How another process of this user reaches this segment while this process lives."""
         return Address(os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.nonce)
 
+    @property
+    def taken(self) -> int:
+        """Bytes that records have taken, or that processes have reserved for them."""
+        return self.geometry.taken(int(self.live[Live.ROWS_NEXT]), int(self.live[Live.LINES_NEXT]))
+
     def reserve(self, offset: int, length: int) -> bool:
         """Back ``length`` bytes at ``offset`` with real memory or disk; False when there is none.
 

@@ -109,8 +109,7 @@ class Spill:
     @property
     def bytes(self) -> int:
         """Bytes of the disk that records have taken."""
-        live = self.segment.live
-        return self.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+        return self.segment.taken
 
     def write(self, samples: Ids, generations: Words, prepared: Sequence[Taken]) -> Words:
         """Write as many of these records as are given room at once; returns words for the store's index."""

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-from hotset.session import cache_reports as care
 from hotset.session import catalog as registry
 from hotset.session import recovery, sessions
 from hotset.session.spill_dirs import spill_path
@@ -39,7 +38,7 @@ def look_after(director: Director) -> None:
     _end_what_is_left(processes)
     # What is young is left alone, as somebody may be making it; here nobody is left.
     registry._YOUNG_SECONDS = recovery._YOUNG_SECONDS = 0.0
-    print(*care.gc(), sep="\n")
+    print(*recovery.gc(), sep="\n")
     (director.runtime.folder / f"server-{director.port}.log").unlink()  # it stays, for people
     for folder in (director.runtime.folder, spill_path(str(director.disk.folder))):
         processes.failures += [f"{file.name} is left" for file in folder.iterdir()]

@@ -18,7 +18,7 @@ from hotset.cli import server, session
 from hotset.errors import HotsetError, SessionError
 from hotset.server.options import Options
 from hotset.server.pidfile import ServerError
-from hotset.session import cache_reports as care
+from hotset.session import recovery, reports
 
 from . import HAPPENS, KILLS
 from .jobs import ENDS_WELL, WRONG, dying, job
@@ -134,10 +134,12 @@ class Director:
 
         def body() -> int:
             with contextlib.suppress(SessionError):  # who makes or destroys one is stopped
-                care.gc()
+                recovery.gc()
             session.list_all()
             problems = [
-                f"{report.name}: {problem}" for report in care.reports() for problem in report.problems
+                f"{report.name}: {problem}"
+                for report in reports.check_caches()
+                for problem in report.problems
             ]
             print(*problems, sep="\n")
             return WRONG if problems else ENDS_WELL

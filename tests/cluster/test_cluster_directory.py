@@ -48,7 +48,7 @@ from hotset.cluster.membership import (
 from hotset.cluster.store_service import StoreService
 from hotset.cluster.wire_records import ABSENT, LEFT, PROMISED, ROOMLESS, CacheIdentity, WireRecords, sound
 from hotset.session import recovery, sessions
-from hotset.session.free_cache import retire
+from hotset.session.file_names import retire
 from hotset.store import fill
 from hotset.store.record_batch import ReceivedRecords
 from hotset.store.schema import Schema

@@ -21,7 +21,7 @@ from stores import child, ended
 from torch.utils.data import DataLoader, get_worker_info
 
 import hotset
-from hotset.session import cache_reports as care
+from hotset.session import recovery
 
 N = 120
 
@@ -263,7 +263,7 @@ def test_a_worker_ends_if_its_parent_is_killed_as_it_starts(method: str, tmp_pat
     if not ends:
         os.kill(worker, signal.SIGKILL)
     assert ends
-    assert care.gc(), "what a killed process leaves is found"
+    assert recovery.gc(), "what a killed process leaves is found"
 
 
 def test_a_worker_with_unread_batches_ends_if_its_parent_is_killed(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_worker_with_unread_batches_ends_if_its_parent_is_killed(tmp_path: Pat
     if not ends:
         os.kill(worker, signal.SIGKILL)
     assert ends
-    assert care.gc(), "what a killed process leaves is found"
+    assert recovery.gc(), "what a killed process leaves is found"
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -305,7 +305,7 @@ def test_a_worker_that_reads_ends_if_its_parent_is_killed(method: str, tmp_path:
     for worker in workers if not ends else ():
         os.kill(worker, signal.SIGKILL)
     assert ends
-    assert care.gc(), "what a killed process leaves is found"
+    assert recovery.gc(), "what a killed process leaves is found"
 
 
 @hotset.nondeterministic

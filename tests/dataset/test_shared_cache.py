@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hotset.dataset.shared_cache import SharedCache, get_shm_size
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, SegmentError
-from hotset.session import cache_reports as care
+from hotset.session import reports
 from hotset.store import memory_limits as memory
 from hotset.store import slots
 from hotset.store.claims import Claims
@@ -77,9 +77,9 @@ def same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 def sound() -> None:
     """Fail unless every cache of this process is found, and found sound, by ``hotset check``."""
-    reports = list(care.reports())
-    assert [report.problems for report in reports] == [()] * len(reports)
-    assert {report.state for report in reports} == {"ok"}
+    checked = list(reports.check_caches())
+    assert [cache.problems for cache in checked] == [()] * len(checked)
+    assert {cache.state for cache in checked} == {"ok"}
 
 
 def told(run: Callable[[], object]) -> list[str]:
@@ -438,7 +438,7 @@ def test_samples_of_any_shape_stay_under_the_limit() -> None:
     assert "size_limit_gib" in sentence
     held = int((cache.aux_array == 1).sum())
     assert 100 < held < 1000
-    (report,) = care.reports()
+    (report,) = reports.check_caches()
     assert 250_000 < report.bytes <= report.limit <= 300_000
     for i in range(1000):
         found = cache.get_slot(i)
@@ -1034,7 +1034,7 @@ def test_a_child_keeps_the_cache_when_its_parent_lets_go() -> None:
         os.write(tell, b"k")
         assert let_go.wait(60)
         assert same(cache[3], picture(3))
-        assert [report.state for report in care.reports()] in (["ok"], ["out of reach"])
+        assert [report.state for report in reports.check_caches()] in (["ok"], ["out of reach"])
         cache.__del__()
 
     pid = child(body)
@@ -1044,7 +1044,7 @@ def test_a_child_keeps_the_cache_when_its_parent_lets_go() -> None:
     assert ended(pid) == 0
     os.close(ready)
     os.close(tell)
-    assert list(care.reports()) == []
+    assert list(reports.check_caches()) == []
 
 
 # Where the processor may reorder stores, every record is verified

@@ -41,7 +41,7 @@ from torch.utils.data import (
 )
 
 import hotset
-from hotset.session import cache_reports as care
+from hotset.session import recovery
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -428,7 +428,7 @@ def test_workers_in_the_midst_of_something_end_with_their_main_process(kind: str
     for worker in workers if not ends else ():
         os.kill(worker, signal.SIGKILL)
     assert ends
-    care.gc()
+    recovery.gc()
 
 
 @pytest.mark.parametrize("data", ["cached", "without a cache", "a subset"])

@@ -14,8 +14,7 @@ from helpers import eventually, is_a_sentence
 from typer.testing import CliRunner
 
 from hotset.cli.main import app
-from hotset.session import cache_reports as care
-from hotset.session.cache_reports import reports
+from hotset.session import reports
 from hotset.session.catalog import CatalogHandle, entries, find, register
 from hotset.store.format import Geometry
 from hotset.store.segment import Segment
@@ -64,7 +63,7 @@ def test_a_holder_that_dies_while_it_is_looked_at_is_no_damage(
     segment: Segment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = listed(segment)
-    address_of = care.address_of
+    address_of = reports.address_of
     with child(own.nonce, segment.fd, tmp_path / "told") as pid:
 
         def then_it_dies(entry: Any) -> Any:
@@ -73,8 +72,8 @@ def test_a_holder_that_dies_while_it_is_looked_at_is_no_damage(
             assert eventually(lambda: not os.path.exists(f"/proc/{pid}/fd/{segment.fd}"))
             return address
 
-        monkeypatch.setattr(care, "address_of", then_it_dies)
-        (report,) = reports()
+        monkeypatch.setattr(reports, "address_of", then_it_dies)
+        (report,) = reports.check_caches()
         assert (report.state, report.problems) == ("out of reach", ())
 
 
@@ -88,10 +87,10 @@ def test_a_cache_is_reached_through_whoever_has_it_open(segment: Segment, tmp_pa
         found = find(own.nonce)
         assert found is not None
         assert found.at == (pid, segment.fd)
-        (report,) = reports()
+        (report,) = reports.check_caches()
         assert (report.state, report.samples) == ("ok", 8)
     assert entries()[0].at is None
-    (report,) = reports()
+    (report,) = reports.check_caches()
     assert report.state == "out of reach"
     assert own.join(segment.fd)
     assert entries()[0].at == (os.getpid(), segment.fd)

@@ -35,11 +35,9 @@ import hotset
 from hotset import HotsetWarning, Window
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
 from hotset.loader import local_batches as local
-from hotset.session import cache_reports as care
-from hotset.session import find_or_create, sessions
-from hotset.session import free_cache as retire_module
+from hotset.session import file_names, find_or_create, reports, sessions
 from hotset.session import spill_dirs as spills
-from hotset.session.free_cache import retire
+from hotset.session.file_names import retire
 from hotset.session.reports import report
 from hotset.session.session_definition import open_ledger
 from hotset.store.format import ROW_MASK, Live
@@ -549,7 +547,7 @@ def test_a_copy_that_its_sessions_end_comes_into_is_no_sigbus(tmp_path: Path) ->
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOTSET_RUNTIME_DIR", str(small))
-            patch.setattr(retire_module, "_READERS_SECONDS", 0.5)
+            patch.setattr(file_names, "_READERS_SECONDS", 0.5)
             session = sessions.create("a", memory=4 * MIB)
             reader = child(lambda: stopped_in_its_copy())
             os.waitpid(reader, os.WUNTRACED)
@@ -617,17 +615,17 @@ def test_the_check_takes_no_session_for_damaged_that_is_being_destroyed(
 
     def meanwhile() -> Any:
         found = names()
-        monkeypatch.setattr(care.os, "listdir", then)
+        monkeypatch.setattr(reports.os, "listdir", then)
         return found
 
     def then(folder: Any) -> Any:
-        monkeypatch.setattr(care.os, "listdir", listdir)
+        monkeypatch.setattr(reports.os, "listdir", listdir)
         files = listdir(folder)
         sessions.destroy(session)
         return files
 
-    monkeypatch.setattr(care.sessions, "sessions", meanwhile)
-    assert list(care.reports()) == []
+    monkeypatch.setattr(reports.sessions, "sessions", meanwhile)
+    assert list(reports.check_caches()) == []
 
 
 def test_the_check_knows_what_is_half_destroyed(disk: str, runtime: Path) -> None:
@@ -638,7 +636,7 @@ def test_the_check_knows_what_is_half_destroyed(disk: str, runtime: Path) -> Non
     retire(str(cache))
     for file in spills.spill_path(disk).glob("*.spill"):
         file.unlink()  # and killed there
-    assert [(one.state, one.problems) for one in care.reports()] == [("dead", ())]
+    assert [(one.state, one.problems) for one in reports.check_caches()] == [("dead", ())]
     assert sessions.destroy(session) >= 0
 
 

@@ -17,7 +17,6 @@ from stores import child, ended
 
 import hotset
 from hotset import HotsetWarning
-from hotset.session import cache_reports as care
 from hotset.session import catalog as registry
 from hotset.session import recovery, sessions
 from hotset.session import server_quota as servers
@@ -338,11 +337,11 @@ def test_a_damaged_ledger_is_removed_once_nobody_uses_it(how: str, runtime: Path
     damage(runtime / session.file, how)
     if how == "overwritten":
         before = sorted(os.listdir(runtime))
-        assert care.gc() == []
+        assert recovery.gc() == []
         assert sorted(os.listdir(runtime)) == before
         read_all(cached, kilobyte)
         cached.close()
-    told = care.gc()
+    told = recovery.gc()
     assert any(session.file in sentence and is_a_sentence(sentence) for sentence in told), told
     assert os.listdir(runtime) == []
 
