@@ -3,22 +3,41 @@
     loader ── next() ──> transfer.send ──> [ sent, sent ] ──> transfer.receive ──> the step
               in the consumer's thread       depth
 
-Batches are drawn from a DataLoader in the consumer's thread, where torch would draw them (it works ahead in
-workers and threads of its own), and so from whatever has a state to go on from; from any other iterable in a
-thread of ours (:mod:`hotset.device.prefetch_thread`). To a GPU they are sent up to ``depth`` batches ahead
-(:mod:`hotset.device.transfer`). On the CPU nothing is sent, and a DataLoader's batch is drawn when it is
-asked for: the draws of model and data come in the order in which a plain loop makes them.
+To a GPU, batches are sent up to ``depth`` batches ahead (:mod:`hotset.device.transfer`). On the CPU nothing
+is sent, and a DataLoader's batch is drawn when it is asked for: the draws of model and data come in the order
+in which a plain loop makes them. A pass begins after the last step of the pass before, so that is when its
+sampler makes its first draws.
 
-A pass begins after the last step of the pass before, so that is when its sampler makes its first draws.
+=====================  ====================================================================================
+what is iterated over  which thread reads it
+=====================  ====================================================================================
+a DataLoader, and      the consumer's. It works ahead in workers and threads of its own, and draws random
+anything with a state  numbers where it is asked for the next batch: in a thread of ours these draws would
+                       race the model's dropout
+any other iterable     a prefetch thread, up to ``depth`` items ahead: a generator that reads a socket, or a
+                       list, prepares nothing by itself. One that draws from global generators wants
+                       ``depth=0``
+=====================  ====================================================================================
+
+What the iterable raises is raised at the consumer when its turn comes, with its own traceback. The prefetch
+thread ends with the iterable, or with the iterator over it; it holds nothing of the latter, so that a
+consumer that stops early leaves no thread behind.
+
+A stall monitor, another thread, watches the consumer. The consumer may hang in the user's own code (a storage
+that does not answer), where nothing can be raised; and a wait that ends after all should not have ended a
+training run. So the monitor *warns*, each time the time-out has passed once more, and interrupts nothing. It
+reads, at least every quarter of the time-out, a clock that the consumer starts and stops.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -26,13 +45,12 @@ from torch.utils.data import DataLoader
 
 from hotset._warnings import warn
 from hotset.device.gpu_cache import GpuCache, ResidentBatches, parse_resident
-from hotset.device.prefetch_thread import PrefetchThread
-from hotset.device.stall_monitor import StallMonitor
 from hotset.device.transfer import Transfer, resolve_device, transfer_to
 from hotset.device.trees import others, tensors_of
 from hotset.errors import ArgumentError, StateError
+from hotset.store.torch_threads import HelperThread
 
-__all__ = ["DeviceQueue", "QueuePass", "QueueStats"]
+__all__ = ["DeviceQueue", "PrefetchThread", "QueuePass", "QueueStats", "StallMonitor"]
 
 T = TypeVar("T")
 
@@ -390,3 +408,161 @@ def _device(device: Any) -> torch.device:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArgumentError(f"device must be one that this machine has, got {device!r}: {why}") from error
     return found
+
+
+# ---- an iterable read ahead ------------------------------------------------------------------------
+
+
+class PrefetchThread:
+    """Iterator over an iterable that a thread reads ahead.
+
+    Args:
+        iterable: it; ``iter()`` of it is called in the thread too.
+        depth: how many items may wait, at least 1.
+    """
+
+    def __init__(self, iterable: Iterable[Any], depth: int) -> None:
+        self._reader = _Reader(iterable)
+        self._thread: HelperThread[Any] = HelperThread("hotset-ahead", self._reader.close)
+        self._over = False
+        for _ in range(depth):
+            self._thread.ask(self._reader)
+
+    @property
+    def waiting(self) -> int:
+        """How many items wait to be taken."""
+        return self._thread.ready
+
+    def __iter__(self) -> PrefetchThread:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        item = self._thread.next()
+        if not isinstance(item, _End):
+            self._thread.ask(self._reader)
+            return item
+        self.stop()
+        try:
+            raise item.error or StopIteration
+        finally:
+            del item  # its traceback holds this frame, which would live until the garbage collector runs
+
+    def stop(self) -> None:
+        """End the thread, after the item that it is reading; there are no more items."""
+        self._over = True
+        self._thread.stop()
+
+
+class _End:
+    """What comes after the last item: the exception that ended the iterable, if one did."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class _Reader:
+    """What the thread calls for each item; the iterator lives in the thread alone."""
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self._iterable = iterable
+        self._iterator: Iterator[Any] | None = None
+        self._over = False
+
+    def __call__(self) -> Any:
+        if self._over:
+            return _End(None)
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._iterable)
+            return next(self._iterator)
+        except StopIteration:
+            ended = _End(None)
+        except BaseException as error:
+            ended = _End(error)
+        try:
+            self.close()
+        except BaseException as error:
+            ended.error = ended.error or error
+        try:
+            return ended
+        finally:
+            del ended  # its traceback holds this frame
+
+    def close(self) -> None:
+        """Run a generator's ``finally`` here and now, not when its garbage is collected."""
+        self._over = True
+        iterator, self._iterator = self._iterator, None
+        close = getattr(iterator, "close", None)
+        if close is not None and iterator is not self._iterable:
+            close()
+
+
+# ---- a consumer that waits -------------------------------------------------------------------------
+
+
+class StallMonitor:
+    """Monitors one consumer.
+
+    Args:
+        patience: the time-out, in seconds.
+        what: returns the warning, given the seconds waited so far.
+
+    Example:
+        >>> watch = StallMonitor(60.0, lambda seconds: "nothing comes")
+        >>> watch.watched(lambda: "come")
+        'come'
+        >>> watch.stop()
+    """
+
+    def __init__(self, patience: float, what: Callable[[float], str]) -> None:
+        self._clock = _Clock()
+        self._told: SimpleQueue[None] = SimpleQueue()  # its put may be called by a destructor
+        arguments = (self._clock, patience, what, self._told)
+        threading.Thread(target=_look, args=arguments, name="hotset-watch", daemon=True).start()
+
+    def watched(self, wait: Callable[[], T]) -> T:
+        """Return what ``wait()`` returns; the clock runs meanwhile.
+
+        No ``with`` block: an interrupt may come before the first line of its exit, and the clock would run
+        on. The ``finally`` here is one store.
+        """
+        try:
+            self._clock.since = time.monotonic()
+            return wait()
+        finally:
+            self._clock.since = None
+
+    def stop(self) -> None:
+        """End it."""
+        self._told.put(None)
+
+    def __del__(self) -> None:
+        self.stop()
+
+
+class _Clock:
+    """When the waiting began; None while the consumer does not wait. Stores of an attribute are atomic."""
+
+    since: float | None = None
+
+
+def _look(clock: _Clock, patience: float, what: Callable[[float], str], told: SimpleQueue[None]) -> None:
+    patient_until, since = 0.0, None
+    pause = min(patience / 4, threading.TIMEOUT_MAX)  # patience may be without end
+    while True:
+        try:
+            told.get(timeout=pause)
+            return
+        except Empty:
+            pass
+        # In this order: a thread delayed between the two must not warn of a wait that is over.
+        now, began = time.monotonic(), clock.since
+        if began is None:
+            continue
+        if began != since:
+            since, patient_until = began, began + patience
+        if now >= patient_until:
+            patient_until = now + patience
+            warn(what(now - began))

@@ -37,9 +37,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import hotset
 from hotset._warnings import warn
-from hotset.device.prefetch_thread import PrefetchThread
-from hotset.device.queue import DeviceQueue
-from hotset.device.stall_monitor import StallMonitor
+from hotset.device.queue import DeviceQueue, PrefetchThread, StallMonitor
 from hotset.device.transfer import HostTransfer
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, StateError
 
@@ -68,7 +66,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("hotset.device.stall_monitor.time", SimpleNamespace(monotonic=lambda: found.now))
+    clocks = SimpleNamespace(monotonic=lambda: found.now, perf_counter=time.perf_counter)
+    monkeypatch.setattr("hotset.device.queue.time", clocks)
     return found
 
 
@@ -494,7 +493,7 @@ def test_a_stall_is_said_and_the_pass_goes_on(
             said.append(sentence)
             go.touch()
 
-    monkeypatch.setattr("hotset.device.stall_monitor.warn", let_go)
+    monkeypatch.setattr("hotset.device.queue.warn", let_go)
     loader: Any = map(StalledAtTwo(go), range(3))
     if kind == "workers":
         loader = DataLoader(Samples(StalledAtTwo(go), 3), None, num_workers=1)
@@ -758,7 +757,7 @@ def test_a_generator_that_was_given_is_its_owners_to_close() -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> queues.SimpleQueue[str]:
     found: queues.SimpleQueue[str] = queues.SimpleQueue()
-    monkeypatch.setattr("hotset.device.stall_monitor.warn", found.put)
+    monkeypatch.setattr("hotset.device.queue.warn", found.put)
     return found
 
 

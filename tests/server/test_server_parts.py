@@ -29,8 +29,8 @@ from hotset.server import history as history_module
 from hotset.server import log
 from hotset.server import pidfile as place
 from hotset.server import stale_files as remains
+from hotset.server.daemon import Housekeeper
 from hotset.server.history import History
-from hotset.server.housekeeping import Housekeeper
 from hotset.server.metrics import Metrics
 from hotset.server.options import Options
 from hotset.server.parsing import parse_memory, parse_seconds, parse_share
@@ -359,7 +359,7 @@ def test_a_chore_that_fails_is_logged_once_and_tried_again(caplog: pytest.LogCap
 
 
 def test_chores_go_on_when_everything_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotset.server.housekeeping.INTERVAL", 0.01)
+    monkeypatch.setattr("hotset.server.daemon.INTERVAL", 0.01)
     turns = []
 
     def fail(*_: object) -> Any:
