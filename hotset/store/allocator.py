@@ -1,4 +1,4 @@
-"""Room: memory is reserved in extents before it is touched, against the real limit.
+"""The allocator: memory is reserved in extents before it is touched, against the real limit.
 
 Two regions are allocated, rows and lines, each from its beginning to its end, in extents that belong to
 one slot. Inside its extent a process takes rows and lines without a lock. An extent is
@@ -115,7 +115,7 @@ class Allocator:
         """Whether the last extent was refused, less than half a second ago."""
         return time.monotonic() < self._refused_until
 
-    def lend(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
+    def reserve(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
         """Give a row to each of these records, and a run of lines to each tail.
 
         The caller keeps other threads of this process out until the records are published, or will not be,
@@ -140,7 +140,7 @@ class Allocator:
         return given
 
     def settle(self) -> None:
-        """End what :meth:`lend` began. Here room is taken as soon as it is lent."""
+        """End what :meth:`reserve` began. Here room is taken as soon as it is reserved."""
 
     def take_lines(self, count: int) -> int:
         """Take a run of lines for a record whose row is fixed; returns its first line, or -1 without room."""

@@ -105,7 +105,6 @@ class Participant:
                 row = self.segment.slots[slot]
                 row[Slot.INCARNATION] += 1
                 row[Slot.PID] = os.getpid()
-                row[Slot.BEGUN] = 0
                 if not self.inherits:
                     row[Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
                 return slot

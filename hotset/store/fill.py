@@ -276,7 +276,7 @@ class Filler:
     def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, forms.Taken]]) -> int:
         places, tails = self._index.places(samples), [prepared.tail_lines for _, prepared in fitting]
         with self._member.one_thread:
-            given = self._room.lend(places.tolist(), tails)
+            given = self._room.reserve(places.tolist(), tails)
             try:
                 return self._publish(samples, places.tolist(), fitting, given)
             finally:

@@ -184,7 +184,7 @@ class Slot:
     CURSOR = 13  # the window's cursor in that epoch
     WAIT_NS = 14  # time that its holder's training waited for batches
     PEER_HITS = 15  # samples that other machines sent
-    BEGUN = 16  # of a window: its EPOCH as it was when the holder last began one, 0 if it never did
+    # 16 was used once
     AUDITS = 17  # hits that were compared with what the source gives
     AUDIT_NS = 18  # time spent on that
 

@@ -114,8 +114,6 @@ def check_segment(segment: Segment) -> list[str]:
     # Read after the index: allocated room only grows while others write.
     live = segment.live
     rows = max((row + 1 for row in owners if row < geometry.rows), default=0)
-    if segment.metadata.get("shared"):  # a ring whose rows lie apart
-        rows = len(owners)
     lines = max((tail[1] for tail in tails), default=0)
     if rows > int(live[Live.ROWS_NEXT]) or lines > int(live[Live.LINES_NEXT]):
         problems.append("rows or lines in use lie beyond what was allocated, and would be allocated again")

@@ -45,13 +45,6 @@ One search serves as many records as fit into the extent. Two orders of effects 
 overwritten: a process moves the beginning of its extent only *after* it has published what it wrote there,
 and the search reads the extents *before* the words. So each run is seen in an extent, or in a record, or in
 both.
-
-**Shared** by several machines, a ring has all slots on each machine, but rows only in the slots that the
-machine owns: the other rows are holes in the file, and take no memory. So ``ROWS_NEXT`` counts the rows
-there, wherever they lie. Which slots a machine owns changes as machines come and go, and it may keep records
-that others had no room for. So at the limit, and where the file system is full, rows that no process needs
-are made holes again, those of entries that left longest ago first: their words are cleared, then readers that
-may still copy from them are waited for, and then their pages are freed.
 """
 
 from __future__ import annotations
@@ -75,7 +68,6 @@ from hotset.store.format import (
     GENERATION_SHIFT,
     LINE,
     OWN_FORM,
-    PAGE,
     PRESENT,
     RECORD,
     RECORD_HEADER,
@@ -85,22 +77,17 @@ from hotset.store.format import (
     Slot,
 )
 from hotset.store.schema import Schema
-from hotset.store.segment import Address, Segment, Words
+from hotset.store.segment import Address, Words
 from hotset.store.store import Store
 
-__all__ = ["Ring", "RingAllocator", "RingIndex", "WindowState", "attach_store", "is_shared"]
+__all__ = ["Ring", "RingAllocator", "RingIndex", "WindowState", "attach_store"]
 
 Mask = npt.NDArray[np.bool_]
 
 # An extent is at most this many lines, and at most this part of all, so that little lies unused in extents.
 _LARGEST_EXTENT = (4 << 20) // LINE
 _SHARES = 256
-# Rows of a shared ring that are freed at once, slots that are searched for them, and the wait for readers.
-_FREED = 64
-_LOOKED_AT = 4096
-_READERS_SECONDS = 0.1
 _CLEAR_SECONDS = 1.0  # other processes wait meanwhile
-_PLACE = 2  # loads and epoch, which identify the beginning of an epoch
 
 
 class RingIndex(Index):
@@ -164,11 +151,6 @@ class RingIndex(Index):
         return np.where(told, (cursor // count + ahead) * count + slots, -1)
 
 
-def is_shared(segment: Segment) -> bool:
-    """Whether a segment is a ring that several machines share."""
-    return bool(segment.metadata.get("shared"))
-
-
 class RingAllocator(Allocator):
     """Allocates a ring's memory: the row of each slot is fixed, and lines go where no record needs them."""
 
@@ -177,13 +159,11 @@ class RingAllocator(Allocator):
         # A dead predecessor's extent counts as free, so it may hold other records by now.
         member.inherits = False
         segment, geometry = member.segment, member.segment.geometry
-        self._is_shared = is_shared(segment)
         self._index = RingIndex(segment)
         at = geometry.rows_at + RECORD_HEADER
         self._tails: Words = np.ndarray((geometry.rows,), np.int64, segment.buffer, at, (geometry.stride,))
         # The next line of this process's extent, and its end.
         self._extent = 0, 0
-        self._looked = 0  # the slot up to which rows without a record were searched for
 
     def has_room(self) -> bool:
         return not self.is_full  # whether there is room depends on the entry
@@ -191,113 +171,18 @@ class RingAllocator(Allocator):
     def place(self, row: int) -> bool:
         if row >= self._geometry.rows:
             return self.refuse(self._limit_reached())
-        if self._was_written(row):
-            return True
-        at, stride = self._row_at(row), self._geometry.stride
-        if self._is_shared and not (self._affords(stride) and self._count_row()):
-            return False
+        at, stride = self._geometry.rows_at + row * self._geometry.stride, self._geometry.stride
+        (length, *_) = RECORD.unpack(os.pread(self._segment.fd, RECORD_HEADER, at))  # touches no page
+        if length:
+            return True  # a record was written here before
         # Where no file system bounds the segment, the check of the headroom was enough.
         if self._segment.bounded and not self._segment.reserve(at, stride):
-            if self._is_shared:
-                with self._member.short_lock() as held:
-                    freed = held and self._free_rows()
-                if freed and self._segment.reserve(at, stride):
-                    return True
-                self._count_off(1)
             return self.refuse(self._file_system_full())
-        return self._is_shared or super().place(row)
-
-    def _count_row(self) -> bool:
-        """Count one more row of a shared ring as taken; False if its limit or the session's is reached."""
-        live = self._segment.live
-        with self._member.short_lock() as held:
-            if not held or not (self._grants_row() or (self._free_rows() and self._grants_row())):
-                return self.refuse(self._limit_reached())
-            live[Live.ROWS_NEXT] += 1
-        return True
-
-    def _count_off(self, rows: int) -> None:
-        live = self._segment.live
-        with self._member.short_lock() as held:
-            if held:
-                live[Live.ROWS_NEXT] -= rows
-                self._grants(self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])))
-
-    def _grants_row(self) -> bool:
-        live = self._segment.live
-        return self._grants(self._geometry.taken(int(live[Live.ROWS_NEXT]) + 1, int(live[Live.LINES_NEXT])))
-
-    def _grants(self, total: int) -> bool:
-        """Whether a shared ring may hold so much here."""
-        if total > int(self._segment.live[Live.LIMIT]):
-            return False
-        return self.allowance is None or self.allowance.take(total)
-
-    # ---- rows that nobody needs ----------------------------------------------------------------------
-
-    def _row_at(self, row: int) -> int:
-        return self._geometry.rows_at + row * self._geometry.stride
-
-    def _was_written(self, row: int) -> bool:
-        """Whether a row was written. Not read through the mapping, which would allocate its memory."""
-        (length, *_) = RECORD.unpack(os.pread(self._segment.fd, RECORD_HEADER, self._row_at(row)))
-        return bool(length)
-
-    def _free_rows(self) -> bool:
-        """Make a few rows that no process needs holes again; True if there were any.
-
-        The caller holds the short lock, so no slot without a record is claimed meanwhile.
-        """
-        live, index = self._segment.live, self._segment.index
-        wanted = int(live[Live.ROWS_NEXT]) // _FREED + 1
-        _, left = self._index.records()
-        found = left[:wanted].tolist()
-        index[found] = 0
-        if len(found) < wanted:
-            found += self._without_record(wanted - len(found), set(found))
-        # A reader that saw the words may be copying: on a full file system, touching a hole is SIGBUS.
-        if not found or not self._member.unread(_READERS_SECONDS):
-            return False
-        for row in found:  # one by one: a process killed here leaves one row too many counted
-            self._segment.write(memoryview(bytes(RECORD_HEADER)), self._row_at(row))
-            live[Live.ROWS_NEXT] -= 1
-        for row in found:
-            self._discard(row)
-        return True
-
-    def _discard(self, row: int) -> None:
-        """Free the pages of a row, except those that another row needs."""
-        first, last = self._row_at(row) // PAGE, (self._row_at(row + 1) - 1) // PAGE
-        last -= last > first and self._is_needed(last)
-        first += self._is_needed(first)
-        self._segment.discard(first * PAGE, (last + 1 - first) * PAGE)
-
-    def _is_needed(self, page: int) -> bool:
-        """Whether a page holds a row, or bytes before or after the rows."""
-        geometry = self._geometry
-        first = (page * PAGE - geometry.rows_at) // geometry.stride
-        last = ((page + 1) * PAGE - 1 - geometry.rows_at) // geometry.stride
-        if last >= geometry.rows:
-            return True
-        words = self._segment.index[first : last + 1]
-        return any(word >= CLAIMED or self._was_written(first + i) for i, word in enumerate(words.tolist()))
-
-    def _without_record(self, most: int, known: set[int]) -> list[int]:
-        """Slots that have a row and no record: the entry was refused, or its lines were given up."""
-        absent = np.flatnonzero(self._segment.index[: self._geometry.rows] < CLAIMED)
-        absent = np.roll(absent, -int(np.searchsorted(absent, self._looked)))[:_LOOKED_AT]
-        found: list[int] = []
-        for row in absent.tolist():
-            self._looked = row + 1
-            if row not in known and self._was_written(row):
-                found.append(row)
-                if len(found) == most:
-                    break
-        return found
+        return super().place(row)
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def lend(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
+    def reserve(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
         """Row and first line for as many of these records as have rows and fit into one extent."""
         given: list[tuple[int, int]] = []
         for row, lines in zip(places, tails, strict=True):
@@ -319,7 +204,7 @@ class RingAllocator(Allocator):
         return int(self._member.row[Slot.LINE_END]) == end and end - first >= lines
 
     def settle(self) -> None:
-        """Move the extent's beginning past the lent lines: their records are published, or given up."""
+        """Move the extent's beginning past the reserved lines: their records are published, or given up."""
         if self._fits(0):
             self._member.row[Slot.LINE_NEXT] = self._extent[0]
 
@@ -341,8 +226,7 @@ class RingAllocator(Allocator):
     def _find(self, count: int) -> tuple[int, int]:
         """First line and length of a new extent, 0 without room; the caller has the short lock."""
         live, geometry = self._segment.live, self._geometry
-        rows = int(live[Live.ROWS_NEXT]) if self._is_shared else geometry.rows
-        limit = (int(live[Live.LIMIT]) - geometry.taken(rows, 0)) // LINE
+        limit = (int(live[Live.LIMIT]) - geometry.taken(geometry.rows, 0)) // LINE
         capacity = max(min(geometry.lines, limit), 0)
         most = max(count, min(_LARGEST_EXTENT, capacity // _SHARES))
         runs, left = self._runs()
@@ -354,9 +238,6 @@ class RingAllocator(Allocator):
         for needed in (most, count):
             if lines < needed:
                 first, lines = self._give_up(runs, left, needed)
-        by_limit = why is None or why == self._limit_reached()
-        if lines < count and self._is_shared and by_limit and self._free_rows():
-            return self._find(count)
         if lines < count:
             self.refuse(why or self._limit_reached())
             return 0, 0
@@ -372,8 +253,6 @@ class RingAllocator(Allocator):
         free = memory.headroom()
         if size > free.bytes - geometry.rows_at:
             return self._no_memory(free)
-        if self._is_shared and not self._grants(geometry.taken(int(live[Live.ROWS_NEXT]), lines)):
-            return self._limit_reached()
         if not self._segment.reserve(geometry.lines_at + now * LINE, size):
             return self._file_system_full()
         live[Live.LINES_NEXT] = lines
@@ -432,8 +311,6 @@ class _Runs:
 class Ring(Store):
     """Entries of a running window in one segment, as this process sees them.
 
-    With ``"shared"`` in ``about``, other machines hold the rest of it.
-
     Where :class:`Store` has samples and their ids, a ring has entries, any number from 0 on (int64);
     ``create`` takes the number of slots as ``samples``, and ``len`` returns it. Reading and filling are as in
     any store, but an entry that has left is never stored again.
@@ -461,8 +338,6 @@ class Ring(Store):
 
     @staticmethod
     def _address_space(schema: Schema, samples: int, limit: int, about: dict[str, Any]) -> tuple[int, int]:
-        if about.get("shared"):
-            return samples, max(limit // LINE, 1)
         # Rows come first, so that rows and lines together never pass the limit.
         rows = min(samples, limit // schema.stride)
         return rows, max((limit - rows * schema.stride) // LINE, 1)
@@ -527,7 +402,7 @@ class WindowState(NamedTuple):
 
     @classmethod
     def of(cls, ring: Ring) -> WindowState:
-        """The position of a ring's window on this machine."""
+        """The position of a ring's window."""
         live = ring.segment.live
         words = (Live.LOADS, Live.EPOCH, Live.CURSOR, Live.BEHIND, Live.LATE)
         return cls(*(int(live[word]) for word in words))
@@ -539,34 +414,12 @@ class WindowState(NamedTuple):
         live[Live.CURSOR], live[Live.BEHIND], live[Live.LATE] = self.cursor, self.behind, self.late
         live[Live.LOADS], live[Live.EPOCH] = self.loads, self.epoch
 
-    def begin(self, ring: Ring) -> WindowState:
-        """Begin this position's epoch unless it has begun at any position; returns the position then."""
-        self._make_way(ring)
-        with ring.member.short_lock() as held:
-            if held and self[:_PLACE] > WindowState.of(ring)[:_PLACE]:
-                self.put(ring)
-            return WindowState.of(ring)
-
-    def advance(self, ring: Ring) -> WindowState:
-        """Move a ring's window forward to this position if it is behind; returns the position then."""
-        self._make_way(ring)
-        with ring.member.short_lock() as held:
-            if held and self > WindowState.of(ring):
-                self.put(ring)
-            return WindowState.of(ring)
-
     def put_back(self, ring: Ring) -> None:
         """Move a ring's window to this position, even if that is back."""
-        self._make_way(ring)
-        with ring.member.short_lock():
-            self.put(ring)
-
-    def _make_way(self, ring: Ring) -> None:
-        """Forget the records of a window that a loaded state moves back.
-
-        An entry is never claimed twice, so the ring must not hold an entry that has left. If a process is
-        still writing, its records are given up slot by slot.
-        """
+        # An entry is never claimed twice, so the ring must not hold an entry that has left. If a process is
+        # still writing, its records are given up slot by slot.
         now = WindowState.of(ring)
         if self.loads > now.loads and self.cursor < now.cursor:
             ring.clear(_CLEAR_SECONDS)
+        with ring.member.short_lock():
+            self.put(ring)

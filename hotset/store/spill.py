@@ -115,7 +115,7 @@ class Spill:
         """Write as many of these records as are given room at once; returns words for the store's index."""
         tails = [one.tail_lines for one in prepared]
         with self.member.one_thread:
-            places = self.room.lend(samples.tolist(), tails)
+            places = self.room.reserve(samples.tolist(), tails)
             records = [
                 Record(sample, generation, one, *place)
                 for sample, generation, one, place in zip(
