@@ -32,7 +32,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -398,9 +397,7 @@ class PeerClients:
     def __enter__(self) -> PeerClients:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def add(self, name: str, endpoint: str, key: bytes | None) -> Peer:

@@ -46,7 +46,7 @@ import numpy as np
 
 from hotset.cluster.wire_records import ABSENT, LEFT, PROMISED, ROOMLESS, CacheIdentity, Longs, WireRecords
 from hotset.errors import ArgumentError
-from hotset.store.format import GENERATION_MASK, LINE, TAIL_COUNT_BITS
+from hotset.store.format import GENERATION_MASK, LINE, TAIL_COUNT_MASK
 
 __all__ = [
     "LARGEST",
@@ -80,7 +80,6 @@ _HEADER = struct.Struct("<8sHBBIQ16s16s8x")
 _ANSWERS = 0x80
 _STATE_SHIFT = 30
 _ENTRY = 8
-_TAIL_MASK = (1 << TAIL_COUNT_BITS) - 1
 
 
 class Malformed(ValueError):
@@ -277,7 +276,7 @@ def parse_records(
     if (generations > np.array([1, GENERATION_MASK, 0, 0])[states]).any():
         raise Malformed("has an entry that means nothing")
     roomless = generations * (states == 0) * (ROOMLESS - ABSENT)
-    if (lines > _TAIL_MASK * present).any():
+    if (lines > TAIL_COUNT_MASK * present).any():
         raise Malformed("speaks of a tail where there can be none")
     generations = np.where(present, generations, np.array([ABSENT, 0, LEFT, PROMISED])[states] + roomless)
     count, total = int(np.count_nonzero(present)), int(lines.sum())

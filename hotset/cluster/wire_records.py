@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hotset.errors import ArgumentError
 from hotset.store import format as fmt
-from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL_COUNT_BITS
+from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, split_tail
 
 __all__ = [
     "ABSENT",
@@ -40,8 +40,6 @@ ABSENT = -1
 LEFT = -2
 PROMISED = -3
 ROOMLESS = -4
-
-_TAIL_MASK = (1 << TAIL_COUNT_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -141,9 +139,8 @@ def sound(cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray
 
 def _tails(records: WireRecords) -> Longs:
     """How many lines each row says that its tail has."""
-    words = np.ascontiguousarray(records.rows[:, RECORD_HEADER : RECORD_HEADER + 8]).view("<u8")[:, 0]
-    lines: Longs = (words & np.uint64(_TAIL_MASK)).astype(np.int64)
-    return lines
+    words = np.ascontiguousarray(records.rows[:, RECORD_HEADER : RECORD_HEADER + 8]).view("<i8")[:, 0]
+    return split_tail(words)[1]
 
 
 def only(records: WireRecords, keep: npt.NDArray[np.bool_]) -> WireRecords:

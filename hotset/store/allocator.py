@@ -35,9 +35,9 @@ from hotset.store.format import (
     PRESENT,
     RECORD_HEADER,
     ROW_MASK,
-    TAIL_COUNT_BITS,
     Live,
     Slot,
+    split_tail,
 )
 
 __all__ = ["Allocator", "Allowance", "distrust_allocator"]
@@ -370,6 +370,5 @@ def _end_of_tail(member: Participant, row: int) -> int:
     """The line after a record's tail; 0 if it is damaged. The file, not the mapping, is read."""
     segment, geometry = member.segment, member.segment.geometry
     word = os.pread(segment.fd, 8, geometry.rows_at + row * geometry.stride + RECORD_HEADER)
-    place = int.from_bytes(word, "little")
-    end = (place >> TAIL_COUNT_BITS) + (place & ((1 << TAIL_COUNT_BITS) - 1))
+    end = sum(split_tail(int.from_bytes(word, "little")))
     return end if end <= geometry.lines else 0

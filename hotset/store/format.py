@@ -65,6 +65,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -95,12 +96,15 @@ __all__ = [
     "SLOT_SHIFT",
     "SLOT_WORDS",
     "STAMP_MASK",
-    "TAIL_COUNT_BITS",
+    "TAIL",
+    "TAIL_COUNT_MASK",
     "Geometry",
     "Live",
     "Slot",
     "checksum",
     "pack_header",
+    "split_tail",
+    "tail_word",
     "unpack_header",
 ]
 
@@ -124,7 +128,8 @@ GENERATION_SHIFT = 40
 GENERATION_MASK = (1 << 20) - 1
 SLOT_SHIFT = 48
 INCARNATION_MASK = (1 << 48) - 1
-TAIL_COUNT_BITS = 24
+_TAIL_COUNT_BITS = 24
+TAIL_COUNT_MASK = (1 << _TAIL_COUNT_BITS) - 1
 ON_DISK = 1 << 60
 OWN_FORM = 1 << 61
 OWN_STAMP = OWN_FORM >> GENERATION_SHIFT
@@ -134,11 +139,13 @@ STAMP_MASK = GENERATION_MASK | OWN_STAMP
 _HEADER = struct.Struct("<8sIIQQQQQ16s")
 _CRC = struct.Struct("<I")
 RECORD = struct.Struct("<III4x")  # length, stamp, checksum
+TAIL = struct.Struct("<Q")  # the tail word, behind that
 _RECORD_PREFIX = struct.Struct("<QII")  # as long as a record's header
 _RECORD_PREFIX_DTYPE = np.dtype([("sample", "<u8"), ("length", "<u4"), ("stamp", "<u4")])
 
 _Longs = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
+_Words = TypeVar("_Words", int, npt.NDArray[np.int64])
 
 
 class Live:
@@ -283,6 +290,21 @@ def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
     if geometry.size != size:
         raise refuse(f"its header says {geometry.size} bytes, and the file has {size}")
     return geometry, nonce
+
+
+def tail_word(first: int, lines: int) -> int:
+    """Return the word of a row that says where its tail lies."""
+    return first << _TAIL_COUNT_BITS | lines
+
+
+def split_tail(word: _Words) -> tuple[_Words, _Words]:
+    """Return the tail's first line, and how many lines it has; of one word, or of an array of them.
+
+    Example:
+        >>> split_tail(tail_word(7, 3))
+        (7, 3)
+    """
+    return word >> _TAIL_COUNT_BITS, word & TAIL_COUNT_MASK
 
 
 def checksum(sample: int, length: int, stamp: int, row: memoryview, tail: memoryview | None) -> int:

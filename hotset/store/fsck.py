@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 
 import numpy as np
 
@@ -32,10 +31,10 @@ def record_problem(segment: Segment, sample: int, word: int) -> str | None:
     if content is None:
         return f"sample {sample}: its record cannot be read"
     tail = None
-    (place,) = struct.unpack_from("<Q", content, RECORD_HEADER)
-    if place:
-        start = geometry.lines_at + (place >> fmt.TAIL_COUNT_BITS) * fmt.LINE
-        size = (place & ((1 << fmt.TAIL_COUNT_BITS) - 1)) * fmt.LINE
+    (tail_word,) = fmt.TAIL.unpack_from(content, RECORD_HEADER)
+    if tail_word:
+        first, lines = fmt.split_tail(tail_word)
+        start, size = geometry.lines_at + first * fmt.LINE, lines * fmt.LINE
         if start + size > geometry.size:
             return f"sample {sample}: its record's tail lies outside the segment"
         tail = _part(segment, start, size)
@@ -143,6 +142,5 @@ def _tail(segment: Segment, row: int) -> tuple[int, int] | None:
     word = _part(segment, geometry.rows_at + row * geometry.stride + RECORD_HEADER, 8)
     if word is None:
         return None
-    (place,) = struct.unpack("<Q", word)
-    first, lines = place >> fmt.TAIL_COUNT_BITS, place & ((1 << fmt.TAIL_COUNT_BITS) - 1)
+    first, lines = fmt.split_tail(*fmt.TAIL.unpack(word))
     return (first, first + lines) if lines else None

@@ -39,9 +39,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import SegmentError
-from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL_COUNT_BITS
+from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL, tail_word
 from hotset.store.leaves import SchemaMismatch
-from hotset.store.schema import LARGEST_RECORD, TAIL, Prepared, Schema, infer, to_json, varied
+from hotset.store.schema import LARGEST_RECORD, Prepared, Schema, infer, to_json, varied
 
 __all__ = ["Own", "Taken", "prepare", "read", "stamp", "write"]
 
@@ -145,7 +145,7 @@ def write(schema: Schema, buffer: Any, row_at: int, taken: Taken, line: int = 0,
     if isinstance(taken, Prepared):
         schema.write(buffer, row_at, taken, line, tail_at)
         return
-    TAIL.pack_into(buffer, row_at + RECORD_HEADER, line << TAIL_COUNT_BITS | taken.tail_lines)
+    TAIL.pack_into(buffer, row_at + RECORD_HEADER, tail_word(line, taken.tail_lines))
     view, body = memoryview(buffer), taken.body
     inside = len(body) - taken.tail_bytes
     begin, end = row_at + _HEAD, row_at + schema.stride

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
 from hotset.store.claims import Ids
-from hotset.store.format import LINE, OWN_STAMP
+from hotset.store.format import LINE, OWN_STAMP, split_tail
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
 
@@ -70,9 +69,7 @@ class VariableTails:
 
     def __init__(self, heads: npt.NDArray[np.void]) -> None:
         self.heads = heads
-        words: Words = heads["tail"]
-        self.first: Words = words >> fmt.TAIL_COUNT_BITS
-        self.counts: Words = words & ((1 << fmt.TAIL_COUNT_BITS) - 1)
+        self.first, self.counts = split_tail(heads["tail"])
         ends: Words = np.add.accumulate(self.counts)
         self.starts: Words = ends - self.counts
         self.total = int(ends[-1]) if len(ends) else 0

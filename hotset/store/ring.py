@@ -72,9 +72,9 @@ from hotset.store.format import (
     RECORD,
     RECORD_HEADER,
     ROW_MASK,
-    TAIL_COUNT_BITS,
     Live,
     Slot,
+    split_tail,
 )
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Words
@@ -276,8 +276,7 @@ class RingAllocator(Allocator):
         own = np.flatnonzero(extents[:, 1] > extents[:, 0])
         own = own[[self._member.is_alive(slot) for slot in own.tolist()]]
         slots, left = self._index.records()
-        tails = self._tails[slots]
-        firsts, counts = tails >> TAIL_COUNT_BITS, tails & ((1 << TAIL_COUNT_BITS) - 1)
+        firsts, counts = split_tail(self._tails[slots])
         ages = np.minimum(np.arange(len(slots)), len(left))
         begins, ends = extents[own].T
         return _Runs(

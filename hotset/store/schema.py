@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from hotset.errors import SegmentError
 from hotset.store.codecs import codec_named, codec_of
-from hotset.store.format import LINE, RECORD_HEADER, TAIL_COUNT_BITS
+from hotset.store.format import LINE, RECORD_HEADER, TAIL, tail_word
 from hotset.store.leaves import (
     ArrayLeaf,
     EnumLeaf,
@@ -43,7 +43,6 @@ from hotset.store.leaves import (
 
 __all__ = [
     "LARGEST_RECORD",
-    "TAIL",
     "Group",
     "Node",
     "Prepared",
@@ -54,7 +53,6 @@ __all__ = [
     "varied",
 ]
 
-TAIL = struct.Struct("<Q")
 _ALIGN_TAIL = 16
 LARGEST_RECORD = 2 << 30
 _DEEPEST = 64
@@ -208,7 +206,7 @@ class Schema:
         for place, leaf in enumerate(self.leaves):
             if leaf.fixed_bytes:
                 leaf.put(buffer, row_at + self.offsets[place], prepared.values[place])
-        TAIL.pack_into(buffer, row_at + RECORD_HEADER, line << TAIL_COUNT_BITS | prepared.tail_lines)
+        TAIL.pack_into(buffer, row_at + RECORD_HEADER, tail_word(line, prepared.tail_lines))
         for place, dims in zip(self.variable, prepared.dims, strict=True):
             leaf = self.leaves[place]
             struct.pack_into(f"<{len(dims)}I", buffer, row_at + self.offsets[place], *dims)

@@ -55,9 +55,8 @@ _FIRST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 2e-3
 _SCRATCH = 1 << 20
 _ALIGN = 64
-_TAIL = struct.Struct("<Q")
 _LINES = struct.Struct("<I")
-_OWNED = struct.Struct("<IQ")  # lines of the run, and the tail's place in it
+_OWNED = struct.Struct("<IQ")  # lines of the run, and the tail word
 
 
 class _Run(NamedTuple):
@@ -150,10 +149,10 @@ class Slots:
         row = store.rows[sample]
         first = count = 0
         if store.schema.has_tail:
-            (place,) = _TAIL.unpack_from(row, RECORD_HEADER)
+            (tail,) = fmt.TAIL.unpack_from(row, RECORD_HEADER)
             if self._index[sample] != word:
-                return None  # the place may be half of one and half of another
-            first, count = place >> fmt.TAIL_COUNT_BITS, place & ((1 << fmt.TAIL_COUNT_BITS) - 1)
+                return None  # the tail word may be half of one and half of another
+            first, count = fmt.split_tail(tail)
         # Fresh memory: a reader asks for one sample at a time, and recycled blocks were not faster for that.
         copy = np.empty(tail_at + count * fmt.LINE, np.uint8)
         copy[:stride] = row
@@ -241,9 +240,9 @@ class Slots:
         if before < PRESENT and not room.place(sample):
             return None
         if before >= PRESENT and self.store.schema.has_tail:  # a whole record, whose header is valid
-            lines, place = _OWNED.unpack_from(self.store.rows[sample], RECORD.size - 4)
+            lines, tail = _OWNED.unpack_from(self.store.rows[sample], RECORD.size - 4)
             if needed <= lines:
-                return _Run(place >> fmt.TAIL_COUNT_BITS, lines)
+                return _Run(fmt.split_tail(tail)[0], lines)
         line = room.take_lines(needed) if needed else 0
         return _Run(line, needed) if line >= 0 else None
 

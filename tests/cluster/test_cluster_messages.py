@@ -43,7 +43,7 @@ def record(
     row = bytearray(noise.bytes(cache.stride))
     lines = -(-tail_bytes // LINE)
     tail = bytearray(noise.bytes(tail_bytes) + bytes(lines * LINE - tail_bytes))
-    row[16:24] = (sample << fmt.TAIL_COUNT_BITS | lines).to_bytes(8, "little")
+    row[16:24] = fmt.tail_word(sample, lines).to_bytes(8, "little")
     length = cache.stride - RECORD_HEADER + tail_bytes
     body = memoryview(tail)[:tail_bytes] if tail_bytes else None
     crc = fmt.checksum(sample, length, generation, memoryview(row)[RECORD_HEADER:], body)

@@ -20,7 +20,17 @@ from torch.utils.data import DataLoader
 import hotset
 from hotset import HotsetWarning
 from hotset.session import sessions
-from hotset.store.format import LINE, ON_DISK, OWN_FORM, RECORD_HEADER, ROW_MASK, TAIL_COUNT_BITS, Live
+from hotset.store.format import (
+    LINE,
+    ON_DISK,
+    OWN_FORM,
+    RECORD_HEADER,
+    ROW_MASK,
+    TAIL_COUNT_MASK,
+    Live,
+    split_tail,
+    tail_word,
+)
 from hotset.store.segment import Segment
 from hotset.store.store import Store
 
@@ -110,7 +120,7 @@ def word_of_a_tier_that_there_is_not(store: Store, at: int) -> None:
 
 
 def tail_beyond(store: Store, at: int) -> None:
-    head(store, at)[0] = store.segment.geometry.lines << TAIL_COUNT_BITS | 1
+    head(store, at)[0] = tail_word(store.segment.geometry.lines, 1)
 
 
 def tail_before(store: Store, at: int) -> None:
@@ -118,7 +128,7 @@ def tail_before(store: Store, at: int) -> None:
 
 
 def tail_of_gigabytes(store: Store, at: int) -> None:
-    head(store, at)[0] |= (1 << TAIL_COUNT_BITS) - 1
+    head(store, at)[0] |= TAIL_COUNT_MASK
 
 
 def dimensions_of_terabytes(store: Store, at: int) -> None:
@@ -208,7 +218,7 @@ def test_a_file_on_a_disk_is_verified_again_now_and_then(
         equal_batches([on_a_disk[i] for i in range(N)], expected)
     row = int(on_a_disk._store.segment.index[10] & ROW_MASK)
     place = int(on_a_disk._store.rows[row, RECORD_HEADER : RECORD_HEADER + 8].view(np.int64)[0])
-    on_a_disk._store.lines[place >> TAIL_COUNT_BITS, 3] ^= 1
+    on_a_disk._store.lines[split_tail(place)[0], 3] ^= 1
     monkeypatch.setattr("hotset.store.verification._BELIEVED_SECONDS", 0.0)
     with pytest.warns(HotsetWarning, match="sample 10"):
         equal_batches([on_a_disk[i] for i in range(N)], expected)

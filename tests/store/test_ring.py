@@ -35,10 +35,10 @@ from hotset.store.format import (
     LINE,
     PRESENT,
     RECORD_HEADER,
-    TAIL_COUNT_BITS,
     Live,
     Slot,
     checksum,
+    split_tail,
 )
 from hotset.store.gather import Gather
 from hotset.store.memory_limits import Headroom
@@ -570,7 +570,7 @@ def test_the_check_names_records_that_share_lines() -> None:
         assert ring.check() == ["sample 3: its record's checksum does not match"]
         # Now signed, as a writer does who was given the lines of another.
         length, generation = np.frombuffer(view, np.uint32, 2, other).tolist()
-        line = int(np.frombuffer(view, np.int64, 1, other + RECORD_HEADER)[0]) >> TAIL_COUNT_BITS
+        line, _ = split_tail(int(np.frombuffer(view, np.int64, 1, other + RECORD_HEADER)[0]))
         start = geometry.lines_at + line * LINE
         tail = view[start : start + length - (geometry.stride - RECORD_HEADER)]
         row = view[other + RECORD_HEADER : other + geometry.stride]
