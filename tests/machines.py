@@ -299,7 +299,7 @@ class _Trainer:
         for batch in batches:
             self._cached.__getitems__(batch)
 
-    def announce(self, batch: Sequence[int]) -> None:
+    def prefetch(self, batch: Sequence[int]) -> None:
         """Ask for a batch ahead of its use."""
         self._cached._access.ask_ahead(np.array(batch))
 

@@ -66,19 +66,19 @@ def attached(where: Store | Address | Path | str) -> Iterator[Store]:
 
 
 class _Telling(np.ndarray):  # type: ignore[type-arg]
-    """Live words that tell when the era is counted up."""
+    """Live words that tell when the clear generation is counted up."""
 
     tell: Callable[[], object] | None = None
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)  # type: ignore[no-untyped-call]
         tell, self.tell = self.tell, None
-        if key == Live.ERA and tell is not None:
+        if key == Live.CLEAR_GENERATION and tell is not None:
             tell()
 
 
 def clear_and_meanwhile(store: Store, act: Callable[[], object]) -> None:
-    """Clear a store, and do something in its midst, with the era new and the words still old."""
+    """Clear a store, and do something in its midst, with the clear generation new and the words still old."""
     before, live = store.segment.live, store.segment.live.view(_Telling)
     live.tell = act
     store.segment.live = live

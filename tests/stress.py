@@ -144,8 +144,8 @@ class Actor:
             got["rows"].zero_()  # a hit is the caller's own
 
     def fill(self) -> None:
-        in_hand = self.cached._access.fill(np.array(self.some()))
-        self.check(list(in_hand), list(in_hand.values()))
+        uncached = self.cached._access.fill(np.array(self.some()))
+        self.check(list(uncached), list(uncached.values()))
 
     def gather(self) -> None:
         numbers = [i for i in self.some() if i % 50 != 49] or [1]

@@ -6,8 +6,8 @@
     owned elsewhere     all owners are asked at once, one request each; the answer for a sample is
       present           verified; given out as it came
       absent            this process has claimed it: it reads the sample, and puts it to its owner
-      promised          another process reads it: waited for, after all else is done
-      roomless          absent, and its owner has no room for it: the next machine in order is asked
+      pending           another process reads it: waited for, after all else is done
+      full              absent, and its owner has no room for it: the next machine in order is asked
       no answer         read here, and kept nowhere
 
 What this machine owns and has no room for goes the same way, from the next machine in order on. After the
@@ -15,7 +15,7 @@ membership has changed, a sample's former owner is asked before the source is re
 gets its share from the other machines.
 
 Only what reading the source raises is raised. Every wait is bounded: for an answer by the machine's patience
-(:class:`hotset.cluster.membership.Member`), for what others have promised by `PATIENCE`.
+(:class:`hotset.cluster.membership.Member`), for what others are reading by `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class BatchFetch:
     # ---- asking --------------------------------------------------------------------------------------
 
     def _ask(self, owned: list[Owned], turn: int = 0) -> list[_Waiting]:
-        """Ask these machines at once; read what no process has claimed. Returns what others have promised.
+        """Ask these machines at once; read what no process has claimed. Returns what others are reading.
 
         Args:
             owned: machines, and what each is asked for.
@@ -170,25 +170,27 @@ class BatchFetch:
         begun = time.monotonic()
         waiting: list[_Waiting] = []
         absent: list[tuple[str | None, Longs]] = []
-        roomless = [np.empty(0, np.int64)]
+        refused = [np.empty(0, np.int64)]
         while asked:
             again = []
             for name, request in asked:
                 answer = request.wait(begun + self._peers.patience(name))
                 self._take_in(request.ids, answer)
-                if answer.left.any():
-                    left = self._peers.by_name[name].ask(self._cache, request.ids[answer.left], claim=True)
+                if answer.truncated.any():
+                    left = self._peers.by_name[name].ask(
+                        self._cache, request.ids[answer.truncated], claim=True
+                    )
                     again.append((name, left))
-                if answer.promised.any():
-                    waiting.append(_Waiting(name, request.ids[answer.promised], turn))
-                roomless.append(request.ids[answer.roomless])
-                rest = request.ids[~(answer.present | answer.left | answer.promised | answer.roomless)]
+                if answer.pending.any():
+                    waiting.append(_Waiting(name, request.ids[answer.pending], turn))
+                refused.append(request.ids[answer.full])
+                rest = request.ids[~(answer.present | answer.truncated | answer.pending | answer.full)]
                 if len(rest):
                     absent.append((name if answer.answered else None, rest))
             asked = again
         for owner, ids in absent:
             self._read_here(owner, self._not_moved(owner, ids), turn)
-        return waiting + self._ask_further(np.concatenate(roomless), turn + 1)
+        return waiting + self._ask_further(np.concatenate(refused), turn + 1)
 
     def _ask_further(self, ids: Longs, turn: int) -> list[_Waiting]:
         """Go on with samples for which there was no room so far."""
@@ -212,9 +214,9 @@ class BatchFetch:
         there = answer.present
         records = ReceivedRecords(ids[there], answer.lines[there], answer.rows, answer.tails)
         self._got.records.append(records)
-        self._store.member.row[Slot.PEER_HITS] += len(records.ids)
+        self._store.participant.row[Slot.PEER_HITS] += len(records.ids)
         if self._keeps(len(records.ids)):
-            self._store.adopt(records.samples(self._schema, decode=False))
+            self._store.insert(records.samples(self._schema, decode=False))
 
     # ---- what moves, as machines come and go ---------------------------------------------------------
 
@@ -223,7 +225,7 @@ class BatchFetch:
         left = self._not_moved(None, ids)
         came = np.setdiff1d(ids, left)
         if len(came):
-            self._store.adopt(self._some(came))
+            self._store.insert(self._some(came))
         return left
 
     def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
@@ -260,7 +262,7 @@ class BatchFetch:
         left = ids.tolist()[::-1]
         watch = self._store.filler.watch
         watch.begin()
-        counters = self._store.member.row
+        counters = self._store.participant.row
         try:
             while left:
                 sample = left[-1]
@@ -300,7 +302,7 @@ class BatchFetch:
         while len(self._puts) > left:
             put = self._puts.pop(0)
             answer = put.request.wait(begun + self._peers.patience(put.name))
-            refused = put.request.ids[answer.roomless].tolist()
+            refused = put.request.ids[answer.full].tolist()
             if refused:
                 self._put_further({sample: put.samples[sample] for sample in refused}, put.turn + 1)
 
@@ -315,7 +317,7 @@ class BatchFetch:
             if name != self._peers.known.me:
                 self._put(name, some, turn)
                 continue
-            self._store.adopt(some)
+            self._store.insert(some)
             left = ids[self._store.words(ids) < PRESENT].tolist()
             if left:
                 self._put_further({sample: some[sample] for sample in left}, turn + 1)

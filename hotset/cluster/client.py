@@ -42,13 +42,13 @@ from zmq.utils.monitor import parse_monitor_message
 from hotset._warnings import Warner
 from hotset.cluster import protocol as messages
 from hotset.cluster.membership import PATIENCE, Keys, Membership, MembershipFile, Owned
-from hotset.cluster.peer_stats import Backoff, PeerStats, Tally, read_tally
+from hotset.cluster.peer_stats import Backoff, PeerStats, PeerStatsFile, read_peer_stats
 from hotset.cluster.protocol import Head, Malformed, Operation, Status
 from hotset.cluster.sockets import close, open_socket, require_descriptors
 from hotset.cluster.wire_records import (
-    LEFT,
-    PROMISED,
-    ROOMLESS,
+    FULL,
+    PENDING,
+    TRUNCATED,
     Bytes,
     CacheIdentity,
     Longs,
@@ -81,9 +81,9 @@ class Answer(NamedTuple):
 
     Attributes:
         present: bool for each sample: its record is there, verified. (Of a put: it is stored.)
-        left: bool for each sample: the peer has it, but the answer was full; ask for it again.
-        promised: bool for each sample: another one reads it now, and will bring it.
-        roomless: bool for each sample: it is absent, and the peer has no room for it.
+        truncated: bool for each sample: the peer has it, but the answer was full; ask for it again.
+        pending: bool for each sample: another process reads it now, and will bring it.
+        full: bool for each sample: it is absent, and the peer has no room for it.
         answered: whether the peer has answered at all, and has this cache.
         lines: int64 for each sample: of its tail; 0 unless it is present.
         rows: uint8 of shape (present samples, stride), in their order; read-only, as are the tails.
@@ -91,9 +91,9 @@ class Answer(NamedTuple):
     """
 
     present: npt.NDArray[np.bool_]
-    left: npt.NDArray[np.bool_]
-    promised: npt.NDArray[np.bool_]
-    roomless: npt.NDArray[np.bool_]
+    truncated: npt.NDArray[np.bool_]
+    pending: npt.NDArray[np.bool_]
+    full: npt.NDArray[np.bool_]
     answered: bool
     lines: Longs
     rows: Bytes
@@ -131,9 +131,9 @@ class PendingRequest:
         if found is None:
             return self._nothing()
         if self.operation is Operation.PUT:
-            stored, roomless = found.generations >= 0, found.generations == ROOMLESS
+            stored, full = found.generations >= 0, found.generations == FULL
             self._peer.traffic.stored += int(np.count_nonzero(stored))
-            return self._nothing()._replace(present=stored, roomless=roomless, answered=True)
+            return self._nothing()._replace(present=stored, full=full, answered=True)
         return self._verified(found)
 
     def words(self, deadline: float) -> Longs | None:
@@ -183,7 +183,7 @@ class PendingRequest:
 
     def _verified(self, records: WireRecords) -> Answer:
         """The sound ones of these records: nothing else ever reaches the caller."""
-        left, promised, roomless = (records.generations == state for state in (LEFT, PROMISED, ROOMLESS))
+        truncated, pending, full = (records.generations == state for state in (TRUNCATED, PENDING, FULL))
         present = sound(self.cache, self.ids, records)
         wrong = int(np.count_nonzero((records.generations >= 0) & ~present))
         if wrong:
@@ -191,7 +191,7 @@ class PendingRequest:
             records = only(records, present)
         self._peer.traffic.received += int(np.count_nonzero(present))
         self._peer.traffic.bytes += records.rows.nbytes + records.tails.nbytes
-        return Answer(present, left, promised, roomless, True, records.lines, records.rows, records.tails)
+        return Answer(present, truncated, pending, full, True, records.lines, records.rows, records.tails)
 
     def _nothing(self) -> Answer:
         count = len(self.ids)
@@ -352,7 +352,7 @@ class Peer:
     def _tell(self, sentence: str) -> None:
         if not self._is_told:
             self._is_told = True
-            self.peers.tell(
+            self.peers.warn(
                 f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.",
                 self.name,
             )
@@ -385,11 +385,11 @@ class PeerClients:
 
     Args:
         keys: this machine's; None: no keys (:mod:`hotset.cluster.sockets`).
-        tell: gets a sentence of what is wrong with a machine, and its name.
+        warn: gets a sentence of what is wrong with a machine, and its name.
     """
 
-    def __init__(self, keys: Keys | None, tell: Callable[[str, str], object] | None = None) -> None:
-        self.keys, self.tell = keys, tell or Warner()
+    def __init__(self, keys: Keys | None, warn: Callable[[str, str], object] | None = None) -> None:
+        self.keys, self.warn = keys, warn or Warner()
         self._pid = os.getpid()
         self._context: zmq.Context[Any] | None = None
         self._peers: dict[str, Peer] = {}
@@ -437,7 +437,7 @@ class PeerClients:
 class Peers:
     """The other machines of a session, as one process asks them. Used by one thread at a time.
 
-    What passes between this machine and the others is added to the session's tally.
+    What passes between this machine and the others is added to the session's statistics file.
 
     Args:
         number: of the session on this machine.
@@ -453,7 +453,7 @@ class Peers:
         self._number = number
         self._file = MembershipFile(number)
         self._clients: PeerClients | None = None
-        self._tally = Tally(number)
+        self._stats_file = PeerStatsFile(number)
         self.by_name: dict[str, Peer] = {}
         self.membership: Membership | None = None
         self.troubles: list[tuple[str, str]] = []
@@ -509,13 +509,13 @@ class Peers:
         return [member.name for member in former if member.name not in here]
 
     def count(self, *, now: bool = False) -> None:
-        """Add what was counted to the tally, if that was not just done; ``now``: in any case."""
-        self._tally.add({name: peer.traffic for name, peer in self.by_name.items()}, now=now)
+        """Add what was counted to the file, if that was not just done; ``now``: in any case."""
+        self._stats_file.add({name: peer.traffic for name, peer in self.by_name.items()}, now=now)
 
     def traffic(self) -> dict[str, PeerStats]:
         """What passed between this machine and each other one, for all caches of the session; by name."""
         with contextlib.suppress(OSError):
-            return read_tally(self._number)
+            return read_peer_stats(self._number)
         return {}
 
     def close(self) -> None:

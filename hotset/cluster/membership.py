@@ -1,7 +1,7 @@
 """Membership: which machines share a session, and which of them owns a sample.
 
 Only a machine's node (:mod:`hotset.cluster.node`) talks with the others about which machines there are. It
-writes what it has learnt to a file beside the session's ledger, and every process of the machine reads that
+writes what it has learnt to a file beside the session's quota, and every process of the machine reads that
 file, loader workers too. None of them needs Ray, and the last file holds when Ray ends. ::
 
     <number>.cluster      in the runtime folder: JSON, this user's alone, as it has this machine's secret key
@@ -34,7 +34,7 @@ import numpy as np
 
 from hotset.cluster.wire_records import Longs
 from hotset.policy.rendezvous import Placement
-from hotset.session.file_names import roster_file, runtime, unlink
+from hotset.session.file_names import membership_file, runtime, unlink
 from hotset.session.runtime_dir import open_at
 
 __all__ = [
@@ -177,7 +177,7 @@ def write_membership(number: int, membership: Membership) -> None:
         "members": membership.members,
         "former": membership.former,
     }
-    file = roster_file(number)
+    file = membership_file(number)
     with runtime() as folder:
         temporary = f"{file}.{secrets.token_hex(4)}.new"
         fd = open_at(folder, temporary, create=True)
@@ -197,7 +197,7 @@ def read_membership(number: int) -> Membership | None:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             with runtime() as folder:
                 try:
-                    fd = open_at(folder, roster_file(number))
+                    fd = open_at(folder, membership_file(number))
                 except FileNotFoundError:  # or the file was replaced between two looks
                     continue
             with open(fd, "rb") as file:
@@ -235,7 +235,7 @@ class MembershipFile:
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             with contextlib.suppress(OSError), runtime() as folder:
-                status = os.stat(roster_file(self._number), dir_fd=folder, follow_symlinks=False)
+                status = os.stat(membership_file(self._number), dir_fd=folder, follow_symlinks=False)
                 seen = status.st_ino, status.st_mtime_ns
                 if seen != self._seen and (found := read_membership(self._number)) is not None:
                     # Only now: a file that could not be read, for want of descriptors, is read the next time.

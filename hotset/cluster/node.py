@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from hotset._warnings import printable
 from hotset.cluster.directory import Described, Heartbeat, HeartbeatReply
 from hotset.cluster.membership import Keys, Member, Membership, read_membership, write_membership
-from hotset.cluster.peer_stats import make_tally, read_tally
+from hotset.cluster.peer_stats import make_peer_stats, read_peer_stats
 from hotset.cluster.server import Serving
 from hotset.cluster.store_service import StoreService, StoreServices
 from hotset.errors import SegmentError, SessionError
@@ -35,7 +35,7 @@ from hotset.session.file_names import CACHE, runtime
 from hotset.session.find_or_create import CacheLocation, find_or_create_in_session
 from hotset.session.runtime_dir import runtime_folder
 from hotset.session.session_cache import SessionCacheHandle
-from hotset.session.session_definition import Session, open_ledger, session_of
+from hotset.session.session_definition import Session, open_quota, session_of
 from hotset.store import memory_limits as machine
 from hotset.store.format import DESTROYED, Live
 from hotset.store.ring import attach_store
@@ -47,7 +47,9 @@ __all__ = ["Node", "find_or_make", "fingerprint_of"]
 
 BEAT_SECONDS = 1.0
 _TTL = 3600.0
-_LONGEST = 39  # of a host's name: with what is drawn behind it, as much as a tally's row has room for
+_LONGEST = (
+    39  # of a host's name: with what is drawn behind it, as much as a row of the statistics file has room for
+)
 # How long after another machine's last request the node counts as a user of a cache.
 _UNASKED_SECONDS = 60.0
 
@@ -111,8 +113,8 @@ class Node:
         members = known.members if known is not None else ()
         self._knows = {self._me: self._keys.public, **{m.name: m.key.encode() for m in members}}
         self._allowed = set(self._knows.values())  # only added to: a machine that left may come back
-        make_tally(self.session.number)
-        self._adopt_what_is_there()
+        make_peer_stats(self.session.number)
+        self._serve_existing_caches()
         self._serving = Serving(host, self._services, self._keys, self._allowed)
         self.member = Member(
             self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity()
@@ -159,7 +161,7 @@ class Node:
             }
             said["memory"] = report.memory
             said["peers"] = {
-                name: asdict(traffic) for name, traffic in read_tally(self.session.number).items()
+                name: asdict(traffic) for name, traffic in read_peer_stats(self.session.number).items()
             }
         return said
 
@@ -189,8 +191,8 @@ class Node:
 
     def _is_there(self) -> bool:
         """Whether the session is; it may have been resized."""
-        with contextlib.suppress(SessionError), open_ledger(self.session) as ledger:
-            session = session_of(ledger)
+        with contextlib.suppress(SessionError), open_quota(self.session) as quota:
+            session = session_of(quota)
             if session != self.session:
                 self.session = session
                 self.member = self.member._replace(capacity=self._capacity())
@@ -221,7 +223,7 @@ class Node:
         if self._has_ended:
             return
         session = find_or_make(self._name, self.session.memory, like=self.session)
-        make_tally(session.number)
+        make_peer_stats(session.number)
         if self._membership is not None:
             write_membership(session.number, self._membership)
         self.session = session
@@ -276,7 +278,7 @@ class Node:
 
     # ---- caches --------------------------------------------------------------------------------------
 
-    def _adopt_what_is_there(self) -> None:
+    def _serve_existing_caches(self) -> None:
         """Serve the caches that the session has from before."""
         with runtime() as folder:
             place = os.readlink(f"/proc/self/fd/{folder}")

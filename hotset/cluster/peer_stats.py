@@ -1,12 +1,12 @@
-"""What passed between this machine's processes and each other machine, all of them together: the tally.
+"""What passed between this machine's processes and each other machine, all of them together.
 
-It is a file beside the session's ledger, with one row for each machine that was ever asked::
+It is a file beside the session's quota, with one row for each machine that was ever asked::
 
     <number>.traffic      1,024 rows of 128 B:  name, 48 B | ten counters, i64
 
-Processes add to it now and then what they have counted since (:class:`Tally`), under its lock, as there is
-no atomic addition. Counting must not slow down what is counted: a process that cannot have the lock at once
-adds its counts the next time, and only one that ends waits for the lock, a little.
+Processes add to it now and then what they have counted since (:class:`PeerStatsFile`), under its lock, as
+there is no atomic addition. Counting must not slow down what is counted: a process that cannot have the lock
+at once adds its counts the next time, and only one that ends waits for the lock, a little.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from hotset.session.file_names import runtime, traffic_file
+from hotset.session.file_names import peer_stats_file, runtime
 from hotset.session.runtime_dir import open_at
 from hotset.store import locks
 
-__all__ = ["Backoff", "PeerStats", "Tally", "make_tally", "read_tally"]
+__all__ = ["Backoff", "PeerStats", "PeerStatsFile", "make_peer_stats", "read_peer_stats"]
 
 
 @dataclass
@@ -72,25 +72,25 @@ _SHORT = 0
 _FIRST_REST, _LONGEST_REST = 0.5, 30.0
 
 
-def make_tally(number: int) -> None:
-    """Make a session's tally, if there is none.
+def make_peer_stats(number: int) -> None:
+    """Make a session's statistics file, if there is none.
 
     Raises:
         OSError: it cannot be made.
     """
     with runtime() as folder, contextlib.suppress(FileExistsError):
-        fd = open_at(folder, traffic_file(number), create=True)
+        fd = open_at(folder, peer_stats_file(number), create=True)
         try:
             os.posix_fallocate(fd, 0, _ROWS * _ROW.itemsize)
         finally:
             os.close(fd)
 
 
-def read_tally(number: int) -> dict[str, PeerStats]:
+def read_peer_stats(number: int) -> dict[str, PeerStats]:
     """What passed between this machine and each other one, by its name.
 
     Raises:
-        OSError: there is no tally.
+        OSError: there is no such file.
     """
     with _opened(number) as fd:
         return {row["name"].decode(errors="replace"): _traffic(row) for row in _rows(fd) if row["name"]}
@@ -104,7 +104,7 @@ def _traffic(row: Any) -> PeerStats:
 @contextlib.contextmanager
 def _opened(number: int) -> Iterator[int]:
     with runtime() as folder:
-        fd = open_at(folder, traffic_file(number))
+        fd = open_at(folder, peer_stats_file(number))
     try:
         yield fd
     finally:
@@ -116,7 +116,7 @@ def _rows(fd: int) -> Any:
     return np.frombuffer(bytearray(os.pread(fd, size, 0).ljust(size, b"\0")), _ROW)
 
 
-class Tally:
+class PeerStatsFile:
     """Adds up what one process has counted.
 
     Args:

@@ -20,7 +20,7 @@ was read before it: what has another length is refused with a reason. ::
                +40  layout       16 B  digest of schema, stride, samples and the segment's format
                +56  zeros        8 B
 
-    entry      +0   state:2 | generation:20, u32     0 absent, 1 present, 2 left: answer full, 3 promised
+    entry      +0   state:2 | generation:20, u32     0 absent, 1 present, 2 truncated: answer full, 3 pending
                     absent, with 1 for a generation: and there is no room for it
                +4   lines, u32                       of its tail
 
@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.wire_records import ABSENT, LEFT, PROMISED, ROOMLESS, CacheIdentity, Longs, WireRecords
+from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheIdentity, Longs, WireRecords
 from hotset.errors import ArgumentError
 from hotset.store.format import GENERATION_MASK, LINE, TAIL_COUNT_MASK
 
@@ -189,7 +189,7 @@ def _frames(records: WireRecords) -> list[Any]:
     entries = np.zeros((len(records.generations), 2), "<u4")
     present = records.generations >= 0
     entries[present, 0] = records.generations[present] | 1 << _STATE_SHIFT
-    for word, generation in ((2 << _STATE_SHIFT, LEFT), (3 << _STATE_SHIFT, PROMISED), (1, ROOMLESS)):
+    for word, generation in ((2 << _STATE_SHIFT, TRUNCATED), (3 << _STATE_SHIFT, PENDING), (1, FULL)):
         entries[records.generations == generation, 0] = word
     entries[:, 1] = records.lines
     return [memoryview(entries.tobytes()), records.rows.reshape(-1).data, records.tails.reshape(-1).data]
@@ -275,10 +275,10 @@ def parse_records(
     present = states == 1
     if (generations > np.array([1, GENERATION_MASK, 0, 0])[states]).any():
         raise Malformed("has an entry that means nothing")
-    roomless = generations * (states == 0) * (ROOMLESS - ABSENT)
+    full = generations * (states == 0) * (FULL - ABSENT)
     if (lines > TAIL_COUNT_MASK * present).any():
         raise Malformed("speaks of a tail where there can be none")
-    generations = np.where(present, generations, np.array([ABSENT, 0, LEFT, PROMISED])[states] + roomless)
+    generations = np.where(present, generations, np.array([ABSENT, 0, TRUNCATED, PENDING])[states] + full)
     count, total = int(np.count_nonzero(present)), int(lines.sum())
     if bare:
         count, total = 0, 0

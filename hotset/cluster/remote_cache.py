@@ -2,7 +2,7 @@
 
 Each sample has an owner among the machines (:mod:`hotset.cluster.membership`), whose memory keeps it. A batch
 gets its missing samples from their owners (:mod:`hotset.cluster.batch_fetch`). The next batch's can be asked
-for ahead (:meth:`RemoteCache.announce`), and come while this one is trained on. Asking ahead claims nothing:
+for ahead (:meth:`RemoteCache.prefetch`), and come while this one is trained on. Asking ahead claims nothing:
 a sample that is absent then is asked for again, with a claim, when it is needed.
 """
 
@@ -39,9 +39,9 @@ _ESTIMATE, _ESTIMATE_SECONDS = 4000, 1.0
 
 
 class _Ahead(NamedTuple):
-    """Requests that were sent ahead of use, and the store's era at that time."""
+    """Requests that were sent ahead of use, and the store's clear generation at that time."""
 
-    era: int | None
+    clear_generation: int | None
     requests: list[PendingRequest]
 
 
@@ -84,7 +84,7 @@ class RemoteCache:
             Whatever ``read`` raises, untouched.
         """
         missing = self._missing(store, ids)
-        if not len(missing) or store.era() is None:
+        if not len(missing) or store.clear_generation() is None:
             return Brought()
         with self._looked(store):
             if self._peers.membership is None:
@@ -92,7 +92,11 @@ class RemoteCache:
             try:
                 ahead = self._ahead.pop(ids.tobytes(), None)
                 # What was asked for before a clear is what was to be forgotten.
-                asked = ahead.requests if ahead is not None and ahead.era == store.era() else []
+                asked = (
+                    ahead.requests
+                    if ahead is not None and ahead.clear_generation == store.clear_generation()
+                    else []
+                )
                 return self._fetch(store, read).run(missing, asked)
             finally:
                 self._peers.count()
@@ -117,7 +121,7 @@ class RemoteCache:
     def _fetch(self, store: Store, read: Read) -> BatchFetch:
         return BatchFetch(self._peers, self.cache(store), store, read, partial(self._keeps, store))
 
-    def announce(self, store: Store, ids: Longs) -> None:
+    def prefetch(self, store: Store, ids: Longs) -> None:
         """Ask for those samples of a coming batch that this machine lacks; returns at once.
 
         Args:
@@ -125,18 +129,18 @@ class RemoteCache:
             ids: of one batch, as :meth:`bring` will be given them.
         """
         missing = self._missing(store, ids)
-        if not len(missing) or store.era() is None or self._pid != os.getpid():
+        if not len(missing) or store.clear_generation() is None or self._pid != os.getpid():
             return
         with self._looked(store):
             if self._peers.membership is None or ids.tobytes() in self._ahead:
                 return
-            cache, era = self.cache(store), store.era()
+            cache, clear_generation = self.cache(store), store.clear_generation()
             requests = [
                 self._peers.by_name[name].ask(cache, part)
                 for name, some in self._peers.known.others(missing)
                 for part in parts(cache, some)
             ]
-            self._ahead[ids.tobytes()] = _Ahead(era, requests)
+            self._ahead[ids.tobytes()] = _Ahead(clear_generation, requests)
             while len(self._ahead) > _AHEAD:  # an epoch was left before its end
                 del self._ahead[next(iter(self._ahead))]
 

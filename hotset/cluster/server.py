@@ -41,7 +41,7 @@ from hotset.cluster.protocol import LARGEST, Head, Malformed, Operation, Status
 from hotset.cluster.sockets import ZapAuthenticator, close, open_socket, require_descriptors
 from hotset.cluster.wire_records import (
     ABSENT,
-    ROOMLESS,
+    FULL,
     Bytes,
     CacheIdentity,
     Longs,
@@ -68,13 +68,13 @@ class Service(Protocol):
         ...
 
     def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> WireRecords:
-        """Copy the records that are there now; those that have no room in ``memory`` any more are ``LEFT``.
+        """Copy the records that are there now; those that ``memory`` has no room for are ``TRUNCATED``.
 
         Args:
             ids: sample numbers, each in ``range(cache.samples)``.
             memory: one-dimensional; the records returned may lie in it.
             claim: the client brings what is ``ABSENT`` in the answer; what another client has claimed, and
-                has not brought yet, is ``PROMISED``.
+                has not brought yet, is ``PENDING``.
         """
         ...
 
@@ -335,7 +335,7 @@ class Serving:
         there = service.put(ids, only(brought, good))
         self.served.stored += int(np.count_nonzero(there))
         # What is sound and not there had no room.
-        missing = np.where(good, ROOMLESS, ABSENT)
+        missing = np.where(good, FULL, ABSENT)
         return WireRecords(np.where(there, 0, missing), np.zeros(len(ids), np.int64), nothing, nothing)
 
     def _refuse(self, client: bytes, frames: list[Any] | None) -> None:

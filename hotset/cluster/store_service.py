@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from hotset.cluster.wire_records import (
     ABSENT,
-    LEFT,
-    PROMISED,
-    ROOMLESS,
+    FULL,
+    PENDING,
+    TRUNCATED,
     Bytes,
     CacheIdentity,
     Longs,
@@ -74,13 +74,13 @@ class StoreService:
         self.asked = time.monotonic()
 
     def take(self, ids: Longs, memory: Bytes, *, claim: bool = False) -> WireRecords:
-        """Copy the records that are there now; those that ``memory`` has no room for are ``LEFT``.
+        """Copy the records that are there now; those that ``memory`` has no room for are ``TRUNCATED``.
 
         Args:
             ids: sample numbers.
             memory: one-dimensional; the records returned lie in it, or in memory of their own.
-            claim: claim for the asker what is absent; what is claimed already is ``PROMISED``. Where there is
-                no room for more, nothing is claimed, and what is absent is ``ROOMLESS``.
+            claim: claim for the asker what is absent; what is claimed already is ``PENDING``. Where there is
+                no room for more, nothing is claimed, and what is absent is ``FULL``.
         """
         self.asked = time.monotonic()
         with self._lock:
@@ -89,10 +89,10 @@ class StoreService:
             large = found.generations == _TOO_LARGE
             absent = found.generations == ABSENT
             if claim and absent.any():
-                if self._store.era() is None or self._store.has_room():
-                    found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PROMISED)
+                if self._store.clear_generation() is None or self._store.has_room():
+                    found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PENDING)
                 else:
-                    found.generations[absent] = ROOMLESS
+                    found.generations[absent] = FULL
             found.generations[large] = ABSENT
         return found
 
@@ -119,13 +119,13 @@ class StoreService:
 
     def _take(self, ids: Longs, memory: Bytes) -> WireRecords:
         store = self._store
-        era = store.era()
+        clear_generation = store.clear_generation()
         words = store.words(ids)
-        here = np.flatnonzero(store.present(ids)) if era is not None else np.empty(0, np.int64)
+        here = np.flatnonzero(store.present(ids)) if clear_generation is not None else np.empty(0, np.int64)
         most = len(memory) // self.cache.stride
         some, later = here[:most], here[most:]
-        # Their places are looked at after the words: a clear in between shows in the era.
-        if era is None or not len(some):
+        # Their places are looked at after the words: a clear in between shows in the clear generation.
+        if clear_generation is None or not len(some):
             return self._records(len(ids))
         if store.on_disk(words[some]):
             staged = store.stage(ids[some], words[some])
@@ -135,28 +135,30 @@ class StoreService:
             fits = self._fitting(lines, memory)
             rows, tails = staged.rows[:fits], staged.lines[: int(lines[:fits].sum())]
         else:
-            copied = self._copy(ids[some], words[some], era, memory)
+            copied = self._copy(ids[some], words[some], clear_generation, memory)
             if copied is None:
                 return self._records(len(ids))
             lines, rows, tails = copied
             fits = len(rows)
-        if not store.unchanged(words[some], era):
+        if not store.unchanged(words[some], clear_generation):
             return self._records(len(ids))
         generations = words >> GENERATION_SHIFT & GENERATION_MASK
         found = self._records(len(ids))._replace(rows=rows, tails=tails)
         found.generations[some[:fits]] = generations[some[:fits]]
-        found.generations[some[fits:]] = LEFT
-        found.generations[later] = LEFT
+        found.generations[some[fits:]] = TRUNCATED
+        found.generations[later] = TRUNCATED
         if not fits:  # the first record alone is too large, and would be asked for again for ever
             found.generations[some[0]] = _TOO_LARGE
         found.lines[some[:fits]] = lines[:fits]
         return found
 
-    def _copy(self, ids: Longs, words: Words, era: int, memory: Bytes) -> tuple[Longs, Bytes, Bytes] | None:
+    def _copy(
+        self, ids: Longs, words: Words, clear_generation: int, memory: Bytes
+    ) -> tuple[Longs, Bytes, Bytes] | None:
         """Copy rows and tails, as many as there is room for; None if they are not what they were any more."""
         store, stride = self._store, self.cache.stride
-        with store.member.reading:
-            found = store.locate(ids, words, era)
+        with store.participant.reading:
+            found = store.locate(ids, words, clear_generation)
             if found is None:
                 return None
             rows, tails = found
@@ -210,10 +212,14 @@ class StoreService:
         came = ReceivedRecords(ids[there], records.lines[there], records.rows, records.tails)
         with self._lock:
             # Under the claims that were made for the client that brings them.
-            store.adopt(came.samples(store.schema, decode=False))
+            store.insert(came.samples(store.schema, decode=False))
             self.end_leases(ids)
         # A claim is of a process here, which has the sample in a moment.
-        return (store.present(ids) | (store.words(ids) >= CLAIMED)) & there & (store.era() is not None)
+        return (
+            (store.present(ids) | (store.words(ids) >= CLAIMED))
+            & there
+            & (store.clear_generation() is not None)
+        )
 
 
 class StoreServices(Mapping[bytes, StoreService]):

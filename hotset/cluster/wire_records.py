@@ -20,9 +20,9 @@ from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, split_tail
 
 __all__ = [
     "ABSENT",
-    "LEFT",
-    "PROMISED",
-    "ROOMLESS",
+    "FULL",
+    "PENDING",
+    "TRUNCATED",
     "Bytes",
     "CacheIdentity",
     "Longs",
@@ -37,9 +37,9 @@ Longs = npt.NDArray[np.int64]
 # In place of a generation: the sample is not there; it is, but the answer was full; another machine reads it;
 # it is not there, and there is no room for it.
 ABSENT = -1
-LEFT = -2
-PROMISED = -3
-ROOMLESS = -4
+TRUNCATED = -2
+PENDING = -3
+FULL = -4
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class WireRecords(NamedTuple):
     """Records side by side, as they travel.
 
     Attributes:
-        generations: int64 for each sample asked for: of its record; or ``ABSENT``, ``LEFT``, ``PROMISED``,
-            ``ROOMLESS``.
+        generations: int64 for each sample asked for: of its record; or ``ABSENT``, ``TRUNCATED``,
+            ``PENDING``, ``FULL``.
         lines: int64 for each sample: of its record's tail; 0 where there is none.
         rows: uint8 of shape (records present, stride).
         tails: uint8 of shape (sum of lines, 256).

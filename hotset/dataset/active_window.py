@@ -144,7 +144,11 @@ class ActiveWindow:
         """Epoch and cursor of the process that announces epochs: this one, or this worker's parent."""
         if ring is None and self._bare is not None:
             return int(self._bare[0]), int(self._bare[1])
-        if ring is None or self._slot < 0 or (self._pid == os.getpid() and ring.member.slot == self._slot):
+        if (
+            ring is None
+            or self._slot < 0
+            or (self._pid == os.getpid() and ring.participant.slot == self._slot)
+        ):
             return max(self._here.epoch, 0), self._here.cursor
         row = ring.segment.slots[self._slot]
         return max(int(row[Slot.EPOCH]), 0), int(row[Slot.CURSOR])
@@ -152,20 +156,20 @@ class ActiveWindow:
     # ---- boundaries ----------------------------------------------------------------------------------
 
     def begin_next(
-        self, ring: Ring | None, processes: int, context: Any, tell: Callable[[str], None]
+        self, ring: Ring | None, processes: int, context: Any, warn: Callable[[str], None]
     ) -> None:
         """Begin the next epoch, unless the user has announced one since the last."""
         if not self._announced:
-            self.begin(self._here.epoch + 1, ring, processes, context, tell)
+            self.begin(self._here.epoch + 1, ring, processes, context, warn)
         self._announced = False
 
-    def announce(self, epoch: int, ring: Ring | None, tell: Callable[[str], None]) -> None:
+    def announce(self, epoch: int, ring: Ring | None, warn: Callable[[str], None]) -> None:
         """Begin an epoch for the user; a loader that starts next does not begin another."""
-        self.begin(epoch, ring, 1, None, tell)
+        self.begin(epoch, ring, 1, None, warn)
         self._announced = True
 
     def begin(
-        self, epoch: int, ring: Ring | None, processes: int, context: Any, tell: Callable[[str], None]
+        self, epoch: int, ring: Ring | None, processes: int, context: Any, warn: Callable[[str], None]
     ) -> None:
         """Begin an epoch in this process, and move the cursor unless another process has done so.
 
@@ -174,7 +178,7 @@ class ActiveWindow:
             ring: the store.
             processes: how many prefetch workers to start, if there are none yet.
             context: the multiprocessing context that starts them.
-            tell: warns about late samples, once for all processes.
+            warn: warns about late samples, once for all processes.
 
         Raises:
             Exception: what the dataset has raised in a prefetch worker.
@@ -199,7 +203,7 @@ class ActiveWindow:
         if self._wait and not ring.invalidated and 0 < int(live[Live.EPOCH]) <= number:
             due = self._due(ring)
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
-        self._move(ring, number, tell)
+        self._move(ring, number, warn)
         self._here = WindowPosition(epoch, int(live[Live.CURSOR]), int(live[Live.BEHIND]))
         self._publish_position(ring)
         if self._pool is not None:
@@ -227,9 +231,9 @@ class ActiveWindow:
         now = WindowState.of(ring)
         return _run(now.cursor + self.sizes.resident, self.sizes.due(now.behind))
 
-    def _move(self, ring: Ring, epoch: int, tell: Callable[[str], None]) -> None:
+    def _move(self, ring: Ring, epoch: int, warn: Callable[[str], None]) -> None:
         """Move the cursor, if no other process has moved it there already."""
-        with ring.member.short_lock() as held:
+        with ring.participant.short_lock() as held:
             now = WindowState.of(ring)
             if held and epoch >= now.epoch:
                 due = self._due(ring)
@@ -238,10 +242,10 @@ class ActiveWindow:
                 fresh = not ring.settled(_run(now.cursor, self.sizes.resident)).any()
                 after = self.sizes.moved(now, epoch, len(due) if self._wait or fresh else ready)
                 after.put(ring)
-                self._warn_late(ring, now, after, tell)
+                self._warn_late(ring, now, after, warn)
 
     def _warn_late(
-        self, ring: Ring, before: WindowState, after: WindowState, tell: Callable[[str], None]
+        self, ring: Ring, before: WindowState, after: WindowState, warn: Callable[[str], None]
     ) -> None:
         live = ring.segment.live
         # Once, or in the first second, the reason may be that the workers were just started.
@@ -251,7 +255,7 @@ class ActiveWindow:
         late = due - (after.cursor - before.cursor)
         if late and not live[Live.LATE_TOLD]:
             live[Live.LATE_TOLD] = 1
-            tell(
+            warn(
                 f"{self._name}: {late:,} of the {due:,} samples that were to enter the window were not "
                 "ready, as preparing them takes longer than an epoch; they enter at later boundaries. Lower "
                 '`replace=`, set it to "auto", or give the loader more workers.'
@@ -270,13 +274,13 @@ class ActiveWindow:
             show(int(settled.sum()))
         self.raise_errors()
 
-    def count(self, samples: int, ring: Ring | None, tell: Callable[[str], None]) -> None:
+    def count(self, samples: int, ring: Ring | None, warn: Callable[[str], None]) -> None:
         """Count samples that another kind of loader has taken; warn if no epochs are announced."""
         self._served += samples
         if 2 * self.sizes.resident < self._served < math.inf:
             begun = self._here.epoch >= 0 or (ring is not None and ring.segment.live[Live.EPOCH])
             if self.sizes.replaced and not begun:
-                tell(
+                warn(
                     f"{self._name} was read twice and no epoch was announced, so its window does not move: "
                     "call set_epoch(epoch) on it before each epoch, or use hotset.DataLoader, which does so."
                 )
@@ -322,12 +326,12 @@ class ActiveWindow:
 
     def _publish_position(self, ring: Ring) -> None:
         """Tell this process's workers which epoch they are in."""
-        row = ring.member.row
+        row = ring.participant.row
         row[Slot.CURSOR], row[Slot.EPOCH] = self._here.cursor, self._here.epoch
 
     def _remember_slot(self, ring: Ring) -> None:
         """Remember the slot from which this process's workers read the epoch."""
-        self._pid, self._slot = os.getpid(), ring.member.slot
+        self._pid, self._slot = os.getpid(), ring.participant.slot
 
     def close(self) -> None:
         """Kill the prefetch workers."""

@@ -219,7 +219,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         ids[ids < 0] += current.plan.used
         access = current.access
         if current.window is not None:
-            current.window.count(len(ids), access.ring, access.tell)
+            current.window.count(len(ids), access.ring, access.warn)
         return [current.source.finish(sample) for sample in access.records(access.numbers(ids))]
 
     def _from_dataset(self, index: Any) -> Any:
@@ -297,7 +297,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         current = self._up_to_date()
         self._epoch = epoch
         if current.window is not None:
-            current.window.announce(epoch, current.access.ring, current.access.tell)
+            current.window.announce(epoch, current.access.ring, current.access.warn)
             current.access.tell_of_machines()
         # If the chain was cut, samples are read from a copy of the dataset.
         for dataset in {id(known): known for known in (self._dataset, current.source.dataset)}.values():

@@ -137,7 +137,7 @@ class _Worker:
     @property
     def _is_futile(self) -> bool:
         """Whether nothing can be stored: the store is full, or this process has no slot to claim with."""
-        return self._store.room.is_full or self._store.member.slot < 0
+        return self._store.room.is_full or self._store.participant.slot < 0
 
     def _share(self, free: Ids) -> Ids:
         """Those of these positions that this worker is to read next.

@@ -65,7 +65,7 @@ class SampleAccess:
         remote: the other machines' parts of the cache; None without other machines.
 
     Attributes:
-        tell: warns with a sentence; a second argument names its subject, if it is to be warned of once. A
+        warn: warns with a sentence; a second argument names its subject, if it is to be warned of once. A
             loader's worker sends it to the main process instead.
         uncached: how many samples this process has read from the source without storing them.
         draws: whether this process has read samples in their turn, which may have drawn random numbers.
@@ -89,7 +89,7 @@ class SampleAccess:
             attachment.watch = DrawWatch([source.dataset, source.prefix])
         self._job = _job_word()  # of the main process, also in its workers
         self._ended = False  # whether the user was warned that the session was destroyed
-        self.tell: Callable[..., None] = Warner()
+        self.warn: Callable[..., None] = Warner()
         self.uncached = 0
         self.draws = False
 
@@ -139,7 +139,7 @@ class SampleAccess:
 
     # ---- samples -------------------------------------------------------------------------------------
 
-    def records(self, ids: Ids, in_hand: dict[int, Any] | None = None) -> Iterator[Any]:
+    def records(self, ids: Ids, uncached: dict[int, Any] | None = None) -> Iterator[Any]:
         """Samples as they are at the cut; the caller owns each.
 
         A sample that draws random numbers is read when the iterator reaches it: finish each sample before you
@@ -147,18 +147,18 @@ class SampleAccess:
 
         Args:
             ids: what :meth:`numbers` returned.
-            in_hand: what :meth:`fill` has just returned for them, if it was called.
+            uncached: what :meth:`fill` has just returned for them, if it was called.
         """
         store = self.store
         before = store.filler.drawing if store is not None else 0
-        known = in_hand is None
+        known = uncached is None
         failed: dict[int, Exception] = {}
-        if in_hand is None:
-            in_hand = self._fill_or_note(ids, failed)
+        if uncached is None:
+            uncached = self._fill_or_note(ids, failed)
         found: dict[int, Any] = {}
         numbers = ids.tolist()
         if store is not None:
-            stored = np.array([i for i, sample in enumerate(numbers) if sample not in in_hand], int)
+            stored = np.array([i for i, sample in enumerate(numbers) if sample not in uncached], int)
             drawing = store.index.drawing(ids[stored])
             if known and drawing.sum() > store.filler.drawing - before:
                 self.tell_of_draws()  # some were known before, so it is not the first epoch
@@ -171,9 +171,9 @@ class SampleAccess:
         for i, sample in enumerate(numbers):
             if i in found:
                 yield found.pop(i)
-            elif sample in in_hand:
+            elif sample in uncached:
                 # Returned once: a second use, in the same batch too, must not share the object.
-                yield in_hand.pop(sample)
+                yield uncached.pop(sample)
             elif sample in failed:
                 raise failed.pop(sample)
             else:
@@ -209,8 +209,8 @@ class SampleAccess:
         Returns:
             The samples that were not stored, by sample id.
         """
-        records, in_hand = self.bring(ids, keep=keep, read=read)
-        return {**self.taken_apart(records), **in_hand}
+        records, uncached = self.bring(ids, keep=keep, read=read)
+        return {**self.taken_apart(records), **uncached}
 
     def bring(
         self, ids: Ids, *, keep: bool = True, read: Callable[[int], Any] | None = None
@@ -220,21 +220,21 @@ class SampleAccess:
         if store is None:
             return [], {}
         records: list[ReceivedRecords] = []
-        in_hand: dict[int, Any] = {}
+        uncached: dict[int, Any] = {}
         if self._remote is not None:
             brought = self._remote.bring(store, ids, read)
             self.tell_of_machines()
-            records, in_hand = brought.records, brought.read
+            records, uncached = brought.records, brought.read
             if brought.unkept:
                 self._warn_of_shortage(store)
             self._audit_theirs(records, store)
             ids = ids[np.isin(ids, brought.ids(), invert=True)]
         got = store.fill(ids, read, keep=keep)
         while store.room.notes:  # about caches that were freed; the process that freed them warns
-            self.tell(f"{self._plan.name}: {store.room.notes.pop()}")
+            self.warn(f"{self._plan.name}: {store.room.notes.pop()}")
         if got and (self._remote is None or not self._remote.pass_on(store, got)):
             self._warn_of_shortage(store)
-        return records, {**in_hand, **got}
+        return records, {**uncached, **got}
 
     def taken_apart(self, records: list[ReceivedRecords]) -> dict[int, Any]:
         """The samples of received records, by sample id; the caller owns each."""
@@ -248,7 +248,7 @@ class SampleAccess:
                 found.update(each.samples(store.schema))
         return found
 
-    def announce(self, ids: Ids) -> None:
+    def prefetch(self, ids: Ids) -> None:
         """Announce that these samples are needed soon: those on a disk are read ahead.
 
         Args:
@@ -257,7 +257,7 @@ class SampleAccess:
         store = self.any_store
         # Called in a thread, which must not warn: the warning comes with the next batch.
         if store is not None and not store.invalidated:
-            store.announce(ids)
+            store.prefetch(ids)
 
     def ask_ahead(self, ids: Ids) -> None:
         """Announce that these samples are needed next: other machines send theirs ahead.
@@ -267,7 +267,7 @@ class SampleAccess:
         """
         store = self.store
         if store is not None and self._remote is not None:
-            self._remote.announce(store, ids)
+            self._remote.prefetch(store, ids)
 
     def _read_again(self, sample: int) -> Any:
         """A sample that was cached or uncached a moment ago: from the cache if possible, or from the "
@@ -280,8 +280,8 @@ class SampleAccess:
                 self.count_hits(ids)
                 return copies[0]
         if store is not None and self._remote is not None and not store.index.drawing(ids).any():
-            records, in_hand = self.bring(ids)
-            received = {**self.taken_apart(records), **in_hand}
+            records, uncached = self.bring(ids)
+            received = {**self.taken_apart(records), **uncached}
             if received:
                 return received[sample]
         self.draws = True
@@ -304,7 +304,7 @@ class SampleAccess:
             context: the multiprocessing context that starts them, or its name.
         """
         if self._window is not None:
-            self._window.begin_next(self.ring, processes, context, self.tell)
+            self._window.begin_next(self.ring, processes, context, self.warn)
             self.tell_of_machines()
 
     def prepare(self, processes: int, context: Any) -> None:
@@ -352,7 +352,7 @@ class SampleAccess:
         """Add time that the consumer of a loader in this process has waited for batches."""
         store = self.store
         if store is not None:
-            store.member.row[Slot.WAIT_NS] += int(seconds * 1e9)
+            store.participant.row[Slot.WAIT_NS] += int(seconds * 1e9)
 
     def _audit_theirs(self, records: list[ReceivedRecords], store: Store) -> None:
         """Audit now and then a sample that another machine has sent."""
@@ -366,10 +366,10 @@ class SampleAccess:
         """Compare a cached sample with what the source returns now; if they differ, disable the cache."""
         assert self._audit is not None
         found = self._audit.differs(cached, self._index(number))
-        store.member.row[Slot.AUDITS] += 1
-        store.member.row[Slot.AUDIT_NS] += int(self._audit.last_seconds * 1e9)
+        store.participant.row[Slot.AUDITS] += 1
+        store.participant.row[Slot.AUDIT_NS] += int(self._audit.last_seconds * 1e9)
         if found is not None and store.invalidate():
-            self.tell(f"{self._plan.name}: {found}")
+            self.warn(f"{self._plan.name}: {found}")
 
     def _audited(self) -> float:
         """Seconds that all processes have spent on audits of this cache."""
@@ -386,7 +386,7 @@ class SampleAccess:
         """Warn of problems with other machines."""
         if self._remote is not None:
             for sentence, machine in self._remote.troubles():
-                self.tell(sentence, machine)
+                self.warn(sentence, machine)
 
     def _warn_of_shortage(self, store: Store) -> None:
         """Warn, once for all processes, that samples stay uncached, and which argument to change."""
@@ -397,7 +397,7 @@ class SampleAccess:
             met = dict.fromkeys(map(self._index, met))
         why = _shortage(store, self._plan.used, self._plan.samples, met)
         if why is not None and _first_to_warn(store):
-            self.tell(f"{self._plan.name}: {why}.")
+            self.warn(f"{self._plan.name}: {why}.")
 
     def tell_of_draws(self) -> None:
         """Warn, once in each job, which samples are known to draw random numbers."""
@@ -412,15 +412,15 @@ class SampleAccess:
             complete = self._window is None and not store.index.missing(ids).any()
             sentence = _draws(sorted(map(self._index, drawing)), len(ids), complete=complete)
             # Two jobs that run at the same time overwrite each other's word: each process tells once.
-            about = f"{_DRAWS} {store.segment.nonce.hex()} {store.era()}"
-            self.tell(f"{self._plan.name}: {sentence}.", about)
+            about = f"{_DRAWS} {store.segment.nonce.hex()} {store.clear_generation()}"
+            self.warn(f"{self._plan.name}: {sentence}.", about)
 
     def _warn_of_destruction(self, store: Store) -> None:
         if self._ended or store.segment.live[Live.INVALIDATED] != DESTROYED:
             return
         self._ended = True
         if get_worker_info() is None:  # each job warns once, and not each of its processes
-            self.tell(
+            self.warn(
                 f"{self._plan.name}: its session was destroyed, so samples come from the source from now on; "
                 "create another with `hotset session create`, and call hotset.cache again."
             )
@@ -430,7 +430,7 @@ class SampleAccess:
         self._attachment.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "tell": Warner()}
+        return {**self.__dict__, "warn": Warner()}
 
 
 # ---- warnings about samples that stay uncached -------------------------------------------------------------
@@ -496,7 +496,7 @@ def _first_to_warn(store: Store, what: int = Live.TOLD, said: int = 1) -> bool:
         said: its value once the warning was given.
     """
     live = store.segment.live
-    with store.member.short_lock():
+    with store.participant.short_lock():
         before, live[what] = int(live[what]), said
     return before != said
 

@@ -66,13 +66,13 @@ class BatchBuilder:
         """As :meth:`Route.resolve`; None without batches."""
         return self._route.resolve(indices) if self._batched else None
 
-    def samples(self, indices: Any, resolved: Indices | None, in_hand: dict[int, Any] | None = None) -> Any:
+    def samples(self, indices: Any, resolved: Indices | None, uncached: dict[int, Any] | None = None) -> Any:
         """The samples for the collate function; ``resolved`` is what :meth:`resolve` returned for them."""
         if not self._batched:
             return self._dataset[indices]
         if resolved is None:  # not integers, or out of range: the dataset decides
             return fetched(self._dataset, indices)
-        return self._route.samples(resolved, in_hand)
+        return self._route.samples(resolved, uncached)
 
     def filled(
         self,
@@ -94,17 +94,17 @@ class BatchBuilder:
         assert single is not None
         access, store = single._access, single._store
         before = store.filler.reads if store is not None else 0
-        records, in_hand = access.bring(ids)
+        records, uncached = access.bring(ids)
         # Samples that were just read are collated as they are: their records' pages are not mapped yet.
-        copy = prepare(ids, records) if 2 * len(in_hand) < len(ids) else None
+        copy = prepare(ids, records) if 2 * len(uncached) < len(ids) else None
         if copy is not None:
             one_thread(copy.run)
             batch = finish(copy)
             if batch is not None:
                 read = store.filler.reads - before if store is not None else 0
                 access.count_hits(ids, less=read + sum(len(each.ids) for each in records))
-                return batch, in_hand
-        return None, {**access.taken_apart(records), **in_hand}
+                return batch, uncached
+        return None, {**access.taken_apart(records), **uncached}
 
 
 class LocalGather:

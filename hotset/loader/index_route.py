@@ -100,11 +100,11 @@ class Route:
         return any(cached._access.spills for cached in self.caches)
 
     @property
-    def has_neighbours(self) -> bool:
+    def has_peers(self) -> bool:
         """Whether other machines may have samples of the single cache."""
         return self.single is not None and self.single._remote is not None
 
-    def announce(self, given: Any) -> None:
+    def prefetch(self, given: Any) -> None:
         """Announce that these samples are needed soon, so that those on a disk are read meanwhile."""
         indices = self.resolve(given)
         if indices is None:
@@ -112,23 +112,24 @@ class Route:
         inner = self._inner_indices(indices)
         for number, cached in enumerate(self.caches):
             mine = inner if len(self.caches) == 1 else inner[self._which[indices] == number]
-            cached._access.announce(cached._access.numbers(mine))
+            cached._access.prefetch(cached._access.numbers(mine))
 
     def _inner_indices(self, indices: Indices) -> Indices:
         """The indices of the same samples in their cached datasets."""
         return indices if self._inner is None else self._inner[indices]
 
-    def samples(self, indices: Indices, in_hand: dict[int, Any] | None = None) -> list[Any]:
+    def samples(self, indices: Indices, uncached: dict[int, Any] | None = None) -> list[Any]:
         """The samples, live part included, in order.
 
         Args:
             indices: returned by :meth:`resolve`.
-            in_hand: samples by id that were just read to fill the single cache.
+            uncached: samples by id that were just read to fill the single cache.
         """
         if len(self.caches) == 1:
             finish = self.caches[0]._source.finish
             return [
-                finish(sample) for sample in self.caches[0]._access.records(self.sample_ids(indices), in_hand)
+                finish(sample)
+                for sample in self.caches[0]._access.records(self.sample_ids(indices), uncached)
             ]
         which, inside = self._which[indices], self._inner_indices(indices)
         records: dict[int, Iterator[Any]] = {}

@@ -180,7 +180,7 @@ class DataLoader(TorchDataLoader[T]):
         if route is None:
             return TorchBatches(super().__iter__(), run, self._recorded, self.batch_size or 1, summary)
         all_cached = route.all_present()
-        gather = self._local_gather(route) if all_cached or route.has_neighbours else None
+        gather = self._local_gather(route) if all_cached or route.has_peers else None
         run.gathered = gather is not None and all_cached
         if self.num_workers == 0 or run.gathered:
             self._warn_of_pinning()
@@ -418,7 +418,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._buffers is not None
-        return WorkerBatches(inner, self._buffers, run, batches, summary, route.caches[0]._access.tell)
+        return WorkerBatches(inner, self._buffers, run, batches, summary, route.caches[0]._access.warn)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._buffers is None:
@@ -430,7 +430,7 @@ class DataLoader(TorchDataLoader[T]):
             return TorchDataLoader(
                 BatchMaker(self.dataset, self.collate_fn, batched=self.batch_sampler is not None),
                 batch_size=None,
-                sampler=TaskSampler(self._order, buffers, route.announce if route.spills else None),
+                sampler=TaskSampler(self._order, buffers, route.prefetch if route.spills else None),
                 num_workers=self.num_workers,
                 collate_fn=_unchanged,  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,

@@ -109,7 +109,7 @@ class LocalBatches:
         self._handed_over = math.inf  # when the last batch was handed over; none was so far
         self._cost = float("inf")  # seconds that gathering a batch took; unknown at first
         self._selected: Any = None
-        self._announced = 0 if route.spills else None  # how many of the next batches were announced
+        self._prefetched = 0 if route.spills else None  # how many of the next batches are prefetched
         self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
 
@@ -119,9 +119,9 @@ class LocalBatches:
     def __next__(self) -> Any:
         start = time.perf_counter()
         indices = self._draw()
-        if self._announced is not None:
-            self._announced = self._announce(self._announced - 1, samples_in(indices))
-        if self._route.has_neighbours and not (self._several is not None and self._several.left > 1):
+        if self._prefetched is not None:
+            self._prefetched = self._prefetch(self._prefetched - 1, samples_in(indices))
+        if self._route.has_peers and not (self._several is not None and self._several.left > 1):
             self._ask_ahead()
         batch = self._make(indices, start - self._handed_over)
         self._hand_over(samples_in(indices), start)
@@ -152,7 +152,7 @@ class LocalBatches:
         store = single._store if single is not None else None
         if self._gather is None or single is None or single._window is not None or store is None:
             return None
-        if self._route.has_neighbours:
+        if self._route.has_peers:
             return None  # other machines have some of them
         if store.schema.has_tail:
             return None  # a batch's shapes depend on its samples
@@ -162,7 +162,7 @@ class LocalBatches:
         """A value that changes when the cache is cleared; None while its content must not be used."""
         single = self._route.single
         store = single._store if single is not None else None
-        return (id(store), store.era()) if store is not None else None
+        return (id(store), store.clear_generation()) if store is not None else None
 
     def select(self) -> Ids | None:
         """The sample ids of the next batch, which counts as handed over; None if it has none.
@@ -194,25 +194,25 @@ class LocalBatches:
 
     # ---- making --------------------------------------------------------------------------------------
 
-    def _announce(self, known: int, count: int) -> int:
-        """Announce the next batches' samples to the disk; returns how many batches are announced.
+    def _prefetch(self, known: int, count: int) -> int:
+        """Prefetch the next batches' samples from the disk; returns how many batches are prefetched.
 
         Args:
-            known: how many batches are announced already.
+            known: how many batches are prefetched already.
             count: how many samples a batch has.
         """
         size = self._gather.size(count) if self._gather is not None else _FETCHED_AHEAD
         known, most = max(known, 0), max(_FETCHED_AHEAD // max(size, 1), 2)
         if known > most // 2:
-            return known  # announce many at once: tiny samples are then often neighbours on the disk
+            return known  # prefetch many at once: tiny samples are then often neighbours on the disk
         batches = []
         while known < most and (later := self._draws.peek(known)) is not None:
             batches.append(later)
             known += 1
         if batches:
-            # The kernel's queue is short: a thread that announces more than fits must wait, for up to half of
-            # an epoch's time. So a thread of its own announces.
-            self._readahead.tell(partial(self._route.announce, np.concatenate(batches)))
+            # The kernel's queue is short: a thread that prefetches more than fits must wait, for up to half
+            # of an epoch's time. So a thread of its own prefetches.
+            self._readahead.post(partial(self._route.prefetch, np.concatenate(batches)))
         return known
 
     def _ask_ahead(self) -> None:
@@ -237,8 +237,8 @@ class LocalBatches:
             return self._build(indices, resolved)
         ids = self._route.sample_ids(resolved)
         pending = self._ahead.pending
-        # The helper thread waits for the disk, while this thread announces the next batches.
-        gains = away > self._cost / 2 or self._announced is not None
+        # The helper thread waits for the disk, while this thread prefetches the next batches.
+        gains = away > self._cost / 2 or self._prefetched is not None
         worth = self._gather.size(len(resolved)) >= _WORTH_A_THREAD and gains
         if pending or worth:
             batch = self._gather_ahead(ids, _AHEAD if worth else 0)
@@ -246,16 +246,16 @@ class LocalBatches:
             batch = self._gather_here(ids)
         if batch is not None:
             return self._counted(batch, ids)
-        in_hand = None
-        if self._route.has_neighbours:  # samples from other machines are copied straight into the batch
-            batch, in_hand = self._builder.filled(ids, self._gather.prepare, self._gather.finish)
+        uncached = None
+        if self._route.has_peers:  # samples from other machines are copied straight into the batch
+            batch, uncached = self._builder.filled(ids, self._gather.prepare, self._gather.finish)
             if batch is not None:
                 return batch
-        return self._build(indices, resolved, in_hand)
+        return self._build(indices, resolved, uncached)
 
-    def _build(self, indices: Any, resolved: Indices | None, in_hand: dict[int, Any] | None = None) -> Any:
+    def _build(self, indices: Any, resolved: Indices | None, uncached: dict[int, Any] | None = None) -> Any:
         """The batch, collated from its samples."""
-        return self._collate(self._builder.samples(indices, resolved, in_hand))
+        return self._collate(self._builder.samples(indices, resolved, uncached))
 
     def _counted(self, batch: Any, ids: Ids) -> Any:
         single = self._route.single

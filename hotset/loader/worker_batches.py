@@ -33,7 +33,7 @@ class WorkerBatches:
         run: counts what was consumed, for the loader's state.
         batches: the epoch's indices.
         summary: counts batches, samples and waiting.
-        tell: called with each warning of a worker, and with what it is about.
+        warn: called with each warning of a worker, and with what it is about.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class WorkerBatches:
         run: EpochProgress,
         batches: Any,
         summary: EpochSummary,
-        tell: Callable[[str, str], None],
+        warn: Callable[[str, str], None],
     ) -> None:
-        self._tell = tell
+        self._warn = warn
         self._persistent = inner.persistent_workers
         self._workers = inner.num_workers
         self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
@@ -84,7 +84,7 @@ class WorkerBatches:
         report = message.report
         self._buffers.needed = max(self._buffers.needed, report.needed)
         for sentence, about in report.told:
-            self._tell(sentence, about)
+            self._warn(sentence, about)
         self._run.workers[report.worker] = report.states
         self._run.turn = (report.worker + 1) % self._workers
         self._run.count(report.samples)

@@ -66,7 +66,7 @@ def _open(pool: int, block: int) -> Any:
     owner = _pools.get(pool)
     if owner is None:
         raise RuntimeError("a batch arrived for a pool of blocks that is gone")
-    _opening.array = owner.adopt(block)
+    _opening.array = owner.array_of(block)
     return None
 
 

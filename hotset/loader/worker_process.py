@@ -110,13 +110,13 @@ class TaskSampler:
     Args:
         batches: the user's batch sampler.
         buffers: gives the blocks.
-        announce: called with each batch's indices when they are drawn, some batches before they are needed.
+        prefetch: called with each batch's indices when they are drawn, some batches before they are needed.
     """
 
-    def __init__(self, batches: Any, buffers: BatchBuffers, announce: Callable[[Any], None] | None) -> None:
+    def __init__(self, batches: Any, buffers: BatchBuffers, prefetch: Callable[[Any], None] | None) -> None:
         self._batches = batches
         self._buffers = buffers
-        self._announce = announce
+        self._prefetch = prefetch
         self._out: dict[tuple[int, int], BlockPool] = {}
         self._idle = 0
         self._states: dict[int, Any] = {}
@@ -143,8 +143,8 @@ class TaskSampler:
             address = pool.address
             self._out[address.inode, number] = pool
             idle = turn < self._idle
-            if self._announce is not None and not idle:
-                self._announce(indices)
+            if self._prefetch is not None and not idle:
+                self._prefetch(indices)
             yield Task(indices, idle, address, pool.block_bytes, number, self._states.get(turn))
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ class _InWorker:
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         for cached in route.caches:
-            cached._access.tell = self._report_warning
+            cached._access.warn = self._report_warning
 
     def answer(self, task: Task) -> BatchMessage:
         if task.states is not None:
@@ -242,7 +242,7 @@ class _InWorker:
         self._told.append((sentence, about))
 
     def _batch(self, indices: Any, buffer: _BatchBuffer) -> Any:
-        resolved, in_hand = self._builder.resolve(indices), None
+        resolved, uncached = self._builder.resolve(indices), None
         single = self.route.single
         if (
             resolved is not None
@@ -250,12 +250,12 @@ class _InWorker:
             and not single._source.live
             and is_known(self.collate_fn)
         ):
-            batch, in_hand = self._builder.filled(
+            batch, uncached = self._builder.filled(
                 self.route.sample_ids(resolved), partial(self._prepare, buffer), partial(self._finish, buffer)
             )
             if batch is not None:
                 return batch
-        return self._collate(self._builder.samples(indices, resolved, in_hand), buffer)
+        return self._collate(self._builder.samples(indices, resolved, uncached), buffer)
 
     def _prepare(self, buffer: _BatchBuffer, ids: Ids, records: Sequence[ReceivedRecords]) -> Copy | None:
         single = self.route.single

@@ -46,11 +46,11 @@ _WHY = {
 }
 
 
-def make_app(keeper: SessionService, history: History, page: str, stop: Callable[[], None]) -> FastAPI:
+def make_app(service: SessionService, history: History, page: str, stop: Callable[[], None]) -> FastAPI:
     """Return the API, unguarded.
 
     Args:
-        keeper: of the sessions.
+        service: of the sessions.
         history: of the last minutes.
         page: what ``GET /`` answers.
         stop: ends the server; called when the answer to ``POST /api/stop`` is out.
@@ -64,7 +64,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
         redirect_slashes=False,
     )
     _add_errors(app)
-    metrics = Metrics(keeper.options, keeper.look)
+    metrics = Metrics(service.options, service.look)
 
     @app.get("/", response_class=HTMLResponse, responses=_errors(401, 403, 413))
     def status_page() -> str:
@@ -74,12 +74,12 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
     @app.get("/api/status", response_model=models.Status, responses=_errors(401, 403, 413))
     def status() -> dict[str, Any]:
         """The server, and every session."""
-        return keeper.status()
+        return service.status()
 
     @app.get("/api/sessions", response_model=list[SessionView], responses=_errors(401, 403, 413))
     def list_sessions() -> list[dict[str, Any]]:
         """Every session of this user on this machine, oldest first."""
-        found: list[dict[str, Any]] = keeper.status()["sessions"]
+        found: list[dict[str, Any]] = service.status()["sessions"]
         return found
 
     @app.post(
@@ -91,7 +91,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
     )
     def create_session(new: models.NewSession) -> dict[str, Any]:
         """Create a session that this server owns."""
-        return keeper.create(new.model_dump(exclude_unset=True))
+        return service.create(new.model_dump(exclude_unset=True))
 
     @app.get(
         "/api/sessions/{which}",
@@ -100,7 +100,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
     )
     def show_session(which: str) -> dict[str, Any]:
         """One session, by name or number."""
-        return keeper.show(which)
+        return service.show(which)
 
     @app.patch(
         "/api/sessions/{which}",
@@ -110,7 +110,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
     )
     def resize_session(which: str, change: models.Change) -> dict[str, Any]:
         """Change a session's memory limit; caches beyond it are dropped unless they are in use or pinned."""
-        return keeper.resize(which, change.memory)
+        return service.resize(which, change.memory)
 
     @app.delete(
         "/api/sessions/{which}",
@@ -120,7 +120,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
     )
     def destroy_session(which: str) -> dict[str, int]:
         """Destroy a session; jobs that use it go on from their source."""
-        return {"freed": keeper.destroy(which)}
+        return {"freed": service.destroy(which)}
 
     @app.get("/api/history", response_model=models.History, responses=_errors(401, 403, 413))
     def last_minutes() -> dict[str, Any]:
@@ -135,7 +135,7 @@ def make_app(keeper: SessionService, history: History, page: str, stop: Callable
     )
     def stop_server(after: BackgroundTasks) -> dict[str, bool]:
         """Destroy the server's sessions, free the memory, and end the server."""
-        keeper.end()
+        service.end()
         after.add_task(stop)
         return {"stopped": True}
 

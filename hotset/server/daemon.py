@@ -73,7 +73,7 @@ def serve(options: Options) -> int:
         with claim(options.port) as claimed, _bind(options) as listener:
             service = SessionService(options, str(log_path(options.port)) if options.logs_to_file else None)
             server = _make_server(options, service, claimed.token)
-            claimed.tell(service.place)
+            claimed.publish(service.place)
             service.begin()
             _log.info("server %d begins at %s", os.getpid(), service.place.url)
             server.run(sockets=[listener])

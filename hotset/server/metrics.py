@@ -1,6 +1,6 @@
 """Sessions and caches for Prometheus, read when they are scraped.
 
-Nothing is counted here: the caches count themselves, a session's tally counts the traffic between machines,
+Nothing is counted here: the caches count themselves, a session's file counts the traffic between machines,
 and a collector turns both into samples. A cache's counters end with it. The numbers of sessions, caches and
 machines are bounded, because each is a time series for the scraper.
 """

@@ -10,7 +10,7 @@ A server has three files in the runtime folder, which is this user's alone:
 
 ::
 
-    open or make ── lock ── still named? ── token ── tell ──> answer ──> remove both ──> gone: unlock
+    open or make ── lock ── still named? ── token ── publish ──> answer ──> remove both ──> gone: unlock
 
 A killed server leaves its files; without the lock they mean nothing, and the next server on that port takes
 them over. The process number in the file is for the user: by now it may be another process's, or another
@@ -165,7 +165,7 @@ class Claim:
         self._folder, self._port, self._fd = folder, port, fd
         self.token = token
 
-    def tell(self, place: Place) -> None:
+    def publish(self, place: Place) -> None:
         """Write where the server listens."""
         content = json.dumps(asdict(place)).encode()
         os.ftruncate(self._fd, 0)

@@ -23,8 +23,7 @@ from hotset.server.options import Options
 from hotset.server.parsing import parse_memory, parse_seconds
 from hotset.server.pidfile import Place
 from hotset.server.views import resized_view, session_view
-from hotset.session import catalog as registry
-from hotset.session import recovery, reports, sessions
+from hotset.session import catalog, recovery, reports, sessions
 from hotset.session import server_quota as servers
 from hotset.session.session_definition import Session
 
@@ -184,7 +183,7 @@ class SessionService:
     def clean(self) -> None:
         """Destroy what has expired, and free what dead processes left."""
         with self._changing:
-            for sentence in [*sessions.expire(), *registry.gc()]:
+            for sentence in [*sessions.expire(), *catalog.gc()]:
                 _log.info("%s", sentence)
 
     def _spill(self, own: list[reports.SessionReport]) -> dict[str, Any] | None:

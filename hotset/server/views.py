@@ -1,8 +1,8 @@
 """Reports of sessions and caches as the API answers and ``hotset session`` prints them.
 
 The dataclasses here, with :class:`~hotset.session.reports.CacheReport`, are the types of the API's answers.
-If several machines share a session, they are read from this machine's own files, the roster and the tally. No
-other machine is asked, so a report costs the same whether they answer or not.
+If several machines share a session, they are read from files of this machine, which list them and count what
+they have sent. No other machine is asked, so a report costs the same whether they answer or not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hotset.cluster.membership import Member, read_membership
-from hotset.cluster.peer_stats import PeerStats, read_tally
+from hotset.cluster.peer_stats import PeerStats, read_peer_stats
 from hotset.session.reclaim import Dropped
 from hotset.session.reports import CacheReport, SessionReport, report
 from hotset.session.sessions import Resized
@@ -42,15 +42,15 @@ class Machine(NamedTuple):
 
 def machines_of(number: int) -> list[Machine]:
     """Return the machines that share a session, by name; none if it is this machine's alone."""
-    roster = read_membership(number)
-    if roster is None:
+    membership = read_membership(number)
+    if membership is None:
         return []
-    tally: dict[str, PeerStats] = {}
+    stats: dict[str, PeerStats] = {}
     with contextlib.suppress(OSError, ValueError):  # not made yet, or not whole yet
-        tally = read_tally(number)
+        stats = read_peer_stats(number)
     return [
-        Machine(member, None if member.name == roster.me else tally.get(member.name, PeerStats()))
-        for member in roster.members
+        Machine(member, None if member.name == membership.me else stats.get(member.name, PeerStats()))
+        for member in membership.members
     ]
 
 

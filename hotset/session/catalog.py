@@ -62,7 +62,7 @@ from typing import Any
 from hotset._warnings import warn
 from hotset.errors import ArgumentError, FolderError, SegmentError
 from hotset.session.job import pid_namespace
-from hotset.session.named_lock import TURNS
+from hotset.session.named_lock import LOCK_FILE
 from hotset.session.runtime_dir import KNOB, is_named, open_at, open_folder
 from hotset.store import locks
 from hotset.store.segment import Address
@@ -347,7 +347,7 @@ def gc() -> list[str]:
     """
     removed = []
     with _folder() as folder:
-        for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY), TURNS]:
+        for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY), LOCK_FILE]:
             # Not safely ours, not readable or just removed by somebody else: not ours to remove.
             with contextlib.suppress(OSError):
                 fd = open_at(folder, file)
@@ -409,7 +409,7 @@ def _remove_unheld(fd: int, folder: int, file: str) -> bool:
 
 def _removal_reason(fd: int, file: str) -> str:
     """Return the sentence for this file's removal; empty if it is too young to be removed."""
-    if file == TURNS:
+    if file == LOCK_FILE:
         return f"Removed {file}: no process is creating a cache or a session."
     if _TEMPORARY.fullmatch(file):
         young = abs(time.time() - os.fstat(fd).st_mtime) < _YOUNG_SECONDS

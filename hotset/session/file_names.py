@@ -2,7 +2,7 @@
 
 ::
 
-    runtime folder     <number>.session                   the ledger, whose head says what the session is
+    runtime folder     <number>.session                   the quota, whose head says what the session is
     (memory)           <number>-<key>-<nonce>.cache       a segment: one cache, filled by its readers
                        server-<port>.ledger               what the sessions of a server hold together
                        <number>.cluster                   which machines share the session, if several do
@@ -39,24 +39,24 @@ from hotset.store.segment import Segment
 __all__ = [
     "CACHE",
     "DEFINITION",
-    "LEDGER",
+    "QUOTA",
     "SHARED",
     "caches_of",
     "id_of",
     "is_retired",
     "is_there",
     "member_of",
+    "membership_file",
+    "peer_stats_file",
     "remove_cache",
     "remove_caches",
     "remove_spilled",
     "retire",
-    "roster_file",
     "runtime",
-    "traffic_file",
     "unlink",
 ]
 
-LEDGER = re.compile(r"(\d{1,10})\.session")
+QUOTA = re.compile(r"(\d{1,10})\.session")
 CACHE = re.compile(r"(\d{1,10})-([0-9a-f]{32})-([0-9a-f]{16})\.(cache|spill)")
 DEFINITION = re.compile(r"(\d{1,10})\.session\.json")
 SHARED = re.compile(r"(\d{1,10})\.(?:cluster|traffic)")
@@ -65,12 +65,12 @@ _READERS_SECONDS = 5.0
 _BLOCK = 512  # the unit of st_blocks, whatever the file system's own is
 
 
-def roster_file(number: int) -> str:
+def membership_file(number: int) -> str:
     """Name of the file that says which machines share a session."""
     return f"{number}.cluster"
 
 
-def traffic_file(number: int) -> str:
+def peer_stats_file(number: int) -> str:
     """Name of the file that counts what passes between machines."""
     return f"{number}.traffic"
 
@@ -81,7 +81,7 @@ def id_of(file: str) -> int:
 
 
 def member_of(file: str) -> int:
-    """What a cache is called in its session's ledger: above zero, as zero is nobody."""
+    """What a cache is called in its session's quota: above zero, as zero is nobody."""
     found = CACHE.fullmatch(file)
     assert found is not None
     return int(found[3], 16) >> 2 | 1
@@ -176,21 +176,21 @@ def retire(path: str) -> int:
         SegmentError: there is no usable cache.
     """
     segment = Segment.attach(path)
-    member = Participant(segment)
+    participant = Participant(segment)
     try:
         live, geometry = segment.live, segment.geometry
         # Also without the lock, whose holder may be stopped: these words only take samples away.
-        with member.short_lock():
+        with participant.short_lock():
             live[Live.INVALIDATED] = DESTROYED
-            live[Live.ERA] |= 1
+            live[Live.CLEAR_GENERATION] |= 1
             segment.index[:] = 0
         taken = os.fstat(segment.fd).st_blocks
-        if member.unread(_READERS_SECONDS):
+        if participant.unread(_READERS_SECONDS):
             with contextlib.suppress(OSError):
                 segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         return max(taken - os.fstat(segment.fd).st_blocks, 0) * _BLOCK
     finally:
-        member.leave()
+        participant.leave()
         segment.close()
 
 

@@ -44,10 +44,10 @@ from hotset.errors import SegmentError, SessionError
 from hotset.session import catalog
 from hotset.session.file_names import CACHE, is_retired, is_there, member_of, runtime
 from hotset.session.job import this_job
-from hotset.session.named_lock import Turns
+from hotset.session.named_lock import NamedLocks
 from hotset.session.runtime_dir import KNOB
 from hotset.session.session_cache import SessionCacheHandle
-from hotset.session.session_definition import Session, open_ledger
+from hotset.session.session_definition import Session, open_quota
 from hotset.session.spill_dirs import open_spill, spill_path
 from hotset.store import memory_limits as machine
 from hotset.store.allocator import distrust_allocator
@@ -106,9 +106,9 @@ class Shared(Generic[S]):  # Python 3.10 has no generic named tuples
 class _Caches(Protocol[S]):
     """Where caches for one key are looked up and created."""
 
-    turns: list[str]
+    lock_names: list[str]
 
-    def without_turn(self, error: OSError | None) -> None:
+    def without_lock(self, error: OSError | None) -> None:
         """Note, or raise, that the turn could not be had; None: another process did not end its own."""
 
     def find(self) -> Shared[S] | None:
@@ -118,9 +118,9 @@ class _Caches(Protocol[S]):
         """Create one, so that others find it."""
 
 
-class _Turn(Turns):
+class _CreationLock(NamedLocks):
     def __init__(self, caches: _Caches[Any]) -> None:
-        super().__init__(caches.turns, PATIENCE_SECONDS)
+        super().__init__(caches.lock_names, PATIENCE_SECONDS)
         self._caches = caches
 
     def take(self) -> bool:
@@ -130,12 +130,12 @@ class _Turn(Turns):
                 return True
         except OSError as refused:
             error = refused
-        self._caches.without_turn(error)
+        self._caches.without_lock(error)
         return False
 
 
 def _find_or_create(caches: _Caches[S]) -> Shared[S]:
-    with _Turn(caches):
+    with _CreationLock(caches):
         return caches.find() or caches.create()
 
 
@@ -163,7 +163,7 @@ def find_or_create_in_job(
         HotsetWarning: the ranks could not meet, so that this one created its own, or it could not be listed.
     """
     caches = _JobCaches(key, name, create, attach)
-    return _find_or_create(caches) if caches.turns else caches.create()
+    return _find_or_create(caches) if caches.lock_names else caches.create()
 
 
 class _JobCaches(Generic[S]):
@@ -178,9 +178,9 @@ class _JobCaches(Generic[S]):
         self._why = ""
         # A process that is no rank shares with nobody, and waits for nobody.
         launchers = self._job.launchers if self._job.takes else ()
-        self.turns = [_digest(launcher, self._key) for launcher in launchers]
+        self.lock_names = [_digest(launcher, self._key) for launcher in launchers]
 
-    def without_turn(self, error: OSError | None) -> None:
+    def without_lock(self, error: OSError | None) -> None:
         """Note why the cache will be this rank's own."""
         if error is not None:
             self._why = f"the runtime folder cannot be used; set {KNOB} to a folder of your own: {error}"
@@ -195,7 +195,7 @@ class _JobCaches(Generic[S]):
         try:
             return self._join()
         except OSError as error:
-            self.without_turn(error)
+            self.without_lock(error)
             return None
 
     def _join(self) -> Shared[S] | None:
@@ -247,7 +247,7 @@ class CacheLocation(NamedTuple):
         folder: the folder of that.
         persist: whether the second tier gets every record.
         limit: bytes that a cache there may ever hold, unless its user said less: what the session may hold
-            now is bounded by its ledger, and a resize changes that.
+            now is bounded by its quota, and a resize changes that.
     """
 
     path: str
@@ -300,9 +300,9 @@ class _SessionCaches(Generic[S]):
         self._create, self._attach = create, attach
         self._digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         turn = f"{session.number} {self._digest}"
-        self.turns = [hashlib.blake2b(turn.encode(), digest_size=16).hexdigest()]
+        self.lock_names = [hashlib.blake2b(turn.encode(), digest_size=16).hexdigest()]
 
-    def without_turn(self, error: OSError | None) -> None:
+    def without_lock(self, error: OSError | None) -> None:
         """Raise."""
         raise error or SessionError(
             f"another process began to make the cache {self._name!r} in session {self._session.name!r} and "
@@ -402,8 +402,8 @@ def _name(session: Session, folder: int, temporary: str, file: str) -> SessionCa
         SessionError: it is.
     """
     use = _use(session, file)
-    with open_ledger(session) as ledger, ledger.lock():
-        ledger.enter(member_of(file))
+    with open_quota(session) as quota, quota.lock():
+        quota.enter(member_of(file))
         # Before it has its name, under the lock: a moment without a user, and another job might drop it.
         use.join()
         os.rename(temporary, file, src_dir_fd=folder, dst_dir_fd=folder)
@@ -412,11 +412,11 @@ def _name(session: Session, folder: int, temporary: str, file: str) -> SessionCa
 
 def _revive_one(session: Session, spilled: str, path: str) -> None:
     second = Segment.attach(spilled)
-    member = Participant(second)
+    participant = Participant(second)
     try:
         if second.live[Live.INVALIDATED]:
             raise SegmentError("an audit had found that the source no longer gives what is in it.")
-        distrust_allocator(member)
+        distrust_allocator(participant)
         old = second.geometry
         metadata = {**second.metadata, "spill": {"path": spilled, "keeps_all": session.persist}}
         encoded = json.dumps(metadata).encode()
@@ -433,7 +433,7 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         finally:
             first.close()
     finally:
-        member.leave()
+        participant.leave()
         second.close()
 
 

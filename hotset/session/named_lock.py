@@ -1,4 +1,4 @@
-"""Turns: processes that want to create the same thing do so one at a time.
+"""NamedLocks: processes that want to create the same thing do so one at a time.
 
 All turns are locks on one file of the runtime folder, each on a byte that follows from the thing's name. The
 kernel drops a lock with its holder, so a killed holder delays no other process. The file exists while any
@@ -26,14 +26,14 @@ from collections.abc import Sequence
 from hotset.session.runtime_dir import is_named, open_at, open_folder
 from hotset.store import locks
 
-__all__ = ["TURNS", "Turns"]
+__all__ = ["LOCK_FILE", "NamedLocks"]
 
-TURNS = "named_locks"
+LOCK_FILE = "named_locks"
 
 _DIGITS = 15  # of a name's 32, as offsets in a file have 63 bits
 
 
-class Turns(locks.Held):
+class NamedLocks(locks.Held):
     """A block that has the turns of all these names at once; it gets False if it could not get them in time.
 
     Args:
@@ -59,7 +59,7 @@ class Turns(locks.Held):
             # In the file's own variable before it is locked, so that no interrupt leaves a lock to nobody.
             fd = self._file.value
             held = all(locks.lock(fd, byte, deadline - time.monotonic()) for byte in self._bytes)
-            if held and is_named(fd, self._file.folder.value, TURNS):
+            if held and is_named(fd, self._file.folder.value, LOCK_FILE):
                 return True
             self._file.close()
             if not held or time.monotonic() > deadline:
@@ -80,15 +80,15 @@ class _File(locks.Description):
         while self.value < 0:
             for create in (False, True):
                 with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    self.value = open_at(folder, TURNS, create=create)
+                    self.value = open_at(folder, LOCK_FILE, create=create)
                     break
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         # The block has ended, and its locks with it. At the interpreter's end this is left to the collector.
         try:
             with suppress(Exception), _All(self) as all_mine:
-                if all_mine and is_named(self.value, self.folder.value, TURNS):
-                    os.unlink(TURNS, dir_fd=self.folder.value)
+                if all_mine and is_named(self.value, self.folder.value, LOCK_FILE):
+                    os.unlink(LOCK_FILE, dir_fd=self.folder.value)
         finally:
             self.close()
 

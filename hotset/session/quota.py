@@ -1,6 +1,6 @@
-"""Ledgers: a memory limit for several caches or sessions, and how much each of them holds.
+"""Quotas: a memory limit for several caches or sessions, and how much each of them holds.
 
-A session's caches share its memory, and a server's sessions share the server's. Each has a ledger, a small
+A session's caches share its memory, and a server's sessions share the server's. Each has a quota, a small
 file in the runtime folder, and a process that takes memory for samples enters it there first:
 
 ::
@@ -15,11 +15,11 @@ file in the runtime folder, and a process that takes memory for samples enters i
           │ row 1 ...                        (510 rows) │
           └─────────────────────────────────────────────┘
 
-No sums are stored: a row is *set* to what its member will hold, under the ledger's lock and before the member
+No sums are stored: a row is *set* to what its member will hold, under the quota's lock and before the member
 takes it. A process killed in between leaves a row that says too much, until the member's next extent sets it
 again. A row never says too little, and no sum can drift.
 
-A session's ledger may stand under a server's: then both must have room. The order of locks is the segment's,
+A session's quota may stand under a server's: then both must have room. The order of locks is the segment's,
 the session's, the server's. No lock is waited for long: a process that does not get it in time has no room,
 for half a second.
 
@@ -61,14 +61,14 @@ _LOCK_SECONDS = 2.0
 
 
 class Quota:
-    """A ledger that is there, as this process sees it.
+    """A quota that is there, as this process sees it.
 
     Args:
         folder: descriptor of the private folder that it lies in.
         file: its name there.
 
     Raises:
-        SessionError: it is not a ledger of this version.
+        SessionError: it is not a quota of this version.
         OSError: see :func:`hotset.session.runtime_dir.open_at`.
 
     Attributes:
@@ -94,7 +94,7 @@ class Quota:
 
     @staticmethod
     def create(folder: int, file: str, head: dict[str, Any], limit: int) -> None:
-        """Make a ledger; it has its name once it is whole.
+        """Make a quota; it has its name once it is whole.
 
         Raises:
             SessionError: ``head`` is longer than 4,000 bytes.
@@ -120,7 +120,7 @@ class Quota:
             os.close(fd)
 
     def stand_under(self, parent: Quota, row: int) -> None:
-        """Take no more than this ledger has to give, in which this one has that row; it is closed with it."""
+        """Take no more than this quota has to give, in which this one has that row; it is closed with it."""
         self._parent = (parent, row)
 
     # ---- budget --------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Quota:
 
     @property
     def bound(self) -> int:
-        """Bytes of memory that all members may hold together, where this ledger stands under another too."""
+        """Bytes of memory that all members may hold together, where this quota stands under another too."""
         if self._parent is None:
             return self.limit
         parent, above = self._parent
@@ -185,7 +185,7 @@ class Quota:
         """Take a row for a member; the caller has the lock.
 
         Raises:
-            SessionError: the ledger has ended, or is full.
+            SessionError: the quota has ended, or is full.
         """
         if self.ended:
             raise SessionError("the session is being destroyed.")
@@ -271,7 +271,7 @@ class Quota:
     # ---- locks ---------------------------------------------------------------------------------------
 
     def lock(self) -> locks.Held:
-        """A block that holds the ledger's lock; it gets False if the lock is still taken after two seconds.
+        """A block that holds the quota's lock; it gets False if the lock is still taken after two seconds.
 
         Raises:
             SessionError: this process has left the session.
@@ -339,15 +339,15 @@ class Quota:
 
 
 class _Alone(locks.Held):
-    def __init__(self, ledger: Quota, description: locks.Description, row: int) -> None:
+    def __init__(self, quota: Quota, description: locks.Description, row: int) -> None:
         super().__init__(description, _FIRST_USE + row)
-        self._ledger, self._row = ledger, row
+        self._quota, self._row = quota, row
 
     def take(self) -> bool:
         # Under the lock, under which who makes a cache enters it and begins to use it. By this description,
         # which is not the one that this process uses members by: its own use is in the way, too.
-        with self._ledger.lock() as held:
-            free = held and not self._ledger.is_pinned(self._row)
+        with self._quota.lock() as held:
+            free = held and not self._quota.is_pinned(self._row)
             return free and locks.try_lock(self.description.value, self.byte)
 
 

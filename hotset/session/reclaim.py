@@ -8,11 +8,11 @@ a process reports that its session is full, it looks for caches that no process 
     no room ── a cache unused, not pinned? ── no ──> full: samples come from the source
        ^              │ the least recently used
        │              v
-       │        hold its byte of the ledger alone ── another was quicker ──> the next one
+       │        hold its byte of the quota alone ── another was quicker ──> the next one
        │              │
        └── row given back <── emptied, file removed, what it spilled too
 
-A process uses a cache while it holds the cache's byte of the ledger with a shared lock
+A process uses a cache while it holds the cache's byte of the quota with a shared lock
 (:mod:`hotset.session.quota`): from before it attaches until it closes or ends. A stopped process still holds
 its lock. While the reclaiming process holds the byte exclusively, a process that wants the cache finds it
 gone and creates it again under another name. The memory is freed as that of a destroyed session
@@ -43,7 +43,7 @@ from hotset.session.file_names import (
     runtime,
 )
 from hotset.session.quota import Quota
-from hotset.session.session_definition import Session, ledger_in
+from hotset.session.session_definition import Session, quota_in
 from hotset.store.segment import Segment
 from hotset.units import format_bytes
 
@@ -87,10 +87,10 @@ def room_of(session: Session) -> Room:
         SessionError: it is gone.
         FolderError: the runtime folder is not safely this user's own.
     """
-    with runtime() as folder, ledger_in(folder, session.file) as ledger:
-        unused = sum(ledger.bytes_of(row) for row in ledger.unused())
-        held = ledger.held
-        return Room(max(ledger.bound - held, 0), unused, max(held - unused, 0))
+    with runtime() as folder, quota_in(folder, session.file) as quota:
+        unused = sum(quota.bytes_of(row) for row in quota.unused())
+        held = quota.held
+        return Room(max(quota.bound - held, 0), unused, max(held - unused, 0))
 
 
 def reclaim(session: Session, needed: int) -> list[Dropped]:
@@ -101,15 +101,15 @@ def reclaim(session: Session, needed: int) -> list[Dropped]:
         FolderError: the runtime folder is not safely this user's own.
     """
     dropped: list[Dropped] = []
-    with runtime() as folder, ledger_in(folder, session.file) as ledger:
+    with runtime() as folder, quota_in(folder, session.file) as quota:
         files = {member_of(file): file for file in caches_of(session.number, os.listdir(folder))}
-        rows = {row: member for member, row in ledger.members().items()}
-        for row in ledger.unused():
+        rows = {row: member for member, row in quota.members().items()}
+        for row in quota.unused():
             if sum(each.bytes for each in dropped) >= needed:
                 break
             # An empty cache frees nothing, unless its row was left by a process that died.
-            if row in rows and (ledger.bytes_of(row) or rows[row] not in files):
-                dropped += _drop(session, ledger, folder, row, rows[row], files.get(rows[row]))
+            if row in rows and (quota.bytes_of(row) or rows[row] not in files):
+                dropped += _drop(session, quota, folder, row, rows[row], files.get(rows[row]))
     return dropped
 
 
@@ -128,8 +128,8 @@ def pin(session: Session, which: str | int, pinned: bool = True) -> str:
         SessionError: there is no such cache, or there are several of that name; or the session is gone.
         FolderError: the runtime folder is not safely this user's own.
     """
-    with runtime() as folder, ledger_in(folder, session.file) as ledger:
-        rows = ledger.members()
+    with runtime() as folder, quota_in(folder, session.file) as quota:
+        rows = quota.members()
         files = caches_of(session.number, os.listdir(folder))
         names = {file: _name_of(folder, file) for file in files if member_of(file) in rows}
         found = [file for file, name in names.items() if str(which) in (str(id_of(file)), name)]
@@ -141,7 +141,7 @@ def pin(session: Session, which: str | int, pinned: bool = True) -> str:
                 f"session {session.name!r} has {many} {printable(str(which))!r}; name one by its id "
                 f"({there})."
             )
-        ledger.pin(rows[member_of(found[0])], pinned)
+        quota.pin(rows[member_of(found[0])], pinned)
         return names[found[0]]
 
 
@@ -162,15 +162,15 @@ def said_of(session: str, dropped: list[Dropped]) -> str:
 
 
 def _drop(
-    session: Session, ledger: Quota, folder: int, row: int, member: int, file: str | None
+    session: Session, quota: Quota, folder: int, row: int, member: int, file: str | None
 ) -> list[Dropped]:
     """Drop the cache of this row, unless another process was quicker."""
-    with ledger.alone(row) as mine:
-        if not mine or ledger.members().get(member) != row:
+    with quota.alone(row) as mine:
+        if not mine or quota.members().get(member) != row:
             return []
         if file is not None and not is_there(folder, file):
             file = None
-        name, size, idle = "", ledger.bytes_of(row), time.time() - ledger.used_at(row)
+        name, size, idle = "", quota.bytes_of(row), time.time() - quota.used_at(row)
         if file is not None:
             name = _name_of(folder, file)
             # The disk first: without its cache, a file there would be a reboot's to find.
@@ -178,7 +178,7 @@ def _drop(
                 with contextlib.suppress(OSError):
                     remove_spilled(session.spill, file.removesuffix("cache") + "spill")
             remove_cache(folder, file)
-        ledger.leave(row)
+        quota.leave(row)
     return [Dropped(name, size, max(idle, 0.0))]
 
 

@@ -6,19 +6,19 @@ runtime folder and all known spill folders:
 ======================================  ==============================================================
 found                                   repair
 ======================================  ==============================================================
-a ledger that has ended                 its destroying process has died: the session is destroyed
-a session that its server's ledger      it was made again after a reboot, and the server has begun since:
+a quota that has ended                  its destroying process has died: the session is destroyed
+a session that its server's quota       it was made again after a reboot, and the server has begun since:
 does not name                           the session enters it
-a ledger that is damaged                removed, unless a process still uses it, which goes on
-a cache whose session is gone           removed, at once: it got its name under the lock of a ledger
-a roster or a tally whose session is    removed, at once: it was written for a session that was there
-no more
+a quota that is damaged                 removed, unless a process still uses it, which goes on
+a cache whose session is gone           removed, at once: it got its name under the lock of a quota
+a list of machines, or counts of their  removed, at once: it was written for a session that was there
+traffic, whose session is gone
 a spill file without a cache            removed, unless its session persists: the next job goes on from it
 a definition without a session          removed: it does not say what session that was
 ``.new``, and 32 digits for a name      removed: the process that was making it has died
 ======================================  ==============================================================
 
-A ledger without caches and a cache without jobs are as they should be: sessions outlive both. A file that a
+A quota without caches and a cache without jobs are as they should be: sessions outlive both. A file that a
 living process is creating looks like one that a dead process has left, so the other files stay for a minute.
 """
 
@@ -35,7 +35,7 @@ from hotset.session import server_quota as servers
 from hotset.session.file_names import (
     CACHE,
     DEFINITION,
-    LEDGER,
+    QUOTA,
     SHARED,
     is_there,
     remove_cache,
@@ -43,7 +43,7 @@ from hotset.session.file_names import (
     unlink,
 )
 from hotset.session.runtime_dir import open_at
-from hotset.session.session_definition import Session, ledger_in
+from hotset.session.session_definition import Session, quota_in
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
 from hotset.session.spill_dirs import known_folders, open_spill
 from hotset.store.locks import is_locked
@@ -96,20 +96,20 @@ def _destroy_half_destroyed() -> list[str]:
 
 
 def _has_ended(folder: int, session: Session) -> bool:
-    with contextlib.suppress(OSError), ledger_in(folder, session.file) as ledger:
-        return ledger.ended
+    with contextlib.suppress(OSError), quota_in(folder, session.file) as quota:
+        return quota.ended
     return False
 
 
 def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
-    """Remove damaged ledgers, caches without a session, and what was being made."""
+    """Remove damaged quotas, caches without a session, and what was being made."""
     files = sorted(os.listdir(folder))
-    damaged = {int(found[1]) for file in files if (found := LEDGER.fullmatch(file))} - alive.keys()
+    damaged = {int(found[1]) for file in files if (found := QUOTA.fullmatch(file))} - alive.keys()
     used = {number for number in damaged if _is_used(folder, f"{number}.session")}
     told = []
     for file in files:
-        cache, ledger = CACHE.fullmatch(file), LEDGER.fullmatch(file)
-        if ledger and int(ledger[1]) in damaged - used:
+        cache, quota = CACHE.fullmatch(file), QUOTA.fullmatch(file)
+        if quota and int(quota[1]) in damaged - used:
             unlink(folder, file)
             told.append(f"Removed {file}: it is damaged, or of another version, and no process uses it.")
         elif cache and int(cache[1]) not in alive.keys() | used:
@@ -124,7 +124,7 @@ def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
 
 
 def _is_used(folder: int, file: str) -> bool:
-    """Whether a process uses the session of this ledger, or the file is not ours to remove."""
+    """Whether a process uses the session of this quota, or the file is not ours to remove."""
     try:
         fd = open_at(folder, file)
     except OSError:

@@ -27,7 +27,7 @@ from hotset.session.catalog import Entry, address_of
 from hotset.session.file_names import CACHE, caches_of, id_of, member_of, runtime
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import runtime_folder
-from hotset.session.session_definition import Session, open_ledger
+from hotset.session.session_definition import Session, open_quota
 from hotset.store import locks
 from hotset.store.format import DESTROYED, ON_DISK, PRESENT, SLOTS, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
@@ -116,23 +116,23 @@ def report(session: Session) -> SessionReport:
         SessionError: it is gone.
         FolderError: the runtime folder is not safely this user's own.
     """
-    with runtime() as folder, open_ledger(session) as ledger:
-        in_use = ledger.in_use
+    with runtime() as folder, open_quota(session) as quota:
+        in_use = quota.in_use
         files = caches_of(session.number, os.listdir(folder))
-        found = [_with_quota(_counts_of(folder, file), ledger, file) for file in files]
+        found = [_with_quota(_counts_of(folder, file), quota, file) for file in files]
     caches = tuple(sorted(found, key=lambda cache: (cache.name, cache.id)))
     memory, disk = (sum(getattr(cache, tier) for cache in caches) for tier in ("memory", "disk"))
     return SessionReport(session, in_use, memory, disk, caches)
 
 
-def _with_quota(cache: CacheReport, ledger: Quota, file: str) -> CacheReport:
-    """Add what the ledger says of a cache. A use is recorded there, as its process may be killed."""
-    row = ledger.members().get(member_of(file))
+def _with_quota(cache: CacheReport, quota: Quota, file: str) -> CacheReport:
+    """Add what the quota says of a cache. A use is recorded there, as its process may be killed."""
+    row = quota.members().get(member_of(file))
     if row is None:
         return cache
-    in_use = ledger.note_if_used(row)
-    limit = min(cache.limit, ledger.limit)  # it has address space for more, as the session may be resized
-    return replace(cache, in_use=in_use, pinned=ledger.is_pinned(row), limit=limit)
+    in_use = quota.note_if_used(row)
+    limit = min(cache.limit, quota.limit)  # it has address space for more, as the session may be resized
+    return replace(cache, in_use=in_use, pinned=quota.is_pinned(row), limit=limit)
 
 
 def _counts_of(folder: int, file: str) -> CacheReport:

@@ -1,7 +1,7 @@
 """Servers' budgets: what the sessions of one server may hold together.
 
-A server has a ledger in the runtime folder, like a session (:mod:`hotset.session.quota`), whose members are
-its sessions. Whoever opens a session's ledger has it stand under the server's, so that room is asked for in
+A server has a quota in the runtime folder, like a session (:mod:`hotset.session.quota`), whose members are
+its sessions. Whoever opens a session's quota has it stand under the server's, so that room is asked for in
 both; the server itself is not asked, and need not run:
 
 ::
@@ -26,15 +26,15 @@ __all__ = ["drop", "enter", "leave", "limit", "set_limit", "stand_under"]
 
 
 def set_limit(port: int, memory: int) -> None:
-    """Say what the sessions of a server may hold together; makes its ledger if there is none.
+    """Say what the sessions of a server may hold together; makes its quota if there is none.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
     """
     with runtime() as folder:
         try:
-            with _ledger(folder, port) as ledger:
-                ledger.limit = memory
+            with _quota(folder, port) as quota:
+                quota.limit = memory
             return
         except FileNotFoundError:
             pass
@@ -45,13 +45,13 @@ def set_limit(port: int, memory: int) -> None:
 
 def limit(port: int) -> int | None:
     """Return what the sessions of a server may hold together; None if there is no such server."""
-    with runtime() as folder, contextlib.suppress(OSError), _ledger(folder, port) as ledger:
-        return ledger.limit
+    with runtime() as folder, contextlib.suppress(OSError), _quota(folder, port) as quota:
+        return quota.limit
     return None
 
 
 def drop(port: int) -> None:
-    """Remove a server's ledger, once its sessions are destroyed."""
+    """Remove a server's quota, once its sessions are destroyed."""
     with runtime() as folder:
         unlink(folder, _file(port))
 
@@ -67,38 +67,38 @@ def enter(folder: int, port: int | None, number: int) -> None:
     if port is None:
         return
     try:
-        opened = _ledger(folder, port)
+        opened = _quota(folder, port)
     except (
         FileNotFoundError,
         SessionError,
     ):  # one that is damaged bounds nothing, until its server begins anew
         return
-    with opened as ledger, ledger.lock():
-        ledger.enter(number)
+    with opened as quota, quota.lock():
+        quota.enter(number)
 
 
 def leave(port: int | None, number: int) -> None:
     """Have a session count no more, and what it held be free for others."""
     if port is None:
         return
-    with contextlib.suppress(OSError), runtime() as folder, _ledger(folder, port) as ledger:
-        row = ledger.members().get(number)
+    with contextlib.suppress(OSError), runtime() as folder, _quota(folder, port) as quota:
+        row = quota.members().get(number)
         if row is not None:
-            ledger.leave(row)
+            quota.leave(row)
 
 
-def stand_under(folder: int, port: int, number: int, ledger: Quota) -> None:
-    """Have a session's ledger take no more than its server's has to give, if it has entered there."""
+def stand_under(folder: int, port: int, number: int, quota: Quota) -> None:
+    """Have a session's quota take no more than its server's has to give, if it has entered there."""
     with contextlib.suppress(OSError):
         parent = Quota(folder, _file(port))
         row = parent.members().get(number)
         if row is not None:
-            ledger.stand_under(parent, row)
+            quota.stand_under(parent, row)
         else:
             parent.close()
 
 
-def _ledger(folder: int, port: int) -> contextlib.closing[Quota]:
+def _quota(folder: int, port: int) -> contextlib.closing[Quota]:
     return contextlib.closing(Quota(folder, _file(port)))
 
 

@@ -1,8 +1,8 @@
 """The definition of a session, and where it is stored.
 
-It is in the head of the session's ledger: a session exists while its ledger does. The ledger lies in memory
+It is in the head of the session's quota: a session exists while its quota does. The quota lies in memory
 and is gone after a reboot. The definition of a session that persists is also in its spill folder, beside the
-records, and a process that lists the sessions creates missing ledgers from it:
+records, and a process that lists the sessions creates missing quotas from it:
 
 ::
 
@@ -29,17 +29,17 @@ from typing import Any
 from hotset.errors import HotsetError, SessionError
 from hotset.session import server_quota as servers
 from hotset.session.file_names import DEFINITION, is_there, remove_spilled, runtime, unlink
-from hotset.session.named_lock import Turns
+from hotset.session.named_lock import NamedLocks
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import open_at
 from hotset.session.spill_dirs import known_folders, open_spill
 
 __all__ = [
     "Session",
-    "attach_ledger",
+    "attach_quota",
     "forget",
-    "ledger_in",
-    "open_ledger",
+    "open_quota",
+    "quota_in",
     "restore",
     "session_of",
     "set_memory",
@@ -76,7 +76,7 @@ class Session:
 
     @property
     def file(self) -> str:
-        """Name of its ledger in the runtime folder."""
+        """Name of its quota in the runtime folder."""
         return f"{self.number}.session"
 
     @property
@@ -85,61 +85,61 @@ class Session:
         return f"{self.file}.json"
 
 
-# ---- in the ledger -----------------------------------------------------------------------------------
+# ---- in the quota -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def open_ledger(session: Session) -> Iterator[Quota]:
-    """Have a session's ledger open.
+def open_quota(session: Session) -> Iterator[Quota]:
+    """Have a session's quota open.
 
     Raises:
         SessionError: it is gone.
     """
-    with runtime() as folder, ledger_in(folder, session.file) as ledger:
-        yield ledger
+    with runtime() as folder, quota_in(folder, session.file) as quota:
+        yield quota
 
 
 @contextlib.contextmanager
-def ledger_in(folder: int, file: str) -> Iterator[Quota]:
-    """Have a session's ledger open, and above it the server's, if there is one.
+def quota_in(folder: int, file: str) -> Iterator[Quota]:
+    """Have a session's quota open, and above it the server's, if there is one.
 
-    Args and errors are those of :func:`attach_ledger`.
+    Args and errors are those of :func:`attach_quota`.
     """
-    ledger = attach_ledger(folder, file)
+    quota = attach_quota(folder, file)
     try:
-        yield ledger
+        yield quota
     finally:
-        ledger.close()
+        quota.close()
 
 
-def attach_ledger(folder: int, file: str) -> Quota:
-    """Return a session's ledger, under the server's if there is one; the caller closes it.
+def attach_quota(folder: int, file: str) -> Quota:
+    """Return a session's quota, under the server's if there is one; the caller closes it.
 
     Args:
         folder: the runtime folder.
-        file: the ledger's name there.
+        file: the quota's name there.
 
     Raises:
-        SessionError: it is gone, or no ledger.
+        SessionError: it is gone, or no quota.
     """
     try:
-        ledger = Quota(folder, file)
+        quota = Quota(folder, file)
     except FileNotFoundError:
         raise SessionError(f"session {file.partition('.')[0]} is gone.") from None
-    port, number = ledger.head.get("server"), ledger.head.get("number")
+    port, number = quota.head.get("server"), quota.head.get("number")
     if isinstance(port, int) and isinstance(number, int):
-        servers.stand_under(folder, port, number, ledger)
-    return ledger
+        servers.stand_under(folder, port, number, quota)
+    return quota
 
 
-def session_of(ledger: Quota) -> Session:
-    """Return the session that a ledger is of.
+def session_of(quota: Quota) -> Session:
+    """Return the session that a quota is of.
 
     Raises:
-        SessionError: the ledger's head does not say.
+        SessionError: the quota's head does not say.
     """
     try:
-        session = Session(**{**ledger.head, "memory": ledger.limit})  # it may have been resized
+        session = Session(**{**quota.head, "memory": quota.limit})  # it may have been resized
     except TypeError as error:
         raise SessionError("its head is of another version of hotset, or damaged.") from error
     if not (type(session.number) is int and type(session.name) is str and type(session.memory) is int):
@@ -147,7 +147,7 @@ def session_of(ledger: Quota) -> Session:
     return session
 
 
-def set_memory(ledger: Quota, session: Session) -> None:
+def set_memory(quota: Quota, session: Session) -> None:
     """Have a session's caches hold what ``session.memory`` says from now on, and after a reboot.
 
     Raises:
@@ -155,18 +155,18 @@ def set_memory(ledger: Quota, session: Session) -> None:
     """
     if session.persist:
         _define(session)
-    ledger.limit = session.memory
+    quota.limit = session.memory
 
 
 def write_down(folder: int, session: Session) -> None:
-    """Create a session's ledger in the runtime folder, and its definition if it persists.
+    """Create a session's quota in the runtime folder, and its definition if it persists.
 
     Raises:
         SessionError: nothing can be written to its spill folder, or the names are too long.
-        OSError: the ledger cannot be made.
+        OSError: the quota cannot be made.
     """
     # Or whoever looks in between would make it again from its definition.
-    with Turns([_RESTORING], _RESTORING_SECONDS):
+    with NamedLocks([_RESTORING], _RESTORING_SECONDS):
         if session.persist:
             _define(session)
         Quota.create(folder, session.file, asdict(session), session.memory)
@@ -183,24 +183,24 @@ def forget(session: Session) -> None:
 
 
 def restore(folder: int) -> None:
-    """Create the missing ledgers of sessions that outlive a reboot."""
+    """Create the missing quotas of sessions that outlive a reboot."""
     for spill in known_folders():
         place = open_spill(spill)
         try:
             for file in os.listdir(place):
-                if DEFINITION.fullmatch(file) and not is_there(folder, _ledger_for(file)):
+                if DEFINITION.fullmatch(file) and not is_there(folder, _quota_file_of(file)):
                     with (
                         contextlib.suppress(OSError, ValueError, TypeError, HotsetError),
-                        Turns([_RESTORING], _RESTORING_SECONDS) as mine,
+                        NamedLocks([_RESTORING], _RESTORING_SECONDS) as mine,
                     ):
                         # Another process may have done it while this one waited for its turn.
-                        if mine and not is_there(folder, _ledger_for(file)):
+                        if mine and not is_there(folder, _quota_file_of(file)):
                             _restore_one(folder, place, file, spill)
         finally:
             os.close(place)
 
 
-def _ledger_for(definition: str) -> str:
+def _quota_file_of(definition: str) -> str:
     return definition.removesuffix(".json")
 
 

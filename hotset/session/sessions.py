@@ -1,16 +1,16 @@
 """Sessions: named caches with a common memory limit, which outlive the job that filled them.
 
-A session is a ledger in the runtime folder, whose head says what it is
+A session is a quota in the runtime folder, whose head says what it is
 (:mod:`hotset.session.session_definition`), and one file for each of its caches beside it. Samples that do not
 fit into memory lie in its spill folder (:mod:`hotset.session.file_names`). This is its life:
 
 ========== ============================================================================================
-created    by a user or a server; it takes no memory except for the ledger
-used       every process that uses it holds a shared lock on the ledger; there is no list of processes
-destroyed  first the ledger ends, so that no cache is added; then each cache is emptied where it is: jobs
+created    by a user or a server; it takes no memory except for the quota
+used       every process that uses it holds a shared lock on the quota; there is no list of processes
+destroyed  first the quota ends, so that no cache is added; then each cache is emptied where it is: jobs
            that are reading find their samples gone and read from their source; then the files go
 expired    its time to live has passed since its last use; the next process that looks destroys it
-resized    its ledger's limit changes, also while jobs use it: a job that had no room left gets more, or
+resized    its quota's limit changes, also while jobs use it: a job that had no room left gets more, or
            unused caches are dropped until the session fits
 rebooted   memory is gone. A session with ``persist`` is created again from its definition in the spill
            folder, and its caches continue from what was spilled
@@ -32,15 +32,15 @@ from dataclasses import dataclass, replace
 from hotset._warnings import warn
 from hotset.errors import HotsetError, SessionError
 from hotset.session import server_quota as servers
-from hotset.session.file_names import LEDGER, remove_caches, roster_file, runtime, traffic_file, unlink
-from hotset.session.named_lock import Turns
+from hotset.session.file_names import QUOTA, membership_file, peer_stats_file, remove_caches, runtime, unlink
+from hotset.session.named_lock import NamedLocks
 from hotset.session.reclaim import Dropped, reclaim
 from hotset.session.runtime_dir import KNOB, runtime_folder
 from hotset.session.session_definition import (
     Session,
     forget,
-    ledger_in,
-    open_ledger,
+    open_quota,
+    quota_in,
     restore,
     session_of,
     set_memory,
@@ -56,8 +56,8 @@ _ELSEWHERE = f"set {KNOB} to another folder"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _LARGEST_NUMBER = (1 << 32) - 1
 _MOST_MEMORY = 1 << 60
-_TURN = "5e55105" + "0" * 25
-_TURN_SECONDS = 30.0
+_LOCK = "5e55105" + "0" * 25
+_LOCK_SECONDS = 30.0
 
 
 def create(
@@ -145,9 +145,9 @@ def sessions() -> list[Session]:
     with runtime() as folder:
         restore(folder)
         for file in sorted(os.listdir(folder)):
-            if LEDGER.fullmatch(file):
-                with contextlib.suppress(OSError), ledger_in(folder, file) as ledger:
-                    found.append(session_of(ledger))
+            if QUOTA.fullmatch(file):
+                with contextlib.suppress(OSError), quota_in(folder, file) as quota:
+                    found.append(session_of(quota))
     return sorted(found, key=lambda session: (session.created, session.number))
 
 
@@ -164,13 +164,13 @@ def destroy(session: Session) -> int:
         FolderError: the runtime folder is not safely this user's own.
     """
     with one_at_a_time(), runtime() as folder:
-        with ledger_in(folder, session.file) as ledger:
-            ledger.end()
+        with quota_in(folder, session.file) as quota:
+            quota.end()
             forget(session)  # first: what is half destroyed is not to come back after a reboot
             freed = remove_caches(folder, session.number, session.spill)
         servers.leave(session.server, session.number)
-        unlink(folder, roster_file(session.number))
-        unlink(folder, traffic_file(session.number))
+        unlink(folder, membership_file(session.number))
+        unlink(folder, peer_stats_file(session.number))
         unlink(folder, session.file)
     return freed
 
@@ -215,15 +215,15 @@ def resize(session: Session, memory: int) -> Resized:
             f"memory={format_bytes(memory)} is more than the {format_bytes(bound)} that the server on port "
             f"{session.server} has for all its sessions; choose less, or start it with more `--memory`."
         )
-    with one_at_a_time(), runtime() as folder, ledger_in(folder, session.file) as ledger:
-        if ledger.ended:
+    with one_at_a_time(), runtime() as folder, quota_in(folder, session.file) as quota:
+        if quota.ended:
             raise SessionError(f"session {session.name!r} is being destroyed.")
-        resized = replace(session_of(ledger), memory=memory)
-        _tell_if_too_much(memory, ledger.held)
-        set_memory(ledger, resized)
-        over = ledger.held - memory
+        resized = replace(session_of(quota), memory=memory)
+        _tell_if_too_much(memory, quota.held)
+        set_memory(quota, resized)
+        over = quota.held - memory
         dropped = reclaim(resized, over) if over > 0 else []
-        return Resized(resized, tuple(dropped), max(ledger.held - memory, 0))
+        return Resized(resized, tuple(dropped), max(quota.held - memory, 0))
 
 
 def expire() -> list[str]:
@@ -237,11 +237,11 @@ def expire() -> list[str]:
         if session.ttl is None:
             continue
         with contextlib.suppress(SessionError):
-            with open_ledger(session) as ledger:
-                if ledger.in_use:
-                    ledger.touch()
+            with open_quota(session) as quota:
+                if quota.in_use:
+                    quota.touch()
                     continue
-                idle = time.time() - ledger.last_used
+                idle = time.time() - quota.last_used
             if idle > session.ttl:
                 freed = destroy(session)
                 told.append(
@@ -251,22 +251,22 @@ def expire() -> list[str]:
     return told
 
 
-def one_at_a_time() -> Turns:
+def one_at_a_time() -> NamedLocks:
     """A block that one process at a time enters, to create or destroy sessions.
 
     Entering it raises SessionError if another process stays in its block for too long, and FolderError if the
     runtime folder is not safely this user's own.
     """
-    return _TheOne([_TURN], _TURN_SECONDS)
+    return _OneAtATime([_LOCK], _LOCK_SECONDS)
 
 
-class _TheOne(Turns):
+class _OneAtATime(NamedLocks):
     def take(self) -> bool:
         if super().take():
             return True
         raise SessionError(
             "another process has been creating or destroying a session for more than "
-            f"{_TURN_SECONDS:.0f} s; check whether a process is stopped."
+            f"{_LOCK_SECONDS:.0f} s; check whether a process is stopped."
         )
 
 

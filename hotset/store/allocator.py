@@ -87,7 +87,7 @@ class Allocator:
     """Allocates rows and lines of a segment to this process.
 
     Args:
-        member: this process's slot in the segment.
+        participant: this process's slot in the segment.
         free: what a disk has left; None in memory, which the machine and its control groups bound.
 
     Attributes:
@@ -97,11 +97,11 @@ class Allocator:
         notes: sentences for the user; the caller that shows them removes them.
     """
 
-    def __init__(self, member: Participant, free: Callable[[], memory.Headroom] | None = None) -> None:
-        self._member = member
+    def __init__(self, participant: Participant, free: Callable[[], memory.Headroom] | None = None) -> None:
+        self._participant = participant
         self._free = free or (lambda: memory.headroom())
-        self._segment = member.segment
-        self._geometry = member.segment.geometry
+        self._segment = participant.segment
+        self._geometry = participant.segment.geometry
         self._refused_until = 0.0
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
         self._affordable = 0
@@ -144,7 +144,7 @@ class Allocator:
 
     def take_lines(self, count: int) -> int:
         """Take a run of lines for a record whose row is fixed; returns its first line, or -1 without room."""
-        with self._member.one_thread:
+        with self._participant.one_thread:
             return self._take_lines(count)
 
     def place(self, row: int) -> bool:
@@ -157,7 +157,7 @@ class Allocator:
         live = self._segment.live
         if row < int(live[Live.ROWS_NEXT]):
             return True
-        with self._member.short_lock() as held:
+        with self._participant.short_lock() as held:
             if held:
                 # A little beyond the row, so that rows written one after the other seldom need the lock.
                 after = int(live[Live.ROWS_NEXT])
@@ -168,7 +168,7 @@ class Allocator:
         """Whether so much more may be touched, as far as the machine goes."""
         if self.is_full:
             return False
-        with self._member.one_thread:
+        with self._participant.one_thread:
             if self._affordable < size:
                 free = self._free()
                 room = free.bytes - self._geometry.rows_at
@@ -188,7 +188,7 @@ class Allocator:
         if self.is_full or (live[Live.FULL] and self._left_of_limit() < self._limit() // _PART):
             return False
         live[Live.FULL] = 0
-        with self._member.one_thread:
+        with self._participant.one_thread:
             row = self._own_extent(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows)
             if row is None or not live[Live.LINES_NEXT]:  # no record has needed lines so far
                 return row is not None
@@ -212,7 +212,7 @@ class Allocator:
 
     def _give_back(self, rows: list[int]) -> None:
         """Return the rows that were taken last; rows of an earlier extent are lost."""
-        row, known = self._member.row, (os.getpid(), Slot.ROW_NEXT)
+        row, known = self._participant.row, (os.getpid(), Slot.ROW_NEXT)
         begin, end = int(row[Slot.ROW_NEXT]), int(row[Slot.ROW_END])
         while rows and rows[-1] == begin - 1:
             begin = rows.pop()
@@ -231,7 +231,7 @@ class Allocator:
         taken = min(most, end - begin)
         # The row is entered as taken before it is written: a process killed in between loses the row; the
         # other order could allocate a published row. No call, so no interrupt, lies between the two stores.
-        row, known, left = self._member.row, (os.getpid(), next_word), (begin + taken, end)
+        row, known, left = self._participant.row, (os.getpid(), next_word), (begin + taken, end)
         row[next_word] = begin + taken
         self._left[known] = left
         return begin, taken
@@ -241,7 +241,7 @@ class Allocator:
     ) -> tuple[int, int] | None:
         """This process's extent, from its next unit on, if need be a new one; None if it cannot be had."""
         # The extent's end is the word after its next one.
-        row = self._member.row
+        row = self._participant.row
         begin, end = int(row[next_word]), int(row[next_word + 1])
         # An extent that a predecessor left is believed if it lies in the region; an extent that has changed
         # since this process wrote it (damage, a clear) is not.
@@ -256,7 +256,7 @@ class Allocator:
 
     def _extend(self, next_word: int, live_word: int, count: int, size: int, capacity: int) -> bool:
         """Reserve an extent of at least ``count`` units for this process's slot."""
-        if self.is_full or self._member.slot < 0:
+        if self.is_full or self._participant.slot < 0:
             return False
         tries = 0
         while (lack := self._try_to_extend(next_word, live_word, count, size, capacity)) is not None:
@@ -269,9 +269,9 @@ class Allocator:
         self, next_word: int, live_word: int, count: int, size: int, capacity: int
     ) -> _Lack | None:
         """Reserve an extent; return what stands in the way, if something does."""
-        live, row = self._segment.live, self._member.row
+        live, row = self._segment.live, self._participant.row
         start = self._geometry.rows_at if live_word == Live.ROWS_NEXT else self._geometry.lines_at
-        with self._member.short_lock() as held:
+        with self._participant.short_lock() as held:
             if not held:
                 return _Lack()
             first = max(int(live[live_word]), 0)
@@ -348,27 +348,27 @@ class Allocator:
         return False
 
 
-def distrust_allocator(member: Participant) -> None:
+def distrust_allocator(participant: Participant) -> None:
     """In a file that may be damaged, raise the counters of allocated room above all records in use.
 
     After a crash of the machine these counters may be older than the index.
     """
-    segment, geometry, live = member.segment, member.segment.geometry, member.segment.live
+    segment, geometry, live = participant.segment, participant.segment.geometry, participant.segment.live
     words = segment.index[segment.index >= PRESENT]
     rows = words[words & ON_DISK == 0] & ROW_MASK
     rows = rows[rows < geometry.rows].tolist()
     if not rows:
         return
-    lines = max(_end_of_tail(member, row) for row in rows)
-    with member.short_lock() as held:
+    lines = max(_end_of_tail(participant, row) for row in rows)
+    with participant.short_lock() as held:
         if held:
             live[Live.ROWS_NEXT] = max(int(live[Live.ROWS_NEXT]), max(rows) + 1)
             live[Live.LINES_NEXT] = max(int(live[Live.LINES_NEXT]), lines)
 
 
-def _end_of_tail(member: Participant, row: int) -> int:
+def _end_of_tail(participant: Participant, row: int) -> int:
     """The line after a record's tail; 0 if it is damaged. The file, not the mapping, is read."""
-    segment, geometry = member.segment, member.segment.geometry
+    segment, geometry = participant.segment, participant.segment.geometry
     word = os.pread(segment.fd, 8, geometry.rows_at + row * geometry.stride + RECORD_HEADER)
     end = sum(split_tail(int.from_bytes(word, "little")))
     return end if end <= geometry.lines else 0

@@ -143,7 +143,7 @@ class BlockPool:
                 del self._lent[lent.number]
                 self._free.append(lent.number)
 
-    def adopt(self, number: int) -> Any:
+    def array_of(self, number: int) -> Any:
         """Return the memory of a block; lends it unless it is lent already."""
         self._take_back()
         reference = self._lent.get(number)

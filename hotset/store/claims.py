@@ -127,9 +127,9 @@ class Participant:
 
         A cache that is destroyed frees its pages while processes have it mapped. Touching such a page
         allocates memory again, and if the file system has none left, that is SIGBUS. So the process that
-        destroys the cache first makes the era odd, then waits for the holders of this lock; a reader takes
-        the lock first, then looks at the era: one of them sees the other. It costs a few system calls a
-        batch, and nothing if no file system bounds the segment.
+        destroys the cache first makes the clear generation odd, then waits for the holders of this lock; a
+        reader takes the lock first, then looks at the clear generation: one of them sees the other. It costs
+        a few system calls a batch, and nothing if no file system bounds the segment.
         """
         if not self.segment.bounded:
             return contextlib.nullcontext(True)
@@ -150,7 +150,7 @@ class Participant:
     def unread(self, timeout: float) -> bool:
         """Wait until no process reads records; False if one still did after ``timeout`` seconds.
 
-        To be called after the era was made odd, and not by a thread that reads records.
+        To be called after the clear generation was made odd, and not by a thread that reads records.
         """
         if not self.segment.bounded:
             return True
@@ -175,16 +175,16 @@ class Participant:
 class _ShortLock(locks.Held):
     """The segment's short lock, which is not waited for shortly after a time-out."""
 
-    def __init__(self, member: Participant, description: locks.Description) -> None:
+    def __init__(self, participant: Participant, description: locks.Description) -> None:
         super().__init__(description, _SHORT_LOCK)
-        self._member = member
+        self._participant = participant
 
     def take(self) -> bool:
-        member = self._member
-        patience = _LOCK_SECONDS if time.monotonic() >= member._give_up_until else 0.0
+        participant = self._participant
+        patience = _LOCK_SECONDS if time.monotonic() >= participant._give_up_until else 0.0
         held = locks.lock(self.description.value, _SHORT_LOCK, patience)
         if not held:
-            member._give_up_until = time.monotonic() + _AFTER_TIMEOUT_SECONDS
+            participant._give_up_until = time.monotonic() + _AFTER_TIMEOUT_SECONDS
         return held
 
 
@@ -214,7 +214,7 @@ class Index:
 
     def generations(self, ids: Ids) -> Words:
         """The generation of records written now, which tells them from earlier ones in the same rows."""
-        return np.full(len(ids), int(self._segment.live[Live.ERA]) & GENERATION_MASK)
+        return np.full(len(ids), int(self._segment.live[Live.CLEAR_GENERATION]) & GENERATION_MASK)
 
     def refusals(self, ids: Ids) -> Words:
         """Index words that say "absent, and refused"; zeros where this is not distinguished from absent."""
@@ -244,9 +244,9 @@ def _says_draws(words: Words) -> npt.NDArray[np.bool_]:
 class Claims:
     """Claims on the samples of one segment, by one process."""
 
-    def __init__(self, member: Participant, index: Index | None = None) -> None:
-        self._member = member
-        self._index = index or Index(member.segment)
+    def __init__(self, participant: Participant, index: Index | None = None) -> None:
+        self._participant = participant
+        self._index = index or Index(participant.segment)
 
     def take(self, ids: Ids, most: int, *, alone: bool = False) -> Ids:
         """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
@@ -256,14 +256,14 @@ class Claims:
 
         Returns an empty array also if every slot is held, or the short lock cannot be had.
         """
-        slot = self._member.slot
+        slot = self._participant.slot
         if slot < 0:
             return ids[:0]
         mine = self._word(slot)
-        with self._member.short_lock() as held:
-            # During a clear (the era is odd) nothing may be claimed: a record published now could lie in a
-            # row that is given to another sample after the clear.
-            if not held or int(self._member.segment.live[Live.ERA]) % 2:
+        with self._participant.short_lock() as held:
+            # During a clear (its generation is odd) nothing may be claimed: a record published now could lie
+            # in a row that is given to another sample after the clear.
+            if not held or int(self._participant.segment.live[Live.CLEAR_GENERATION]) % 2:
                 return ids[:0]
             taken = self._free(ids, most, void=mine if alone else None)
             self._index.put(taken, mine)
@@ -271,7 +271,7 @@ class Claims:
 
     def own(self, ids: Ids) -> Ids:
         """Those of these samples that this process has claimed."""
-        slot = self._member.slot
+        slot = self._participant.slot
         return ids[self._index.words(ids) == self._word(slot)] if slot >= 0 else ids[:0]
 
     def refuse(self, ids: Ids) -> None:
@@ -288,10 +288,10 @@ class Claims:
 
     def _note(self, ids: Ids, words: Callable[[Ids], Words]) -> None:
         """Store such words for those of these samples that could be claimed."""
-        if self._member.slot < 0:
+        if self._participant.slot < 0:
             return
-        with self._member.short_lock() as held:
-            if held and int(self._member.segment.live[Live.ERA]) % 2 == 0:
+        with self._participant.short_lock() as held:
+            if held and int(self._participant.segment.live[Live.CLEAR_GENERATION]) % 2 == 0:
                 free = self._free(ids, len(ids))
                 self._index.put(free, words(free))
 
@@ -317,14 +317,14 @@ class Claims:
         Returns:
             The index word that it had, or None if no claim can be had.
         """
-        slot = self._member.slot
+        slot = self._participant.slot
         if slot < 0:
             return None
         mine = self._word(slot)
-        with self._member.short_lock() as held:
-            if not held or int(self._member.segment.live[Live.ERA]) % 2:
+        with self._participant.short_lock() as held:
+            if not held or int(self._participant.segment.live[Live.CLEAR_GENERATION]) % 2:
                 return None
-            words = self._member.segment.index
+            words = self._participant.segment.index
             word = int(words[sample])
             if word >= PRESENT:
                 free = overwrite
@@ -339,12 +339,12 @@ class Claims:
         slot = (word - CLAIMED) >> SLOT_SHIFT
         if not 0 <= slot < SLOTS:
             return False
-        incarnation = int(self._member.segment.slots[slot, Slot.INCARNATION]) & INCARNATION_MASK
-        return incarnation == word & INCARNATION_MASK and self._member.is_alive(slot)
+        incarnation = int(self._participant.segment.slots[slot, Slot.INCARNATION]) & INCARNATION_MASK
+        return incarnation == word & INCARNATION_MASK and self._participant.is_alive(slot)
 
     def published(self, word: int) -> int:
         """How many records the claim's holder has published. A count that stays means the holder is stuck."""
-        return int(self._member.segment.slots[(word - CLAIMED) >> SLOT_SHIFT & (SLOTS - 1), Slot.STORED])
+        return int(self._participant.segment.slots[(word - CLAIMED) >> SLOT_SHIFT & (SLOTS - 1), Slot.STORED])
 
     def release(self, ids: Ids, tried: Sequence[int] = ()) -> None:
         """Release those of these claims that were not published; those in ``tried`` are marked as refused."""
@@ -355,5 +355,5 @@ class Claims:
             self._index.put(open_, words)
 
     def _word(self, slot: int) -> int:
-        incarnation = int(self._member.segment.slots[slot, Slot.INCARNATION]) & INCARNATION_MASK
+        incarnation = int(self._participant.segment.slots[slot, Slot.INCARNATION]) & INCARNATION_MASK
         return CLAIMED | slot << SLOT_SHIFT | incarnation

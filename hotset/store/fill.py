@@ -44,7 +44,7 @@ _CHUNK_SECONDS = 8e-3
 _LARGEST_CHUNK = 64
 _CHUNK_BYTES = 1 << 20
 _PATIENCE_SECONDS = 2.0
-_MOST_MISFITS = 1 << 14
+_MOST_MISMATCHES = 1 << 14
 
 
 class DrawWatch(Protocol):
@@ -85,18 +85,18 @@ class Filler:
         ahead: whether this process reads ahead of use; its readings are then not counted as misses.
     """
 
-    def __init__(self, member: Participant, index: Index, room: Allocator, schema: Schema) -> None:
+    def __init__(self, participant: Participant, index: Index, room: Allocator, schema: Schema) -> None:
         self.watch: DrawWatch = NoDrawWatch()
         self.spill: Spill | None = None
         self.ahead = False
         self.mismatches: dict[int, str] = {}
         self.reads = self.drawing = 0
-        self.claims = Claims(member, index)
-        self._member = member
+        self.claims = Claims(participant, index)
+        self._participant = participant
         self._index = index
         self._room = room
         self._schema = schema
-        self._records = Records(member.segment, schema)
+        self._records = Records(participant.segment, schema)
         self._threads: set[int] = set()  # that are filling: a claim's word does not name the thread
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
         self._bytes = schema.stride  # of the largest record of the last chunk
@@ -118,7 +118,7 @@ class Filler:
             self._threads.discard(thread)
 
     def _fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
-        in_hand: dict[int, Any] = {}
+        uncached: dict[int, Any] = {}
         missing = _unique(ids[self._index.missing(ids)])
         if len(missing):
             self.watch.begin()
@@ -132,11 +132,11 @@ class Filler:
                 if len(taken):
                     if self.is_full:
                         self.claims.refuse(taken)
-                    self._read_watched(taken, read, in_hand)
+                    self._read_watched(taken, read, uncached)
             else:
-                self._fill_claimed(taken, read, in_hand, keep)
+                self._fill_claimed(taken, read, uncached, keep)
             missing = _without(missing, taken)
-        return in_hand
+        return uncached
 
     def _claim(self, missing: Ids) -> Ids:
         """Claim a chunk.
@@ -147,8 +147,8 @@ class Filler:
         alone = self._threads <= {threading.get_ident()}
         return self.claims.take(missing, self._chunk, alone=alone)
 
-    def adopt(self, samples: dict[int, Any]) -> None:
-        """See :meth:`hotset.store.store.Store.adopt`."""
+    def insert(self, samples: dict[int, Any]) -> None:
+        """See :meth:`hotset.store.store.Store.insert`."""
         ids = np.fromiter(samples, np.int64)
         ids = ids[self._index.missing(ids)]
         if not len(ids) or self.is_full:
@@ -173,7 +173,7 @@ class Filler:
         by_size = _CHUNK_BYTES // max(self._bytes, 1)
         return max(1, min(math.ceil(_CHUNK_SECONDS / self._seconds), by_size, _LARGEST_CHUNK))
 
-    def _fill_claimed(self, taken: Ids, read: Read, in_hand: dict[int, Any], keep: bool) -> None:
+    def _fill_claimed(self, taken: Ids, read: Read, uncached: dict[int, Any], keep: bool) -> None:
         values: dict[int, Any] = {}
         stored: set[int] = set()
         try:
@@ -181,7 +181,7 @@ class Filler:
                 self._read_watched(taken, read, values)
             finally:  # what was read before an exception is stored all the same
                 self._store(values, stored)
-                in_hand.update(values if keep else {s: v for s, v in values.items() if s not in stored})
+                uncached.update(values if keep else {s: v for s, v in values.items() if s not in stored})
         finally:
             # Only what was not published: the place of what was may be claimed anew, by the same word.
             rest = _without(taken, np.fromiter(stored, np.int64))
@@ -189,7 +189,7 @@ class Filler:
 
     def read(self, sample: int, read: Read) -> Any:
         """Read a sample for one use, without storing it; random draws are the caller's own."""
-        self._member.row[Slot.MISSES] += 1
+        self._participant.row[Slot.MISSES] += 1
         return self._read({}, [sample], read)[sample]
 
     def _read_watched(self, samples: Ids, read: Read, values: dict[int, Any]) -> None:
@@ -221,7 +221,7 @@ class Filler:
         finally:
             values.update(found)
             self.reads += len(found)
-            self._member.row[Slot.MISSES] += 0 if self.ahead else len(found)
+            self._participant.row[Slot.MISSES] += 0 if self.ahead else len(found)
             self.drawing += len(drawing)
             if drawing:
                 self.claims.leave_out(np.array(drawing, np.int64))
@@ -236,7 +236,7 @@ class Filler:
             spent = time.perf_counter_ns() - start
             each = spent / 1e9 / max(len(values) - before, 1)
             self._seconds = each if self._seconds <= 0.0 else 0.9 * self._seconds + 0.1 * each
-            self._member.row[Slot.FILL_NS] += spent
+            self._participant.row[Slot.FILL_NS] += spent
         return values
 
     def _store(self, values: dict[int, Any], stored: set[int]) -> None:
@@ -246,7 +246,7 @@ class Filler:
             try:
                 fitting.append((sample, forms.prepare(self._schema, value)))
             except SchemaMismatch as mismatch:
-                if len(self.mismatches) < _MOST_MISFITS:
+                if len(self.mismatches) < _MOST_MISMATCHES:
                     self.mismatches.setdefault(sample, str(mismatch))
         if fitting:
             longest = max(prepared.tail_lines for _, prepared in fitting)
@@ -254,7 +254,7 @@ class Filler:
         while fitting and (written := self._write(fitting)):
             stored.update(sample for sample, _ in fitting[:written])
             del fitting[:written]
-        self._member.row[Slot.REJECTED] += len(values) - len(stored)
+        self._participant.row[Slot.REJECTED] += len(values) - len(stored)
 
     def _write(self, fitting: list[tuple[int, forms.Taken]]) -> int:
         """Write and publish as many of these as room is given for at once; returns how many."""
@@ -267,7 +267,7 @@ class Filler:
             if not written:
                 written = len(words)
                 self._index.put(samples[:written], words)
-        counters = self._member.row
+        counters = self._participant.row
         counters[Slot.STORED] += written
         lines = sum(one.tail_lines for _, one in fitting[:written])
         counters[Slot.STORED_BYTES] += written * self._schema.stride + lines * fmt.LINE
@@ -275,7 +275,7 @@ class Filler:
 
     def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, forms.Taken]]) -> int:
         places, tails = self._index.places(samples), [prepared.tail_lines for _, prepared in fitting]
-        with self._member.one_thread:
+        with self._participant.one_thread:
             given = self._room.reserve(places.tolist(), tails)
             try:
                 return self._publish(samples, places.tolist(), fitting, given)
@@ -291,8 +291,8 @@ class Filler:
     ) -> int:
         """Write records to where room was given for them, and publish their words; returns how many."""
         # Large records are laid out in the mapping, whose pages another process may be giving back.
-        with self._member.reading:
-            if int(self._member.segment.live[Live.ERA]) % 2:
+        with self._participant.reading:
+            if int(self._participant.segment.live[Live.CLEAR_GENERATION]) % 2:
                 return 0
             generations = self._index.generations(samples)
             records = [
@@ -317,7 +317,7 @@ class Filler:
         that were ``absent`` before the attempt to claim them, and still are, cannot be claimed: the short
         lock cannot be had. Those that another process has given back since are claimed at the next attempt.
         """
-        if self.is_full or self._member.slot < 0:
+        if self.is_full or self._participant.slot < 0:
             yield from missing.tolist()
             return
         admitted = self._index.admit(missing)

@@ -154,7 +154,9 @@ class Live:
     ROWS_NEXT = 0  # rows handed out to slots so far
     LINES_NEXT = 1  # lines handed out so far
     LIMIT = 2  # bytes that extents may take
-    ERA = 3  # counted up when a clear begins and when it ends: odd in between; the generation of records
+    CLEAR_GENERATION = (
+        3  # counted up when a clear begins and when it ends: odd in between; the generation of records
+    )
     TOLD = 4  # 1 once the user was told that samples stay uncached
     INVALIDATED = 5  # nothing is served any more: 1 as the source gave another record, 2 as it was destroyed
     EPOCH = 6  # of a window: how many epochs were begun, up to the one that the cursor belongs to

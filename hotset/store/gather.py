@@ -139,12 +139,14 @@ class Copy:
     the other while the consumer's thread prepares and finishes them.
     """
 
-    def __init__(self, gather: Gather, count: int, words: Words, era: int, block: Memory) -> None:
+    def __init__(
+        self, gather: Gather, count: int, words: Words, clear_generation: int, block: Memory
+    ) -> None:
         self.gather = gather
         self.count = count
         self.block = block
         self.words = words
-        self.era = era
+        self.clear_generation = clear_generation
         self.selections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.pieces: list[Piece] = []
         self.columns: list[tuple[torch.Tensor, int]] = []
@@ -163,7 +165,7 @@ class Copy:
         if self.staged is not None and not self.gather.load(self.staged):
             self.sound = False
             return
-        with self.gather.member.reading:
+        with self.gather.participant.reading:
             self.sound = self.gather.is_current(self)
             if self.sound:
                 self._copy()
@@ -212,7 +214,7 @@ class Gather:
         self._compared = False
         self._tree = BatchTree(self._schema, variable=variable is not None)
         self.lines = store.lines
-        self.member = store.member
+        self.participant = store.participant
         self._views = self._tree.views(store.rows)
 
     def prepare(
@@ -237,7 +239,7 @@ class Gather:
         block = memory(size + tails.total * fmt.LINE if tails is not None else size)
         if block is None:
             return None
-        copy = Copy(self, count, found.words, found.era, block)
+        copy = Copy(self, count, found.words, found.clear_generation, block)
         copy.staged = found.staged
         index = torch.from_numpy(found.rows)
         for column, view, offset in zip(self._tree.columns, found.views, offsets, strict=True):
@@ -263,9 +265,9 @@ class Gather:
     def _look_up(self, ids: Ids, received: Sequence[ReceivedRecords]) -> _Found | None:
         """Where the records of a batch lie; None if one is missing, irregular, or changes just now."""
         store = self._store
-        era = store.era()
+        clear_generation = store.clear_generation()
         words = store.words(ids)
-        if era is None or not len(ids):
+        if clear_generation is None or not len(ids):
             return None
         mix = None
         if int(np.minimum.reduce(words)) < PRESENT:
@@ -288,8 +290,8 @@ class Gather:
             tails, rows = staged.tails, np.arange(len(ids))
             views = self._tree.views(staged.rows)
         elif self._schema.has_tail:
-            with store.member.reading:
-                found = store.locate(ids, words, era)
+            with store.participant.reading:
+                found = store.locate(ids, words, clear_generation)
             if found is None:
                 return None
             rows, tails = found
@@ -299,7 +301,7 @@ class Gather:
         if tails is not None:
             lines = tails.lines() if staged is None else np.arange(tails.total)
             tails = tails if mix is None else VariableTails(mix.heads(tails.heads))
-        return _Found(era, words, rows, views, staged, lines, tails, mix)
+        return _Found(clear_generation, words, rows, views, staged, lines, tails, mix)
 
     def finish(
         self, copy: Copy, place: Callable[[torch.Tensor, int], Any], start: int = 0, stop: int | None = None
@@ -314,7 +316,7 @@ class Gather:
             place: what becomes of a finished column, and its offset in the block.
             start, stop: which of the copy's samples the batch has.
         """
-        if not copy.sound or not self._store.unchanged(copy.words, copy.era):
+        if not copy.sound or not self._store.unchanged(copy.words, copy.clear_generation):
             return None
         tree = self._tree
         stop = copy.count if stop is None else stop
@@ -337,7 +339,7 @@ class Gather:
 
     def is_current(self, copy: Copy) -> bool:
         """Whether the records of a copy have stayed the same since they were looked up."""
-        return self._store.unchanged(copy.words, copy.era)
+        return self._store.unchanged(copy.words, copy.clear_generation)
 
     def load(self, staged: StagedBatch) -> bool:
         """Copy staged records unless that was done; False if one is damaged."""
@@ -418,7 +420,7 @@ class _Found(NamedTuple):
     """Where the records of a batch lie.
 
     Attributes:
-        era, words: of those in the store, by which it is seen whether they still are there.
+        clear_generation, words: of those in the store, by which it is seen whether they still are there.
         rows, views: their rows, and the columns that these are rows of.
         staged: what they are copied to first, if some are on a disk.
         line_numbers: the lines of their tails, one run behind the other.
@@ -426,7 +428,7 @@ class _Found(NamedTuple):
         mix: which records are in the store, and which were received; None if all are in the store.
     """
 
-    era: int
+    clear_generation: int
     words: Words
     rows: Words
     views: list[torch.Tensor]

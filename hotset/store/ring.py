@@ -20,8 +20,8 @@ reader knows the one word that means its entry; every other word means "absent":
 **Readers** take no lock: they load the words, copy, and load the words again. Equal words mean that no
 process wrote there meanwhile, because a word never comes back once it was gone: a resident entry is never
 replaced, and an entry that has left is never claimed again. (The lap's 20 bits repeat after a million laps,
-which no read lasts. A *clear* lets words come back, and counts the era up.) While a row is being written, its
-tail's place may be torn, so the words are also loaded again before it is used.
+which no read lasts. A *clear* lets words come back, and counts the clear generation up.) While a row is being
+written, its tail word may be torn, so the index words are also loaded again before it is used.
 
 **Claims** are given for the M entries from the cursor on, in slots with no record of another of them. So a
 slow process never writes an old entry over a newer one, nor a fast one over an entry that others still use.
@@ -154,11 +154,11 @@ class RingIndex(Index):
 class RingAllocator(Allocator):
     """Allocates a ring's memory: the row of each slot is fixed, and lines go where no record needs them."""
 
-    def __init__(self, member: Participant) -> None:
-        super().__init__(member)
+    def __init__(self, participant: Participant) -> None:
+        super().__init__(participant)
         # A dead predecessor's extent counts as free, so it may hold other records by now.
-        member.inherits = False
-        segment, geometry = member.segment, member.segment.geometry
+        participant.inherits = False
+        segment, geometry = participant.segment, participant.segment.geometry
         self._index = RingIndex(segment)
         at = geometry.rows_at + RECORD_HEADER
         self._tails: Words = np.ndarray((geometry.rows,), np.int64, segment.buffer, at, (geometry.stride,))
@@ -201,24 +201,24 @@ class RingAllocator(Allocator):
         """Whether this process still has an extent, with this many lines left in it."""
         first, end = self._extent
         # After a clear, or in another slot (that of a forked child), there is none.
-        return int(self._member.row[Slot.LINE_END]) == end and end - first >= lines
+        return int(self._participant.row[Slot.LINE_END]) == end and end - first >= lines
 
     def settle(self) -> None:
         """Move the extent's beginning past the reserved lines: their records are published, or given up."""
         if self._fits(0):
-            self._member.row[Slot.LINE_NEXT] = self._extent[0]
+            self._participant.row[Slot.LINE_NEXT] = self._extent[0]
 
     def _extend_to(self, count: int) -> bool:
         """Find an extent of ``count`` lines or more; this process has nothing unpublished in its old one."""
-        if self.is_full or self._member.slot < 0:
+        if self.is_full or self._participant.slot < 0:
             return False
-        with self._member.short_lock() as held:
+        with self._participant.short_lock() as held:
             if not held:
                 return False
             first, lines = self._find(count)
             if not lines:
                 return False
-            row = self._member.row
+            row = self._participant.row
             row[Slot.LINE_NEXT], row[Slot.LINE_END] = first, first + lines
             self._extent = first, first + lines
         return True
@@ -272,9 +272,9 @@ class RingAllocator(Allocator):
         """The lines in use, and the slots of entries that have left, the oldest first."""
         # Extents before words: a record that is published meanwhile is seen twice, not missed.
         extents = self._segment.slots[:, Slot.LINE_NEXT : Slot.LINE_END + 1].copy()
-        extents[self._member.slot] = 0
+        extents[self._participant.slot] = 0
         own = np.flatnonzero(extents[:, 1] > extents[:, 0])
-        own = own[[self._member.is_alive(slot) for slot in own.tolist()]]
+        own = own[[self._participant.is_alive(slot) for slot in own.tolist()]]
         slots, left = self._index.records()
         firsts, counts = split_tail(self._tails[slots])
         ages = np.minimum(np.arange(len(slots)), len(left))
@@ -341,9 +341,9 @@ class Ring(Store):
         rows = min(samples, limit // schema.stride)
         return rows, max((limit - rows * schema.stride) // LINE, 1)
 
-    def unchanged(self, words: Words, era: int) -> bool:
+    def unchanged(self, words: Words, clear_generation: int) -> bool:
         same: Mask = self.segment.index[words & ROW_MASK] == words
-        return bool(np.logical_and.reduce(same)) and self.era() == era
+        return bool(np.logical_and.reduce(same)) and self.clear_generation() == clear_generation
 
     def holds(self, ids: Ids | None = None) -> bool:
         return ids is not None and super().holds(ids)  # a ring never holds all entries
@@ -360,7 +360,7 @@ class Ring(Store):
         settled: Mask = (words >= PRESENT) | ((words & ~DRAWS) == self.index.refusals(entries))
         # If the limit has room for fewer rows than slots, some entries are never stored.
         settled |= self.index.places(entries) >= self.segment.geometry.rows
-        return settled & (self.era() is not None)
+        return settled & (self.clear_generation() is not None)
 
     def refuse(self, entries: Ids) -> None:
         """Mark as refused those of these entries that are absent and that no process is reading.
@@ -420,5 +420,5 @@ class WindowState(NamedTuple):
         now = WindowState.of(ring)
         if self.loads > now.loads and self.cursor < now.cursor:
             ring.clear(_CLEAR_SECONDS)
-        with ring.member.short_lock():
+        with ring.participant.short_lock():
             self.put(ring)

@@ -49,7 +49,7 @@ from hotset.store.format import (
     unpack_header,
 )
 
-__all__ = ["Address", "Segment", "attach_second", "era_of"]
+__all__ = ["Address", "Segment", "attach_second", "clear_generation_of"]
 
 Words = npt.NDArray[np.int64]
 
@@ -265,10 +265,10 @@ class Segment:
             self.fd = -1
 
 
-def era_of(segment: Segment) -> int | None:
-    """The era of a segment's content; None during a clear, and once the segment is invalidated."""
-    era = int(segment.live[Live.ERA])
-    return era if era % 2 == 0 and not segment.live[Live.INVALIDATED] else None
+def clear_generation_of(segment: Segment) -> int | None:
+    """The clear generation of a segment; None during a clear, and once the segment is invalidated."""
+    clear_generation = int(segment.live[Live.CLEAR_GENERATION])
+    return clear_generation if clear_generation % 2 == 0 and not segment.live[Live.INVALIDATED] else None
 
 
 def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:

@@ -77,7 +77,7 @@ class Slots:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.segment = store.segment
-        self._claims = Claims(store.member)
+        self._claims = Claims(store.participant)
         self._index = store.segment.index
         self._tail_at = -(-store.schema.stride // _ALIGN) * _ALIGN
         self._scratch: Bytes | None = None
@@ -116,7 +116,7 @@ class Slots:
 
     def present(self) -> npt.NDArray[np.bool_]:
         """Which samples are set, by number."""
-        here: npt.NDArray[np.bool_] = (self._index >= PRESENT) & (self.store.era() is not None)
+        here: npt.NDArray[np.bool_] = (self._index >= PRESENT) & (self.store.clear_generation() is not None)
         return here
 
     # ---- reading -------------------------------------------------------------------------------------
@@ -125,11 +125,11 @@ class Slots:
         """Return a copy of a sample and the index word of its record; None if it is not set."""
         deadline, pause = time.monotonic() + _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS
         while True:
-            era, word = self.store.era(), int(self._index[sample])
-            if era is None or word < CLAIMED:
+            clear_generation, word = self.store.clear_generation(), int(self._index[sample])
+            if clear_generation is None or word < CLAIMED:
                 return None
             if word >= PRESENT:
-                copy = self._copy(sample, word, era)
+                copy = self._copy(sample, word, clear_generation)
                 if copy is not None:
                     if FULL_CHECK and not self._sound(sample, word, copy):
                         return None
@@ -143,7 +143,7 @@ class Slots:
             if time.monotonic() > deadline:
                 return None
 
-    def _copy(self, sample: int, word: int, era: int) -> Bytes | None:
+    def _copy(self, sample: int, word: int, clear_generation: int) -> Bytes | None:
         """A copy of the sample's row and, at ``_tail_at``, its tail; None if it changed meanwhile."""
         store, stride, tail_at = self.store, self.store.schema.stride, self._tail_at
         row = store.rows[sample]
@@ -158,7 +158,7 @@ class Slots:
         copy[:stride] = row
         if count:
             copy[tail_at : tail_at + count * fmt.LINE] = store.lines[first : first + count].reshape(-1)
-        return copy if self._index[sample] == word and store.era() == era else None
+        return copy if self._index[sample] == word and store.clear_generation() == clear_generation else None
 
     def _sound(self, sample: int, word: int, copy: Bytes) -> bool:
         """Whether a copied record is what its writer wrote (for processors that reorder stores)."""
@@ -173,7 +173,9 @@ class Slots:
 
     def _is_being_replaced(self, sample: int, word: int) -> bool:
         """Whether the claimed sample had a record before, and its claimant is alive."""
-        return self.store.member.slot >= 0 and self._generation(sample) > 0 and self._claims.is_open(word)
+        return (
+            self.store.participant.slot >= 0 and self._generation(sample) > 0 and self._claims.is_open(word)
+        )
 
     def _generation(self, sample: int) -> int:
         """Generation in a row's record header, 0 if nothing was ever written there.
@@ -197,12 +199,12 @@ class Slots:
             prepared: by this store's schema.
             overwrite: whether a record that is there may be replaced.
         """
-        if self.store.era() is None:
+        if self.store.clear_generation() is None:
             self.store.clear()  # finish the clear of a process that died during it
         if self.store.room.is_full and int(self._index[sample]) < PRESENT:
             return 0
         # One thread at a time: a claim that this process holds then was left by an interrupt, and is void.
-        with self.store.member.one_thread:
+        with self.store.participant.one_thread:
             return self._put(sample, prepared, overwrite)
 
     def _put(self, sample: int, prepared: Prepared, overwrite: bool) -> int:
@@ -250,11 +252,12 @@ class Slots:
         """Write the record; returns the index word that publishes it."""
         segment, schema = self.store.segment, self.store.schema
         geometry, stride = segment.geometry, schema.stride
-        # After a clear rows begin at zero again: the era makes their words differ from those before it.
-        generation = max(self._generation(sample), int(segment.live[Live.ERA])) + 1
+        # After a clear rows begin at zero again: the clear generation makes their words differ from those
+        # before it.
+        generation = max(self._generation(sample), int(segment.live[Live.CLEAR_GENERATION])) + 1
         generation = generation & fmt.GENERATION_MASK or 1
         size = stride + prepared.tail_lines * fmt.LINE
-        with self.store.member.one_thread:
+        with self.store.participant.one_thread:
             buffer = self._scratch_of(size)
             lay_out(schema, buffer, 0, stride, prepared, sample, generation, run.first)
             _LINES.pack_into(buffer, RECORD.size - 4, run.lines)
@@ -274,7 +277,7 @@ class Slots:
         return self._scratch.data
 
     def _count(self, prepared: Prepared, before: int) -> None:
-        counters = self.store.member.row
+        counters = self.store.participant.row
         counters[Slot.STORED] += 1
         if before < PRESENT:
             counters[Slot.STORED_BYTES] += self.store.schema.stride + prepared.tail_lines * fmt.LINE

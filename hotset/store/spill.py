@@ -6,7 +6,7 @@ itself, and a session that outlives a reboot is rebuilt from it.
 
 Nothing is read through the mapping: one page fault at a time is slow, and a failing disk would be SIGBUS.
 The kernel is told of all records of a batch at once, reads them in parallel (and, as the order of samples is
-known, long before they are needed: :meth:`Spill.announce`), and they are copied from its page cache. The
+known, long before they are needed: :meth:`Spill.prefetch`), and they are copied from its page cache. The
 kernel knows better than a cache of hotset's how much memory is free for that.
 
 A batch that has records in the second tier is *staged* as a whole: its rows side by side in private memory,
@@ -58,8 +58,8 @@ _AT_ONCE = 4 << 20
 class _DiskRoom(Allocator):
     """Allocates room on a disk, which is bounded by the disk; its messages name `spill=`."""
 
-    def __init__(self, member: Participant, free: Callable[[], Headroom]) -> None:
-        super().__init__(member, free)
+    def __init__(self, participant: Participant, free: Callable[[], Headroom]) -> None:
+        super().__init__(participant, free)
         self.knob = "`spill=`"
 
     def _limit_reached(self) -> str:
@@ -93,8 +93,8 @@ class Spill:
     def __init__(self, segment: Segment, schema: Schema, *, keeps_all: bool) -> None:
         self.segment = segment
         self.keeps_all = keeps_all
-        self.member = Participant(segment)
-        self.room = _DiskRoom(self.member, self._free)
+        self.participant = Participant(segment)
+        self.room = _DiskRoom(self.participant, self._free)
         self._schema = schema
         self._records = Records(segment, schema)
 
@@ -114,7 +114,7 @@ class Spill:
     def write(self, samples: Ids, generations: Words, prepared: Sequence[Taken]) -> Words:
         """Write as many of these records as are given room at once; returns words for the store's index."""
         tails = [one.tail_lines for one in prepared]
-        with self.member.one_thread:
+        with self.participant.one_thread:
             places = self.room.reserve(samples.tolist(), tails)
             records = [
                 Record(sample, generation, one, *place)
@@ -130,7 +130,7 @@ class Spill:
         self.segment.index[samples[: len(words)]] = words
         return words | ON_DISK
 
-    def announce(self, words: Words) -> None:
+    def prefetch(self, words: Words) -> None:
         """Prefetch the records that these words name: the kernel reads them in the background."""
         stride, rows_at = self.segment.geometry.stride, self.segment.geometry.rows_at
         starts = np.sort(words[words & ON_DISK != 0] & ROW_MASK) * stride + rows_at
@@ -212,7 +212,7 @@ class Spill:
 
     def close(self) -> None:
         """Detach."""
-        self.member.leave()
+        self.participant.leave()
         self.segment.close()
 
 

@@ -7,25 +7,25 @@
     check()           every record's checksum, every index word, every extent
 
 A reader takes no lock. It loads the index words of its whole batch, copies the rows they name, and then reads
-the era: only a clear ever gives rows to other samples, it counts the era up before and after, and a reader
-that sees it odd, or changed, discards its copy. In :mod:`hotset.store.ring` rows are used again all the time,
-so the reader also loads the words a second time. What a reader returns is always a copy: a user may write to
-it without changing the cache.
+the clear generation: only a clear ever gives rows to other samples, it counts the generation up before and
+after, and a reader that sees it odd, or changed, discards its copy. In :mod:`hotset.store.ring` rows are used
+again all the time, so the reader also loads the words a second time. What a reader returns is always a copy:
+a user may write to it without changing the cache.
 
 A full store, a dead claimant or a damaged record is not an error: such samples are not in the store, and come
 from the source.
 
 **Clearing**: every sample forgotten at once, in all processes. Nothing else gives rows to other samples.
 
-A live word, the *era*, is even while the store may be read, and odd while it is being cleared::
+A live word, the *clear generation*, is even while the store may be read, and odd while it is being cleared::
 
-    era 2 ──> short lock, and no living claim ──> era 3 ──> words, extents, counters, pages ──> era 4
+    2 ──> short lock, and no living claim ──> 3 ──> words, extents, counters, pages ──> 4
               else the clear is tried again    └── the process died: the next process that fills ends it
 
-*Readers* take no lock. They read the era before they begin and after they have copied: if it is odd, or has
-changed, the copy may hold other samples. *Writers* must be done: a record that is published after its row was
-given to another sample would lie in that sample's row. So a clear waits until no living process has an open
-claim; claims are made under the short lock, so none is opened meanwhile.
+*Readers* take no lock. They read the clear generation before they begin and after they have copied: if it is
+odd, or has changed, the copy may hold other samples. *Writers* must be done: a record that is published after
+its row was given to another sample would lie in that sample's row. So a clear waits until no living process
+has an open claim; claims are made under the short lock, so none is opened meanwhile.
 
 A store that was *invalidated*, because its content is wrong or its session is gone, is not read either.
 """
@@ -51,7 +51,7 @@ from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Live,
 from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.record_batch import VariableTails
 from hotset.store.schema import Schema
-from hotset.store.segment import Address, Segment, Words, era_of
+from hotset.store.segment import Address, Segment, Words, clear_generation_of
 from hotset.store.spill import Spill, SpillTo, StagedBatch
 from hotset.store.tiers import found_tiers, new_tiers
 from hotset.store.verification import Verification
@@ -89,9 +89,9 @@ class Store:
         self.spill = spill
         self.path: str | None = None
         geometry = segment.geometry
-        self.member = Participant(segment)
+        self.participant = Participant(segment)
         self.index = self._index_type(segment)
-        self.room = self._room_type(self.member)
+        self.room = self._room_type(self.participant)
         self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
         self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
         width, at = schema.head.itemsize, geometry.rows_at + RECORD_HEADER
@@ -99,18 +99,18 @@ class Store:
         self._heads: Bytes = np.ndarray(
             (rows,), f"V{width}", segment.buffer if rows else None, at if rows else 0, (geometry.stride,)
         )
-        self.filler = Filler(self.member, self.index, self.room, schema)
+        self.filler = Filler(self.participant, self.index, self.room, schema)
         self.filler.spill = spill
-        self.soundness = Verification(self.member, spill)
-        self._clearing = Clearing(self.member, self.filler.claims, self.room, spill)
+        self.soundness = Verification(self.participant, spill)
+        self._clearing = Clearing(self.participant, self.filler.claims, self.room, spill)
         self._scratch: BlockPool | None = None
         self._told_of_forms = False
         # Without a second tier a word that names it names no row.
         self._place = fmt.ROW_MASK if spill is not None else fmt.ROW_MASK | fmt.ON_DISK
         if not segment.trusted:
-            distrust_allocator(self.member)
+            distrust_allocator(self.participant)
             if spill is not None:
-                distrust_allocator(spill.member)
+                distrust_allocator(spill.participant)
 
     @classmethod
     def create(
@@ -200,31 +200,31 @@ class Store:
         Raises:
             Whatever ``read`` raises, untouched.
         """
-        if self.era() is None and not self.invalidated:
+        if self.clear_generation() is None and not self.invalidated:
             self._clearing.finish()
         return self.filler.fill(ids, read, keep)
 
-    def adopt(self, samples: dict[int, Any]) -> None:
+    def insert(self, samples: dict[int, Any]) -> None:
         """Store samples that came from another machine, where there is room and no process is reading them.
 
         Args:
             samples: by number; as the source and its prefix give them, or packed: see
                 :func:`hotset.store.irregular_records.prepare`.
         """
-        if self.era() is not None:
-            self.filler.adopt(samples)
+        if self.clear_generation() is not None:
+            self.filler.insert(samples)
 
     # ---- reading -------------------------------------------------------------------------------------
 
     def holds(self, ids: Ids | None = None) -> bool:
         """Whether all of these samples (of all samples, if None) are in the store now."""
         words = self.segment.index if ids is None else self.words(ids)
-        return self.era() is not None and len(words) > 0 and int(words.min()) >= PRESENT
+        return self.clear_generation() is not None and len(words) > 0 and int(words.min()) >= PRESENT
 
     def present(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which of these samples are in the store, and sound."""
         words = self.words(ids)
-        here = (words >= PRESENT) & (self.era() is not None)
+        here = (words >= PRESENT) & (self.clear_generation() is not None)
         if self.soundness.verified is not None:
             places = self.index.places(ids)
             for i in np.flatnonzero(here):
@@ -241,18 +241,18 @@ class Store:
 
         The copies lie in one recycled block, which is free again when the last of them is dropped.
         """
-        era = self.era()
+        clear_generation = self.clear_generation()
         words = self.words(ids)
-        if era is None or not (words >= PRESENT).all():
+        if clear_generation is None or not (words >= PRESENT).all():
             return None
         stride = self.segment.geometry.stride
         count = len(ids)
         if not self.placed(ids, words):
             return None
         if self.on_disk(words):
-            return self._read_staged(ids, words, era)
-        with self.member.reading:
-            found = self.locate(ids, words, era)
+            return self._read_staged(ids, words, clear_generation)
+        with self.participant.reading:
+            found = self.locate(ids, words, clear_generation)
             if found is None:
                 return None
             rows, tails = found
@@ -265,34 +265,36 @@ class Store:
             if tails is not None and total:
                 out = _view(block, tails_at, total, fmt.LINE)
                 np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
-            if not self.unchanged(words, era):
+            if not self.unchanged(words, clear_generation):
                 return None
         starts = np.zeros(count, np.int64) if tails is None else tails_at + tails.starts * fmt.LINE
         return self._put_together(words, block, starts.tolist())
 
-    def locate(self, ids: Ids, words: Words, era: int) -> tuple[Words, VariableTails | None] | None:
+    def locate(
+        self, ids: Ids, words: Words, clear_generation: int
+    ) -> tuple[Words, VariableTails | None] | None:
         """Find the rows and tails of these records, in memory; None if one has changed, or is damaged.
 
         The first half of every reader's double-checked copy: the caller then copies the bytes, and compares
-        the words once more (:meth:`unchanged`). It holds ``member.reading`` while it looks at records, so
-        that no page is given back meanwhile.
+        the words once more (:meth:`unchanged`). It holds ``participant.reading`` while it looks at records,
+        so that no page is given back meanwhile.
 
         Args:
             ids: of the samples.
             words: their index words, of present samples, and :meth:`placed`.
-            era: from before the words were loaded.
+            clear_generation: from before the words were loaded.
 
         Returns:
             The row of each record, and the tails; None in place of these if no record can have one.
         """
-        if not self.unchanged(words, era):
+        if not self.unchanged(words, clear_generation):
             return None
         rows = words & ROW_MASK
         if not self.have_tails(words):
             return rows, None
         tails = self.tails(rows)
         # The tails' places may be half of one record and half of another.
-        if not self.unchanged(words, era) or not self.inside(ids, words, tails):
+        if not self.unchanged(words, clear_generation) or not self.inside(ids, words, tails):
             return None
         return rows, tails
 
@@ -351,18 +353,18 @@ class Store:
 
     def load(self, staged: StagedBatch) -> bool:
         """Copy staged records; False if one is damaged. A damaged record is forgotten."""
-        with self.member.reading:
-            if self.era() is None:
+        with self.participant.reading:
+            if self.clear_generation() is None:
                 return False
             sound = staged.load(self.schema.head if self.have_tails(staged.words) else None)
         self.soundness.forget(staged)
         return sound
 
-    def _read_staged(self, ids: Ids, words: Words, era: int) -> list[Any] | None:
+    def _read_staged(self, ids: Ids, words: Words, clear_generation: int) -> list[Any] | None:
         assert self.spill is not None
-        self.spill.announce(words)
+        self.spill.prefetch(words)
         staged = self.stage(ids, words)
-        if not self.load(staged) or not self.unchanged(words, era):
+        if not self.load(staged) or not self.unchanged(words, clear_generation):
             return None
         starts = np.zeros(len(ids), np.int64)
         if staged.tails is not None:
@@ -381,11 +383,11 @@ class Store:
             self._told_of_forms = True
             return None
 
-    def announce(self, ids: Ids) -> None:
+    def prefetch(self, ids: Ids) -> None:
         """Prefetch these samples: the kernel begins to read those of them that are on the disk."""
         if self.spill is not None:
             words = self.words(ids)
-            self.spill.announce(words[words >= PRESENT])
+            self.spill.prefetch(words[words >= PRESENT])
 
     def words(self, ids: Ids) -> Words:
         """The index words of these samples: ``PRESENT`` or more where a record is."""
@@ -394,20 +396,20 @@ class Store:
     def refuse(self, ids: Ids) -> None:
         """Note that reading these samples failed. Only a ring uses this: its window passes over them."""
 
-    def unchanged(self, words: Words, era: int) -> bool:
+    def unchanged(self, words: Words, clear_generation: int) -> bool:
         """Whether the records that these words name have stayed the same since the words were loaded.
 
         Called after the records were copied. In a store that is not a ring, only a clear changes records.
 
         Args:
             words: of present samples.
-            era: from before the words were loaded.
+            clear_generation: from before the words were loaded.
         """
-        return self.era() == era
+        return self.clear_generation() == clear_generation
 
-    def era(self) -> int | None:
-        """The era of the store's content; None during a clear, and once the store is invalidated."""
-        return era_of(self.segment)
+    def clear_generation(self) -> int | None:
+        """The clear generation; None during a clear, and once the store is invalidated."""
+        return clear_generation_of(self.segment)
 
     @property
     def invalidated(self) -> bool:
@@ -416,7 +418,7 @@ class Store:
 
     def invalidate(self) -> bool:
         """Stop serving this store. Returns True to the first caller."""
-        with self.member.short_lock():
+        with self.participant.short_lock():
             before = bool(self.segment.live[Live.INVALIDATED])
             self.segment.live[Live.INVALIDATED] = 1
             if self.spill is not None:
@@ -434,7 +436,7 @@ class Store:
 
     def count_hits(self, count: int) -> None:
         """Count samples that this process served from the store without reading the source."""
-        self.member.row[Slot.HITS] += count
+        self.participant.row[Slot.HITS] += count
 
     def _block(self, size: int) -> Any:
         pool = self._scratch
@@ -464,7 +466,7 @@ class Store:
         """Detach. What was read stays valid: it is no part of the segment."""
         if self.spill is not None:
             self.spill.close()
-        self.member.leave()
+        self.participant.leave()
         self.segment.close()
 
 
@@ -472,14 +474,16 @@ class Clearing:
     """Clears one store on behalf of this process.
 
     Args:
-        member: this process's slot in the segment.
+        participant: this process's slot in the segment.
         claims: tells which processes are writing.
         room: the allocator, whose rows and lines all become free.
         spill: the second tier, which is cleared too; None if there is none.
     """
 
-    def __init__(self, member: Participant, claims: Claims, room: Allocator, spill: Spill | None) -> None:
-        self._member = member
+    def __init__(
+        self, participant: Participant, claims: Claims, room: Allocator, spill: Spill | None
+    ) -> None:
+        self._participant = participant
         self._claims = claims
         self._room = room
         self._spill = spill
@@ -488,8 +492,8 @@ class Clearing:
         """Forget every sample; False if some process did not finish writing within so many seconds."""
         deadline = time.monotonic() + timeout
         while True:
-            with self._member.short_lock() as held:
-                words = self._member.segment.index
+            with self._participant.short_lock() as held:
+                words = self._participant.segment.index
                 claimed = words[(words >= CLAIMED) & (words < PRESENT)]
                 if held and not any(self._claims.is_open(word) for word in set(claimed.tolist())):
                     self._forget_everything()
@@ -500,16 +504,16 @@ class Clearing:
 
     def finish(self) -> None:
         """Finish a clear whose process died during it."""
-        live = self._member.segment.live
-        with self._member.short_lock() as held:
+        live = self._participant.segment.live
+        with self._participant.short_lock() as held:
             # A store that was invalidated meanwhile stays so.
-            if held and live[Live.ERA] % 2 and not live[Live.INVALIDATED]:
+            if held and live[Live.CLEAR_GENERATION] % 2 and not live[Live.INVALIDATED]:
                 self._forget_everything()
 
     def _forget_everything(self) -> None:
         """Empty the segment; the caller holds the short lock."""
-        segment, geometry = self._member.segment, self._member.segment.geometry
-        segment.live[Live.ERA] |= 1
+        segment, geometry = self._participant.segment, self._participant.segment.geometry
+        segment.live[Live.CLEAR_GENERATION] |= 1
         segment.index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.slots[:, Slot.STORED_BYTES] = 0
@@ -517,12 +521,12 @@ class Clearing:
             self._spill.clear()
         told = [Live.TOLD, Live.DRAWS_TOLD]
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED, Live.FULL, *told]] = 0
-        if self._member.unread(_READERS_SECONDS):  # else its pages are written again as they are
+        if self._participant.unread(_READERS_SECONDS):  # else its pages are written again as they are
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         if self._room.allowance is not None:
             self._room.allowance.take(0)
         self._room.reopen()
-        segment.live[Live.ERA] += 1
+        segment.live[Live.CLEAR_GENERATION] += 1
 
 
 def _bytes_view(segment: Segment, offset: int, rows: int, width: int) -> Bytes:

@@ -69,7 +69,7 @@ class HelperThread(Generic[T]):
         self._put(job, wanted=True)
         self._pending += 1
 
-    def tell(self, job: Callable[[], object]) -> None:
+    def post(self, job: Callable[[], object]) -> None:
         """Run a job after those before it; what it returns or raises is dropped."""
         self._put(job, wanted=False)
 

@@ -31,7 +31,7 @@ from hotset._warnings import warn
 from hotset.store.claims import Participant
 from hotset.store.format import ON_DISK, Slot
 from hotset.store.fsck import record_problem
-from hotset.store.segment import Words, era_of
+from hotset.store.segment import Words, clear_generation_of
 from hotset.store.spill import Spill, StagedBatch
 
 __all__ = ["FULL_CHECK", "Verification"]
@@ -45,16 +45,16 @@ class Verification:
     """Verifies one store's records, and remembers which this process has verified.
 
     Args:
-        member: this process's slot in the segment.
+        participant: this process's slot in the segment.
         spill: the second tier; None if there is none.
 
     Attributes:
         verified: the index word under which each sample was found sound; None if none needs verifying.
     """
 
-    def __init__(self, member: Participant, spill: Spill | None) -> None:
-        self._member = member
-        self._segment = member.segment
+    def __init__(self, participant: Participant, spill: Spill | None) -> None:
+        self._participant = participant
+        self._segment = participant.segment
         self._spill = spill
         self._damaged = 0
         self._begun = time.monotonic()
@@ -112,12 +112,12 @@ class Verification:
 
     def _forget(self, sample: int, word: int) -> bool:
         """Forget a record; False if it has gone already."""
-        with self._member.short_lock():
-            if era_of(self._segment) is None or int(self._segment.index[sample]) != word:
+        with self._participant.short_lock():
+            if clear_generation_of(self._segment) is None or int(self._segment.index[sample]) != word:
                 return False
             if word & ON_DISK and self._spill is not None:
                 self._spill.forget(sample)
             self._segment.index[sample] = 0
             # The size of its tail is not known any more.
-            self._member.row[Slot.STORED_BYTES] -= self._segment.geometry.stride
+            self._participant.row[Slot.STORED_BYTES] -= self._segment.geometry.stride
             return True

@@ -123,7 +123,7 @@ def fake() -> Iterator[FakeServer]:
     """A server that is found by its port and answers only who has its token."""
     with FakeServer(guarded=True) as server, claim(server.port) as claimed:
         server.token = claimed.token
-        claimed.tell(Place(os.getpid(), "127.0.0.1", server.port, None, "info"))
+        claimed.publish(Place(os.getpid(), "127.0.0.1", server.port, None, "info"))
         yield server
 
 

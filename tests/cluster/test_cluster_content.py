@@ -20,7 +20,7 @@ from machines import town
 
 from hotset.cli import cluster as command
 from hotset.cluster import peer_stats as tallies
-from hotset.cluster.peer_stats import PeerStats, Tally, make_tally, read_tally
+from hotset.cluster.peer_stats import PeerStats, PeerStatsFile, make_peer_stats, read_peer_stats
 from hotset.dataset import audit
 from hotset.errors import ClusterError, SegmentError
 
@@ -84,7 +84,7 @@ def test_what_was_asked_for_before_a_clear_is_not_used_after_it(tmp_path: Path) 
         assert node is not None
         batch = sorted(made.owned()[1])[:8]
         trainer.walk([batch])
-        trainer.call("announce", batch)
+        trainer.call("prefetch", batch)
         assert eventually(lambda: node.call("status")["served"]["records"] == len(batch)), "it is on its way"
         (tmp_path / "changed").touch()
         trainer.call("clear")
@@ -141,46 +141,46 @@ def test_machines_whose_data_look_alike_and_are_not_the_same_are_told(tmp_path: 
 
 
 @pytest.fixture
-def tally(runtime: Path) -> Tally:
-    make_tally(7)
-    return Tally(7)
+def tally(runtime: Path) -> PeerStatsFile:
+    make_peer_stats(7)
+    return PeerStatsFile(7)
 
 
-def test_what_processes_have_counted_is_added_up(tally: Tally) -> None:
+def test_what_processes_have_counted_is_added_up(tally: PeerStatsFile) -> None:
     here, there = PeerStats(asked=5, received=3, bytes=300, answers=2, seconds=0.5), PeerStats(failures=1)
     tally.add({"a": here, "b": there}, now=True)
     here.received, here.answers, here.seconds = 10, 4, 1.0
     tally.add({"a": here, "b": there}, now=True)
-    Tally(7).add({"a": PeerStats(received=100)}, now=True)  # another process
-    found = read_tally(7)
+    PeerStatsFile(7).add({"a": PeerStats(received=100)}, now=True)  # another process
+    found = read_peer_stats(7)
     assert found["a"] == PeerStats(asked=5, received=110, bytes=300, answers=4, seconds=1.0)
     assert found["a"].latency == 0.25
     assert found["b"] == PeerStats(failures=1)
 
 
-def test_a_machine_that_comes_again_is_counted_from_the_beginning(tally: Tally) -> None:
+def test_a_machine_that_comes_again_is_counted_from_the_beginning(tally: PeerStatsFile) -> None:
     tally.add({"a": PeerStats(received=3)}, now=True)
     tally.add({"a": PeerStats(received=4)}, now=True)
-    assert read_tally(7)["a"].received == 7
+    assert read_peer_stats(7)["a"].received == 7
 
 
-def test_nothing_is_counted_twice_soon_after(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_counted_twice_soon_after(tally: PeerStatsFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "_EVERY_SECONDS", 600.0)
     tally.add({"a": PeerStats(received=3)})
-    assert read_tally(7) == {}, "so long has not passed"
+    assert read_peer_stats(7) == {}, "so long has not passed"
     monkeypatch.setattr(tallies, "_EVERY_SECONDS", 0.0)
     tally.add({"a": PeerStats(received=3)})
-    assert read_tally(7)["a"].received == 3
+    assert read_peer_stats(7)["a"].received == 3
 
 
-def test_a_tally_that_is_gone_or_damaged_harms_nobody(tally: Tally, runtime: Path) -> None:
+def test_a_tally_that_is_gone_or_damaged_harms_nobody(tally: PeerStatsFile, runtime: Path) -> None:
     (runtime / "7.traffic").write_bytes(b"\xff" * 77)
     tally.add({"a": PeerStats(received=3)}, now=True)
-    assert all(isinstance(name, str) for name in read_tally(7))
+    assert all(isinstance(name, str) for name in read_peer_stats(7))
     (runtime / "7.traffic").unlink()
     tally.add({"a": PeerStats(received=9)}, now=True)
     with pytest.raises(FileNotFoundError):
-        read_tally(7)
+        read_peer_stats(7)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.chaos)])

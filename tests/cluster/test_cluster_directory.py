@@ -46,7 +46,7 @@ from hotset.cluster.membership import (
     write_membership,
 )
 from hotset.cluster.store_service import StoreService
-from hotset.cluster.wire_records import ABSENT, LEFT, PROMISED, ROOMLESS, CacheIdentity, WireRecords, sound
+from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheIdentity, WireRecords, sound
 from hotset.session import recovery, sessions
 from hotset.session.file_names import retire
 from hotset.store import fill
@@ -620,11 +620,11 @@ def test_a_claim_is_granted_once() -> None:
     with shelved() as (store, shelf):
         assert take(shelf, 1, 2, claim=False) == [ABSENT, ABSENT]
         assert take(shelf, 1, 2) == [ABSENT, ABSENT], "who only asks has claimed nothing"
-        assert take(shelf, 2, 3) == [PROMISED, ABSENT]
-        assert take(shelf, 1, 2, 3) == [PROMISED, PROMISED, PROMISED]
+        assert take(shelf, 2, 3) == [PENDING, ABSENT]
+        assert take(shelf, 1, 2, 3) == [PENDING, PENDING, PENDING]
         assert take(shelf, 1, 4, claim=False) == [ABSENT, ABSENT], "who does not claim is not to wait"
         store.fill(ids(5), samples.kilobyte)
-        assert take(shelf, 5, 1) == [0, PROMISED]
+        assert take(shelf, 5, 1) == [0, PENDING]
 
 
 def test_what_a_process_here_reads_is_promised(tmp_path: Path) -> None:
@@ -638,8 +638,8 @@ def test_what_a_process_here_reads_is_promised(tmp_path: Path) -> None:
 
         kept: list[Store] = []
         with lingering(claim):
-            assert take(shelf, 1, 2, 3) == [PROMISED, PROMISED, ABSENT]
-        assert take(shelf, 1, 2, 3) == [ABSENT, ABSENT, PROMISED], "it has died"
+            assert take(shelf, 1, 2, 3) == [PENDING, PENDING, ABSENT]
+        assert take(shelf, 1, 2, 3) == [ABSENT, ABSENT, PENDING], "it has died"
 
 
 def test_a_process_here_waits_for_what_another_machine_reads(tmp_path: Path) -> None:
@@ -679,10 +679,10 @@ def test_a_lease_ends(clock: Clock) -> None:
         assert take(shelves, 1, 2) == [ABSENT, ABSENT]
         clock.now += shelf.LEASE - 0.1
         assert take(shelves, 3) == [ABSENT]
-        assert take(shelves, 1) == [PROMISED]
+        assert take(shelves, 1) == [PENDING]
         clock.now += 0.2
-        assert take(shelves, 1, 3) == [ABSENT, PROMISED], "the first one's time is over"
-        assert take(shelves, 1) == [PROMISED], "and it is another one's now"
+        assert take(shelves, 1, 3) == [ABSENT, PENDING], "the first one's time is over"
+        assert take(shelves, 1) == [PENDING], "and it is another one's now"
         clock.now += shelf.LEASE + 0.1
         shelves.end_leases()
         assert (store.words(ids(1, 2, 3)) == 0).all(), "processes here may claim them"
@@ -769,7 +769,7 @@ def test_what_has_no_room_is_nobodys_and_that_is_said() -> None:
             assert shelf.put(*brought(store, room)).tolist() == [True]
             room += 1
         assert 0 < room < 8
-        assert take(shelf, room, room + 1, 0) == [ROOMLESS, ROOMLESS, 0]
+        assert take(shelf, room, room + 1, 0) == [FULL, FULL, 0]
         assert take(shelf, room, claim=False) == [ABSENT], "who only asks is to ask nobody else"
         assert shelf.put(*brought(store, room)).tolist() == [False]
         assert count(store) == room
@@ -785,7 +785,7 @@ def test_who_has_nothing_to_bring_ends_its_lease() -> None:
         cache = cache_of(store.schema, len(store))
         ended = packing.pack(cache, store.schema, {}, absent=[1])
         assert shelf.put(*ended).tolist() == [False]
-        assert take(shelf, 1, 2) == [ABSENT, PROMISED]
+        assert take(shelf, 1, 2) == [ABSENT, PENDING]
         assert shelf.put(*packing.pack(cache, store.schema, {2: samples.Opaque(2)})).tolist() == [False]
         assert take(shelf, 2) == [ABSENT]
 
@@ -812,7 +812,7 @@ def test_what_is_left_for_the_next_answer_is_neither_absent_nor_claimed() -> Non
     with shelved() as (store, shelf):
         store.fill(ids(range(4)), samples.kilobyte)
         records = shelf.take(ids(range(5)), np.empty(2 * store.schema.stride, np.uint8), claim=True)
-        assert np.minimum(records.generations, 0).tolist() == [0, 0, LEFT, LEFT, ABSENT]
+        assert np.minimum(records.generations, 0).tolist() == [0, 0, TRUNCATED, TRUNCATED, ABSENT]
         assert list(shelf._leases) == [4]
 
 

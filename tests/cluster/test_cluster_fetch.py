@@ -31,9 +31,9 @@ from hotset.cluster.remote_cache import RemoteCache
 from hotset.cluster.store_service import StoreService
 from hotset.cluster.wire_records import (
     ABSENT,
-    LEFT,
-    PROMISED,
-    ROOMLESS,
+    FULL,
+    PENDING,
+    TRUNCATED,
     CacheIdentity,
     Longs,
     WireRecords,
@@ -75,7 +75,7 @@ class Peer:
 
         def answer() -> Answer:
             found = self.shelf.take(wanted, np.empty(1 << 20, np.uint8), claim=claim)
-            states = [found.generations == state for state in (LEFT, PROMISED, ROOMLESS)]
+            states = [found.generations == state for state in (TRUNCATED, PENDING, FULL)]
             return Answer(sound(cache, wanted, found), *states, True, found.lines, found.rows, found.tails)
 
         return Ticket(self.name, wanted, answer)
@@ -302,7 +302,7 @@ def test_what_was_asked_for_ahead_is_not_asked_for_again() -> None:
             made.peers[name].store.fill(ids(sample), made.text)
         store, way = made.peers["a"].store, neighbours(made, "a")
         batch = ids(there[1], here, there[0], there[1])  # in no order, one is here, and one comes twice
-        way.announce(store, batch)
+        way.prefetch(store, batch)
         assert asked(made) == sorted(there), "each once, and what is here not at all"
         assert sorted(way.bring(store, batch, made.text).ids().tolist()) == sorted(there)
         assert asked(made) == sorted(there)
@@ -326,20 +326,20 @@ class _Asking(machines._Trainer):
         """What a loader whose order is known asks for ahead in an epoch."""
         found: list[list[int]] = []
         way = self._cached._remote
-        announce = way.announce
+        prefetch = way.prefetch
 
         def heard(store: Store, wanted: Any) -> None:
             found.append(wanted.tolist())
-            announce(store, wanted)
+            prefetch(store, wanted)
 
-        way.announce = heard
+        way.prefetch = heard
         try:
             sampler: Any = DistributedSampler(self._cached, 1, 0, shuffle=False) if dealt else None
             for data, labels in hotset.DataLoader(self._cached, batch_size=10, sampler=sampler):
                 batch = labels.tolist()
                 assert self._differing(batch, list(zip(data, batch, strict=True))) == []
         finally:
-            del way.announce
+            del way.prefetch
         return found
 
 

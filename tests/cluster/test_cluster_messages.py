@@ -14,9 +14,9 @@ from hotset.cluster import protocol as messages
 from hotset.cluster.protocol import Head, Malformed, Operation, Status
 from hotset.cluster.wire_records import (
     ABSENT,
-    LEFT,
-    PROMISED,
-    ROOMLESS,
+    FULL,
+    PENDING,
+    TRUNCATED,
     CacheIdentity,
     WireRecords,
     only,
@@ -56,7 +56,7 @@ def records(cache: CacheIdentity, ids: npt.NDArray[np.int64], plan: list[int | N
     generations, lines, rows, tails = [], [], bytearray(), bytearray()
     for sample, tail_bytes in zip(ids.tolist(), plan, strict=True):
         if tail_bytes is None or tail_bytes < 0:
-            states = {None: ABSENT, -1: LEFT, -2: PROMISED, -3: ROOMLESS}
+            states = {None: ABSENT, -1: TRUNCATED, -2: PENDING, -3: FULL}
             generations.append(states[tail_bytes])
             lines.append(0)
             continue

@@ -41,7 +41,7 @@ class Alone:
         return eventually(lambda: self.beats > begun + 2)
 
 
-@pytest.mark.parametrize("of", [(nodes, "open_ledger"), (StoreServices, "end_leases"), (Alone, "beat")])
+@pytest.mark.parametrize("of", [(nodes, "open_quota"), (StoreServices, "end_leases"), (Alone, "beat")])
 def test_a_node_outlives_what_goes_wrong_in_a_beat(
     of: tuple[Any, str], runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,19 +69,19 @@ def test_machines_hear_of_a_node_whose_counters_cannot_be_read(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
-        raise ValueError("a tally that is cut off")
+        raise ValueError("a file that is cut off")
 
     monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(nodes, "read_tally", fail)
+    monkeypatch.setattr(nodes, "read_peer_stats", fail)
     directory = Directory(lambda: 1)
     with Node("one", 1 << 20, "127.0.0.1", directory.beat) as made:
         assert eventually(lambda: read_membership(made.session.number) is not None)
         [said] = directory.status()
         assert said["name"] == made.member.name
-        assert said["error"] == "ValueError: a tally that is cut off"
+        assert said["error"] == "ValueError: a file that is cut off"
         printed = io.StringIO()
         Console(file=printed, width=200).print(described({"one": [said]}))
-        assert f"{made.member.name}: ValueError: a tally that is cut off" in printed.getvalue()
+        assert f"{made.member.name}: ValueError: a file that is cut off" in printed.getvalue()
         made.destroy()
 
 

@@ -38,7 +38,7 @@ from hotset.cluster.protocol import Operation, Status  # noqa: E402
 from hotset.cluster.server import Served, Serving  # noqa: E402
 from hotset.cluster.sockets import SPARE  # noqa: E402
 from hotset.cluster.store_service import StoreService, cache_of  # noqa: E402
-from hotset.cluster.wire_records import ABSENT, LEFT, Bytes, CacheIdentity, Longs, WireRecords, sound  # noqa: E402
+from hotset.cluster.wire_records import ABSENT, TRUNCATED, Bytes, CacheIdentity, Longs, WireRecords, sound  # noqa: E402
 from hotset.errors import HotsetWarning  # noqa: E402
 from hotset.store import format as fmt  # noqa: E402
 
@@ -242,7 +242,7 @@ def test_what_has_no_room_in_an_answer_is_left_for_the_next(make: samples.Callab
             assert records.rows.nbytes + records.tails.nbytes <= len(memory)
             assert sound(shelf.cache, wanted, records).tolist() == (records.generations >= 0).tolist()
             got += wanted[records.generations >= 0].tolist()
-            wanted = wanted[records.generations == LEFT]
+            wanted = wanted[records.generations == TRUNCATED]
         assert got == list(range(8))
         # A record that no answer can hold is absent, or it would be asked for again for ever.
         assert (shelf.take(ids(7), np.empty(100, np.uint8)).generations == ABSENT).all()
@@ -542,7 +542,7 @@ def test_who_fails_again_is_left_alone_for_longer_until_it_does_well(clock: Cloc
     cache = Fake().cache
     with machine(fake()) as other, asker(other.endpoint) as peer:
         assert gets(peer, cache, 1)
-        peer.peers.tell = lambda sentence, name: None
+        peer.peers.warn = lambda sentence, name: None
         for seconds in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
             peer.fail("is away")
             clock.now += seconds - 0.1
@@ -580,7 +580,7 @@ def test_a_stopped_peer_is_missed_long_before_the_deadline(
         return gets(peer, cache, 1)
 
     with machine(fake()) as other, asker(other.endpoint) as peer:
-        peer.peers.tell = lambda sentence, name: None  # it may be so busy that it is missed before
+        peer.peers.warn = lambda sentence, name: None  # it may be so busy that it is missed before
         assert eventually(answers)
         stop(other.pid)
         answer, _ = fetch(peer, cache, ids(2), within=600)

@@ -144,7 +144,7 @@ for body in (fill, read, join, make):
 pid = os.fork()
 if pid == 0:
     signal.alarm(100)
-    with cached._access.store.member.short_lock() as held, sessions.one_at_a_time():
+    with cached._access.store.participant.short_lock() as held, sessions.one_at_a_time():
         os._exit(0 if held else 1)
 print("locks", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 print("wrong", wrong(cached.__getitems__(list(range(N))), range(N)), cached.check())

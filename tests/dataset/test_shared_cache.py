@@ -879,7 +879,7 @@ def test_waiting_for_a_stopped_writer_is_bounded(there: bool, monkeypatch: pytes
         cache[0] = picture(1)
 
     def claim() -> None:
-        assert Claims(cache._slots.store.member).take_one(0, overwrite=True) is not None  # type: ignore[union-attr]
+        assert Claims(cache._slots.store.participant).take_one(0, overwrite=True) is not None  # type: ignore[union-attr]
 
     with lingering(claim) as pid:
         stop(pid)
@@ -903,7 +903,7 @@ def test_a_clear_waits_for_writers_and_gives_up_with_a_sentence(monkeypatch: pyt
     monkeypatch.setattr(store, "clear", lambda: type(store).clear(store, timeout=0.1))
 
     def claim() -> None:
-        assert Claims(store.member).take_one(0, overwrite=False) is not None
+        assert Claims(store.participant).take_one(0, overwrite=False) is not None
 
     with lingering(claim), pytest.raises(SegmentError) as caught:
         cache.clear()

@@ -16,7 +16,7 @@ from helpers import eventually, is_a_sentence
 from server_process import Server, running
 
 from hotset.cluster.membership import Keys, Member, Membership, write_membership
-from hotset.cluster.peer_stats import PeerStats, Tally, make_tally
+from hotset.cluster.peer_stats import PeerStats, PeerStatsFile, make_peer_stats
 
 READS = ["/", "/api/status", "/api/sessions", "/api/history", "/metrics", "/openapi.json"]
 CHANGES = [
@@ -78,9 +78,9 @@ def test_a_session_that_machines_share_tells_of_them(server: Server, monkeypatch
     assert made["machines"] == []
     members = [Member(name, "10.0.0.7", "tcp://10.0.0.7:1", "k" * 40, 5 << 30) for name in ("one", "two")]
     write_membership(made["number"], Membership("two", Keys(b"p" * 40, b"s" * 40), tuple(members)))
-    make_tally(made["number"])
+    make_peer_stats(made["number"])
     traffic = PeerStats(received=3, bytes=30, stored=2, failures=1, answers=2, seconds=0.5)
-    Tally(made["number"]).add({"one": traffic}, now=True)
+    PeerStatsFile(made["number"]).add({"one": traffic}, now=True)
 
     found = server.ask("GET", "/api/sessions/shared").json
     one, two = found["machines"]

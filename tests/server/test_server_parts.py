@@ -23,7 +23,7 @@ import hotset
 from hotset._warnings import printable
 from hotset.cli import session as said
 from hotset.cluster.membership import Keys, Member, Membership, write_membership
-from hotset.cluster.peer_stats import PeerStats, Tally, make_tally
+from hotset.cluster.peer_stats import PeerStats, PeerStatsFile, make_peer_stats
 from hotset.errors import ArgumentError, HotsetError
 from hotset.server import history as history_module
 from hotset.server import log
@@ -209,8 +209,8 @@ def share(number: int, *names: str) -> None:
 
 def passed(number: int, **traffics: PeerStats) -> None:
     """Add to what passed between this machine and others."""
-    make_tally(number)
-    Tally(number).add(traffics, now=True)
+    make_peer_stats(number)
+    PeerStatsFile(number).add(traffics, now=True)
 
 
 BUSY = PeerStats(received=3000, bytes=5 << 20, stored=40, unsound=1, failures=2, answers=8, seconds=0.02)
@@ -481,7 +481,7 @@ def test_a_port_is_claimed_once_and_found_while_it_is(
         with pytest.raises(place.ServerError, match="runs already"), place.claim(50099):
             pass
         here = place.Place(os.getpid(), "127.0.0.1", 50099, None, "info")
-        claim.tell(here)
+        claim.publish(here)
         assert place.find(50099) == here
         assert place.read_token(50099) == claim.token
         assert not has_gone()

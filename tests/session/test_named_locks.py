@@ -1,4 +1,4 @@
-"""Turns: one at a time, whoever dies; bounded; and nothing left behind."""
+"""NamedLocks: one at a time, whoever dies; bounded; and nothing left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers import eventually
 
 from hotset.errors import FolderError
 from hotset.session.catalog import gc
-from hotset.session.named_lock import TURNS, Turns
+from hotset.session.named_lock import LOCK_FILE, NamedLocks
 
 A, B = "a" * 32, "b" * 32
 
@@ -46,7 +46,7 @@ def holder(told: Path, *names: str) -> Iterator[int]:
     """A process that has these turns until it is killed."""
 
     def hold() -> None:
-        with Turns(names, 60) as mine:
+        with NamedLocks(names, 60) as mine:
             told.write_text(str(mine))
             signal.pause()
 
@@ -67,7 +67,7 @@ def test_one_has_it_at_a_time_and_nothing_is_left(folder: Path, tmp_path: Path) 
 
     def take_many() -> bool:
         for _ in range(150):
-            with Turns([A], 60) as mine:
+            with NamedLocks([A], 60) as mine:
                 fd = os.open(inside, os.O_CREAT | os.O_EXCL)
                 os.close(fd)
                 inside.unlink()
@@ -82,19 +82,19 @@ def test_one_has_it_at_a_time_and_nothing_is_left(folder: Path, tmp_path: Path) 
 
 def test_waiting_is_bounded_and_another_name_is_another_turn(folder: Path, tmp_path: Path) -> None:
     with holder(tmp_path / "told", A):
-        with Turns([A], 0.1) as mine:
+        with NamedLocks([A], 0.1) as mine:
             assert not mine
-        with Turns([B, A], 0.1) as mine:
+        with NamedLocks([B, A], 0.1) as mine:
             assert not mine
-        assert os.listdir(folder) == [TURNS], "what was had of several is given back"
-        with Turns([B], 0.1) as mine:
+        assert os.listdir(folder) == [LOCK_FILE], "what was had of several is given back"
+        with NamedLocks([B], 0.1) as mine:
             assert mine
 
 
 def test_a_killed_holders_turn_is_free(folder: Path, tmp_path: Path) -> None:
     with holder(tmp_path / "told", A) as pid:
         os.kill(pid, signal.SIGKILL)
-        with Turns([A], 60) as mine:
+        with NamedLocks([A], 60) as mine:
             assert mine
     assert os.listdir(folder) == []
 
@@ -102,27 +102,27 @@ def test_a_killed_holders_turn_is_free(folder: Path, tmp_path: Path) -> None:
 def test_a_killed_holders_file_is_collected_and_a_living_ones_is_not(folder: Path, tmp_path: Path) -> None:
     with holder(tmp_path / "told", A) as pid:
         assert gc() == []
-        assert os.listdir(folder) == [TURNS]
+        assert os.listdir(folder) == [LOCK_FILE]
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         (sentence,) = gc()
-        assert TURNS in sentence
+        assert LOCK_FILE in sentence
     assert os.listdir(folder) == []
 
 
 def test_an_exception_ends_the_turn(folder: Path) -> None:
-    with pytest.raises(KeyError), Turns([A, B], 1):
+    with pytest.raises(KeyError), NamedLocks([A, B], 1):
         raise KeyError
     assert os.listdir(folder) == []
 
 
 def test_a_forked_child_has_no_turn_and_ends_none(folder: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with Turns([A], 1) as mine:
+    with NamedLocks([A], 1) as mine:
         assert mine
 
         def leave() -> bool:
-            with Turns([A], 0) as its:
+            with NamedLocks([A], 0) as its:
                 return not its
 
         assert status(fork(leave)) == 0
@@ -133,8 +133,8 @@ def test_a_forked_child_has_no_turn_and_ends_none(folder: Path) -> None:
         else:
             break_out = False
             assert status(pid) == 0
-            assert os.listdir(folder) == [TURNS]
-            with Turns([A], 0) as its:
+            assert os.listdir(folder) == [LOCK_FILE]
+            with NamedLocks([A], 0) as its:
                 assert not its
     if break_out:
         os._exit(0)
@@ -144,6 +144,6 @@ def test_a_forked_child_has_no_turn_and_ends_none(folder: Path) -> None:
 
 def test_a_folder_that_is_not_ours_is_told(folder: Path) -> None:
     folder.chmod(0o755)
-    with pytest.raises(FolderError), Turns([A], 1):
+    with pytest.raises(FolderError), NamedLocks([A], 1):
         pass
     folder.chmod(0o700)

@@ -33,7 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 import hotset
 from hotset.session import catalog as registry
 from hotset.session import find_or_create, job
-from hotset.session.named_lock import TURNS
+from hotset.session.named_lock import LOCK_FILE
 from hotset.store.format import Geometry
 from hotset.store.segment import Segment
 
@@ -606,7 +606,7 @@ def test_without_a_folder_to_meet_in_every_rank_has_its_own_cache_and_one_warnin
 def test_a_trap_in_place_of_the_turns_file_is_told_and_not_touched(
     trap: str, start: Callable[..., Rank], folder: Path, tmp_path: Path
 ) -> None:
-    path = folder / TURNS
+    path = folder / LOCK_FILE
     victim = tmp_path / "victim"
     victim.write_text("precious")
     victim.chmod(0o600)

@@ -1,4 +1,4 @@
-"""Budgets: ledgers, and that no job, cache or session holds more than its ledgers say."""
+"""Budgets: quotas, and that no job, cache or session holds more than its quotas say."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from hotset.session import server_quota as servers
 from hotset.session import sessions
 from hotset.session.quota import Quota
 from hotset.session.reports import report
-from hotset.session.session_definition import open_ledger
+from hotset.session.session_definition import open_quota
 
 pytestmark = pytest.mark.usefixtures("runtime", "patient")
 
 PORT = 50123
 
 
-# Ledgers
+# Quotas
 
 
-def ledger(runtime: Path, file: str = "1.session", limit: int = 1000) -> Quota:
+def quota(runtime: Path, file: str = "1.session", limit: int = 1000) -> Quota:
     folder = os.open(runtime, os.O_RDONLY)
     try:
         if not (runtime / file).exists():
@@ -49,7 +49,7 @@ def ledger(runtime: Path, file: str = "1.session", limit: int = 1000) -> Quota:
 
 
 def test_a_ledger_bounds_its_members_together(runtime: Path) -> None:
-    with contextlib.closing(ledger(runtime)) as book, contextlib.closing(ledger(runtime)) as same:
+    with contextlib.closing(quota(runtime)) as book, contextlib.closing(quota(runtime)) as same:
         one, two = book.enter(11), same.enter(22)
         assert (book.enter(22), same.members()) == (two, {11: one, 22: two})
         assert book.take(one, 600)
@@ -76,11 +76,11 @@ def test_no_order_of_taking_exceeds_any_limit(steps: list[tuple[int, int, int]])
         contextlib.ExitStack() as s,
     ):
         path = Path(place)
-        books = [s.enter_context(contextlib.closing(ledger(path, f"{n}.session", 900))) for n in (1, 2)]
+        books = [s.enter_context(contextlib.closing(quota(path, f"{n}.session", 900))) for n in (1, 2)]
         for number, book in enumerate(books):
-            above = ledger(path, "server-1.ledger", 1500)
+            above = quota(path, "server-1.ledger", 1500)
             book.stand_under(above, above.enter(number + 1))
-        server = s.enter_context(contextlib.closing(ledger(path, "server-1.ledger")))
+        server = s.enter_context(contextlib.closing(quota(path, "server-1.ledger")))
         rows = [[book.enter(100 + member) for member in range(3)] for book in books]
         model = [[0, 0, 0], [0, 0, 0]]
         for which, member, amount in steps:
@@ -96,8 +96,8 @@ def test_no_order_of_taking_exceeds_any_limit(steps: list[tuple[int, int, int]])
 
 
 def test_a_ledger_is_held_by_forks_by_themselves(runtime: Path) -> None:
-    with contextlib.closing(ledger(runtime)) as other:
-        book = ledger(runtime)
+    with contextlib.closing(quota(runtime)) as other:
+        book = quota(runtime)
         book.use()
         with lingering(lambda: None):
             assert other.in_use
@@ -108,8 +108,8 @@ def test_a_ledger_is_held_by_forks_by_themselves(runtime: Path) -> None:
 
 
 def test_a_ledger_that_was_closed_uses_nothing(runtime: Path) -> None:
-    with contextlib.closing(ledger(runtime)) as other:
-        book = ledger(runtime)
+    with contextlib.closing(quota(runtime)) as other:
+        book = quota(runtime)
         book.use()
         book.close()
         found = other.in_use
@@ -121,22 +121,22 @@ def test_a_lock_of_a_stopped_process_is_not_waited_for_for_long(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hotset.session.quota._LOCK_SECONDS", 0.1)
-    book = ledger(runtime)
+    book = quota(runtime)
 
     def hold() -> None:
-        held = ledger(runtime).lock()
+        held = quota(runtime).lock()
         held.__enter__()
         stack.append(held)
 
     stack: list[Any] = []
     with contextlib.closing(book), lingering(hold):
         assert not book.take(book.enter(1), 1)
-    with contextlib.closing(ledger(runtime)) as again:
+    with contextlib.closing(quota(runtime)) as again:
         assert again.take(again.enter(1), 1), "the lock ends with its holder"
 
 
 def test_511_caches_are_one_too_many_in_a_sentence(runtime: Path) -> None:
-    with contextlib.closing(ledger(runtime)) as book:
+    with contextlib.closing(quota(runtime)) as book:
         for member in range(1, 511):
             book.enter(member)
         with pytest.raises(SessionError, match="510") as refused:
@@ -150,7 +150,7 @@ def test_511_caches_are_one_too_many_in_a_sentence(runtime: Path) -> None:
 def fill_through(key: str, make: Any, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(400)
     cached = hotset.cache(Samples(make, 400), session="a", key=key)
-    cached._access.tell = lambda sentence: None
+    cached._access.warn = lambda sentence: None
     for i in order.tolist():
         equal_batches(cached[i], make(i))
     cached.close()
@@ -183,7 +183,7 @@ def test_caches_of_a_session_never_hold_more_than_its_memory(spill: bool, disk: 
     assert 0.8 * memory < highest <= memory
     assert found.memory <= memory
     assert not found.in_use
-    with open_ledger(session) as book:
+    with open_quota(session) as book:
         assert found.memory <= book.held <= memory
     assert bool(found.disk) == spill
     assert all(cache.state == "ok" and cache.cached for cache in found.caches)
@@ -251,7 +251,7 @@ def test_what_is_cleared_is_free_for_others() -> None:
         ):
             read_all(one, kilobyte)
             one.clear()
-            two._access.tell = lambda sentence: None
+            two._access.warn = lambda sentence: None
             read_all(two, kilobyte)
             return two.stats().cached
 
@@ -261,10 +261,10 @@ def test_what_is_cleared_is_free_for_others() -> None:
 def test_a_straggler_of_a_destroyed_session_takes_nothing_from_the_next() -> None:
     servers.set_limit(PORT, 1000)
     first = sessions.create("first", memory=1000, server=PORT)
-    with open_ledger(first) as straggler:
+    with open_quota(first) as straggler:
         row = straggler.enter(1)
         sessions.destroy(first)
-        with open_ledger(sessions.create("second", memory=1000, server=PORT)) as book:
+        with open_quota(sessions.create("second", memory=1000, server=PORT)) as book:
             assert book.take(book.enter(2), 900)
             straggler.take(row, 1)
             parent = book._parent

@@ -39,7 +39,7 @@ from hotset.session import file_names, find_or_create, reports, sessions
 from hotset.session import spill_dirs as spills
 from hotset.session.file_names import retire
 from hotset.session.reports import report
-from hotset.session.session_definition import open_ledger
+from hotset.session.session_definition import open_quota
 from hotset.store.format import ROW_MASK, Live
 from hotset.store.segment import Segment
 
@@ -495,7 +495,7 @@ def test_a_loader_ends_its_epoch_when_its_session_goes_and_comes_again(
 
 def test_a_session_that_is_being_destroyed_gets_no_cache(log: ReadLog, disk: str, runtime: Path) -> None:
     session = sessions.create("shared", memory=MIB, spill=disk)
-    with open_ledger(session) as book:
+    with open_quota(session) as book:
         book.end()
     with pytest.warns(HotsetWarning, match="for this job alone") as told:
         cached = hotset.cache(Counted(mapping, log), session="shared")

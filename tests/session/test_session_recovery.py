@@ -21,8 +21,8 @@ from hotset.session import catalog as registry
 from hotset.session import recovery, sessions
 from hotset.session import server_quota as servers
 from hotset.session import spill_dirs as spills
-from hotset.session.named_lock import Turns
-from hotset.session.session_definition import Session, open_ledger
+from hotset.session.named_lock import NamedLocks
+from hotset.session.session_definition import Session, open_quota
 from hotset.store.format import LIVE_AT, Live
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -87,7 +87,7 @@ def test_a_death_at_any_step_leaves_nothing_that_is_not_found(
 
 def test_recovering_ends_what_was_half_destroyed(disk: str, runtime: Path) -> None:
     session = sessions.create("a", memory=MIB, spill=disk)
-    with open_ledger(session) as book:
+    with open_quota(session) as book:
         book.end()
     assert recovery.recover() != []
     assert sessions.sessions() == []
@@ -290,12 +290,12 @@ def test_who_waited_to_restore_a_session_does_not_make_it_again(
     made = []
 
     def late(names: list[str], patience: float) -> Any:
-        monkeypatch.setattr("hotset.session.session_definition.Turns", Turns)
+        monkeypatch.setattr("hotset.session.session_definition.NamedLocks", NamedLocks)
         assert sessions.sessions() == [session]
         made.append((runtime / session.file).stat().st_ino)
-        return Turns(names, patience)
+        return NamedLocks(names, patience)
 
-    monkeypatch.setattr("hotset.session.session_definition.Turns", late)
+    monkeypatch.setattr("hotset.session.session_definition.NamedLocks", late)
     assert sessions.sessions() == [session]
     assert made == [(runtime / session.file).stat().st_ino]
 
@@ -312,11 +312,11 @@ def test_a_server_that_begins_after_a_reboot_bounds_the_sessions_that_it_had(
     if first == "the session":
         assert recovery.recover() == []
     assert sessions.sessions() == [session]
-    with open_ledger(session) as book:
+    with open_quota(session) as book:
         assert book.left(book.enter(1)) == 1000
 
 
-# Damaged ledgers
+# Damaged quotas
 
 
 def damage(path: Path, how: str) -> None:

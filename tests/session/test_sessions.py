@@ -107,7 +107,7 @@ def test_while_another_makes_or_destroys_one_nobody_else_does(
     there = sessions.create("there", memory=1)
     held = sessions.one_at_a_time()
     with lingering(held.__enter__):
-        monkeypatch.setattr(sessions, "_TURN_SECONDS", 0.2)
+        monkeypatch.setattr(sessions, "_LOCK_SECONDS", 0.2)
         for act in (lambda: sessions.create("a", memory=1), lambda: sessions.destroy(there)):
             with pytest.raises(SessionError, match="creating or destroying a session") as refused:
                 act()

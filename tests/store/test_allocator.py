@@ -67,8 +67,8 @@ def later(store: Store) -> None:
 @given(st.integers(0, 200), st.integers(0, 255))
 def test_the_limit_holds_to_the_byte(fit: int, rest: int) -> None:
     with opened(row, 250, 256 * fit + rest) as store:
-        in_hand = store.fill(np.arange(250), row)
-        assert sorted(in_hand) == list(range(250))
+        uncached = store.fill(np.arange(250), row)
+        assert sorted(uncached) == list(range(250))
         assert count(store) == min(fit, 250)
         assert used(store) <= 256 * fit + rest
         assert store.check() == []
@@ -322,8 +322,8 @@ def _fill_in_child(store: Store, order: Any, make: Any) -> int:
     def body() -> None:
         for begin in range(0, len(order), 16):
             some = order[begin : begin + 16]
-            in_hand = store.fill(some, make)
-            assert wrong(in_hand, make) == {}
+            uncached = store.fill(some, make)
+            assert wrong(uncached, make) == {}
             assert wrong(stored(store, some), make) == {}
         assert store.room.why_full is not None
         assert "file system" in store.room.why_full
@@ -414,8 +414,8 @@ def right(i, value):
 for epoch in range(2):
     for begin in range(0, 360, 8):
         some = np.arange(begin, begin + 8)
-        in_hand = store.fill(some, image)
-        assert all(right(i, value) for i, value in in_hand.items())
+        uncached = store.fill(some, image)
+        assert all(right(i, value) for i, value in uncached.items())
         there = some[store.present(some)]
         assert all(right(i, v) for i, v in zip(there.tolist(), store.read(there) if len(there) else []))
 print(int((store.segment.index != 0).sum()), store.room.why_full, sep="|")
@@ -438,8 +438,8 @@ except OSError as error:
 order = np.random.default_rng(0).permutation(n)
 for begin in range(0, 160_000, 4096):
     some = order[begin : begin + 4096]
-    in_hand = store.fill(some, lambda i: image(i))
-    assert all(int(value[7]) == i for i, value in list(in_hand.items())[:50])
+    uncached = store.fill(some, lambda i: image(i))
+    assert all(int(value[7]) == i for i, value in list(uncached.items())[:50])
 for begin in range(0, n, 1 << 16):
     store.present(order[begin : begin + (1 << 16)])
 print(int(store.room.why_full is not None), store.room.why_full, sep="|")

@@ -201,8 +201,8 @@ def test_a_block_that_was_lent_is_not_given_back_by_hand(pool: BlockPool) -> Non
 
 def test_adopting_gives_the_same_memory_or_lends_it(pool: BlockPool) -> None:
     number = pool.take()
-    array = pool.adopt(number)
-    again = pool.adopt(number)
+    array = pool.array_of(number)
+    again = pool.array_of(number)
     assert ctypes.addressof(array) == ctypes.addressof(again)
     pool.give_back(number)
     del array
@@ -214,7 +214,7 @@ def test_adopting_gives_the_same_memory_or_lends_it(pool: BlockPool) -> None:
 def test_a_block_that_is_adopted_is_nobody_elses(pool: BlockPool) -> None:
     number, view = lent(pool)
     del view
-    late = pool.adopt(number)
+    late = pool.array_of(number)
     assert pool.take() != number
     del late
 
@@ -407,7 +407,7 @@ def test_what_a_worker_writes_to_a_block_arrives() -> None:
         tensor(blocks.array(number)).copy_(torch.arange(SIZE) % 251)
 
     in_child(worker)
-    assert tensor(pool.adopt(number)).equal((torch.arange(SIZE) % 251).to(torch.uint8))
+    assert tensor(pool.array_of(number)).equal((torch.arange(SIZE) % 251).to(torch.uint8))
 
 
 def test_a_worker_of_a_pool_that_is_gone_is_told() -> None:

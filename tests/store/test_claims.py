@@ -37,9 +37,9 @@ def segment() -> Iterator[Segment]:
 
 
 @pytest.fixture
-def member(segment: Segment) -> Iterator[Participant]:
-    with contextlib.closing(_Leaving(segment)) as member:
-        yield member
+def participant(segment: Segment) -> Iterator[Participant]:
+    with contextlib.closing(_Leaving(segment)) as participant:
+        yield participant
 
 
 class _Leaving(Participant):
@@ -54,8 +54,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def claims(member: Participant) -> Claims:
-    return Claims(member)
+def claims(participant: Participant) -> Claims:
+    return Claims(participant)
 
 
 def take(claims: Claims, wanted: Ids, most: int = N) -> list[int]:
@@ -66,9 +66,9 @@ def by_another(segment: Segment, wanted: Ids) -> Callable[[], Participant]:
     """What a child does: take all of these, or fail; it keeps what it has until it ends."""
 
     def body() -> Participant:
-        member = Participant(segment)
-        assert take(Claims(member), wanted) == wanted.tolist()
-        return member
+        participant = Participant(segment)
+        assert take(Claims(participant), wanted) == wanted.tolist()
+        return participant
 
     return body
 
@@ -158,33 +158,33 @@ def test_each_holder_of_a_slot_is_another_incarnation(segment: Segment) -> None:
 
 
 def test_processes_take_slots_of_their_own_and_freed_ones_again(
-    segment: Segment, member: Participant
+    segment: Segment, participant: Participant
 ) -> None:
-    assert member.slot == 0
+    assert participant.slot == 0
     with lingering(by_another(segment, ids(0))) as first, lingering(by_another(segment, ids(1))):
         assert segment.slots[1:3, Slot.PID].tolist() != [os.getpid()] * 2
-        assert member.is_alive(1)
-        assert member.is_alive(2)
-        assert not member.is_alive(3)
+        assert participant.is_alive(1)
+        assert participant.is_alive(2)
+        assert not participant.is_alive(3)
         kill(first)
-        assert not member.is_alive(1)
+        assert not participant.is_alive(1)
         with contextlib.closing(_Leaving(segment)) as newcomer:
             assert newcomer.slot == 1
-    assert member.is_alive(0)
+    assert participant.is_alive(0)
 
 
 # Forks
 
 
 def _parent_with_a_child_of_its_own(segment: Segment, tell: int) -> None:
-    member = by_another(segment, ids(range(5)))()
+    participant = by_another(segment, ids(range(5)))()
 
     def tell_and_wait() -> None:
         os.write(tell, b"%d\n" % os.getpid())
         signal.pause()
 
     ended(child(tell_and_wait), within=60)
-    member.leave()
+    participant.leave()
 
 
 def test_a_forked_child_does_not_keep_its_parent_alive(segment: Segment, claims: Claims) -> None:
@@ -204,16 +204,16 @@ def test_a_forked_child_does_not_keep_its_parent_alive(segment: Segment, claims:
 
 
 def test_a_forked_child_has_a_slot_of_its_own_and_respects_its_parents_claims(
-    segment: Segment, member: Participant, claims: Claims
+    segment: Segment, participant: Participant, claims: Claims
 ) -> None:
     assert take(claims, ids(range(5))) == list(range(5))
 
     def body() -> None:
         assert take(claims, ids(range(8))) == [5, 6, 7]
-        assert member.slot == 1
+        assert participant.slot == 1
 
     in_child(body)
-    assert member.slot == 0
+    assert participant.slot == 0
     assert take(claims, ids(range(8))) == [5, 6, 7]
 
 
@@ -233,12 +233,12 @@ def test_a_multiprocessing_child_is_like_any_other(claims: Claims) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_fork_while_another_thread_holds_the_short_lock_does_not_wedge_the_child(
-    member: Participant, claims: Claims
+    participant: Participant, claims: Claims
 ) -> None:
     held, go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with member.short_lock():
+        with participant.short_lock():
             held.set()
             assert go.wait(60)
 
@@ -297,11 +297,11 @@ def _hold_the_short_lock(segment: Segment) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_stopped_holder_of_the_short_lock_is_waited_for_within_a_bound(
-    segment: Segment, member: Participant, claims: Claims
+    segment: Segment, participant: Participant, claims: Claims
 ) -> None:
     with lingering(lambda: _hold_the_short_lock(segment)) as pid:
         stop(pid)
-        with member.short_lock() as held:
+        with participant.short_lock() as held:
             assert not held
         for _ in range(20):
             assert take(claims, ids(range(5))) == []
@@ -345,9 +345,9 @@ def test_a_store_goes_on_beside_a_stopped_holder_of_the_short_lock() -> None:
         with lingering(lambda: _hold_the_short_lock(store.segment)) as pid:
             stop(pid)
             for view in (store, other):
-                in_hand = view.fill(ids(range(20)), sample)
-                assert sorted(in_hand) == list(range(11, 20))
-                assert wrong(in_hand, sample) == {}
+                uncached = view.fill(ids(range(20)), sample)
+                assert sorted(uncached) == list(range(11, 20))
+                assert wrong(uncached, sample) == {}
                 assert wrong(stored(view), sample) == {}
             assert count(store) == 11
             kill(pid)
@@ -361,9 +361,9 @@ def test_a_store_goes_on_beside_a_stopped_claimant_within_a_bound() -> None:
         with lingering(by_another(store.segment, ids(3, 4, 5))) as pid:
             stop(pid)
             for view in (store, other):
-                in_hand = view.fill(ids(range(10)), sample)
-                assert {3, 4, 5} <= set(in_hand)
-                assert wrong(in_hand, sample) == {}
+                uncached = view.fill(ids(range(10)), sample)
+                assert {3, 4, 5} <= set(uncached)
+                assert wrong(uncached, sample) == {}
             assert count(store) == 7
             kill(pid)
             assert sorted(store.fill(ids(range(10)), sample)) == [3, 4, 5]
@@ -380,12 +380,12 @@ def test_with_every_slot_held_a_store_reads_from_the_source(segment: Segment) ->
             assert sum(locks.try_lock(fd, 1 + slot) for slot in range(SLOTS)) == SLOTS - 1
 
         with lingering(hold_every_slot):
-            assert store.member.slot == -1
-            assert store.member.row[Slot.HITS] == 0
+            assert store.participant.slot == -1
+            assert store.participant.row[Slot.HITS] == 0
             for _ in range(3):
-                in_hand = store.fill(ids(range(10)), sample)
-                assert sorted(in_hand) == list(range(5, 10))
-                assert wrong(in_hand, sample) == {}
+                uncached = store.fill(ids(range(10)), sample)
+                assert sorted(uncached) == list(range(5, 10))
+                assert wrong(uncached, sample) == {}
             store.count_hits(5)
             assert wrong(stored(store), sample) == {}
             assert count(store) == 5
@@ -413,7 +413,7 @@ def test_a_claimant_that_gets_on_is_waited_for_however_long_it_takes(monkeypatch
         clock += 0.75 * patience
         if coming:
             number = coming.pop(0)
-            other.adopt({number: sample(number)})
+            other.insert({number: sample(number)})
 
     def reading(i: int) -> tuple[torch.Tensor, str]:
         read.append(i)
@@ -422,7 +422,7 @@ def test_a_claimant_that_gets_on_is_waited_for_however_long_it_takes(monkeypatch
     timer = SimpleNamespace(monotonic=lambda: clock, sleep=pause, perf_counter_ns=lambda: 0)
     monkeypatch.setattr(fill, "time", timer)
     with opened(sample, N) as store, attached(store) as other:
-        others = Claims(other.member)
+        others = Claims(other.participant)
         for first in (0, 8):
             coming[:] = take(others, ids(range(first, first + 8)))
             assert store.fill(ids(range(first, first + 8)), reading) == {}
@@ -435,7 +435,7 @@ def test_a_claimant_that_gets_on_is_waited_for_however_long_it_takes(monkeypatch
 def test_a_claim_that_is_given_back_just_after_it_was_respected_is_taken_over() -> None:
     """As when another process could not read a sample: this one reads it and keeps it."""
     with opened(sample, N) as store, attached(store) as other:
-        others = Claims(other.member)
+        others = Claims(other.participant)
         assert take(others, ids(5)) == [5]
         claims, taken = store.filler.claims, []
 
@@ -446,7 +446,7 @@ def test_a_claim_that_is_given_back_just_after_it_was_respected_is_taken_over() 
                 others.release(others.own(ids))  # between the failed attempt and the look at the words
                 return found
 
-        store.filler.claims = Late(store.member, store.index)
+        store.filler.claims = Late(store.participant, store.index)
         assert store.fill(ids(5), sample, keep=False) == {}
         assert taken == [[], [5]]
         assert wrong(stored(store), sample) == {}
@@ -455,8 +455,8 @@ def test_a_claim_that_is_given_back_just_after_it_was_respected_is_taken_over() 
 
 def test_nothing_is_claimed_in_the_midst_of_a_clear() -> None:
     with opened(torch.tensor, 10, 1 << 20) as store:
-        claims = Claims(store.member)
-        store.segment.live[Live.ERA] += 1
+        claims = Claims(store.participant)
+        store.segment.live[Live.CLEAR_GENERATION] += 1
         assert len(claims.take(np.arange(10), 10)) == 0
-        store.segment.live[Live.ERA] += 1
+        store.segment.live[Live.CLEAR_GENERATION] += 1
         assert len(claims.take(np.arange(10), 10)) == 10

@@ -48,7 +48,7 @@ def optional(i: int) -> dict[str, Any]:
 
 
 class Flipping:
-    """Turns bytes of the records in a file over, now here, now there, for as long as the block runs."""
+    """NamedLocks bytes of the records in a file over, now here, now there, for as long as the block runs."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._random = path, random.Random(seed)

@@ -209,14 +209,20 @@ def test_huge_numbers_with_a_fitting_checksum_are_refused_or_end_with_the_file(
 
 
 def _crc(
-    sample: int = 5, length: int = 80, era: int = 2, row: bytes = b"r" * 48, tail: bytes = b"t" * 32
+    sample: int = 5, length: int = 80, stamp: int = 2, row: bytes = b"r" * 48, tail: bytes = b"t" * 32
 ) -> int:
-    return fmt.checksum(sample, length, era, memoryview(row), memoryview(tail) if tail else None)
+    return fmt.checksum(sample, length, stamp, memoryview(row), memoryview(tail) if tail else None)
 
 
 def test_a_records_checksum_depends_on_its_identity_its_row_and_its_tail() -> None:
     assert _crc() == _crc()
-    others = [_crc(6), _crc(length=81), _crc(era=3), _crc(row=b"r" * 47 + b"s"), _crc(tail=b"s" + b"t" * 31)]
+    others = [
+        _crc(6),
+        _crc(length=81),
+        _crc(stamp=3),
+        _crc(row=b"r" * 47 + b"s"),
+        _crc(tail=b"s" + b"t" * 31),
+    ]
     others += [_crc(tail=b""), _crc(row=b"r" * 47), _crc(5 + (1 << 32))]
     assert len({_crc(), *others}) == 1 + len(others)
 
@@ -249,14 +255,14 @@ def test_many_checksums_are_each_ones(width: int) -> None:
     noise = np.random.default_rng(width)
     rows = noise.integers(0, 256, (7, width), np.uint8)
     samples, lengths = noise.integers(0, 1 << 40, 7), np.full(7, width - 16)
-    eras = noise.integers(0, 1 << 20, 7)
+    stamps = noise.integers(0, 1 << 20, 7)
     each = [
         fmt.checksum(*one, memoryview(row)[16:], None)  # type: ignore[arg-type]
-        for *one, row in zip(samples.tolist(), lengths.tolist(), eras.tolist(), rows, strict=True)
+        for *one, row in zip(samples.tolist(), lengths.tolist(), stamps.tolist(), rows, strict=True)
     ]
-    assert fmt.checksums(samples, lengths, eras, rows) == each
+    assert fmt.checksums(samples, lengths, stamps, rows) == each
     assert len(set(each)) == 7
-    assert fmt.checksums(samples[:0], lengths[:0], eras[:0], rows[:0]) == []
+    assert fmt.checksums(samples[:0], lengths[:0], stamps[:0], rows[:0]) == []
 
 
 def test_a_long_parts_checksum_is_what_the_format_says() -> None:

@@ -393,7 +393,7 @@ def test_a_batch_that_a_clear_overtakes_is_none(when: str, collate: Any) -> None
 
 
 def test_a_batch_that_is_prepared_in_the_midst_of_a_clear_is_none() -> None:
-    """The era is the new one already, the words are the old ones still."""
+    """The clear generation is the new one already, the words are the old ones still."""
     with opened(samples.constant_row, N) as store:
         store.fill(ids(1), samples.constant_row)
         gather = Gather(store, default_collate)

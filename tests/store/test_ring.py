@@ -279,7 +279,7 @@ def test_after_a_clear_everything_is_absent_and_cursor_and_epoch_are_as_they_wer
         ring.segment.live[Live.EPOCH] = 9
         ring.fill(window(ring), variable)
         ring.filler.claims.take(ids(90), 1)
-        ring.member.leave()
+        ring.participant.leave()
         assert ring.clear()
         assert (cursor_of(ring), int(ring.segment.live[Live.EPOCH]), used(ring)) == (77, 9, 0)
         holds_exactly(ring, ids(), variable)
@@ -550,9 +550,9 @@ def test_a_slots_next_holder_begins_without_an_extent() -> None:
     make = sized(lambda entry: 4)
     with opened(make, limit=1 << 22) as ring:
         ring.fill(ids(0), make)
-        row = ring.segment.slots[ring.member.slot]
+        row = ring.segment.slots[ring.participant.slot]
         assert row[Slot.LINE_END] > row[Slot.LINE_NEXT]
-        ring.member.leave()
+        ring.participant.leave()
         with view_of(ring) as other:
             other.fill(ids(1, 2, 3), make)
             ring.fill(ids(4), make)
@@ -826,7 +826,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(view=view)
     def leave(self, view: int) -> None:
-        self.views[view % len(self.views)].member.leave()
+        self.views[view % len(self.views)].participant.leave()
 
     @rule(offsets=offsets)
     def claim_and_vanish(self, offsets: list[int]) -> None:

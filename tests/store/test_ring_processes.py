@@ -158,7 +158,7 @@ def test_fillers_that_are_killed_leave_everything_to_be_filled(make: Any) -> Non
 def test_what_killed_fillers_had_of_a_tight_budget_is_not_lost() -> None:
     make = sized(lambda entry: 4)
     with opened(make, limit=limit_for(make, M, 4 * M)) as ring:
-        assert ring.member.slot == 0
+        assert ring.participant.slot == 0
         for lap in range(30):
             # Killed with an extent in hand, and a claim. Its slot's next holder wants nothing.
             with lingering(lambda: _take_and_stay(ring, extent=True)) as pid:
@@ -178,11 +178,11 @@ _kept: list[Ring] = []
 def _take_and_stay(ring: Ring, *, extent: bool) -> None:
     mine = Ring.attach(ring.segment.address)
     _kept.append(mine)  # it must not be closed before this process dies
-    assert mine.member.slot == 1
+    assert mine.participant.slot == 1
     if extent:
         assert len(mine.filler.claims.take(window(ring)[-2:], 2)) == 2
         assert mine.room._extend_to(4)
-        row = mine.segment.slots[mine.member.slot]
+        row = mine.segment.slots[mine.participant.slot]
         assert row[Slot.LINE_END] - row[Slot.LINE_NEXT] == 4
 
 

@@ -79,7 +79,7 @@ def row_at(store: Store, sample: int) -> int:
 
 def fill_memory(store: Store) -> None:
     """Let memory have room for nothing more, not even in what was reserved."""
-    store.member.row[Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
+    store.participant.row[Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
     store.room._refused_until = float("inf")
 
 
@@ -502,10 +502,10 @@ def test_what_cannot_be_written_comes_from_the_source(
         with monkeypatch.context() as broken:
             failing(store, broken, call, number)
             store.spill.room._left.clear()  # type: ignore[union-attr]
-            store.spill.member.row[2:6] = 0  # type: ignore[union-attr]
-            in_hand = store.fill(ALL, make)
-        assert sorted(in_hand) == list(range(2, N))
-        assert wrong(in_hand, make) == {}
+            store.spill.participant.row[2:6] = 0  # type: ignore[union-attr]
+            uncached = store.fill(ALL, make)
+        assert sorted(uncached) == list(range(2, N))
+        assert wrong(uncached, make) == {}
         assert store.why_full is not None
         assert wrong(stored(store), make) == {}
         assert count(store) == 2
@@ -520,10 +520,10 @@ def test_a_disk_that_is_read_only_by_now_is_no_error(folder: Path, monkeypatch: 
         with spilling(samples.mapping, folder) as store:
             failing(store, monkeypatch, "posix_fallocate", errno.EROFS)
             try:
-                in_hand = store.fill(ALL, samples.mapping)
+                uncached = store.fill(ALL, samples.mapping)
             except OSError as error:
                 return str(error)
-            assert wrong(in_hand, samples.mapping) == {}
+            assert wrong(uncached, samples.mapping) == {}
             return None
 
     assert read() is None
@@ -720,12 +720,12 @@ def test_a_fork_verifies_by_itself_and_holds_no_slot_of_its_parents(folder: Path
     with spilling(samples.mapping, folder) as store:
         store.fill(ALL, samples.mapping)
         assert store.spill is not None
-        parents = store.spill.member.slot
+        parents = store.spill.participant.slot
 
         def body() -> None:
             assert wrong(stored(store), samples.mapping) == {}
             assert store.spill is not None
-            assert store.spill.member.slot != parents
+            assert store.spill.participant.slot != parents
             store.fill(ALL, samples.mapping)
 
         in_child(body)
@@ -748,4 +748,4 @@ def test_the_record_header_is_what_the_tests_think(folder: Path) -> None:
         assert store.spill is not None
         length, generation, _ = RECORD.unpack(os.pread(store.spill.segment.fd, 16, row_at(store, 2)))
         assert (length, generation) == (store.segment.geometry.stride - RECORD_HEADER, 0)
-        assert store.segment.live[Live.ERA] == 0
+        assert store.segment.live[Live.CLEAR_GENERATION] == 0

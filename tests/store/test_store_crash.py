@@ -63,8 +63,8 @@ def survives(store: Store, other: Store) -> None:
     """Fail unless what is left is sound, and the others can make it whole."""
     assert store.check() == []
     assert wrong(stored(other), sample) == {}
-    in_hand = other.fill(np.arange(N), sample)
-    assert wrong(in_hand, sample) == {}
+    uncached = other.fill(np.arange(N), sample)
+    assert wrong(uncached, sample) == {}
     assert count(other) == N
     for view in (store, other):
         assert view.check() == []
@@ -347,7 +347,7 @@ def test_a_reader_that_is_overtaken_by_a_clear_gets_nothing() -> None:
 
 
 def test_a_reader_that_begins_in_the_midst_of_a_clear_gets_nothing() -> None:
-    """It finds the new era and, still, the old words."""
+    """It finds the new clear generation and, still, the old words."""
     with opened(row, 4) as store, attached(store) as reader:
         store.fill(ids(1), row)
 
@@ -382,8 +382,8 @@ def _use(path: Path, n: int) -> None:
     with attached(path) as store:
         for _ in range(2):
             assert wrong(stored(store), sample) == {}
-            in_hand = store.fill(np.arange(n), sample)
-            assert wrong(in_hand, sample) == {}
+            uncached = store.fill(np.arange(n), sample)
+            assert wrong(uncached, sample) == {}
         assert wrong(stored(store), sample) == {}
         store.check()
 
@@ -489,7 +489,7 @@ def test_an_index_word_that_changes_after_its_record_was_verified_is_looked_at_a
 def test_an_extent_that_changes_behind_its_holders_back_is_not_used(tmp_path: Path) -> None:
     with opened(sample, N, path=tmp_path / "segment") as store:
         store.fill(np.arange(6), sample)
-        store.segment.slots[store.member.slot, [Slot.ROW_NEXT, Slot.LINE_NEXT]] = 0
+        store.segment.slots[store.participant.slot, [Slot.ROW_NEXT, Slot.LINE_NEXT]] = 0
         store.fill(np.arange(N), sample)
         assert store.check() == []
         assert wrong(stored(store), sample) == {}
@@ -539,8 +539,8 @@ def test_a_clear_is_not_finished_over_a_store_that_was_condemned_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with opened(sample, N) as store:
-        store.segment.live[Live.ERA] += 1  # whoever began to clear has died
-        take = store.member.short_lock
+        store.segment.live[Live.CLEAR_GENERATION] += 1  # whoever began to clear has died
+        take = store.participant.short_lock
 
         @contextlib.contextmanager
         def condemned_first() -> Iterator[bool]:
@@ -548,7 +548,7 @@ def test_a_clear_is_not_finished_over_a_store_that_was_condemned_meanwhile(
             with take() as held:
                 yield held
 
-        monkeypatch.setattr(store.member, "short_lock", condemned_first)
+        monkeypatch.setattr(store.participant, "short_lock", condemned_first)
         store.fill(ids(0), sample)
         assert store.invalidated
-        assert store.segment.live[Live.ERA] % 2 == 1
+        assert store.segment.live[Live.CLEAR_GENERATION] % 2 == 1

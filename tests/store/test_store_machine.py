@@ -91,12 +91,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.last: dict[int, int] = {}
         before = self.readings
         store.room._refused_until = 0.0  # as after half a second
-        in_hand = store.fill(ids(wanted), self._read, keep=keep)
+        uncached = store.fill(ids(wanted), self._read, keep=keep)
         assert set(self.last) == set(wanted) - set(self.model)
         assert self.readings - before == len(self.last), "each absent sample is read once"
         for i, reading in self.last.items():
             published = self.first.segment.index[i] >= PRESENT
-            assert (i in in_hand) == (keep or not published)
+            assert (i in uncached) == (keep or not published)
             if published:
                 assert fits(i)
                 self.model[i] = version(i, reading)
@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert store.room.why_full is not None
             else:
                 assert store.filler.mismatches or store.room.why_full is not None
-        for i, value in in_hand.items():
+        for i, value in uncached.items():
             assert same(value, version(i, self.last[i])) is None
             if fits(i):
                 value["image"].zero_()  # it is the reader's own, whether it was stored or not
@@ -144,7 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(view=st.integers(0, VIEWS - 1))
     def leave(self, view: int) -> None:
         """Slots change hands: claims end, counters and what was reserved stay."""
-        self.views[view % len(self.views)].member.leave()
+        self.views[view % len(self.views)].participant.leave()
 
     @rule(wanted=st.lists(st.integers(0, N - 1), min_size=1, max_size=4))
     def claim_and_vanish(self, wanted: list[int]) -> None:

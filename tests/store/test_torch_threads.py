@@ -42,7 +42,7 @@ def test_a_helper_thread_has_a_team_of_one_and_others_keep_theirs() -> None:
 
 def test_a_thread_that_has_not_used_torch_yet_keeps_its_team_too() -> None:
     def start_one() -> int:
-        HelperThread("hotset-test").tell(lambda: None)
+        HelperThread("hotset-test").post(lambda: None)
         return torch.get_num_threads()
 
     assert in_a_new_thread(start_one) == 3
@@ -52,7 +52,7 @@ def test_a_thread_that_has_not_used_torch_yet_keeps_its_team_too() -> None:
 def test_a_helper_thread_is_named_and_holds_no_process_back() -> None:
     go = threading.Event()
     helper: HelperThread[Any] = HelperThread("hotset-test")
-    helper.tell(lambda: go.wait(60))
+    helper.post(lambda: go.wait(60))
     (thread,) = [one for one in threading.enumerate() if one.name == "hotset-test"]
     assert thread.daemon
     go.set()
@@ -64,7 +64,7 @@ def test_a_helper_thread_gives_results_and_errors_in_order_and_drops_what_nobody
     helper: HelperThread[Any] = HelperThread("hotset-test")
     assert (helper.pending, helper.ready) == (0, 0)
     helper.ask(lambda: "first")
-    helper.tell(lambda: 1 / 0)
+    helper.post(lambda: 1 / 0)
     helper.ask(lambda: 1 / 0)
     helper.ask(lambda: "last")
     assert helper.pending == 3
