@@ -1,18 +1,19 @@
-"""A step as one graph: captured once, replayed as often as there are batches.
+"""A step as one CUDA graph: captured once, replayed for each batch.
 
     eager steps (real ones, on a side stream) ──> capture ──> copy batch ─> bank ─> replay ─> out
                                                   once        each step
 
-Libraries choose kernels, and allocators grow, in the first steps; so these run eagerly, as steps of the
-training like any others, on the stream that the capture will use. The capture itself runs no kernel: it
-records them, on tensors at fixed places (the *bank*), into which each later batch is copied.
+In the first steps libraries choose kernels and allocators grow. So these steps run eagerly, on the stream
+that the capture will use; they are steps of the training like all others. The capture runs no kernel: it
+records them, on tensors at fixed addresses (the *bank*), into which each later batch is copied.
 
-What runs Python at each step cannot be captured faithfully, and is looked for: the host's state of
-optimizers, schedulers and random number generators must be after the capture what it was before
-(:mod:`hotset.device.optimizer_state`). It is put back in any case, as nothing of that step has happened.
+A replay runs no Python, so a step that changes state on the host cannot be captured faithfully. Such steps
+are detected: the state of optimizers, schedulers and random number generators on the host must be the same
+before and after the capture (:mod:`hotset.device.optimizer_state`). It is restored in any case, because the
+capture has executed nothing.
 
-With ranks that train together all capture, or none does: a rank that replays a collective waits for the
-others to replay it too.
+Of ranks that train together either all capture or none does: a rank that replays a collective waits until the
+others replay it too.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ _WARM_UP, _WARM_UP_RANKS = 3, 11
 
 
 class NotCaptured(Exception):
-    """The step cannot be one graph; says why."""
+    """The step cannot be captured; the message says why."""
 
 
 class Graphs(Protocol):
-    """What captures and replays: CUDA's graphs, or what stands for them in a test."""
+    """Captures and replays steps: CUDA's graphs, or a stand-in for tests."""
 
     def side(self) -> contextlib.AbstractContextManager[None]:
         """Run eager steps on the capture's stream."""
 
     def capture(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Capture what ``fn`` does; returns what replays it, and the (static) result.
+        """Capture what ``fn`` does; returns a function that replays it, and the (static) result.
 
         Raises:
             RuntimeError: it cannot be captured.
         """
 
     def agree(self, good: bool) -> bool:
-        """Whether it is good on all ranks."""
+        """Whether ``good`` is True on all ranks."""
 
 
 class CudaGraphs:
@@ -77,7 +78,7 @@ class CudaGraphs:
         generator = torch.cuda.default_generators[self._device.index]
         draws = generator.clone_state()
         failed: Exception | None = None
-        # The outer context gives the stream back where a capture that fails would keep it.
+        # The outer context restores the stream, also if the capture fails.
         capturing = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
         try:
             with self.side(), capturing:
@@ -87,8 +88,8 @@ class CudaGraphs:
                     failed = error
                     raise
         except Exception as error:
-            # A capture that is broken off ends in an error that says no more than that, and leaves the
-            # generator waiting for an end that does not come: dropout would raise from now on.
+            # A capture that was interrupted raises an error without the reason, and leaves the generator in
+            # capture mode, so that dropout would raise from now on.
             generator.graphsafe_set_state(draws)
             try:
                 raise failed or error from None
@@ -105,20 +106,20 @@ class CudaGraphs:
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """What captures on a device; None if nothing does."""
+    """What captures steps on this device; None if nothing can."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class Step:
-    """Runs one step a call, as a graph once it is warm.
+    """Runs one step for each call, as a graph after the first eager steps.
 
     Args:
-        run: does the step, given a batch.
-        fn: the user's function behind it, for what is within its reach.
-        graphs: what captures it; None: every step is eager.
+        run: runs the step, given a batch.
+        fn: the user's function behind it, whose closure and globals are searched for optimizers.
+        graphs: captures it; None: every step is eager.
 
     Attributes:
-        why: why it is not captured; None if it is, or is going to be.
+        why: why it is not captured; None if it is, or will be.
     """
 
     def __init__(self, run: Callable[[Any], Any], fn: Callable[..., Any], graphs: Graphs | None) -> None:
@@ -137,17 +138,17 @@ class Step:
 
     @property
     def captured(self) -> bool:
-        """Whether a batch of the usual shape is a replay."""
+        """Whether a batch of the usual shape is replayed."""
         return self._replay is not None
 
     def begin(self) -> None:
-        """Begin a call: where a setting was changed since the last one, the step is captured anew.
+        """Begin a call: if a setting has changed since the last one, the step is captured again.
 
-        After one eager step, which makes what the optimizer lacks (the momentum of parameters that were
-        frozen). So a setting that is changed before every single step costs no captures.
+        Before the capture comes one eager step, which creates what the optimizer lacks (the momentum of
+        parameters that were frozen). So a setting that changes before every single step costs no captures.
 
-        Optimizers are looked for at the first call, not before: a sink may be made earlier than they. They
-        are made capturable at every call, as ``load_state_dict`` undoes it.
+        Optimizers are searched for at the first call, because a sink may be made before they are. They are
+        made capturable at every call, because ``load_state_dict`` undoes it.
         """
         if self._graphs is None:
             return
@@ -160,14 +161,14 @@ class Step:
             self._settings = settings
 
     def __call__(self, batch: Any) -> Any:
-        """One step, of a call that was begun. The result may be overwritten by the next one."""
+        """Run one step; :meth:`begin` was called before. The next step may overwrite the result."""
         if self._graphs is None or self.why is not None:
             return self._run(batch)
         signature = signature_of(batch)
         if self._usual is None:
             self._usual = signature
         elif self._left == _warm_up() - 1 and _is_shorter(self._usual, signature):
-            # The first batch was the last one of a pass: a sink goes on there from a state.
+            # The first batch was the last one of a pass: the sink has resumed there from a state.
             self._usual, self._left = signature, _warm_up()
         if signature != self._usual:
             self._say_once(batch)
@@ -185,14 +186,14 @@ class Step:
         return self._out
 
     def _say_once(self, batch: Any) -> None:
-        """Batches of another shape are run eagerly; a shorter last one is nothing to speak of."""
+        """Warn once that batches of another shape run eagerly, unless it is a shorter last batch."""
         assert self._usual is not None
         other = difference(self._usual, batch, shorter=True)
         if other and not self._said:
             self._said = True
             warn(
-                f"a batch differs from the first ({other}), and such are run one kernel at a time; pad them "
-                "to one shape to have all of them run as a graph."
+                f"a batch differs from the first ({other}), and such batches run one kernel at a time; pad "
+                "them to one shape, so that all of them run as a graph."
             )
 
     def _capture(self, batch: Any) -> bool:
@@ -208,7 +209,7 @@ class Step:
             self._replay, self._out = self._graphs.capture(lambda: self._run(bank))
             self._bank, self._settings = tensors_of(bank), settings
             why = saved.changes()
-        except Exception as error:  # what is the user's own is raised again by the eager step
+        except Exception as error:  # the user's own error is raised again by the eager step
             why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         finally:
             saved.put_back()
@@ -226,14 +227,14 @@ class Step:
         assert self._host is not None
         if self._host.scales:
             raise NotCaptured(
-                "its GradScaler asks the device after each step; train in bfloat16, which needs none"
+                "its GradScaler reads from the device after each step; train in bfloat16, which needs none"
             )
         left = others(batch)
         if left:
             place, value = left[0]
             raise NotCaptured(
-                f"its batches hold a {type(value).__name__} at {place or 'their top'}, of which a graph "
-                "would see the first one for ever; leave it out of the batches"
+                f"its batches hold a {type(value).__name__} at {place or 'their top'}, and a graph would use "
+                "the value of the first batch in all steps; leave it out of the batches"
             )
 
 
@@ -242,7 +243,7 @@ def _warm_up() -> int:
 
 
 def _is_shorter(one: tuple[Signature, ...], other: tuple[Signature, ...]) -> bool:
-    """Whether a batch is as another, with fewer samples."""
+    """Whether ``one`` is like ``other``, but with fewer samples."""
     return (
         one != other
         and len(one) == len(other)

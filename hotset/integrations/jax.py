@@ -6,26 +6,27 @@
     device                           └─> scan: K steps ───────────┴─> scan: K steps ──
                                          (dispatched, not waited for)
 
-A step costs the host a dispatch, and where steps are short that is what training waits for. A scan has the
-loop on the device: the host hears back once for K steps, and uses the time to draw the next K batches.
+Each step costs the host a dispatch, and training waits for that if steps are short. In a scan the loop runs
+on the device: the host dispatches once for K steps, and draws the next K batches meanwhile.
 
-**A batch is copied once, and never aliased.** It goes to its row of a *bank*, ``[K, *shape]`` on the host,
-as soon as it is drawn, so that its memory can be used again. Handing JAX the batch's own memory (by dlpack,
-or as a numpy array) was rejected: JAX may keep it as its device's memory, and a loader that writes the next
-batch there changes it under the running step. A bank is written once. Its start is aligned as JAX wants it,
-and then on the CPU the bank *is* the device's memory.
+**A batch is copied once, and never aliased.** It is copied to its row of a *bank*, ``[K, *shape]`` on the
+host, as soon as it is drawn, so that its memory can be used again. Passing the batch's own memory to JAX (by
+dlpack, or as a numpy array) was rejected: JAX may use it as its device's memory, and a loader that writes the
+next batch there would change it under the running step. A bank is written once. Its start is aligned as JAX
+needs it, so on the CPU the bank *is* the device's memory.
 
-**Batches of one make go together.** What is stacked has the same tree, shapes and dtypes. Where a batch
-differs, as a shorter last one does, the scan ends before it, it has its own, and order is kept. JAX compiles
-for each make and for each number of steps; cut by the ends of passes, a call may have scans of any length. So
-the first few lengths are compiled as they come, and others are made up of powers of two.
+**Only equal batches are stacked.** The batches of a scan have the same tree, shapes and dtypes (their
+*layout*). Before a batch that differs, as a shorter last one does, the scan ends; the batch gets a scan of
+its own, and the order stays. JAX compiles for each layout and each number of steps, and as scans end with
+passes, a call may need any number of steps. So the first few lengths are compiled as they are, and others are
+composed of powers of two.
 
-**The carry is donated**: its memory is that of the next carry. What the user passed in is copied first. A
-view of it (numpy's, torch's) keeps the values, as JAX then copies. On the CPU, JAX 0.7 computes a donation
-before it goes on, so that the host draws after it, not meanwhile; 0.10 does not.
+**The carry is donated**: the next carry uses its memory. What the user passed in is copied first. A view of
+the carry (numpy's, torch's) keeps its values, because JAX copies then. On the CPU, JAX 0.7 waits for a step
+with a donation, so the host draws after it, not meanwhile; JAX 0.10 does not wait.
 
-**On the CPU a scan may lose.** XLA's code for convolutions is slower within a loop than outside of one there:
-a LeNet-5 step takes 1.7 times as long in a scan (JAX 0.7.1 and 0.10.2, two cores and one).
+**On the CPU a scan may be slower.** XLA's code for convolutions on the CPU is slower within a loop than
+outside: a LeNet-5 step takes 1.7 times as long in a scan (JAX 0.7.1 and 0.10.2, two cores and one).
 """
 
 from __future__ import annotations
@@ -49,37 +50,37 @@ __all__ = ["JaxSink"]
 C = TypeVar("C")
 
 _ALIGNMENT = 64  # bytes; JAX copies host memory that begins elsewhere
-_EXACT = 4  # how many lengths of scans, besides the usual one, are compiled as they come
+_EXACT = 4  # how many lengths of scans, besides the usual one, are compiled as they are
 
 
 class JaxSink(Generic[C]):
-    """Runs ``sink_size`` steps a call, over batches that go on where the last call stopped, without end.
+    """Runs ``sink_size`` steps in each call, on batches that continue where the last call stopped, endlessly.
 
-    Batches are drawn in the thread that calls: those of the first call in it, and after that each call draws
-    the next one's while the device works. ``2 * sink_size`` batches are thus on the device, and what draws
-    random numbers, or counts batches handed over (:meth:`hotset.DataLoader.state_dict`), is a call ahead.
-    A loader that starts workers starts them here, and JAX warns of any fork: give the loader
-    ``multiprocessing_context="forkserver"``. One whose batches are gathered from a full cache starts none.
+    Batches are drawn in the calling thread. The first call draws its own; each call then draws the next
+    call's batches while the device works. So ``2 * sink_size`` batches are on the device, and everything that
+    draws random numbers or counts batches (:meth:`hotset.DataLoader.state_dict`) is one call ahead. A loader
+    with workers starts them here, and JAX warns of any fork: give the loader
+    ``multiprocessing_context="forkserver"``. A loader that gathers from a full cache starts no workers.
 
     Args:
-        step: ``step(carry, batch) -> (carry, out)``, as ``lax.scan`` wants it; it is compiled here. The batch
-            has the loader's tree, of JAX arrays; int64 and float64 become 32 bits wide, unless JAX is told
+        step: ``step(carry, batch) -> (carry, out)``, as for ``lax.scan``; it is compiled here. The batch has
+            the loader's tree, of JAX arrays; int64 and float64 become 32 bits wide, unless JAX is configured
             otherwise (``jax_enable_x64``).
-        carry: what the first step gets: a tree of arrays and numbers. It is copied.
-        loader: an iterable of batches, each a tree (of dicts, lists, tuples, and what is registered with JAX)
-            of torch tensors on the CPU, numpy arrays or numbers. It is iterated over again and again.
+        carry: the first step's carry: a tree of arrays and numbers. It is copied.
+        loader: an iterable of batches, each a tree (of dicts, lists, tuples, and types registered with JAX)
+            of torch tensors on the CPU, numpy arrays or numbers. It is iterated over repeatedly.
         sink_size: how many steps a call runs.
-        outputs: ``"last"``: a call returns what the last step gave beside the carry; ``"all"``: of all steps,
-            stacked along a new first dimension of ``sink_size``.
+        outputs: ``"last"``: a call returns the last step's ``out``; ``"all"``: those of all steps, stacked
+            along a new first dimension of ``sink_size``.
 
     Attributes:
-        carry: that of the last step.
-        steps: how many steps were run.
+        carry: of the last step.
+        steps: how many steps have run.
         epoch: how many passes over the data they have completed.
         sink_size: how many steps a call runs.
 
     Raises:
-        ArgumentError: ``sink_size`` is not a positive number, or ``outputs`` neither of the two.
+        ArgumentError: ``sink_size`` is not a positive number, or ``outputs`` is neither of the two.
         ImportError: JAX is not installed.
 
     Example:
@@ -123,14 +124,14 @@ class JaxSink(Generic[C]):
         """Run the next ``sink_size`` steps.
 
         Returns:
-            The carry, and what ``outputs`` asks for. JAX computes them while the host goes on; reading a
-            value waits for it. The carry's arrays are valid until the next call, which makes its own of
-            their memory: copy what is to be kept.
+            The carry, and what ``outputs`` selects. JAX computes them while the host goes on; reading a value
+            waits for it. The carry's arrays are valid until the next call, which uses their memory: copy what
+            you keep.
 
         Raises:
-            ArgumentError: the loader is empty; a batch holds text, or what is no tree of arrays; steps that
-                are to be stacked gave different shapes.
-            Exception: what the loader raised, in the call whose batches it was to give.
+            ArgumentError: the loader is empty; a batch holds text, or is not a tree of arrays; the outputs of
+                steps that are to be stacked differ in shape.
+            Exception: what the loader raises, in the call whose batches it draws.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -147,12 +148,12 @@ class JaxSink(Generic[C]):
         self.epoch = epoch
         try:
             self._draw()
-        except Exception as error:  # not of this call, whose steps are done
+        except Exception as error:  # it belongs to the next call: the steps of this one are done
             self._failure = error
         return self.carry, self._together(outs)
 
     def close(self) -> None:
-        """Let go of the loader, and of the batches drawn ahead. The next call begins a new pass."""
+        """Release the loader, and the batches drawn ahead. The next call begins a new pass."""
         self._ready.clear()
         self._failure = None
         self._cycle.close()
@@ -175,9 +176,9 @@ class JaxSink(Generic[C]):
         return run
 
     def _own(self, leaf: Any) -> Any:
-        """A copy of a leaf of the carry, as steps give it: one that may be donated."""
+        """A copy of a leaf of the carry, of the type that steps return: a copy may be donated."""
         array = self._jax.numpy.array(leaf, copy=True)
-        # Python's numbers are of a weak type, which no step gives back: it would be compiled twice.
+        # Python's numbers have a weak type, which no step returns: the step would be compiled twice.
         return array.astype(array.dtype) if getattr(array, "weak_type", False) else array
 
     def _together(self, outs: list[Any]) -> Any:
@@ -187,41 +188,41 @@ class JaxSink(Generic[C]):
             return self._jax.tree.map(lambda *parts: self._jax.numpy.concatenate(parts), *outs)
         except (TypeError, ValueError) as error:
             raise ArgumentError(
-                f"the steps are done, but what they gave cannot be stacked ({error}): a batch of another "
+                f"the steps have run, but their outputs cannot be stacked ({error}): a batch of another "
                 'shape has an output of another shape. Use drop_last=True, or outputs="last".'
             ) from error
 
     # ---- batches -------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        """Have the batches of a whole call on the device, less those that an interrupted one has left."""
+        """Bring the batches of a whole call to the device, fewer if an interrupted call has left some."""
         missing = self.sink_size - sum(part.steps for part in self._ready)
         bank: _Bank | None = None
         try:
             while missing:
                 arrays, tree = self._arrays(self._cycle.draw(missing).batch)
-                make = (tree, tuple((array.shape, array.dtype) for array in arrays))
-                if bank is None or bank.make != make:
+                layout = (tree, tuple((array.shape, array.dtype) for array in arrays))
+                if bank is None or bank.layout != layout:
                     self._send(bank)
-                    bank = _Bank(make, [self._room(missing, array) for array in arrays])
+                    bank = _Bank(layout, [self._room(missing, array) for array in arrays])
                 bank.add(arrays)
                 missing -= 1
-        finally:  # also what came before an error, or Ctrl-C, waits for its steps
+        finally:  # batches drawn before an error, or Ctrl-C, are sent too, and wait for their steps
             self._send(bank)
 
     def _send(self, bank: _Bank | None) -> None:
-        """Put a bank on the device, in parts of lengths that are compiled for."""
+        """Send a bank to the device, in parts of lengths for which the step is compiled."""
         if bank is None:
             return
         start = 0
         for count in self._split(bank):
             rows = [array[start : start + count] for array in bank.arrays]
-            batches = self._jax.tree.unflatten(bank.make[0], self._jax.device_put(rows))
+            batches = self._jax.tree.unflatten(bank.layout[0], self._jax.device_put(rows))
             self._ready.append(_Part(count, batches))
             start += count
 
     def _split(self, bank: _Bank) -> list[int]:
-        known = self._lengths.setdefault(bank.make, {self.sink_size})
+        known = self._lengths.setdefault(bank.layout, {self.sink_size})
         if bank.count in known or len(known) <= _EXACT:
             known.add(bank.count)
             return [bank.count]
@@ -236,8 +237,8 @@ class JaxSink(Generic[C]):
                 path, leaf = self._jax.tree_util.tree_flatten_with_path(batch)[0][number]
                 place = self._jax.tree_util.keystr(path)
                 raise ArgumentError(
-                    f"a batch holds {_described(leaf)}{' at ' + place if place else ''}, which JAX has no "
-                    "arrays for; leave it out of the samples, or out of the batch by the loader's collate_fn."
+                    f"a batch holds {_described(leaf)}{' at ' + place if place else ''}, for which JAX has "
+                    "no arrays; leave it out of the samples, or out of the batch in the loader's collate_fn."
                 )
         return arrays, tree  # type: ignore[return-value]  # none of them is None
 
@@ -262,15 +263,15 @@ class _Part(NamedTuple):
 
 
 class _Bank:
-    """Batches of one make, side by side on the host.
+    """Batches of one layout, side by side on the host.
 
     Args:
-        make: their tree, and shape and dtype of each leaf.
-        arrays: for each leaf room for as many as may come.
+        layout: their tree, and shape and dtype of each leaf.
+        arrays: for each leaf, room for the most batches that may be added.
     """
 
-    def __init__(self, make: Any, arrays: list[npt.NDArray[Any]]) -> None:
-        self.make = make
+    def __init__(self, layout: Any, arrays: list[npt.NDArray[Any]]) -> None:
+        self.layout = layout
         self.arrays = arrays
         self.count = 0
 
@@ -281,19 +282,19 @@ class _Bank:
 
 
 def _array(leaf: Any) -> npt.NDArray[Any] | None:
-    """A leaf as an array over its own memory, if it has any; None for what is none."""
+    """A leaf as an array, over its own memory if possible; None if it cannot be one."""
     if not isinstance(leaf, torch.Tensor):
         is_array = isinstance(leaf, (int, float, complex)) or hasattr(leaf, "__array__")
         return np.asarray(leaf) if is_array else None
     if leaf.device.type != "cpu":
         raise ArgumentError(
-            f"a batch lies on {leaf.device}, and JAX brings batches to its device itself; give the loader, "
-            "not what brings its batches to torch's device."
+            f"batches must be on the CPU, as JAX brings them to its device itself, got one on {leaf.device}; "
+            "give the loader, not an object that moves its batches."
         )
     plain = leaf.detach().resolve_conj().resolve_neg()
     try:
         return plain.numpy()
-    except TypeError:  # a type that numpy has not, but ml_dtypes, which JAX brings along
+    except TypeError:  # a type that numpy lacks; ml_dtypes, which JAX requires, has it
         import ml_dtypes
 
         bits = {1: torch.uint8, 2: torch.int16}[plain.itemsize]
@@ -316,8 +317,8 @@ def _positive(sink_size: Any) -> int:
         number = 0
     if number < 1 or isinstance(sink_size, bool):
         raise ArgumentError(
-            f"sink_size must be the number of steps of a call, 1 or more, got {sink_size!r}; for a pass over "
-            "the data give len(loader)."
+            f"sink_size must be a number of steps, 1 or more, got {sink_size!r}; give len(loader) for a pass "
+            "over the data."
         )
     return number
 

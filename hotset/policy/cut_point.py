@@ -1,13 +1,14 @@
-"""Where to cut a chain: the longest beginning that may be cached, unless an earlier cut is clearly cheaper.
+"""Where to cut a chain: after all transforms that may be cached, unless an earlier cut is clearly cheaper.
 
-A later cut saves more work per hit; an earlier one may store smaller samples, so that more of them fit.
-With S samples, M bytes, and after the first c transforms b(c) bytes a sample, the share
+A later cut saves more work per hit; after an earlier cut samples may be smaller, so that more of them fit.
+With S samples, M bytes of memory, and b(c) bytes a sample after the first c transforms, the fraction
 h(c) = min(1, M / (S b(c))) of the uses are hits, and one use takes on average::
 
     cost(c) = (1 - h(c)) * (read + t(1) + ... + t(c))  +  t(c+1) + ... + t(n)
 
-Where everything fits, cost(n) is 0. A decoded picture that is then converted to float32 takes four times the
-bytes: where a quarter of them fits, caching before the conversion hits four times as often.
+Where everything fits, cost(n) is 0. A decoded picture takes four times the bytes once it is converted to
+float32: if only a quarter of the converted pictures fits, a cache of the unconverted ones has four times the
+hits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 __all__ = ["cheapest_cut", "cost_of_cut"]
 
-# Measured seconds vary: a cut is clearly better if it saves at least a fifth.
+# Measured seconds vary: an earlier cut is taken only if it saves at least a fifth.
 _CLEARLY = 0.8
 
 
@@ -45,9 +46,9 @@ def cost_of_cut(
 def cheapest_cut(
     read: float, seconds: Sequence[float], sizes: Sequence[float], samples: int, limit: float
 ) -> int:
-    """Return the cut to take: the last one, or the cheapest if that costs less than four fifths of it.
+    """Return the cut to take: the last one, unless the cheapest costs less than four fifths of that.
 
-    Takes what :func:`cost_of_cut` does.
+    The arguments are those of :func:`cost_of_cut`.
 
     Example:
         >>> cheapest_cut(read=2.0, seconds=[0.1], sizes=[10, 40], samples=10, limit=100)  # a quarter fits

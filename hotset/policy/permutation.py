@@ -1,15 +1,16 @@
-"""Permutations without a table: where a number goes, found without drawing where the others go.
+"""Permutations without a table: a number's place is computed without those of the other numbers.
 
-A shuffle takes memory and time for all n numbers, even if few are asked for. Here each is sent to its place
-by arithmetic alone, so that any process finds the few that it needs, and all find the same.
+A shuffle takes memory and time for all n numbers, even if only a few are needed. Here arithmetic alone gives
+each number's place, so any process computes only the places that it needs, and all processes agree.
 
-Write the numbers below n into a rectangle of about sqrt(n) columns. A round slides each row (round and round)
-by an amount drawn for that row, then each column by one drawn for that column. Each slide can be undone, so
-together they permute the rectangle. A number that lands on one of the few cells numbered n or more goes on
-from there until it lands below n, which leaves a permutation of the numbers below n. This is an alternating
-Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
-amounts are SplitMix64's (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), read
-at a counter: 64-bit integer arithmetic, the same on every machine and in every version of numpy.
+Write the numbers below n into a rectangle of about sqrt(n) columns. A round rotates each row by an amount
+drawn for that row, then each column by an amount drawn for that column. Each rotation can be undone, so
+together they permute the rectangle. A number that lands on one of the few cells numbered n or more is
+permuted again until it lands below n, which leaves a permutation of the numbers below n. This is an
+alternating Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+2002). The amounts are the output of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Generators", 2014) at a counter: 64-bit integer arithmetic, the same on every machine and in every version of
+numpy.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ __all__ = ["key", "permute"]
 
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
-# The smallest rectangles draw least and need most rounds: all permutations of 5 or 6 samples come equally
-# often to within 30 % after 4 rounds, 8 % after 6, 3 % after 8 (root mean square, 4 million keys).
+# The smallest rectangles draw fewest amounts and need most rounds: the frequencies of all permutations of 5
+# or 6 samples are equal to within 30 % after 4 rounds, 8 % after 6, 3 % after 8 (root mean square, 4 million
+# keys).
 _ROUNDS = 8
 
 _GOLDEN, _MIX1, _MIX2 = (
@@ -34,10 +36,10 @@ _27, _30, _31, _32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
 
 
 def key(*words: int | npt.NDArray[np.int64]) -> _Words:
-    """Fold words into the key of a permutation: other words, another key.
+    """Fold words into the key of a permutation: different words give different keys.
 
     Args:
-        words: each an int, of which 64 bits count, or an array of one for each number to permute.
+        words: each an int, of which 64 bits are used, or an array with one for each number to permute.
 
     Returns:
         Shape ``[1]``, or that of the arrays.
@@ -57,11 +59,11 @@ def key(*words: int | npt.NDArray[np.int64]) -> _Words:
 def permute(
     numbers: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], keys: _Words
 ) -> npt.NDArray[np.int64]:
-    """Send each number below its size (at most 2**62) by the permutation that the size and the key name.
+    """Return each number's place in the permutation that its size (at most 2**62) and key select.
 
     Args:
         numbers: shape ``[count]``, from 0 to below the size.
-        sizes: shape ``[count]``, how many numbers each one's permutation is of.
+        sizes: shape ``[count]``, the size of each number's permutation.
         keys: shape ``[count]``, or ``[1]`` for all; made by :func:`key`.
 
     Example:
@@ -70,29 +72,30 @@ def permute(
     """
     x, size = numbers.astype(np.uint64), sizes.astype(np.uint64)
     own = np.broadcast_to(keys, x.shape)
-    # Evenly many, as a row's slide by one is then an odd permutation; by even ones half could not be reached.
+    # An even number of columns, as rotating a row by one is an odd permutation then; even permutations alone
+    # would reach only half of all.
     columns = np.uint64(2) * np.ceil(np.sqrt(size) / 2).astype(np.uint64)
     rows = (size + columns - np.uint64(1)) // columns
     walking = np.arange(len(x))
     while len(walking):
         at = x[walking], columns[walking], rows[walking], own[walking]
-        x[walking] = _slide(*at)
+        x[walking] = _rotate(*at)
         walking = walking[x[walking] >= size[walking]]
     return x.astype(np.int64)
 
 
-def _slide(x: _Words, columns: _Words, rows: _Words, keys: _Words) -> _Words:
+def _rotate(x: _Words, columns: _Words, rows: _Words, keys: _Words) -> _Words:
     row, column = np.divmod(x, columns)
-    for turn in range(_ROUNDS):
-        column = (column + _draw(keys, 2 * turn, row, columns)) % columns
-        row = (row + _draw(keys, 2 * turn + 1, column, rows)) % rows
+    for number in range(_ROUNDS):
+        column = (column + _draw(keys, 2 * number, row, columns)) % columns
+        row = (row + _draw(keys, 2 * number + 1, column, rows)) % rows
     cell: _Words = row * columns + column
     return cell
 
 
-def _draw(keys: _Words, turn: int, line: _Words, below: _Words) -> _Words:
-    """Draw an amount for a row or column: output ``turn * 2**32 + line`` of a SplitMix64 seeded ``keys``."""
-    counter = line + np.uint64((turn << 32) + 1)
+def _draw(keys: _Words, draw: int, line: _Words, below: _Words) -> _Words:
+    """Draw an amount for a row or column: output ``draw * 2**32 + line`` of a SplitMix64 seeded ``keys``."""
+    counter = line + np.uint64((draw << 32) + 1)
     amount: _Words = ((_mix(keys + counter * _GOLDEN) >> _32) * below) >> _32
     return amount
 

@@ -1,36 +1,37 @@
-"""Which machine owns a sample: weighted rendezvous hashing, the same answer everywhere without talking.
+"""Which machine owns a sample: weighted rendezvous hashing, computed alike on each machine, with no messages.
 
-Every member of a cluster runs a race for every sample, and the first one home owns it (rendezvous hashing:
-Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998). The times are hashed from
-the seed, the sample and the member's name, as if drawn from exponential distributions whose rates are the
-capacities::
+For each sample, every member of a cluster has a time, and the member with the least time owns the sample
+(rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998). The
+times are hashed from the seed, the sample and the member's name, as if drawn from exponential distributions
+whose rates are the capacities::
 
     time of m for s  =  -ln(u) / capacity(m)          0 < u(s, m) < 1, uniform
 
-Then m is the first with the chance capacity(m) / sum of the capacities, and its time depends on no other
+Then m is first with the probability capacity(m) / sum of the capacities, and its time depends on no other
 member. So when a member leaves, only its samples move; a member that joins takes its share evenly from all,
 and a member that grows only gains. Neither the order of the members nor the unit of the capacities matters.
 
-**The hash** has to be cheap, as one batch on a large cluster asks for 100,000s. A sample's id is mixed to a
-word (SplitMix64, see :mod:`hotset.policy.permutation`), a name to an odd one (BLAKE2b), and u is the top of
-their product modulo 2**64: multiplicative hashing (Dietzfelbinger et al., "A reliable randomized algorithm
-for the closest-pair problem", 1997). Mixing each pair anew takes four times as long, and spreads no better.
+**The hash** has to be cheap, as one batch on a large cluster needs 100,000s of them. A sample's id is mixed
+to a word (SplitMix64, see :mod:`hotset.policy.permutation`), a name to an odd word (BLAKE2b), and u is the
+top of their product modulo 2**64: multiplicative hashing (Dietzfelbinger et al., "A reliable randomized
+algorithm for the closest-pair problem", 1997). Mixing each pair anew takes four times as long, and spreads no
+better.
 
-**The race** is run for few of the pairs. By the time h = 8 / sum of the capacities eight members are home on
-average, and a member is home by then only if u >= exp(-h * capacity): one comparison of integers. The times
-of those are computed, and all members' for the one sample in 3,000 that nobody is home for. The filter saves
-work, and never changes who is first.
+**Few times are computed.** On average eight members have a time below h = 8 / sum of the capacities, and a
+time can be below h only if u >= exp(-h * capacity): one comparison of integers. The times of these members
+are computed; for the one sample in 3,000 for which there are none, those of all members. The filter saves
+work, and never changes the result.
 
-**Agreement.** Products and comparisons are of integers. The logarithm isn't numpy's, of which the last bits
-depend on its version and on the processor (1.26 differs with AVX-512 and without): it is a sum of what IEEE
-754 rounds in one way only (+ - * /). So machines agree bit for bit, and equal times, of one sample in 2**40,
-go to the name that sorts first. Where two machines disagree after all, as their lists of members do while one
-is joining, the price is a detour: a sample isn't where it is looked for, and is read from the source. It
-never is another sample.
+**Agreement.** Products and comparisons are of integers. The logarithm is not numpy's, whose last bits depend
+on its version and on the processor (1.26 differs with AVX-512 and without): it is a sum of operations that
+IEEE 754 rounds in one way only (+ - * /). So machines agree bit for bit, and of equal times, which one sample
+in 2**40 has, the name that sorts first wins. Where two machines disagree after all, as their lists of members
+do while one is joining, the cost is a detour: the sample is not found at the machine that is asked, and is
+read from the source. A wrong sample is never returned.
 
-A ring of points on a circle (consistent hashing) was rejected: to be as even takes millions of points at
-1,024 machines, and capacity per point would have to be fixed for good. So were trees of groups: a group's
-weight changes with its members, and samples then move between groups that lost none.
+A ring of points on a circle (consistent hashing) was rejected: to be as even it needs millions of points at
+1,024 machines, and the capacity of a point could never change. So were trees of groups: a group's weight
+changes with its members, and samples would then move between groups that have lost none.
 """
 
 from __future__ import annotations
@@ -53,30 +54,31 @@ _Ids: TypeAlias = npt.NDArray[np.int64]
 _Words: TypeAlias = npt.NDArray[np.uint64]
 _Times: TypeAlias = npt.NDArray[np.float64]
 
-# Pairs of a sample and a member in hand at a time. Their products take 512 KiB: fewer cost calls, more cache.
+# Pairs of a sample and a member at a time. Their products take 512 KiB: fewer pairs mean more calls, and more
+# products do not fit into the processor's cache.
 _PAIRS = 1 << 16
 
-# 1/3, 1/5, ..., each rounded as the nearest double: what is left out is below 2**-53 of the sum.
+# 1/3, 1/5, ..., each rounded to the nearest double: the terms left out are below 2**-53 of the sum.
 _ODD = [1 / odd for odd in range(3, 33, 2)]
 _LN2 = 0.6931471805599453
 
-# The time up to which the filter finds members home, in units of 1 / sum of the capacities. A time as close
-# to it as _MARGIN may be on either side of it by rounding, and isn't relied on.
+# The time up to which the filter lets members through, in units of 1 / sum of the capacities. A time within
+# _MARGIN of it may be on either side by rounding, so the filter's result is not used there.
 _HORIZON = 8.0
 _MARGIN = 1 - 2.0**-20
 
 
 class Placement:
-    """Tells the owners of samples among members of unequal capacity.
+    """Computes the owners of samples among members of unequal capacity.
 
     Args:
-        names: of the members, each another one; the same on every machine.
-        capacities: what each may hold, as ints in a unit of your choice; 0 owns nothing.
-        seed: another seed, another placement.
+        names: of the members, all different; the same on every machine.
+        capacities: what each may hold, as ints in a unit of your choice; a member with 0 owns nothing.
+        seed: each seed gives another placement.
 
     Raises:
-        ArgumentError: names that are not as many as the capacities, or come twice; a capacity below 0;
-            no member with a capacity above 0.
+        ArgumentError: the numbers of names and capacities differ; a name occurs twice; a capacity is below 0;
+            no capacity is above 0.
 
     Example:
         >>> placement = Placement(["a", "b", "c"], [100, 100, 200], seed=7)
@@ -88,7 +90,7 @@ class Placement:
 
     def __init__(self, names: Sequence[str], capacities: Sequence[int], seed: int = 0) -> None:
         sizes = _checked(names, capacities)
-        # By name, so that equal times go to the same member however the members are listed.
+        # By name, so that equal times give the same owner in whatever order the members are listed.
         members = sorted((number for number, size in enumerate(sizes) if size), key=names.__getitem__)
         self._members = np.array(members, np.int64)
         self._words = np.array([_word(names[number]) for number in members], np.uint64)
@@ -144,7 +146,7 @@ class Placement:
         times = _minus_log(hashes.ravel()[pairs]) / self._rates[member]
         best = np.full(len(samples), np.inf)
         np.minimum.at(best, sample, times)
-        # Of equal times the first in the order of names: backwards, as the last assignment stays.
+        # Of equal times the first in the order of names: backwards, as the last assignment counts.
         ahead = np.flatnonzero(times == best[sample])[::-1]
         first = np.zeros(len(samples), np.int64)
         first[sample[ahead]] = member[ahead]
@@ -156,7 +158,9 @@ class Placement:
 
 def _checked(names: Sequence[str], capacities: Sequence[int]) -> list[int]:
     if len(names) != len(capacities):
-        raise ArgumentError(f"names and capacities must be as many, got {len(names)} and {len(capacities)}.")
+        raise ArgumentError(
+            f"capacities must be one for each name, got {len(capacities)} for {len(names)} names."
+        )
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ArgumentError(f"names must differ, got {twice!r} twice; give each member a name of its own.")
@@ -176,7 +180,7 @@ def _word(name: str) -> int:
 
 
 def _least(time: float) -> int:
-    """The hash from which on a member of rate 1 is home by ``time``, but for rounding."""
+    """The least hash whose time, at rate 1, is below ``time``, but for rounding."""
     return min(int(math.exp(-time) * 2.0**64), 2**64 - 1)
 
 

@@ -1,11 +1,12 @@
 """The server's log: a line for each record, in a file that stays small.
 
-The file is the daemon's standard output and error too, so that what a dying interpreter says is in it. All
-write at its end (``O_APPEND``), so it can be cut under their hands: when it has grown past its bound, its
-last half is kept and the rest goes. (A rotating handler renames, and leaves standard error on the old file.)
+The file is the daemon's standard output and error too, so it contains what the interpreter prints when it
+dies. All writers append (``O_APPEND``), so the file can be cut while they have it open: when it has grown
+past its bound, its last half is kept and the rest is removed. (A rotating handler renames the file, and
+standard error would go on to the old one.)
 
-Names and paths in a record come from whoever sends requests; a record is made printable, so that none of them
-can begin a line that looks like another record. A traceback's lines are indented for the same reason.
+Names and paths in a record come from clients' requests. A record is made printable, so that no name can begin
+a line that looks like another record; a traceback's lines are indented for the same reason.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def set_up(level: str, *, file: bool) -> None:
     """Send every record of this process to standard error.
 
     Args:
-        level: the least that is written.
-        file: whether standard error is the log file, which is cut then; else it is a terminal.
+        level: the lowest level that is written.
+        file: whether standard error is the log file, which is cut when it is too large, or a terminal.
     """
     handler = _Cutting() if file else logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())

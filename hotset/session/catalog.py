@@ -102,16 +102,16 @@ class Entry:
 
     Attributes:
         file: name of its file in the runtime folder.
-        alive: whether a process holds it, in whatever container.
-        at: process and descriptor that have its memory open now, and can be reached from here; None when
-            there is none, or when all are in other containers' process namespaces.
-        problem: why the file cannot be understood; empty if it can. The fields below are then void.
+        alive: whether a process holds it, in any container.
+        at: process and descriptor that have its memory open now, and can be reached from here; None if there
+            is none, or if all are in other containers' process namespaces.
+        problem: why the file cannot be used; empty if it can. The fields below are void then.
         pid, fd, inode: process that made the cache, its descriptor of the memory, the memory's inode.
         nonce: the cache's random bytes, in hexadecimal.
-        name: its label, for people.
+        name: its label, for users.
         created: when it was made, in seconds of Unix time.
         pidns: inode of the process namespace in which ``pid`` counts.
-        key: what is in it; two caches of one key hold the same samples. Empty if nobody may share it.
+        key: what is in it; two caches of one key hold the same samples. Empty if no process may share it.
         groups: the groups of ranks that may share it: see :mod:`hotset.session.job`.
     """
 
@@ -131,7 +131,7 @@ class Entry:
 
     @property
     def path(self) -> str | None:
-        """Where its memory can be opened from here; None if nowhere."""
+        """Where its memory can be opened from here; None if it cannot."""
         return f"/proc/{self.at[0]}/fd/{self.at[1]}" if self.at else None
 
 
@@ -151,7 +151,7 @@ class CatalogHandle:
         self.nonce = nonce
         self.name = name
         self._share = _Share(f"{nonce}.json")
-        # Also at the interpreter's ordinary end, so that a script which never closes leaves nothing.
+        # Also at the interpreter's normal end, so that a script that never closes leaves nothing.
         weakref.finalize(self, self._share.end)
 
     @property
@@ -160,11 +160,11 @@ class CatalogHandle:
         return self._share.value >= 0
 
     def join(self, memory: int = -1) -> bool:
-        """Take a share of this process's own; False if the cache is no longer listed, or never was.
+        """Take a share for this process; False if the cache is no longer listed, or never was.
 
         Args:
-            memory: descriptor of the cache's memory in this process, if it has one: others may reach the
-                memory by it from now on, also after the death of the process that made it.
+            memory: descriptor of the cache's memory in this process, if it has one. From now on others can
+                reach the memory through it, also after the death of the process that made it.
         """
         joined = self.joined or self._share.take()
         if joined and memory >= 0:
@@ -172,14 +172,14 @@ class CatalogHandle:
         return joined
 
     def after_fork(self) -> None:
-        """In a forked child: drop what was inherited, and leave the parent's share alone.
+        """In a forked child: drop the inherited descriptor, without effect on the parent's share.
 
-        ``os.fork()`` has closed it already; calling this as well does no harm.
+        ``os.fork()`` has closed it already; a second call has no effect.
         """
         self._share.drop_inherited()
 
     def close(self) -> None:
-        """Give the share back, and remove the file if it was the last one."""
+        """End the share, and remove the file if it was the last one."""
         self._share.end()
 
     def __reduce__(self) -> tuple[type[CatalogHandle], tuple[str, str]]:
@@ -206,7 +206,7 @@ class _Share(locks.Description):
     def take(self) -> bool:
         try:
             with _folder() as folder:
-                # In here before it is locked, so that no interrupt leaves a lock to nobody.
+                # Stored before it is locked, so that an interrupt cannot leave a lock without owner.
                 self.hold(open_at(folder, self.file), folder)
                 if locks.try_lock(self.value, _LIFE, shared=True) and is_named(self.value, folder, self.file):
                     return True
@@ -216,14 +216,14 @@ class _Share(locks.Description):
         return False
 
     def offer(self, memory: int) -> None:
-        """List this process as one that has the memory open, unless the disk is full."""
+        """List this process as one that has the memory open, if the file system has room."""
         if not self._told:
             self._told = True
             with contextlib.suppress(OSError):
                 _write_holder(self.value, memory)
 
     def drop_inherited(self) -> None:
-        # Closing only: unlocking would drop the lock of the description, which is the parent's too.
+        # Only close it: unlocking would drop the lock of the description, which is also the parent's.
         if self._pid != os.getpid():
             self.close()
 
@@ -252,15 +252,15 @@ def register(
     Args:
         pid, fd, inode: process that holds the memfd, its descriptor there, and the memfd's inode.
         nonce: 8 to 32 random bytes in hexadecimal, the cache's alone.
-        name: a label for people; what is beyond 200 characters is cut.
-        key: up to 100 characters that say what is in it, for those who may share it.
-        groups: up to 4 groups of ranks that may: see :mod:`hotset.session.job`.
+        name: a label for users; cut after 200 characters.
+        key: up to 100 characters that say what is in it, for processes that may share it.
+        groups: up to 4 groups of ranks that may share it: see :mod:`hotset.session.job`.
 
     Raises:
         ArgumentError: ``nonce`` is not of that form.
 
     Warns:
-        HotsetWarning: the cache could not be listed. The registration that is returned is then inert.
+        HotsetWarning: the cache could not be listed. The handle that is returned has no effect then.
     """
     if not re.fullmatch(_NONCE, nonce):
         raise ArgumentError(
@@ -338,9 +338,9 @@ def address_of(entry: Entry) -> Address:
 
 
 def gc() -> list[str]:
-    """Remove the files of caches, and of turns, that no living process holds; return a sentence for each.
+    """Remove files of caches and of locks that no living process holds; return a sentence for each.
 
-    Files that are held in another container stay, and files that are not the catalog's.
+    Files that processes of another container hold stay, as do files that are not the catalog's.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
@@ -348,7 +348,7 @@ def gc() -> list[str]:
     removed = []
     with _folder() as folder:
         for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY), LOCK_FILE]:
-            # Not safely ours, not readable or just removed by somebody else: not ours to remove.
+            # A file that is not safely this user's own, not readable or removed meanwhile is left alone.
             with contextlib.suppress(OSError):
                 fd = open_at(folder, file)
                 try:
@@ -374,7 +374,7 @@ def _files(folder: int, pattern: re.Pattern[str]) -> list[str]:
 
 
 def _create(folder: int, nonce: str, content: bytes) -> int:
-    """Make the file whole, locked and then named; returns the descriptor that holds the lock."""
+    """Create the file whole and locked, then name it; returns the descriptor that holds the lock."""
     for _ in range(_CREATE_TRIES):
         temporary = f"{nonce}.{secrets.token_hex(4)}.new"
         fd = open_at(folder, temporary, create=True)
@@ -384,7 +384,7 @@ def _create(folder: int, nonce: str, content: bytes) -> int:
                 os.rename(temporary, f"{nonce}.json", src_dir_fd=folder, dst_dir_fd=folder)
                 return fd
         except FileNotFoundError:
-            pass  # collected: this process was stopped for a minute before it had the lock
+            pass  # removed by gc(): this process was stopped for a minute before it had the lock
         except BaseException:
             os.close(fd)
             with contextlib.suppress(OSError):
@@ -424,21 +424,21 @@ def _removal_reason(fd: int, file: str) -> str:
 
 
 def _pack_head(fields: dict[str, Any]) -> bytes:
-    """Return the head of a file, for a cache that these fields describe."""
+    """Return the head of the file of a cache that these fields describe."""
     return json.dumps({"format": _FORMAT, "kind": "memfd", **fields}).encode().ljust(_HEAD_BYTES)
 
 
 def _write_holder(fd: int, memory: int) -> None:
-    """Say in the file that this process has the cache's memory open; for as long as ``fd`` is.
+    """List this process in the file as one that has the cache's memory open, until ``fd`` is closed.
 
-    Without a free place nothing is said: others reach the memory through those who have one.
+    If all places are taken nothing is written: others reach the memory through the processes that are listed.
 
     Args:
-        fd: the file, on a description of this process's own.
+        fd: the file, on an open file description of this process's own.
         memory: descriptor of the memory.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file cannot be written.
     """
     for place in range(_HOLDERS):
         if locks.try_lock(fd, _FIRST_HOLDER_LOCK + place):
@@ -472,7 +472,7 @@ def _read_holders(fd: int) -> list[tuple[int, int, int]]:
     content = os.pread(fd, _HOLDERS * _HOLDER_BYTES, _HEAD_BYTES)
     found = []
     for line in content.splitlines():
-        with contextlib.suppress(ValueError):  # half written, or not by us
+        with contextlib.suppress(ValueError):  # half written, or not by hotset
             pid, memory, pidns = (int(word) for word in line.split())
             found.append((pid, memory, pidns))
     return found

@@ -81,7 +81,7 @@ def id_of(file: str) -> int:
 
 
 def member_of(file: str) -> int:
-    """What a cache is called in its session's quota: above zero, as zero is nobody."""
+    """The cache's number in its session's quota: above zero, which means a free row."""
     found = CACHE.fullmatch(file)
     assert found is not None
     return int(found[3], 16) >> 2 | 1
@@ -89,7 +89,7 @@ def member_of(file: str) -> int:
 
 @contextlib.contextmanager
 def runtime() -> Iterator[int]:
-    """Have the runtime folder open: a descriptor, for use as ``dir_fd``.
+    """Open the runtime folder for a block, which gets its descriptor, for use as ``dir_fd``.
 
     Raises:
         FolderError: it is not safely this user's own.
@@ -107,7 +107,7 @@ def caches_of(number: int, files: list[str]) -> list[str]:
 
 
 def is_there(folder: int, file: str) -> bool:
-    """Whether there is a file of that name, whatever it is."""
+    """Whether there is anything of that name."""
     with contextlib.suppress(FileNotFoundError):
         os.stat(file, dir_fd=folder, follow_symlinks=False)
         return True
@@ -115,13 +115,13 @@ def is_there(folder: int, file: str) -> bool:
 
 
 def unlink(folder: int, file: str) -> None:
-    """Remove a file's name; that there is none is no harm."""
+    """Remove a file's name, if it is there."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(file, dir_fd=folder)
 
 
 def remove_caches(folder: int, number: int, spill: str | None) -> int:
-    """Remove all caches of a session, in memory and on disk; returns the bytes that they had taken.
+    """Remove all caches of a session, in memory and on disk; returns the bytes freed.
 
     Args:
         folder: the runtime folder.
@@ -144,7 +144,7 @@ def remove_caches(folder: int, number: int, spill: str | None) -> int:
 
 
 def remove_cache(folder: int, file: str) -> int:
-    """Empty a cache under whoever uses it, and remove its file; returns the bytes that it had taken."""
+    """Empty a cache, also while processes use it, and remove its file; returns the bytes freed."""
     freed = 0
     with contextlib.suppress(SegmentError, OSError):
         freed += retire(f"/proc/self/fd/{folder}/{file}")
@@ -153,10 +153,10 @@ def remove_cache(folder: int, file: str) -> int:
 
 
 def remove_spilled(spill: str, file: str) -> int:
-    """Remove a file of a spill folder; returns the bytes that its records had taken."""
+    """Remove a file of a spill folder; returns the bytes freed."""
     place, freed = open_spill(spill), 0
     try:
-        # Its disk is given back now, also under a job that has it open.
+        # Its disk space is freed now, also while a job has it open.
         if file.endswith(".spill"):
             with contextlib.suppress(OSError, SegmentError):
                 freed = retire(f"/proc/self/fd/{place}/{file}")

@@ -2,11 +2,12 @@
 
 ::
 
-    process ── its turn ── is there one? ── yes ── take a share, attach ─────────────> joined
+    process ── lock ── does it exist? ── yes ── take a share, attach ───────────────> joined
                                 └── no ── create (reads the source) ── list it ─────> created
 
-Creating takes seconds and all processes come at once, so they take turns (:mod:`hotset.session.named_lock`).
-The ranks of a job and the jobs of a session go the same way, and look in different places:
+Creating takes seconds and all processes come at once, so one process at a time looks and creates, under a
+lock (:mod:`hotset.session.named_lock`). The ranks of a job and the jobs of a session do the same, and look in
+different places:
 
 ====================  ==========================================  =========================================
 ..                    the ranks of one job                        the jobs of a session
@@ -18,7 +19,7 @@ what lists it         the catalog's file                          the file's nam
                                                                   gets no new cache
 its creator dies      the memory dies with it, unless another     the unfinished file is left; the next
                       rank has joined: that one has it open       process creates one
-no turn for 120 s     the rank creates one of its own: that       SessionError
+no lock for 120 s     the rank creates one of its own: that       SessionError
                       costs memory and one warning
 ====================  ==========================================  =========================================
 
@@ -104,12 +105,12 @@ class Shared(Generic[S]):  # Python 3.10 has no generic named tuples
 
 
 class _Caches(Protocol[S]):
-    """Where caches for one key are looked up and created."""
+    """Where the caches for one key are looked up and created."""
 
     lock_names: list[str]
 
     def without_lock(self, error: OSError | None) -> None:
-        """Note, or raise, that the turn could not be had; None: another process did not end its own."""
+        """Handle that the lock could not be had; None: another process held it for too long."""
 
     def find(self) -> Shared[S] | None:
         """Attach to a cache that is there; None if there is none."""
@@ -299,8 +300,8 @@ class _SessionCaches(Generic[S]):
         self._session, self._name = session, name
         self._create, self._attach = create, attach
         self._digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-        turn = f"{session.number} {self._digest}"
-        self.lock_names = [hashlib.blake2b(turn.encode(), digest_size=16).hexdigest()]
+        lock_name = f"{session.number} {self._digest}"
+        self.lock_names = [hashlib.blake2b(lock_name.encode(), digest_size=16).hexdigest()]
 
     def without_lock(self, error: OSError | None) -> None:
         """Raise."""

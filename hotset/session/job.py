@@ -1,14 +1,14 @@
-"""Which processes are ranks of one job on one machine, without asking any of them.
+"""Find out which processes are ranks of one job on one machine, without communication between them.
 
 torchrun, Accelerate, DeepSpeed, Lightning, srun and mpirun all start the ranks of a machine as children of
-one process, and tell them in the environment that they are ranks. So a job is known here by its *launcher*:
-the process's number, the moment at which it began (a number alone may be another's by now) and the process
-namespace in which the number counts. The run id that torchrun hands out would not do: it is ``none`` whenever
-there is a ``--master_port``. Run id, address and port only tell apart jobs that one shell has launched.
+one process, and the environment of each rank says that it is one. So a job is identified by its *launcher*:
+the process's number, the time at which it began (numbers are used again) and the process namespace in which
+the number counts. The run id that torchrun sets would not do: it is ``none`` whenever there is a
+``--master_port``. Run id, address and port only distinguish jobs that one shell has launched.
 
-Lightning's own launcher is rank 0 itself, whose dataset is often made before it launches anybody, and
-before its environment says anything. So whoever makes a cache offers it to two kinds of rank: those that were
-launched together with it, and those that it may launch itself.
+Lightning's own launcher is rank 0 itself, whose dataset is often made before it launches the other ranks, and
+before its environment says anything. So a process that makes a cache offers it to two groups of ranks: those
+that were launched together with it, and those that it may launch itself.
 
 ::
 
@@ -17,8 +17,8 @@ launched together with it, and those that it may launch itself.
     rank 0 ────┬── rank 1      rank 0 offers to ranks of launcher "rank 0"; 1 and 2 offer to, and take from,
                └── rank 2      the same; rank 0, once the environment says that it is one, does too
 
-Processes that are no ranks (a notebook, a script) take from nobody. A loader's worker inherits its rank's
-environment, but has the cache by fork or pickle and does not ask for one.
+Processes that are not ranks (a notebook, a script) take no other process's cache. A loader's worker inherits
+its rank's environment, but gets the cache by fork or pickle and does not look for one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _RENDEZVOUS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Job:
-    """Where a cache of this process is offered, and whose this process takes.
+    """The groups of ranks with which this process shares caches.
 
     Attributes:
         offers: names of the groups of ranks to which a cache made here is offered.
-        takes: names of the groups from which this process takes a cache; empty if it is no rank.
+        takes: names of the groups from which this process takes a cache; empty if it is not a rank.
         launchers: names of the processes under which ranks may be making the same cache at the same time,
             a parent before its child.
     """
@@ -50,7 +50,7 @@ class Job:
 
 
 def this_job(environment: Mapping[str, str] = os.environ) -> Job:
-    """Return the groups of the calling process, as of now: the environment may change, and so may its parent.
+    """Return the groups of the calling process now: its environment may change, and so may its parent.
 
     Example:
         >>> alone = this_job({})
@@ -72,7 +72,7 @@ def this_job(environment: Mapping[str, str] = os.environ) -> Job:
     together = _name(parent, *meeting)
     return Job(
         offers=(together, _name(own)),
-        # Also what the parent made before it launched anybody, and what ranks made that this one launched.
+        # Also what the parent made before it launched ranks, and what the ranks made that this one launched.
         takes=(together, _name(parent), _name(own, *meeting)),
         launchers=(_name(parent), _name(own)),
     )
@@ -81,8 +81,8 @@ def this_job(environment: Mapping[str, str] = os.environ) -> Job:
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment is that of one rank among others.
 
-    A step of one task is an interactive shell rather than a job, and its variables are inherited by
-    everything that is typed there.
+    A Slurm step of one task is an interactive shell rather than a job, and every program started there
+    inherits its variables.
 
     Example:
         >>> is_rank({"LOCAL_RANK": "3"}), is_rank({"RANK": "0", "WORLD_SIZE": "1"}), is_rank({"RANK": "0"})
@@ -106,13 +106,13 @@ def pid_namespace() -> int:
 
 
 def _process(pid: int) -> tuple[str, ...]:
-    """Return what tells a process from any other, also from a later one of the same number."""
+    """Return an identity of the process that no other process has, nor a later one of the same number."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name, in parentheses, may hold anything; the state follows the last one.
             begun = file.read().rpartition(b")")[2].split()[19].decode()
     except (OSError, IndexError):
-        begun = ""  # hidden from this user (hidepid): the number alone has to do
+        begun = ""  # hidden from this user (hidepid): only the number is known
     return (str(pid_namespace()), str(pid), begun)
 
 

@@ -1,19 +1,21 @@
-"""NamedLocks: processes that want to create the same thing do so one at a time.
+"""Locks by name: processes that want to create the same thing do so one at a time.
 
-All turns are locks on one file of the runtime folder, each on a byte that follows from the thing's name. The
+All these locks are on one file of the runtime folder, each on a byte that follows from the thing's name. The
 kernel drops a lock with its holder, so a killed holder delays no other process. The file exists while any
-process has a turn or waits for one: the last one removes it, after it has locked the whole file. A process
-that waited, or came meanwhile, then gets the lock of a file without a name, sees that, and starts again:
+process holds a lock or waits for one: the last process removes it, after it has locked the whole file. A
+process that waited, or came meanwhile, then gets the lock of a file without a name, sees that, and starts
+again:
 
 ::
 
-    make or open ── lock ── still named? ── yes ──> my turn ── unlock ── all mine? ── yes ──> remove
-         ^                       │                                           └── no: others are there
-         └────────── no ─────────┘
+    create or open ── lock ── still named? ── yes ──> block ── unlock ── can lock all? ── yes ──> remove
+          ^                        │                                           └── no: others use it
+          └────────── no ──────────┘
 
-So nothing stays behind except the file of a killed holder, which the next process uses, and ``hotset gc``
-removes when no process has a turn. (The alternative was a file for each name. But one call must end a turn,
-so that no interrupt comes in between, see :mod:`hotset.store.locks`; several names would be several files.)
+So nothing is left behind except the file of a killed holder, which the next process uses, and ``hotset gc``
+removes when no process holds a lock. (The alternative was a file for each name. But one call must release all
+locks, so that no interrupt comes in between, see :mod:`hotset.store.locks`; several names would be several
+files.)
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ _DIGITS = 15  # of a name's 32, as offsets in a file have 63 bits
 
 
 class NamedLocks(locks.Held):
-    """A block that has the turns of all these names at once; it gets False if it could not get them in time.
+    """A block that holds the locks of all these names; it gets False if it could not get them in time.
 
     Args:
-        names: 32 hexadecimal digits each. Processes that share several names must list them in one
-            order, or they wait for each other until their patience ends.
+        names: 32 hexadecimal digits each. Processes that share several names must list them in the same
+            order; otherwise they wait for each other until their patience ends.
         patience: seconds for all of them together.
 
     Entering it raises FolderError if the runtime folder, or the file, is not safely this user's own, and
@@ -56,7 +58,7 @@ class NamedLocks(locks.Held):
         deadline = time.monotonic() + self._seconds
         while True:
             self._file.open()
-            # In the file's own variable before it is locked, so that no interrupt leaves a lock to nobody.
+            # Stored before it is locked, so that an interrupt cannot leave a lock without owner.
             fd = self._file.value
             held = all(locks.lock(fd, byte, deadline - time.monotonic()) for byte in self._bytes)
             if held and is_named(fd, self._file.folder.value, LOCK_FILE):
@@ -67,14 +69,14 @@ class NamedLocks(locks.Held):
 
 
 class _File(locks.Description):
-    """The open file that all turns are locks on; the last process that closes it removes it."""
+    """The open file that the locks are on; the last process that closes it removes it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = locks.Description()
 
     def open(self) -> None:
-        """Make or open it."""
+        """Create or open it."""
         self.folder.close()
         self.folder.value = folder = open_folder()
         while self.value < 0:
@@ -84,7 +86,7 @@ class _File(locks.Description):
                     break
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
-        # The block has ended, and its locks with it. At the interpreter's end this is left to the collector.
+        # The block has ended, and its locks with it. What happens at the interpreter's end, gc() cleans up.
         try:
             with suppress(Exception), _All(self) as all_mine:
                 if all_mine and is_named(self.value, self.folder.value, LOCK_FILE):
@@ -94,7 +96,7 @@ class _File(locks.Description):
 
 
 class _All(locks.Held):
-    """A lock of the whole file, if no other process has a part of it."""
+    """A lock of the whole file, if no other process holds a part of it."""
 
     def __init__(self, file: _File) -> None:
         super().__init__(file, 0, length=0)

@@ -1,7 +1,7 @@
 """Quotas: a memory limit for several caches or sessions, and how much each of them holds.
 
-A session's caches share its memory, and a server's sessions share the server's. Each has a quota, a small
-file in the runtime folder, and a process that takes memory for samples enters it there first:
+A session's caches share its memory, and a server's sessions share the server's. Each session and each server
+has a quota, a small file in the runtime folder, and a process enters memory there before it takes it:
 
 ::
 
@@ -16,17 +16,17 @@ file in the runtime folder, and a process that takes memory for samples enters i
           └─────────────────────────────────────────────┘
 
 No sums are stored: a row is *set* to what its member will hold, under the quota's lock and before the member
-takes it. A process killed in between leaves a row that says too much, until the member's next extent sets it
-again. A row never says too little, and no sum can drift.
+takes the memory. A process killed in between leaves a row that is too high, until the member's next extent
+sets it again. A row is never too low, and no sum can drift.
 
 A session's quota may stand under a server's: then both must have room. The order of locks is the segment's,
-the session's, the server's. No lock is waited for long: a process that does not get it in time has no room,
-for half a second.
+the session's, the server's. No process waits long for a lock: without it, it treats the quota as full for
+half a second.
 
-Byte 0 of the file is held, shared, by every process that uses the session; byte 1 is the lock. Byte 2 and the
-row's number is held, shared, by every process that uses that cache. A process that reclaims its memory
-(:mod:`hotset.session.reclaim`) locks the byte exclusively: it sees that no process uses the cache, and keeps
-others out. A stopped process keeps its locks.
+Every process that uses the session holds byte 0 of the file, shared; byte 1 is the lock. Every process that
+uses the cache of row ``r`` holds byte ``2 + r``, shared. A process that reclaims the cache's memory
+(:mod:`hotset.session.reclaim`) locks that byte exclusively: this shows that no process uses the cache, and
+keeps others out. A stopped process keeps its locks.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ _LOCK_SECONDS = 2.0
 
 
 class Quota:
-    """A quota that is there, as this process sees it.
+    """An existing quota, as this process sees it.
 
     Args:
         folder: descriptor of the private folder that it lies in.
         file: its name there.
 
     Raises:
-        SessionError: it is not a quota of this version.
+        SessionError: it is not a quota of this version of hotset.
         OSError: see :func:`hotset.session.runtime_dir.open_at`.
 
     Attributes:
-        head: what it is for.
+        head: describes the session or server whose quota it is.
     """
 
     def __init__(self, folder: int, file: str) -> None:
@@ -94,11 +94,11 @@ class Quota:
 
     @staticmethod
     def create(folder: int, file: str, head: dict[str, Any], limit: int) -> None:
-        """Make a quota; it has its name once it is whole.
+        """Create a quota; the file gets its name once it is whole.
 
         Raises:
             SessionError: ``head`` is longer than 4,000 bytes.
-            OSError: the file cannot be made.
+            OSError: the file cannot be created.
         """
         content = json.dumps(head).encode()
         if len(content) > _HEAD_BYTES - 96:
@@ -120,7 +120,7 @@ class Quota:
             os.close(fd)
 
     def stand_under(self, parent: Quota, row: int) -> None:
-        """Take no more than this quota has to give, in which this one has that row; it is closed with it."""
+        """Bound this quota by ``parent`` too, where it has that row; :meth:`close` closes both."""
         self._parent = (parent, row)
 
     # ---- budget --------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Quota:
 
     @property
     def ended(self) -> bool:
-        """Whether it takes no new members, as its session is being destroyed."""
+        """Whether it accepts no new members, because its session is being destroyed."""
         return bool(self._words[_ENDED])
 
     @property
@@ -145,13 +145,13 @@ class Quota:
         return int(self._rows[:, _MEMORY].sum())
 
     def left(self, row: int) -> int:
-        """Bytes of memory that this member may hold, as things stand: what it has, and what is left."""
+        """Bytes of memory that this member may hold now: what it has, and what is left."""
         others = self.held - int(self._rows[row, _MEMORY])
         return max(self.bound - others, 0)
 
     @property
     def bound(self) -> int:
-        """Bytes of memory that all members may hold together, where this quota stands under another too."""
+        """Bytes of memory that all members may hold together, by this quota and the one above it."""
         if self._parent is None:
             return self.limit
         parent, above = self._parent
@@ -163,12 +163,12 @@ class Quota:
         Args:
             row: the member's.
             memory: bytes.
-            member: whose the row must be; None: whoever's it is.
+            member: must be the row's member; None: any.
         """
         with self.lock() as held:
             own = int(self._rows[row, _MEMORY])
             if member is not None and int(self._rows[row, _MEMBER]) != member:
-                return False  # what it was is gone, and its row is another's
+                return False  # the member is gone, and the row is another's
             after = self.held - own + memory
             if not held or self.ended or (memory > own and after > self.limit):
                 return False
@@ -198,7 +198,7 @@ class Quota:
         return int(free[0])
 
     def leave(self, row: int) -> None:
-        """Give a row back, and what its member held."""
+        """Free a row, and what its member held."""
         with self.lock():
             self._rows[row] = 0
             self._words[_LEFT] += 1
@@ -208,7 +208,7 @@ class Quota:
 
     @property
     def departures(self) -> int:
-        """How many members have left so far; if it changes, there is more room."""
+        """How many members have left so far; after a change there may be more room."""
         return int(self._words[_LEFT])
 
     def members(self) -> dict[int, int]:
@@ -229,7 +229,7 @@ class Quota:
     def unused(self) -> list[int]:
         """The rows of members that no process uses and that are not pinned, least recently used first.
 
-        Those that another process is just removing are among them: see :meth:`going`.
+        Members that another process is removing now are among them: see :meth:`going`.
         """
         fd = self._locks().process().value
         rows = np.flatnonzero((self._rows[:, _MEMBER] != 0) & (self._rows[:, _PINNED] == 0)).tolist()
@@ -237,12 +237,12 @@ class Quota:
         return sorted(free, key=lambda row: int(self._rows[row, _USED]))
 
     def going(self) -> bool:
-        """Whether another process is just removing a member, so that there will be room in a moment."""
+        """Whether another process is removing a member now, so that there will soon be room."""
         fd = self._locks().process().value
         return any(locks.is_locked(fd, _FIRST_USE + row) for row in self.unused())
 
     def note_if_used(self, row: int) -> bool:
-        """Whether any process uses this row's member; if so it is recorded, as a process may be killed."""
+        """Whether any process uses this row's member; records the use, as its process may be killed."""
         used = row == self._used_row or locks.is_shared(self._locks().process().value, _FIRST_USE + row)
         if used:
             self._rows[row, _USED] = time.time_ns()
@@ -263,15 +263,15 @@ class Quota:
     def alone(self, row: int) -> locks.Held:
         """A block in which no other process can use this row's member, to remove it.
 
-        It gets False if a process uses the member, or if it is pinned. A process that wants the member
-        meanwhile finds it gone.
+        The block gets False if a process uses the member, or if it is pinned. A process that wants to use the
+        member meanwhile treats it as gone.
         """
         return _Alone(self, self._locks().thread(), row)
 
     # ---- locks ---------------------------------------------------------------------------------------
 
     def lock(self) -> locks.Held:
-        """A block that holds the quota's lock; it gets False if the lock is still taken after two seconds.
+        """A block that holds the quota's lock; it gets False if it has not got the lock after two seconds.
 
         Raises:
             SessionError: this process has left the session.
@@ -286,7 +286,7 @@ class Quota:
             row: the member's; -1: none.
 
         Returns:
-            False if the member is just being removed.
+            False if another process is removing the member.
         """
         fd = self._locks().process().value
         self._holds = locks.try_lock(fd, _LIFE, shared=True)
@@ -344,8 +344,8 @@ class _Alone(locks.Held):
         self._quota, self._row = quota, row
 
     def take(self) -> bool:
-        # Under the lock, under which who makes a cache enters it and begins to use it. By this description,
-        # which is not the one that this process uses members by: its own use is in the way, too.
+        # Under the lock: a process that creates a cache enters it, and begins to use it, under the lock too.
+        # By a description of its own, not the one by which this process uses members: so its own use counts.
         with self._quota.lock() as held:
             free = held and not self._quota.is_pinned(self._row)
             return free and locks.try_lock(self.description.value, self.byte)

@@ -44,7 +44,7 @@ class CacheReport:
     """One cache of a session.
 
     Attributes:
-        id: 32 bits that tell it from others, for people.
+        id: 32 bits that identify it, for users.
         name: what its dataset is called.
         samples: length of the dataset.
         cached: how many of them it holds, in memory or on disk.
@@ -54,14 +54,14 @@ class CacheReport:
         limit: bytes that it may take in memory.
         mean_bytes: bytes of a record on average; 0 without any.
         hits: samples served from it.
-        peer_hits: samples that other machines sent to this one's processes, of a session that they share.
+        peer_hits: samples that other machines of the session's cluster sent to processes of this one.
         misses: samples read from the source.
         hit_rate: fraction of the samples served that did not come from the source; None before the first.
         fill_seconds: spent in the source and the cached transforms, summed over processes.
-        waited_seconds: that loaders' consumers waited for batches, summed over them.
+        waited_seconds: that training loops have waited for batches, summed over them.
         processes: how many living processes have it open and have read or written samples.
-        in_use: whether any process uses it; if not, and it is not pinned, it makes room for those that run.
-        pinned: whether it stays, though nobody uses it.
+        in_use: whether any process uses it; an unused cache is dropped for others, unless it is pinned.
+        pinned: whether it stays while no process uses it.
         state: ``ok``, ``invalidated`` (an audit found it stale), or a sentence if it cannot be opened.
     """
 
@@ -91,7 +91,7 @@ class SessionReport:
     """A session and its caches.
 
     Attributes:
-        session: what it is.
+        session: its definition.
         in_use: whether a living process uses it.
         memory, disk: bytes that its caches have taken together.
         caches: each of them, by name.
@@ -105,7 +105,7 @@ class SessionReport:
 
     @property
     def unused(self) -> int:
-        """Bytes of that memory that make room for others when it is needed."""
+        """Bytes of memory of the caches that are dropped when others need room."""
         return sum(cache.memory for cache in self.caches if not (cache.in_use or cache.pinned))
 
 

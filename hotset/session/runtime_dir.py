@@ -1,21 +1,21 @@
 """The runtime folder: where the caches of this user on this machine are listed.
 
-It lies on shared memory by default, which everybody may write to, so nothing found there is trusted by its
-name. Another user may have put a folder, a symlink, a hard link or a FIFO there first, or swap one for
-another between a check and its use. So names are never checked and then opened: they are opened without
-following links, and what was *opened* is checked. What fails a check is refused, not repaired; that another
-user could set a trap there is a thing to be told.
+It lies on shared memory by default, where every user may create files, so a name there proves nothing.
+Another user may have put a folder, a symlink, a hard link or a FIFO there first, or may swap one for another
+between a check and its use. So hotset never checks a name and then opens it: it opens the name without
+following links, and checks the file that it *opened*. A file that fails a check is refused, not repaired,
+because the user should know that another user could set a trap there.
 
 =============================  ========================================================================
-opened                         is ours when
+opened                         is this user's own if it is
 =============================  ========================================================================
 the folder                     a folder, not a symlink; owned by the effective user; mode 0700 or less
 a file in it                   regular, not a symlink; exactly one name; owned by the effective user;
                                nothing for group and others
 =============================  ========================================================================
 
-Locks tell who is alive, and pages of memory are shared here, so the folder must be on a file system of this
-machine, not on one that several machines mount.
+Locks show which processes are alive, and processes share pages of memory here, so the folder must be on a
+file system of this machine, not on one that several machines mount.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 def runtime_folder() -> Path:
-    """Return the runtime folder, which is made (mode 0700) if it is not there.
+    """Return the runtime folder; create it (mode 0700) if it does not exist.
 
-    It is ``$HOTSET_RUNTIME_DIR`` if that is set. Otherwise ``/dev/shm/hotset-<uid>``, or where that cannot
-    be made ``$XDG_RUNTIME_DIR/hotset``, or else ``hotset-<uid>`` in the folder for temporary files.
+    It is ``$HOTSET_RUNTIME_DIR`` if that is set; otherwise ``/dev/shm/hotset-<uid>``; where that cannot be
+    created, ``$XDG_RUNTIME_DIR/hotset``, or else ``hotset-<uid>`` in the folder for temporary files.
 
     Raises:
-        FolderError: it cannot be made, or what is there is not safely this user's own.
+        FolderError: it cannot be created, or what is there is not safely this user's own.
     """
     path, fd = _find()
     os.close(fd)
@@ -98,12 +98,12 @@ def open_at(folder: int, name: str, *, create: bool = False) -> int:
     Args:
         folder: what :func:`open_folder` returned.
         name: up to 100 of the characters A-Z, a-z, 0-9, dot, underscore and hyphen, no dot first.
-        create: make the file, which must not exist, with mode 0600.
+        create: create the file, which must not exist, with mode 0600.
 
     Raises:
         ArgumentError: ``name`` is not such a name.
         FolderError: the file is not safely this user's own.
-        FileNotFoundError, FileExistsError: it is not there; it is there, and ``create`` was asked for.
+        FileNotFoundError, FileExistsError: it does not exist; it exists, with ``create``.
         OSError: the file system refuses: it is full, read-only, or too many files are open.
     """
     if not _NAME.fullmatch(name):
@@ -111,7 +111,7 @@ def open_at(folder: int, name: str, *, create: bool = False) -> int:
             f"{name!r} is not a name for a file of the runtime folder; use up to 100 of the characters "
             "A-Z, a-z, 0-9, dot, underscore and hyphen, and no dot at the beginning."
         )
-    # Without O_NONBLOCK some devices wait in open() itself; a regular file does not care.
+    # Without O_NONBLOCK some devices wait in open() itself; it has no effect on a regular file.
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     if create:
         flags |= os.O_CREAT | os.O_EXCL
@@ -124,7 +124,7 @@ def open_at(folder: int, name: str, *, create: bool = False) -> int:
         raise
     status = os.fstat(fd)
     if status.st_nlink == 0:
-        # Removed between open() and now; the same as not being there.
+        # Removed since open(): treated as if it did not exist.
         os.close(fd)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     if not stat.S_ISREG(status.st_mode):
@@ -140,7 +140,7 @@ def open_at(folder: int, name: str, *, create: bool = False) -> int:
 
 
 def is_named(fd: int, folder: int, name: str) -> bool:
-    """Whether ``name`` still means the file behind ``fd``: to be asked when a lock on it was waited for."""
+    """Whether ``name`` still means the file behind ``fd``; to be checked after a wait for a lock on it."""
     try:
         named = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -151,8 +151,8 @@ def is_named(fd: int, folder: int, name: str) -> bool:
 def _find() -> tuple[Path, int]:
     """Return the folder's path and a descriptor of it, trying the places in order.
 
-    The next place is tried only if there is no folder and none can be made. A folder that is there and is
-    not ours ends the search: passing over it would split the list of caches in two without a word.
+    The next place is tried only if there is no folder and none can be created. A folder that exists and is
+    not safely this user's own ends the search: to pass over it would silently split the list of caches.
     """
     failure = None
     for path in _places():
@@ -162,7 +162,7 @@ def _find() -> tuple[Path, int]:
             pass
         except OSError as error:
             failure = failure or FolderError(
-                f"The runtime folder {path} cannot be made ({error.strerror}); "
+                f"The runtime folder {path} cannot be created ({error.strerror}); "
                 f"set {KNOB} to a folder that you may write to."
             )
             continue

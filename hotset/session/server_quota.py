@@ -1,8 +1,8 @@
-"""Servers' budgets: what the sessions of one server may hold together.
+"""A server's quota: what the sessions of one server may hold together.
 
-A server has a quota in the runtime folder, like a session (:mod:`hotset.session.quota`), whose members are
-its sessions. Whoever opens a session's quota has it stand under the server's, so that room is asked for in
-both; the server itself is not asked, and need not run:
+A server has a quota file in the runtime folder, like a session (:mod:`hotset.session.quota`), whose members
+are its sessions. A process that opens a session's quota puts it under the server's, so that room is taken in
+both. The server itself takes no part in this, and need not run:
 
 ::
 
@@ -10,8 +10,9 @@ both; the server itself is not asked, and need not run:
                                                    │
     42.session              limit 50 GB     row 0: its first cache, 30 GB     row 1: its second, 1 GB
 
-A server that is not there, or that a session has not entered, bounds nothing. A session that was made again
-after a reboot enters when its server has begun anew (:mod:`hotset.session.recovery`).
+Without a server's quota, or before a session has entered it, nothing but the session's own limit applies. A
+session that was created again after a reboot enters once its server has started again
+(:mod:`hotset.session.recovery`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["drop", "enter", "leave", "limit", "set_limit", "stand_under"]
 
 
 def set_limit(port: int, memory: int) -> None:
-    """Say what the sessions of a server may hold together; makes its quota if there is none.
+    """Set what the sessions of a server may hold together; creates its quota if there is none.
 
     Raises:
         FolderError: the runtime folder is not safely this user's own.
@@ -38,7 +39,7 @@ def set_limit(port: int, memory: int) -> None:
             return
         except FileNotFoundError:
             pass
-        except SessionError:  # damaged; the server that has the port is alone with it
+        except SessionError:  # damaged; only the server that holds the port uses it
             unlink(folder, _file(port))
         Quota.create(folder, _file(port), {"port": port}, memory)
 
@@ -57,7 +58,7 @@ def drop(port: int) -> None:
 
 
 def enter(folder: int, port: int | None, number: int) -> None:
-    """Have a session count in its server's budget, if it belongs to one and that has a budget.
+    """Enter a session in its server's quota, if it belongs to a server and that has a quota.
 
     Args:
         folder: the runtime folder.
@@ -68,17 +69,14 @@ def enter(folder: int, port: int | None, number: int) -> None:
         return
     try:
         opened = _quota(folder, port)
-    except (
-        FileNotFoundError,
-        SessionError,
-    ):  # one that is damaged bounds nothing, until its server begins anew
-        return
+    except (FileNotFoundError, SessionError):
+        return  # a damaged one has no effect until its server starts again
     with opened as quota, quota.lock():
         quota.enter(number)
 
 
 def leave(port: int | None, number: int) -> None:
-    """Have a session count no more, and what it held be free for others."""
+    """Remove a session from its server's quota, so that others can use what it held."""
     if port is None:
         return
     with contextlib.suppress(OSError), runtime() as folder, _quota(folder, port) as quota:
@@ -88,7 +86,7 @@ def leave(port: int | None, number: int) -> None:
 
 
 def stand_under(folder: int, port: int, number: int, quota: Quota) -> None:
-    """Have a session's quota take no more than its server's has to give, if it has entered there."""
+    """Put a session's quota under its server's, which bounds it then, if the session has entered that."""
     with contextlib.suppress(OSError):
         parent = Quota(folder, _file(port))
         row = parent.members().get(number)

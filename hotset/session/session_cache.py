@@ -13,8 +13,8 @@ from hotset.session.sessions import find
 
 __all__ = ["SessionCacheHandle"]
 
-# How long another process's removing of a cache is waited for, and how long not again if it takes longer:
-# it may be stopped.
+# How long this process waits while another one removes a cache; and how long it does not wait again if that
+# takes longer, as the other process may be stopped.
 _GOING_SECONDS = 2.0
 _IMPATIENT_SECONDS = 60.0
 
@@ -22,8 +22,8 @@ _IMPATIENT_SECONDS = 60.0
 class SessionCacheHandle:
     """A process's use of one cache of a session, and what that may hold of the session's memory.
 
-    It pickles; in the process that unpickles it the session counts as used once :meth:`join` is called. It
-    ends with :meth:`close`, with the object, or with the process.
+    It can be pickled; in the process that unpickles it the session counts as used once :meth:`join` is
+    called. The use ends with :meth:`close`, with the object, or with the process.
 
     Args:
         number: of the session.
@@ -39,22 +39,22 @@ class SessionCacheHandle:
         self._departures = 0
 
     def join(self, memory: int = -1) -> bool:
-        """Be known as one that uses the cache; False if it is gone, or is just making room for another.
+        """Mark the cache as in use by this process; False if it is gone, or is making room for another.
 
         Args:
-            memory: of no meaning here: a cache of a session is reached by its name.
+            memory: ignored: a session's cache is reached by its name.
         """
         quota = self._open()
         if quota is None:
             return False
-        # The row is looked at again once it is held: it may have been given to another cache before.
+        # The row is read again once it is held: it may have been given to another cache meanwhile.
         if quota.use(self._row) and quota.members().get(self._member) == self._row:
             return True
         self.close()
         return False
 
     def stand_by(self) -> None:
-        """Use the cache no more, and the session still; :meth:`join` uses it again, if it is there."""
+        """Stop using the cache, but go on using the session; :meth:`join` takes the cache up again."""
         quota = self._open()
         if quota is not None:
             quota.stand_by()
@@ -65,8 +65,8 @@ class SessionCacheHandle:
             quota = self._open()
             if quota is not None:
                 self._departures = quota.departures
-                # In this order: what another process drops in between counts twice, and not never. Room that
-                # is not there is refused when it is taken; room that is not seen is not asked for.
+                # In this order, a cache that another process drops in between counts twice rather than never.
+                # If room is missing, taking it fails; if room is not counted, no process tries to take it.
                 unused = sum(quota.bytes_of(row) for row in quota.unused() if row != self._row)
                 return quota.left(self._row) + unused
         return 0
@@ -88,13 +88,13 @@ class SessionCacheHandle:
                 dropped = reclaim(session, needed) if needed > 0 else []
                 if dropped:
                     return said_of(session.name, dropped)
-                # Or another process makes room, or has since it was looked for: it may be enough for both.
+                # Another process may be making room, or has made some meanwhile: that may be enough for both.
                 if needed <= 0 or self._waits(quota) or quota.departures != self._departures:
                     return ""
         return None
 
     def _waits(self, quota: Quota) -> bool:
-        """Wait, if another process is just removing a cache; False if none is, or it does not get on."""
+        """Wait while another process removes a cache; False if none does, or if it takes too long."""
         began = time.monotonic()
         if began < self._impatient_until or not quota.going():
             return False
@@ -106,7 +106,7 @@ class SessionCacheHandle:
         return True
 
     def close(self) -> None:
-        """Use it no more."""
+        """Stop using the cache and the session."""
         quota, self._quota = self._quota, None
         if quota is not None:
             quota.close()
@@ -114,7 +114,7 @@ class SessionCacheHandle:
     def _open(self) -> Quota | None:
         if self._quota is None:
             with contextlib.suppress(OSError), runtime() as folder:
-                # Kept open, and by no block that is left only when the interpreter ends.
+                # Kept open until close().
                 quota = attach_quota(folder, find(self._number).file)
                 row = quota.members().get(self._member)
                 if row is not None:

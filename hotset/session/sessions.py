@@ -1,11 +1,11 @@
 """Sessions: named caches with a common memory limit, which outlive the job that filled them.
 
-A session is a quota in the runtime folder, whose head says what it is
+A session is a quota file in the runtime folder, whose head holds its definition
 (:mod:`hotset.session.session_definition`), and one file for each of its caches beside it. Samples that do not
 fit into memory lie in its spill folder (:mod:`hotset.session.file_names`). This is its life:
 
 ========== ============================================================================================
-created    by a user or a server; it takes no memory except for the quota
+created    by a user or a server; it takes no memory except for the quota file
 used       every process that uses it holds a shared lock on the quota; there is no list of processes
 destroyed  first the quota ends, so that no cache is added; then each cache is emptied where it is: jobs
            that are reading find their samples gone and read from their source; then the files go

@@ -1,7 +1,7 @@
 """The format of a segment, byte by byte.
 
-A segment is one file, wherever it lives (a memfd, a tmpfs, a disk: the tier). It is sparse: address space
-is free, so each region is as large as it could ever need to be, and memory is taken extent by extent.
+A segment is one sparse file: a memfd, or a file on a tmpfs or a disk. Address space is free, so each region
+is as large as it could ever need to be, and memory is taken extent by extent.
 
 ::
 
@@ -18,7 +18,7 @@ Every region begins on a page. All integers are little-endian.
 **Index word** (int64, aligned, so that a store or a load of it never tears)::
 
     0                                      absent
-    00 | lap + 1                           absent, and tried in vain in that lap (in a ring only)
+    00 | lap + 1                           absent, and reading it in that lap has failed (in a ring only)
     001 | lap + 1 (zero but in a ring)     absent, and draws random numbers: never stored, nor claimed
     01 | slot:13 | incarnation:48          claimed by the process that holds that slot
     1  | own | disk | generation:20 | row:40  present: in this segment, or in that on the disk; in the form
@@ -36,27 +36,28 @@ and ``word & ROW_MASK`` is its row number.
     +16  tail        u64   first line:40 | number of lines:24; zero without one
     ...  the dimensions of variable leaves (u32 each), then the fixed leaves; zeros up to the stride
 
-Of a record with a form of its own, what follows the tail's place is its body, which says itself what lies
-where (:mod:`hotset.store.irregular_records`). Which of the two it is stands in the header too, and so in the
-checksum.
+In a record with a form of its own, the tail word is followed by a body that describes itself
+(:mod:`hotset.store.irregular_records`). The bit ``own`` of the stamp says which of the two it is, and so the
+checksum covers that too.
 
-The checksum is a CRC-32 of sums: of each part, the whole pages are added up as 512 columns of u64 (modulo
-2**64), and the CRC runs over the 4,096 bytes of the sums and over what is left of the part. It finds what
-happens to memory and files (flipped bits, lost or stale pages, another record's bytes), not two pages of
-one record that have changed places, and costs a fifth of a CRC over everything (8 and 40 us for 150 KB).
+The checksum is a CRC-32 of sums: in each part, the whole pages are added up as 512 columns of u64 (modulo
+2**64), and the CRC runs over the 4,096 bytes of the sums and over the rest of the part. It detects what
+happens to memory and files (flipped bits, lost or stale pages, another record's bytes), but not two pages of
+one record that have changed places. It costs a fifth of a CRC over everything (8 and 40 us for 150 KB).
 
-The sample's number is part of the checksum: a damaged index word that points at another sample's record
-is found like a damaged record. The order of stores is record first, index word last; that this order is
-what another processor sees is x86-64's promise (elsewhere every read is verified).
+The sample's number is part of the checksum, so a damaged index word that points at another sample's record
+is detected like a damaged record. A writer stores the record first and the index word last. x86-64 guarantees
+that other processors see the stores in this order; on other processors every read is verified.
 
 **Slot** (24 words): incarnation, the extents that its holder has reserved and not used up, and counters.
 The incarnation counts the slot's holders, so that a claim of a dead one is not taken for its successor's.
 A holder's extents pass to the next: room that a killed process had reserved is not lost. (Not so in a ring,
-where the generation of a record is its lap, and what a dead process had is free: :mod:`hotset.store.ring`.)
+where the generation of a record is its lap, and the extents of a dead process are free:
+:mod:`hotset.store.ring`.)
 
-**Locks** are open-file-description locks on the file's own bytes: byte 0 is the short lock under which
-claims and extents are handed out; byte 1 + k is held by the process in slot k for as long as it lives, and
-byte 2048, shared, by every thread that looks at records, where the segment is a file with a name.
+**Locks** are open-file-description locks on the file's own bytes. Byte 0 is the short lock, under which
+processes take claims and extents. The process in slot k holds byte 1 + k for as long as it lives. Every
+thread that reads records holds byte 2048, shared, if the segment is a file with a name.
 """
 
 from __future__ import annotations
@@ -151,24 +152,22 @@ _Words = TypeVar("_Words", int, npt.NDArray[np.int64])
 class Live:
     """Positions of the header's live words, which change while the segment is used (int64 each)."""
 
-    ROWS_NEXT = 0  # rows handed out to slots so far
-    LINES_NEXT = 1  # lines handed out so far
+    ROWS_NEXT = 0  # rows that slots have reserved so far
+    LINES_NEXT = 1  # lines that slots have reserved so far
     LIMIT = 2  # bytes that extents may take
-    CLEAR_GENERATION = (
-        3  # counted up when a clear begins and when it ends: odd in between; the generation of records
-    )
-    TOLD = 4  # 1 once the user was told that samples stay uncached
-    INVALIDATED = 5  # nothing is served any more: 1 as the source gave another record, 2 as it was destroyed
-    EPOCH = 6  # of a window: how many epochs were begun, up to the one that the cursor belongs to
+    CLEAR_GENERATION = 3  # counted up when a clear begins and ends: odd in between; the generation of records
+    TOLD = 4  # 1 once the user was warned that samples stay uncached
+    INVALIDATED = 5  # not 0: it serves nothing; 1: an audit found another record in the source; or DESTROYED
+    EPOCH = 6  # of a window: how many epochs have begun, up to the one that the cursor belongs to
     CURSOR = 7  # of a window: how many samples have left it
     LATE = 8  # of a window: samples that were not ready at the boundary where they were due
-    LATE_TOLD = 9  # 1 once the user was told of that
-    BEHIND = 10  # of a window: how many of those that were due have not come in yet
-    FULL = 11  # 1 once room was refused, for as long as there is hardly any
-    LOADS = 12  # of a window: how often it was put where a state had it
-    CLEARS = 13  # of a cluster: how often its machines were told to forget this cache, as far as is known
+    LATE_TOLD = 9  # 1 once the user was warned of that
+    BEHIND = 10  # of a window: how many samples that were due have not come in yet
+    FULL = 11  # 1 once room was refused, until a part of the limit is free again
+    LOADS = 12  # of a window: how often a saved state was loaded
+    CLEARS = 13  # of a cluster: how often its machines were told to clear this cache, as far as is known
     DRAWS_TOLD = 14  # a number of the job that was told last which samples draw random numbers
-    VAIN = 15  # 1 once another cache's memory was given back, and the control group had no more for it
+    VAIN = 15  # 1 once another cache's memory was freed, and the control group had no more room after it
 
 
 DESTROYED = 2  # in INVALIDATED: the cache's session was destroyed, or the cache was dropped
@@ -178,7 +177,7 @@ class Slot:
     """Positions of the words in a slot."""
 
     INCARNATION = 0
-    PID = 1  # for people who debug; no decision depends on it
+    PID = 1  # for debugging; no decision depends on it
     ROW_NEXT = 2
     ROW_END = 3
     LINE_NEXT = 4
@@ -186,12 +185,12 @@ class Slot:
     HITS = 6
     MISSES = 7
     STORED = 8
-    REJECTED = 9  # samples that cannot be kept, or for which there was no room
+    REJECTED = 9  # samples that cannot be stored, or for which there was no room
     FILL_NS = 10  # time spent in the source and its prefix
     STORED_BYTES = 11
     EPOCH = 12  # of a window: the epoch that its holder and its workers are in
     CURSOR = 13  # the window's cursor in that epoch
-    WAIT_NS = 14  # time that its holder's training waited for batches
+    WAIT_NS = 14  # time that its holder's training loop has waited for batches
     PEER_HITS = 15  # samples that other machines sent
     # 16 was used once
     AUDITS = 17  # hits that were compared with what the source gives
@@ -241,7 +240,7 @@ class Geometry:
         return _page_up(self.lines_at + self.lines * LINE)
 
     def taken(self, rows: int, lines: int) -> int:
-        """Bytes that so many rows and lines take."""
+        """Bytes that this many rows and lines take."""
         return rows * self.stride + lines * LINE
 
 
@@ -262,14 +261,14 @@ def pack_header(geometry: Geometry, nonce: bytes) -> bytes:
 
 
 def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
-    """Return geometry and nonce of a segment of ``size`` bytes, or refuse it.
+    """Return geometry and nonce of a segment of ``size`` bytes.
 
-    A header is used only if its checksum matches, and no offset is read from it: offsets follow from the
-    sizes, and must end exactly where the file does. So a forged header cannot make a reader look outside the
-    mapping.
+    A header is used only if its checksum matches, and it contains no offsets: offsets follow from the sizes,
+    and the last region must end exactly where the file does. So a forged header cannot make a reader look
+    outside the mapping.
 
     Raises:
-        SegmentError: naming the segment and what is wrong with it.
+        SegmentError: it is not usable; the sentence names the segment and the reason.
     """
 
     def refuse(why: str) -> SegmentError:
@@ -316,7 +315,7 @@ def checksum(sample: int, length: int, stamp: int, row: memoryview, tail: memory
 
 
 def checksums(samples: _Longs, lengths: _Longs, stamps: _Longs, rows: _Bytes) -> list[int]:
-    """Checksums of records without tails, each as :func:`checksum` has it; short ones in a third of the time.
+    """Checksums of records without tails, as :func:`checksum` computes them; three times as fast if short.
 
     Args:
         samples, lengths, stamps: of each record.

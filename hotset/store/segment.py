@@ -3,16 +3,17 @@
 The same class serves every tier:
 
 =================  ===========================================================================================
-a memfd            private caches, and the ranks of one job. It has no name, so nothing can leak; other
-                   processes of the same user reach it through ``/proc/<pid>/fd/<fd>``, and know it by inode
-                   and nonce. Sealed against shrinking, so that no one can turn a mapped page into SIGBUS
+a memfd            private caches, and the ranks of one job. It has no name, so nothing can be left behind;
+                   other processes of the same user reach it through ``/proc/<pid>/fd/<fd>``, and identify it
+                   by inode and nonce. It is sealed against shrinking, which would turn touches into SIGBUS
 a file, tmpfs      the caches of a session, which outlive jobs
 a nameless file    what a private cache spills to a disk: it ends with the last process that has it open
 a file, disk       what a session spills
 =================  ===========================================================================================
 
-What is in memory (the first two) is trusted: it is no older than the machine's last boot, only this user's
-processes wrote to it, and an index word is published after its record. A disk may return anything.
+Records in memory (the first two) are trusted: they are not older than the machine's last boot, only this
+user's processes have written them, and an index word is published after its record. Records on a disk are
+verified: a disk may return anything.
 
 Creating a segment touches its header and nothing else: a 100 GiB one costs microseconds.
 """
@@ -61,7 +62,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Address(NamedTuple):
-    """Where another process finds a memfd: the process that holds it, its descriptor, and its identity."""
+    """Where another process finds a memfd: a process that has it open, the descriptor there, its identity."""
 
     pid: int
     fd: int
@@ -79,10 +80,10 @@ class Segment:
         nonce: 16 random bytes that tell it from any other.
         buffer: the whole mapping.
         live: the header's live words (see :class:`hotset.store.format.Live`).
-        slots: array of shape (1024, 16).
+        slots: array of shape (1024, 24).
         index: array of shape (samples,).
-        trusted: True in memory; records on a disk, which may be damaged, are verified on first touch.
-        bounded: whether a file system's size bounds it, besides the machine's memory.
+        trusted: True in memory; records on a disk, which may be damaged, are verified at their first use.
+        bounded: whether the size of a file system bounds it, besides the machine's memory.
     """
 
     def __init__(self, fd: int, geometry: Geometry, nonce: bytes, *, named: bool) -> None:
@@ -109,18 +110,18 @@ class Segment:
         folder: str | None = None,
         limit: int,
     ) -> Segment:
-        """Make a segment of that geometry, a memfd unless ``path`` or ``folder`` is given.
+        """Create a segment of that geometry, a memfd unless ``path`` or ``folder`` is given.
 
         Args:
             geometry: with ``geometry.metadata == len(metadata)``.
             metadata: a JSON object, encoded.
             path: a new file on a tmpfs or a disk, which must not exist.
-            folder: the disk on which a nameless file is made.
+            folder: a folder of the disk on which a nameless file is created.
             limit: bytes that its extents may take together.
 
         Raises:
             UnsupportedPlatform: this is not Linux.
-            OSError: the file cannot be made.
+            OSError: the file cannot be created.
         """
         if sys.platform != "linux":
             raise UnsupportedPlatform(
@@ -139,11 +140,11 @@ class Segment:
             if nameless:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             else:
-                # Up to the first row everything may be touched at any time: on a full file system that
-                # must be an error now and not SIGBUS then.
+                # All bytes before the first row may be touched at any time: on a full file system there must
+                # be an error now, not SIGBUS then.
                 os.posix_fallocate(fd, 0, geometry.rows_at)
             nonce = secrets.token_bytes(16)
-            # The header goes in last: a file without it is no segment yet.
+            # The header is written last: a file without it is not a segment yet.
             os.pwrite(fd, metadata, HEADER_BYTES)
             os.pwrite(fd, limit.to_bytes(8, "little"), LIVE_AT + 8 * Live.LIMIT)
             os.pwrite(fd, zlib.crc32(metadata).to_bytes(4, "little"), METADATA_CRC_AT)
@@ -160,7 +161,7 @@ class Segment:
         """Map an existing segment: a file's path, or a memfd's :class:`Address`.
 
         Raises:
-            SegmentError: it is gone, truncated, forged, damaged, or another one than the address names.
+            SegmentError: it is gone, truncated, forged, damaged, or not the one that the address names.
         """
         path = where if isinstance(where, str) else f"/proc/{where.pid}/fd/{where.fd}"
         name = where if isinstance(where, str) else "the cache's shared memory"
@@ -196,7 +197,7 @@ class Segment:
 
     @property
     def address(self) -> Address:
-        """How another process of this user reaches this segment while this process lives."""
+        """Where another process of this user finds this segment while this process lives."""
         return Address(os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.nonce)
 
     @property
@@ -205,30 +206,30 @@ class Segment:
         return self.geometry.taken(int(self.live[Live.ROWS_NEXT]), int(self.live[Live.LINES_NEXT]))
 
     def reserve(self, offset: int, length: int) -> bool:
-        """Back ``length`` bytes at ``offset`` with real memory or disk; False when there is none.
+        """Allocate memory or disk space for ``length`` bytes at ``offset``; False if there is none.
 
-        Must come before the first touch: writing to a page that a full tmpfs cannot back is SIGBUS.
+        To be called before the first touch: a write to a page that a full tmpfs cannot allocate is SIGBUS.
         """
         try:
             os.posix_fallocate(self.fd, offset, length)
         except OSError as error:
             if error.errno in (errno.EBADF, errno.EINVAL):
-                raise  # closed, or a length that cannot be reserved: a bug
-            return False  # full, failing, or read-only by now
+                raise  # closed, or a length that cannot be allocated: a bug
+            return False  # the file system is full, failing, or read-only
         return True
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write to the file, past the mapping, whose pages it does not fault in.
+        """Write to the file, not through the mapping, so that its pages are not faulted in.
 
         Raises:
-            OSError: the file system cannot take it, or this segment is closed.
+            OSError: the file system cannot store it, or this segment is closed.
         """
         while len(data):
             written = os.pwrite(self.fd, data, offset)
             data, offset = data[written:], offset + written
 
     def read(self, offset: int, into: memoryview) -> bool:
-        """Read from the file, past the mapping; False if it cannot be read (a disk that fails)."""
+        """Read from the file, not through the mapping; False if that fails (a broken disk)."""
         while len(into):
             try:
                 count = os.preadv(self.fd, [into], offset)
@@ -245,16 +246,16 @@ class Segment:
             os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
 
     def populate(self, offset: int, length: int, *, write: bool = False) -> None:
-        """Map these pages into this process at once, so that no later touch faults (Linux 5.14)."""
+        """Map these pages into this process now, so that no later touch faults (Linux 5.14)."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        # Not mmap's own method, which holds the interpreter meanwhile. An older kernel refuses, and
-        # pages are mapped one by one, as ever.
+        # Not mmap's own method, which holds the interpreter meanwhile. An older kernel refuses, and pages are
+        # mapped at their first touch.
         address = ctypes.c_void_p(self.live.ctypes.data - LIVE_AT + start)
         size = ctypes.c_size_t(offset + length - start)
         _libc.madvise(address, size, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
 
     def discard(self, offset: int, length: int) -> None:
-        """Give the memory of these whole pages back; they read as zeros from then on."""
+        """Free the memory of these whole pages; they read as zeros from then on."""
         if length > 0:
             self.buffer.madvise(mmap.MADV_REMOVE, offset, length)
 
@@ -272,10 +273,10 @@ def clear_generation_of(segment: Segment) -> int | None:
 
 
 def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:
-    """Attach to the segment that lies beside another one, on a disk.
+    """Attach to a cache's second segment, on a disk.
 
     Args:
-        where: the first one's place. A process that has that one open has the second one open as well.
+        where: the first one's place. A process that has the first open has the second open as well.
         said: what the first one's metadata say of it: its path, or its inode and nonce if it has no name.
 
     Raises:
@@ -294,7 +295,7 @@ def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Whether a file's pages are memory: only such files (memfds, tmpfs) have seals to ask for."""
+    """Whether a file's pages are memory: only such files (memfds, tmpfs) have seals."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -303,7 +304,7 @@ def _is_in_memory(fd: int) -> bool:
 
 
 def _open_nameless(folder: str) -> int:
-    """A file in that folder that never had a name, or has lost it at once."""
+    """Create a file in that folder that never has a name, or loses it at once."""
     try:
         return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -316,10 +317,10 @@ def _open_nameless(folder: str) -> int:
 
 
 def _read_metadata(fd: int, geometry: Geometry) -> dict[str, Any]:
-    """The metadata, read and not mapped: what is refused must not leave a mapping behind.
+    """The metadata, read and not mapped, so that a segment that is refused leaves no mapping behind.
 
     Raises:
-        ValueError: they are damaged, or no JSON object.
+        ValueError: they are damaged, or not a JSON object.
     """
     if geometry.metadata > _LARGEST_METADATA:
         raise ValueError(

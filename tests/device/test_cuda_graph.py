@@ -391,7 +391,9 @@ def test_a_gradient_scaler(sink_on: Make) -> None:
 
         return step
 
-    graphs = fallen_back(sink_on, make, "its GradScaler asks the device after each step; train in bfloat16")
+    graphs = fallen_back(
+        sink_on, make, "its GradScaler reads from the device after each step; train in bfloat16"
+    )
     assert (graphs.captures, graphs.votes) == (0, [False])
 
 

@@ -348,9 +348,9 @@ def test_without_jax_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"x": torch.zeros(2), "name": ["a", "b"]}, "text ('a') at ['name'][0]"),
         ([torch.zeros(2), np.array(["a"])], "a ndarray of <U1 at [1]"),
-        (np.array([None]), "a ndarray of object, which"),
+        (np.array([None]), "a ndarray of object, for which"),
         ([object()], "a object at [0]"),
-        (torch.zeros(2, device="meta"), "lies on meta"),
+        (torch.zeros(2, device="meta"), "got one on meta"),
     ],
     ids=["text", "numpy-text", "objects", "object", "elsewhere"],
 )

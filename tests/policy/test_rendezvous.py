@@ -318,7 +318,7 @@ def test_samples_that_follow_one_another_are_not_placed_alike() -> None:
     [
         ([], [], "above 0, got none"),
         (["a", "b"], [0, 0], "above 0, got none"),
-        (["a", "b"], [1], "got 2 and 1"),
+        (["a", "b"], [1], "got 1 for 2 names"),
         (["a", "b", "a"], [1, 1, 1], "names must differ, got 'a' twice"),
         (["a", "b"], [1, -2], "got -2"),
     ],

@@ -98,7 +98,7 @@ def test_a_trap_is_not_passed_over_for_the_next_place(
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "no" / "such"))
-    refused(runtime_folder, "cannot be made")
+    refused(runtime_folder, "cannot be created")
 
 
 # Traps in place of the folder
