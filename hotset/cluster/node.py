@@ -319,7 +319,7 @@ class Node:
         shared = find_or_create_in_session(
             self.session, described.meeting, described.about["name"], create=create, attach=attach
         )
-        store, use = shared.value, shared.registration
+        store, use = shared.value, shared.handle
         assert store is not None
         assert isinstance(use, SessionCacheHandle)
         store.filler.ahead = True

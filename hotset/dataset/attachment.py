@@ -48,17 +48,17 @@ class Attachment:
 
     Args:
         store: the store; None if nothing can be cached.
-        registration: this process's entry among those that keep the store alive; None without a store.
+        handle: this process's entry among those that keep the store alive; None without a store.
         name: the dataset's name, for warnings.
 
     Attributes:
         watch: watches the reads for the store; None for no watch.
     """
 
-    def __init__(self, store: Store | None, registration: CacheHandle | None, name: str) -> None:
+    def __init__(self, store: Store | None, handle: CacheHandle | None, name: str) -> None:
         self._store: Store | Address | str | None = store
         self.watch: DrawWatch | None = None
-        self._registration = registration
+        self._handle = handle
         self._name = name
         self._joined = os.getpid()
         self._set_allowance(store)
@@ -77,8 +77,8 @@ class Attachment:
     def _join(self, store: Store) -> None:
         """List this process as one that keeps the cache alive. A loader's worker ends before its parent."""
         self._joined = os.getpid()
-        if self._registration is not None and get_worker_info() is None:
-            self._registration.join(store.segment.fd)
+        if self._handle is not None and get_worker_info() is None:
+            self._handle.join(store.segment.fd)
 
     def _attach(self, address: Address | str) -> Store | None:
         try:
@@ -94,8 +94,8 @@ class Attachment:
 
     def _set_allowance(self, store: Store | None) -> None:
         """Limit the store to what its session has left."""
-        if store is not None and isinstance(self._registration, SessionCacheHandle):
-            store.room.allowance = self._registration
+        if store is not None and isinstance(self._handle, SessionCacheHandle):
+            store.room.allowance = self._handle
             store.room.knob = "the session's `--memory`"
             if store.spill is not None:
                 store.spill.room.knob = "a new session's `--spill`"
@@ -105,9 +105,9 @@ class Attachment:
         store, self._store = self._store, None
         if isinstance(store, Store):
             store.close()
-        if self._registration is not None:
-            self._registration.close()
-            self._registration = None
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
         store = self.store()

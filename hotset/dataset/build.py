@@ -240,11 +240,11 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
     session = options.session
     search = _Search(pipeline, identity, options)
     shared = search.run()
-    store, registration, result = shared.value, shared.registration, search.result
-    if session is not None and shared.joined and isinstance(registration, SessionCacheHandle):
+    store, handle, result = shared.value, shared.handle, search.result
+    if session is not None and shared.joined and isinstance(handle, SessionCacheHandle):
         _compare_with_source(result, shared)
         assert result is not None, "either made here or found"
-        result = found_plan(result, session, registration.left())
+        result = found_plan(result, session, handle.left())
     assert result is not None, "either made here or found"
     _warn_of_source(pipeline.dataset, result, is_found=shared.joined)
     if shared.joined and store is not None:
@@ -258,7 +258,7 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
             map_ahead(store.segment)
     remote = remote_cache(options, identity, store)
     window = _active_window(result, options.window, store)
-    attachment = Attachment(store, registration, result.plan.name)
+    attachment = Attachment(store, handle, result.plan.name)
     access = SampleAccess(result.source, result.plan, attachment, window, remote)
     return Current(result.source, result.plan, access, window, remote, identity.lookup_key)
 
@@ -372,11 +372,11 @@ def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> No
         NotShared: the source returns another sample here. Neither is known to be wrong: the other job's
             source may differ. So that cache is left unchanged, and not used here.
     """
-    store, registration = shared.value, shared.registration
+    store, handle = shared.value, shared.handle
     if (
         result is None
         or store is None
-        or registration is None
+        or handle is None
         or store.invalidated
         or not result.plan.audited
     ):
@@ -386,7 +386,7 @@ def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> No
     differs = first_difference(result.source, store)
     if differs is not None:
         store.close()
-        registration.close()
+        handle.close()
         raise NotShared(
             f"{differs} is not what another job has cached of the same dataset there, so something differs "
             "between the two jobs that no fingerprint covers; give each its key=, or destroy the session's "

@@ -98,7 +98,7 @@ class SharedCache:
         self._spec = SampleSpec(data_dims, dtype)
         self._length, lines = self._spec.share_out(limit, self._samples)
         self._slots: Slots | None = None
-        self._registration: CacheHandle | None = None
+        self._handle: CacheHandle | None = None
         self._joined = os.getpid()
         self._seen = _Seen()
         if self._length:
@@ -335,7 +335,7 @@ class SharedCache:
         content = json.dumps([key, self._samples, self._length, lines, spec.dims, str(spec.dtype)])
         content = f"hotset.SharedCache {content}"
         shared = find_or_create_in_job(content, name, create=create, attach=Slots.attach)
-        self._slots, self._registration = shared.value, shared.registration
+        self._slots, self._handle = shared.value, shared.handle
         if self._slots is not None:
             self._slots.store.room.knob = "`size_limit_gib=`"
 
@@ -344,8 +344,8 @@ class SharedCache:
         if self._joined != os.getpid():
             self._joined = os.getpid()
             # A loader's worker ends before its parent, which is listed.
-            if self._slots is not None and self._registration is not None and get_worker_info() is None:
-                self._registration.join(self._slots.segment.fd)
+            if self._slots is not None and self._handle is not None and get_worker_info() is None:
+                self._handle.join(self._slots.segment.fd)
         return self._slots
 
     def __getstate__(self) -> dict[str, Any]:
@@ -376,8 +376,8 @@ class SharedCache:
         with suppress(Exception):
             if isinstance(self._slots, Slots):
                 self._slots.close()
-            if self._registration is not None:
-                self._registration.close()
+            if self._handle is not None:
+                self._handle.close()
 
 
 def get_shm_size() -> int:

@@ -266,7 +266,7 @@ def register(
         raise ArgumentError(
             f"nonce must be 8 to 32 bytes in lower-case hexadecimal digits, got nonce={nonce!r}."
         )
-    registration = CatalogHandle(nonce, name)
+    handle = CatalogHandle(nonce, name)
     try:
         head = _pack_head(
             {
@@ -283,7 +283,7 @@ def register(
         )
         with _folder() as folder:
             held = _create(folder, nonce, head)
-            registration._share.hold(held, folder)
+            handle._share.hold(held, folder)
     except OSError as error:
         reason = error if isinstance(error, FolderError) else f"{error.strerror or error}."
         warn(
@@ -291,7 +291,7 @@ def register(
             f"of this job cannot share it. To list it, set {KNOB} to a folder of your own on this machine. "
             f"The reason: {reason}"
         )
-    return registration
+    return handle
 
 
 def entries() -> list[Entry]:

@@ -95,12 +95,12 @@ class Shared(Generic[S]):  # Python 3.10 has no generic named tuples
 
     Attributes:
         value: what ``create`` or ``attach`` returned; None only if ``create`` did.
-        registration: this process's share in it; close it when ``value`` is closed. None without a value.
+        handle: this process's share in it; close it when ``value`` is closed. None without a value.
         joined: whether another one's was attached, and ``create`` was not called.
     """
 
     value: S | None
-    registration: CacheHandle | None
+    handle: CacheHandle | None
     joined: bool
 
 
@@ -203,14 +203,14 @@ class _JobCaches(Generic[S]):
         for entry in catalog.entries():
             if entry.key != self._key or not set(entry.groups) & set(self._job.takes):
                 continue
-            registration = catalog.CatalogHandle(entry.nonce, entry.name)
+            handle = catalog.CatalogHandle(entry.nonce, entry.name)
             # The share first: what is attached and not listed could be collected, and created a second time.
-            if registration.join():
+            if handle.join():
                 with contextlib.suppress(OSError):
                     value = self._attach(catalog.address_of(entry))
-                    registration.join(value.segment.fd)
-                    return Shared(value, registration, joined=True)
-                registration.close()  # of a dead one, that removes what it has left
+                    handle.join(value.segment.fd)
+                    return Shared(value, handle, joined=True)
+                handle.close()  # of a dead one, that removes what it has left
         return None
 
     def create(self) -> Shared[S]:
@@ -221,7 +221,7 @@ class _JobCaches(Generic[S]):
         with contextlib.suppress(OSError):
             catalog.gc()  # what dead processes left; whether the folder is usable, register says
         address = value.segment.address
-        registration = catalog.register(
+        handle = catalog.register(
             pid=address.pid,
             fd=address.fd,
             inode=address.inode,
@@ -230,12 +230,12 @@ class _JobCaches(Generic[S]):
             key=self._key,
             groups=self._job.offers,
         )
-        if self._why and registration.joined:  # else it has warned of the same folder
+        if self._why and handle.joined:  # else it has warned of the same folder
             warn(
                 f"The cache {self._name!r} is this rank's own, and takes memory besides the other ranks' "
                 f"one: {self._why}."
             )
-        return Shared(value, registration, joined=False)
+        return Shared(value, handle, joined=False)
 
 
 class CacheLocation(NamedTuple):

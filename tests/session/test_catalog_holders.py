@@ -123,8 +123,8 @@ def test_without_a_free_place_a_holder_still_keeps_the_cache_alive(segment: Segm
     others = [CatalogHandle(first.nonce, "x") for _ in range(PLACES + 1)]
     assert all(other.join(segment.fd) for other in others)
     assert (folder / f"{first.nonce}.json").stat().st_size == HEAD + LINE * PLACES
-    for registration in [first, *others[:-1]]:
-        registration.close()
+    for handle in [first, *others[:-1]]:
+        handle.close()
     assert entries()[0].alive
     others[-1].close()
     assert os.listdir(folder) == []

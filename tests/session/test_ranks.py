@@ -524,7 +524,7 @@ def _share_thing(state: dict[str, Any]) -> list[str]:
         shared = find_or_create.find_or_create_in_job("thing", "thing", create=lambda: made, attach=_no)
     assert shared.value is made
     assert not shared.joined
-    state["thing"], state["registration"] = made, shared.registration
+    state["thing"], state["handle"] = made, shared.handle
     return [str(w.message) for w in caught]
 
 
