@@ -12,7 +12,7 @@ Where the two servers differ, the option is accepted and checked:
 ``-h`` hostname     127.0.0.1 (or localhost) alone, as with the reference; ``hotset start`` takes others
 ``-l`` loglevel     0 debug, 1 info, 2 warning, 3 error, 4 critical
 ``Numa hit``        rows read by processes on the node that has them: all that were read where there is one
-                    node, and ``n/a`` where there are several, as nobody counts that
+                    node, and ``n/a`` where there are several, as that is not counted
 ==================  ======================================================================================
 """
 

@@ -1,6 +1,6 @@
 """``hotset session``: create, list, show, resize and destroy sessions, and pin their caches.
 
-If a server runs, it owns a new session and destroys it when it stops. Without a server nobody owns the
+If a server runs, it owns a new session and destroys it when it stops. Without a server no process owns the
 session, which lasts until it is destroyed, expires, or the machine is switched off. Everything else is the
 same with and without a server: sessions are files of this user, so the command changes them itself.
 """
@@ -53,7 +53,7 @@ def create(
 
     Args:
         port: the port of the server that will own it. None: the server that runs (of several, the one on the
-            default port), or nobody if none runs.
+            default port), or none if none runs.
 
     Raises:
         HotsetError: it cannot be created as requested, or no server runs on that port.

@@ -101,7 +101,7 @@ class BatchFetch:
         cache: as machines agree on it.
         store: this machine's part of it.
         read: the source and its prefix.
-        keeps: whether so many records that others sent are kept here.
+        keeps: whether this many records that others sent are kept here.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class BatchFetch:
             self._puts.append(_Put(owner, samples, turn, request))
 
     def _settle(self, left: int = 0) -> None:
-        """Wait until what was brought is there, but for the last so many; what was refused goes further."""
+        """Wait until all but the last ``left`` puts are answered; the next machine gets what was refused."""
         begun = time.monotonic()
         while len(self._puts) > left:
             put = self._puts.pop(0)
@@ -307,7 +307,7 @@ class BatchFetch:
                 self._put_further({sample: put.samples[sample] for sample in refused}, put.turn + 1)
 
     def _put_further(self, samples: dict[int, Any], turn: int) -> None:
-        """Bring samples to those machines that come so many places after their owners."""
+        """Put samples to the machines that come ``turn`` places after their owners."""
         if not samples:
             return
         further = self._peers.known.after(np.fromiter(samples, np.int64), turn)

@@ -204,7 +204,7 @@ class Peer:
     """One other machine. Made by :meth:`PeerClients.add`.
 
     Attributes:
-        name: of the machine, as people are told of it.
+        name: of the machine, for messages to the user.
         endpoint: where it serves.
         traffic: counters.
         peers: that it is one of.
@@ -444,9 +444,9 @@ class Peers:
 
     Attributes:
         by_name: the other machines.
-        membership: which machines there are, and who owns what, as of the last :meth:`look`; None before this
-            machine was told.
-        troubles: what is wrong with machines, and their names; whoever uses this object tells the user.
+        membership: which machines there are, and the owners of samples, as of the last :meth:`look`; None
+            until this machine knows.
+        troubles: what is wrong with machines, and their names; the caller warns the user.
     """
 
     def __init__(self, number: int) -> None:

@@ -104,7 +104,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """What a machine knows of a session that several share: the machines, and who owns what.
+    """What a machine knows of a session that several share: the machines, and their samples.
 
     Attributes:
         me: this machine's name.
@@ -132,7 +132,7 @@ class Membership:
         return self._others(self._former_placement, self.former, ids)
 
     def after(self, ids: Longs, turn: int) -> list[Owned]:
-        """The machines, this one too, that come so many places after these samples' owners, and for which."""
+        """The machines that come ``turn`` places after these samples' owners, this one too; with samples."""
         if self._placement is None or turn > FURTHER or not len(ids):
             return []
         order = self._placement.order(ids, turn + 1)
@@ -154,7 +154,7 @@ class Membership:
 
 
 def _placement(members: tuple[Member, ...]) -> Placement | None:
-    """Who owns what among these machines; None while none of them can hold anything."""
+    """The owners of samples among these machines; None while none of them can hold anything."""
     capacities = [member.capacity for member in members]
     return Placement([member.name for member in members], capacities) if any(capacities) else None
 

@@ -83,7 +83,7 @@ class Node:
 
     Attributes:
         session: on this machine; another one once that was made anew.
-        member: what others are told of it.
+        member: what the node tells the directory of this machine.
         trouble: what the last beat could not do, and why; empty if it has done all.
 
     Raises:
@@ -141,7 +141,7 @@ class Node:
             part.use.close()
 
     def destroy(self) -> int:
-        """Destroy the session on this machine, for good; returns the bytes that were freed."""
+        """Destroy the session on this machine; it is not created again. Returns the bytes freed."""
         self._has_ended = True
         with contextlib.suppress(SessionError):
             return sessions.destroy(self.session)

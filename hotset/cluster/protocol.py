@@ -30,7 +30,7 @@ ids, and so do the tails. A row's head says at which line its tail begins **in t
 that stores the record elsewhere writes its own line there, and a new checksum.
 
 The checksum travels with each record and covers the sample's number, so that a record sent for another sample
-is found like a damaged one. It is no help against forgery: that is what keys are for.
+is found like a damaged one. It does not protect against forgery; keys do.
 
 The first 24 bytes stay what they are in every version, so that a sentence can name another version.
 """

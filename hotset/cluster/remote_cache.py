@@ -224,7 +224,7 @@ class RemoteCache:
         return self._cache
 
     def _keeps(self, store: Store, count: int) -> bool:
-        """Whether to keep so many records that other machines sent: in memory that is left over.
+        """Whether to keep this many records that other machines sent: in memory that is left over.
 
         What this machine owns, and lacks, comes first.
         """

@@ -4,7 +4,7 @@ A record goes out with its row and its lines as they are. It comes in by way of 
 anew, as it gets another row, other lines, and so another checksum.
 
 A client that asks with a claim has to read what is absent, alone in the whole cluster. So the service claims
-the sample in the store on the client's behalf: other machines are told that it is promised, and processes of
+the sample in the store on the client's behalf: other machines are told that it is pending, and processes of
 this machine wait for it as they would for each other. A client may die, so its claim is a lease: after
 `LEASE` seconds the next client that asks gets it.
 """
@@ -242,7 +242,7 @@ class StoreServices(Mapping[bytes, StoreService]):
             self._retired.append(self._services.pop(fingerprint))
 
     def retire(self) -> None:
-        """Serve none of them any more. Another thread may be in the midst of one, so none is closed yet."""
+        """Serve none of them any more. Another thread may be using one, so none is closed yet."""
         self._retired += self._services.values()
         self._services = {}
 

@@ -2,7 +2,7 @@
 
 A pass begins when its first batch is wanted, not when the last batch of the pass before was taken: the
 model's draws of that step come before the sampler's. A sampler that deals or shuffles by epoch
-(``set_epoch``) is told of each new pass here, as the user's loop does not see where passes begin.
+(``set_epoch``) gets the number of each new pass here, as the user's loop does not see where passes begin.
 
 Where all samples are resident on the device, what is drawn is not batches but rows, all that a call wants at
 once: one upload for many steps.
@@ -146,12 +146,12 @@ class BatchCycle:
 
     def _begin_pass(self) -> None:
         dealer = _dealer(self.queue.loader)
-        # A pass that goes on from a state was told its epoch when it began.
+        # A pass that continues from a state was given its epoch when it began.
         if self._passes and not self._taken and dealer is not None:
             epoch = getattr(dealer, "epoch", None)
             if epoch is None:
                 dealer.set_epoch(self._passes)
-            elif epoch == self._dealt or self._dealt is None:  # else the user has told it
+            elif epoch == self._dealt or self._dealt is None:  # else the user has set it
                 dealer.set_epoch(epoch + 1)
         self._pass = iter(self.queue)
         self._dealt = getattr(dealer, "epoch", None)
@@ -182,7 +182,7 @@ class BatchCycle:
         """Go on from where that state was taken.
 
         Raises:
-            StateError: it is no such state, or the loader cannot go on from it.
+            StateError: it is not such a state, or the loader cannot continue from it.
         """
         try:
             passes, taken, loader = int(state["passes"]), int(state["taken"]), state["loader"]

@@ -63,7 +63,7 @@ def parse_resident(resident: int | str | None, device: torch.device) -> int | No
     """Bytes of a device's memory; a percentage is of what is free there now.
 
     Raises:
-        ArgumentError, QuantityError: it is no amount of memory, or none at all.
+        ArgumentError, QuantityError: it is not an amount of memory, or is zero.
     """
     if resident is None:
         return None

@@ -132,7 +132,7 @@ class Sink:
         self._cycle = BatchCycle(self.queue, own=self.queue is not loader)
         self._graphs = graphs_on(self.queue.device) if graph is not False else None
         self._step = self._current = Step(lambda batch: call(fn, batch), fn, self._graphs)
-        # By a weak reference: samples that were let go of must not take the device's memory for longer.
+        # A weak reference, so that samples that were released do not keep the device's memory.
         self._resident: tuple[weakref.ref[torch.Tensor], Step] | None = None
         self._told = False
 
@@ -248,7 +248,7 @@ class Sink:
         """Go on from where the sink that gave this state stood.
 
         Raises:
-            StateError: it is no such state, or the loader cannot go on from it.
+            StateError: it is not such a state, or the loader cannot continue from it.
         """
         try:
             steps = int(state["steps"])

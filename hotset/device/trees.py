@@ -50,7 +50,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def others(batch: Any) -> list[tuple[str, Any]]:
-    """What of a batch is no tensor, each with its place."""
+    """The values of a batch that are not tensors, each with its place."""
     return [(place, leaf) for place, leaf in _leaves(batch, "") if not isinstance(leaf, torch.Tensor)]
 
 

@@ -18,8 +18,8 @@ def main() -> int:
     parser.add_argument("--log-level", choices=LEVELS, required=True)
     parser.add_argument("--spill")
     parser.add_argument("--log-file", action="store_true", help="standard error is the log file")
-    told = parser.parse_args()
-    return serve(Options(told.host, told.port, told.memory, told.spill, told.log_level, told.log_file))
+    given = parser.parse_args()
+    return serve(Options(given.host, given.port, given.memory, given.spill, given.log_level, given.log_file))
 
 
 if __name__ == "__main__":

@@ -90,14 +90,14 @@ class _Sessions(Collector):
         yield _gauge("hotset_server_memory_limit_bytes", "Memory that they may take together.", limit)
         yield _gauge("hotset_sessions", "Sessions of this user on this machine.", len(found))
 
-        told = found[:_MOST_SESSIONS]
+        shown = found[:_MOST_SESSIONS]
         for name, text, read in _OF_SESSION:
             gauge = GaugeMetricFamily(f"hotset_session_{name}", text, labels=["session"])
-            for report in told:
+            for report in shown:
                 gauge.add_metric([report.session.name], float(read(report)))
             yield gauge
 
-        caches = [(report.session.name, cache) for report in told for cache in report.caches][:_MOST_CACHES]
+        caches = [(report.session.name, cache) for report in shown for cache in report.caches][:_MOST_CACHES]
         labels = ["session", "cache"]
         info = GaugeMetricFamily("hotset_cache_info", "Class of its dataset.", labels=[*labels, "dataset"])
         for session, cache in caches:
@@ -113,13 +113,13 @@ class _Sessions(Collector):
             for session, cache in caches:
                 counter.add_metric([session, str(cache.id)], float(of_cache(cache)))
             yield counter
-        yield from _machines(told)
+        yield from _machines(shown)
 
 
-def _machines(told: list[SessionReport]) -> Iterator[Metric]:
+def _machines(shown: list[SessionReport]) -> Iterator[Metric]:
     found = [
         (report.session.name, printable(member.name), traffic)
-        for report in told
+        for report in shown
         for member, traffic in machines_of(report.session.number)
         if traffic is not None
     ][:_MOST_MACHINES]

@@ -5,7 +5,7 @@
                                                 127.0.0.1 (DNS rebinding), sends its own name here
 ``Origin`` is not the same as ``Host``    403   a page of another site
 changes something, without the token      401   any program of another user on this machine
-anything but the page, not on loopback,   401   anybody on the network
+anything but the page, not on loopback,   401   others on the network
 without the token
 more than 64 KiB of body                  413
 ========================================  ====  ========================================================
@@ -141,7 +141,7 @@ async def _read(receive: Receive) -> bytes | None:
     """Read the whole body; None if it is too long.
 
     Raises:
-        ClientDisconnect: there is no whole one.
+        ClientDisconnect: it has not come whole.
     """
     body = b""
     while True:

@@ -30,7 +30,7 @@ def collect() -> list[str]:
     Raises:
         FolderError: the runtime folder is not safely this user's own.
     """
-    told = []
+    sentences = []
     folder = open_folder()
     try:
         before = set(os.listdir(folder))
@@ -50,5 +50,5 @@ def collect() -> list[str]:
         os.close(folder)
     for file in sorted(before - after):
         if found := _FILE.fullmatch(file):
-            told.append(f"Removed {file}: the server on port {found[1]} has ended.")
-    return told
+            sentences.append(f"Removed {file}: the server on port {found[1]} has ended.")
+    return sentences

@@ -333,7 +333,9 @@ def address_of(entry: Entry) -> Address:
         SegmentError: no process within reach has it open.
     """
     if entry.at is None:
-        raise SegmentError(f"the memory of {entry.name!r} is out of reach: nobody here has it open any more.")
+        raise SegmentError(
+            f"the memory of {entry.name!r} is out of reach: no process here has it open any more."
+        )
     return Address(*entry.at, entry.inode, bytes.fromhex(entry.nonce))
 
 

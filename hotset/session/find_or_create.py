@@ -145,13 +145,13 @@ def find_or_create_in_job(
 ) -> Shared[S]:
     """Return what another rank of this job has created for ``key`` here; if none has, create and list it.
 
-    A process that is no rank always creates its own. What one rank asks for twice is shared as well.
+    A process that is not a rank always creates its own. A rank that asks twice shares its own cache, too.
 
     Args:
         key: what is in it, all of it: two processes with one key must want the same. Any length.
         name: a label for people.
-        create: creates it, or returns None if that cannot be done: then the next rank tries. Nobody else in
-            the job creates for this key meanwhile.
+        create: creates it, or returns None if that cannot be done: then the next rank tries. No other process
+            of the job creates for this key meanwhile.
         attach: attaches to one that lives.
 
     Returns:
@@ -177,7 +177,7 @@ class _JobCaches(Generic[S]):
         self._key, self._name = _digest(key), name
         self._create, self._attach = create, attach
         self._why = ""
-        # A process that is no rank shares with nobody, and waits for nobody.
+        # A process that is not a rank shares with no other, and waits for no other.
         launchers = self._job.launchers if self._job.takes else ()
         self.lock_names = [_digest(launcher, self._key) for launcher in launchers]
 
@@ -273,7 +273,7 @@ def find_or_create_in_session(
         session: which.
         key: what is in the cache, all of it: two jobs with one key must want the same. Any length.
         name: a label for people.
-        create: creates it where it is told, or returns None if that cannot be done.
+        create: creates it at the given location, or returns None if that cannot be done.
         attach: attaches to one that is there. What it refuses is somebody else's.
 
     Returns:
@@ -448,14 +448,14 @@ def _use(session: Session, file: str) -> SessionCacheHandle:
 
 
 def attach_again(address: Any, attach: Callable[[Any], S]) -> S:
-    """Attach to a cache where it was when its address was sent, or to whoever has its memory open by now.
+    """Attach to a cache where it was when its address was sent, or through a process that has it open now.
 
     Args:
         address: an :class:`Address`, or the path of a session's.
         attach: takes that.
 
     Raises:
-        OSError: what ``attach`` raises, if nobody within reach has.
+        OSError: what ``attach`` raises, if no process within reach has it open.
     """
     try:
         return attach(address)

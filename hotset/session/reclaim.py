@@ -147,14 +147,14 @@ def pin(session: Session, which: str | int, pinned: bool = True) -> str:
 
 def said_of(session: str, dropped: list[Dropped]) -> str:
     """Return the sentence that tells the user; empty if nothing was dropped."""
-    told = [each for each in dropped if each.bytes]
-    if not told:
+    freed = [each for each in dropped if each.bytes]
+    if not freed:
         return ""
     names = ", ".join(
-        f"{each.name} ({format_bytes(each.bytes)}, used last {_ago(each.idle)})" for each in told[:5]
+        f"{each.name} ({format_bytes(each.bytes)}, used last {_ago(each.idle)})" for each in freed[:5]
     )
-    more = f" and {len(told) - 5} more" if len(told) > 5 else ""
-    what = "an unused cache" if len(told) == 1 else "unused caches"
+    more = f" and {len(freed) - 5} more" if len(freed) > 5 else ""
+    what = "an unused cache" if len(freed) == 1 else "unused caches"
     return (
         f"session {session!r} was full, so {what} made room: {names}{more}. `hotset session pin` keeps a "
         "cache, and `hotset session resize` gives the session more memory."

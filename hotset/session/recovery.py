@@ -1,7 +1,7 @@
-"""Recovery: what processes leave behind that die while they change a session, and how it is repaired.
+"""Recovery: what a process leaves behind that dies while it changes a session, and how it is repaired.
 
-It does no harm except that it takes room. ``hotset gc``, and a server when it starts, look through the
-runtime folder and all known spill folders:
+What it leaves takes room, and does no other harm. ``hotset gc``, and a server when it starts, look through
+the runtime folder and all known spill folders:
 
 ======================================  ==============================================================
 found                                   repair
@@ -18,8 +18,8 @@ a definition without a session          removed: it does not say what session th
 ``.new``, and 32 digits for a name      removed: the process that was making it has died
 ======================================  ==============================================================
 
-A quota without caches and a cache without jobs are as they should be: sessions outlive both. A file that a
-living process is creating looks like one that a dead process has left, so the other files stay for a minute.
+A quota without caches and a cache without jobs are valid: sessions outlive both. A file that a living process
+is creating looks like one that a dead process has left, so the other files stay for a minute.
 """
 
 from __future__ import annotations
@@ -72,27 +72,29 @@ def recover() -> list[str]:
     Raises:
         FolderError: the runtime folder is not safely this user's own.
     """
-    told = _destroy_half_destroyed()
+    sentences = _destroy_half_destroyed()
     with one_at_a_time(), runtime() as folder:
         alive = {session.number: session for session in sessions()}
-        for session in alive.values():  # its server may have begun after it was made again
+        for session in alive.values():  # its server may have started after it was created again
             servers.enter(folder, session.server, session.number)
-        told += _recover_runtime(folder, alive)
+        sentences += _recover_runtime(folder, alive)
         for spill in known_folders():
-            told += _recover_spilled(spill, alive, folder)
-    told += expire()
-    return told
+            sentences += _recover_spilled(spill, alive, folder)
+    sentences += expire()
+    return sentences
 
 
 def _destroy_half_destroyed() -> list[str]:
-    told = []
+    sentences = []
     with one_at_a_time(), runtime() as folder:
         half = [session for session in sessions() if _has_ended(folder, session)]
     for session in half:  # by a process that died over it
         with contextlib.suppress(SessionError):
             destroy(session)
-            told.append(f"Destroyed session {session.name!r}: the process that was destroying it has died.")
-    return told
+            sentences.append(
+                f"Destroyed session {session.name!r}: the process that was destroying it has died."
+            )
+    return sentences
 
 
 def _has_ended(folder: int, session: Session) -> bool:
@@ -102,29 +104,29 @@ def _has_ended(folder: int, session: Session) -> bool:
 
 
 def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
-    """Remove damaged quotas, caches without a session, and what was being made."""
+    """Remove damaged quotas, caches without a session, and unfinished files."""
     files = sorted(os.listdir(folder))
     damaged = {int(found[1]) for file in files if (found := QUOTA.fullmatch(file))} - alive.keys()
     used = {number for number in damaged if _is_used(folder, f"{number}.session")}
-    told = []
+    sentences = []
     for file in files:
         cache, quota = CACHE.fullmatch(file), QUOTA.fullmatch(file)
         if quota and int(quota[1]) in damaged - used:
             unlink(folder, file)
-            told.append(f"Removed {file}: it is damaged, or of another version, and no process uses it.")
+            sentences.append(f"Removed {file}: it is damaged, or of another version, and no process uses it.")
         elif cache and int(cache[1]) not in alive.keys() | used:
             remove_cache(folder, file)
-            told.append(f"Removed {file}: its session is gone.")
+            sentences.append(f"Removed {file}: its session is gone.")
         elif (shared := SHARED.fullmatch(file)) and int(shared[1]) not in alive:
             unlink(folder, file)
         elif _UNFINISHED.fullmatch(file) and _is_old(folder, file):
             unlink(folder, file)
-            told.append(f"Removed {file}: the process that was making it has died.")
-    return told
+            sentences.append(f"Removed {file}: the process that was making it has died.")
+    return sentences
 
 
 def _is_used(folder: int, file: str) -> bool:
-    """Whether a process uses the session of this quota, or the file is not ours to remove."""
+    """Whether a process uses the session of this quota, or the file is not safely this user's own."""
     try:
         fd = open_at(folder, file)
     except OSError:
@@ -137,7 +139,7 @@ def _is_used(folder: int, file: str) -> bool:
 
 def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list[str]:
     """Remove spill files without a session, and those whose cache is gone and that do not persist."""
-    told = []
+    sentences = []
     caches = set(os.listdir(folder))
     place = open_spill(spill)
     try:
@@ -151,18 +153,18 @@ def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list
                 )
                 if not kept and _is_old(place, file):
                     unlink(place, file)
-                    told.append(f"Removed {file} in {spill}: its cache is gone.")
+                    sentences.append(f"Removed {file} in {spill}: its cache is gone.")
             elif DEFINITION.fullmatch(file) and not is_there(folder, file.removesuffix(".json")):
                 # It was not made again from that, so it cannot be.
                 if _is_old(place, file):
                     unlink(place, file)
-                    told.append(f"Removed {file} in {spill}: it does not define a session.")
+                    sentences.append(f"Removed {file} in {spill}: it does not define a session.")
             elif (_UNFINISHED.fullmatch(file) or _NAMELESS.fullmatch(file)) and _is_old(place, file):
                 unlink(place, file)
-                told.append(f"Removed {file} in {spill}: the process that was making it has died.")
+                sentences.append(f"Removed {file} in {spill}: the process that was making it has died.")
     finally:
         os.close(place)
-    return told
+    return sentences
 
 
 def _is_old(folder: int, file: str) -> bool:

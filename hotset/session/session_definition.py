@@ -13,7 +13,7 @@ records, and a process that lists the sessions creates missing quotas from it:
 
 The definition is written first and removed first. A process that dies in between leaves a session that comes
 back whole, or does not come back, and never one that a reboot brings back half destroyed. Creating and
-restoring take turns (:mod:`hotset.session.named_lock`), so that no process restores what another creates.
+restoring exclude each other (:mod:`hotset.session.named_lock`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Session:
 
 @contextlib.contextmanager
 def open_quota(session: Session) -> Iterator[Quota]:
-    """Have a session's quota open.
+    """Open a session's quota for a block.
 
     Raises:
         SessionError: it is gone.
@@ -101,7 +101,7 @@ def open_quota(session: Session) -> Iterator[Quota]:
 
 @contextlib.contextmanager
 def quota_in(folder: int, file: str) -> Iterator[Quota]:
-    """Have a session's quota open, and above it the server's, if there is one.
+    """Open a session's quota for a block, under the server's, if there is one.
 
     Args and errors are those of :func:`attach_quota`.
     """
@@ -133,7 +133,7 @@ def attach_quota(folder: int, file: str) -> Quota:
 
 
 def session_of(quota: Quota) -> Session:
-    """Return the session that a quota is of.
+    """Return the session whose quota this is.
 
     Raises:
         SessionError: the quota's head does not say.
@@ -148,7 +148,7 @@ def session_of(quota: Quota) -> Session:
 
 
 def set_memory(quota: Quota, session: Session) -> None:
-    """Have a session's caches hold what ``session.memory`` says from now on, and after a reboot.
+    """Set what a session's caches may hold to ``session.memory``, also after a reboot.
 
     Raises:
         SessionError: nothing can be written to its spill folder.
@@ -163,9 +163,9 @@ def write_down(folder: int, session: Session) -> None:
 
     Raises:
         SessionError: nothing can be written to its spill folder, or the names are too long.
-        OSError: the quota cannot be made.
+        OSError: the quota cannot be created.
     """
-    # Or whoever looks in between would make it again from its definition.
+    # Without the lock a process that lists sessions now would create it again from its definition.
     with NamedLocks([_RESTORING], _RESTORING_SECONDS):
         if session.persist:
             _define(session)
@@ -193,7 +193,7 @@ def restore(folder: int) -> None:
                         contextlib.suppress(OSError, ValueError, TypeError, HotsetError),
                         NamedLocks([_RESTORING], _RESTORING_SECONDS) as mine,
                     ):
-                        # Another process may have done it while this one waited for its turn.
+                        # Another process may have done it while this one waited for the lock.
                         if mine and not is_there(folder, _quota_file_of(file)):
                             _restore_one(folder, place, file, spill)
         finally:

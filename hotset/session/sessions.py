@@ -232,7 +232,7 @@ def expire() -> list[str]:
     Raises:
         FolderError: the runtime folder is not safely this user's own.
     """
-    told = []
+    sentences = []
     for session in sessions():
         if session.ttl is None:
             continue
@@ -244,11 +244,11 @@ def expire() -> list[str]:
                 idle = time.time() - quota.last_used
             if idle > session.ttl:
                 freed = destroy(session)
-                told.append(
+                sentences.append(
                     f"Destroyed session {session.name!r}, unused for {idle:.0f} s: "
                     f"{format_bytes(freed)} freed."
                 )
-    return told
+    return sentences
 
 
 def one_at_a_time() -> NamedLocks:

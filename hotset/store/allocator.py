@@ -165,7 +165,7 @@ class Allocator:
             return held
 
     def _affords(self, size: int) -> bool:
-        """Whether so much more may be touched, as far as the machine goes."""
+        """Whether the machine has this many bytes more to touch."""
         if self.is_full:
             return False
         with self._participant.one_thread:

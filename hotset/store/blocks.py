@@ -3,7 +3,7 @@
 Copying a batch costs a fraction of what the page faults of fresh memory cost (25 GB/s against 1.3 GB/s
 measured), so a loader lives on a few blocks that stay mapped, and, last in first out, in the processor's
 cache. A block is lent as a ctypes array over the pool's mapping; tensors are made over that array. The array
-dies with the last tensor, slice, numpy view or storage that refers to it, whoever holds that, and a weak
+dies with the last tensor, slice, numpy view or storage that refers to it, and a weak
 reference's callback then puts the block's reference on a list of those that came back.
 
 That callback runs in any thread, inside the allocation or collection that dropped the last view. So it takes

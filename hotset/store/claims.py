@@ -91,7 +91,7 @@ class Participant:
 
     @property
     def row(self) -> Words:
-        """This process's slot in shared memory: extents and counters, written by nobody else."""
+        """This process's slot in shared memory: extents and counters, which no other process writes."""
         slot = self.slot
         return self.segment.slots[slot] if slot >= 0 else _no_slot()
 

@@ -224,7 +224,7 @@ class Gather:
 
         Args:
             ids: sample numbers.
-            memory: gives memory for that many bytes, or None if it has not so much.
+            memory: returns memory for that many bytes, or None if there is not enough.
             received: records that the store lacks; the caller leaves them as they are until the copy was run.
 
         Returns:

@@ -8,7 +8,7 @@ ends when the last descriptor of that description closes, so also on ``kill -9``
 - ``flock`` covers a whole file, and this system wants thousands of locks in one;
 - semaphores and mutexes in shared memory are not released by a death (robust ones need compiled code).
 
-Who excludes whom follows from "belongs to a description":
+Which locks exclude each other follows from "belongs to a description":
 
 ====================================================  =====================================================
 two descriptions, in one process or in two            exclude each other
@@ -106,7 +106,7 @@ def can_reopen() -> bool:
 def try_lock(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
     """Lock ``byte`` for the description of ``fd``; False if another one's lock is in the way.
 
-    With ``length`` it is so many bytes from there on, and with ``length=0`` all of them.
+    With ``length`` it is that many bytes from there on, and with ``length=0`` all of them.
 
     Never waits. A shared lock goes together with other shared locks (``fd`` must be readable), an
     exclusive one with none (``fd`` must be writable). A description that holds the byte already is told
@@ -131,7 +131,7 @@ def unlock(fd: int, byte: int) -> None:
 def is_locked(fd: int, byte: int) -> bool:
     """Whether *another* description holds ``byte``, shared or exclusive. Own locks do not count.
 
-    The answer may be out of date when it arrives; to act on "nobody has it", take it with :func:`try_lock`.
+    The answer may be out of date when it arrives; to act on "it is free", take it with :func:`try_lock`.
     """
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
@@ -147,7 +147,7 @@ def lock(fd: int, byte: int, timeout: float) -> bool:
     """Lock ``byte`` exclusively, waiting up to ``timeout`` seconds; False if it was still taken then.
 
     It tries at least once, also with a timeout of zero, and once more when the time is over. Waiters are
-    not served in order: whoever tries first after the release gets it.
+    not served in order: the process that tries first after the release gets the lock.
 
     Raises:
         OSError: as :func:`try_lock`.

@@ -283,5 +283,5 @@ class Slots:
             counters[Slot.STORED_BYTES] += self.store.schema.stride + prepared.tail_lines * fmt.LINE
 
     def close(self) -> None:
-        """Detach. What was read stays valid: it is no part of the segment."""
+        """Detach. What was read stays valid: it is not part of the segment."""
         self.store.close()

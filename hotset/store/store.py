@@ -463,7 +463,7 @@ class Store:
         return self._clearing.clear(timeout)
 
     def close(self) -> None:
-        """Detach. What was read stays valid: it is no part of the segment."""
+        """Detach. What was read stays valid: it is not part of the segment."""
         if self.spill is not None:
             self.spill.close()
         self.participant.leave()
@@ -489,7 +489,7 @@ class Clearing:
         self._spill = spill
 
     def clear(self, timeout: float) -> bool:
-        """Forget every sample; False if some process did not finish writing within so many seconds."""
+        """Forget every sample; False if a process did not finish writing within this many seconds."""
         deadline = time.monotonic() + timeout
         while True:
             with self._participant.short_lock() as held:
