@@ -30,7 +30,7 @@ from pathlib import Path
 
 from hotset.errors import ArgumentError, FolderError
 
-__all__ = ["KNOB", "is_named", "open_at", "open_file", "open_folder", "open_private", "runtime_folder"]
+__all__ = ["KNOB", "is_named", "open_at", "open_folder", "open_private", "runtime_folder"]
 
 KNOB = "HOTSET_RUNTIME_DIR"
 
@@ -77,19 +77,6 @@ def open_private(path: Path) -> int:
         os.close(fd)
         raise _refusal(path, why)
     return fd
-
-
-def open_file(name: str, *, create: bool = False) -> int:
-    """Open a file of the runtime folder; see :func:`open_at`.
-
-    Raises:
-        FolderError: as :func:`runtime_folder` and :func:`open_at`.
-    """
-    folder = open_folder()
-    try:
-        return open_at(folder, name, create=create)
-    finally:
-        os.close(folder)
 
 
 def open_at(folder: int, name: str, *, create: bool = False) -> int:

@@ -13,7 +13,8 @@ import pytest
 
 from hotset.errors import ArgumentError, FolderError
 from hotset.session import runtime_dir as module
-from hotset.session.runtime_dir import open_at, open_file, open_folder, runtime_folder
+from hotset.session.file_names import runtime
+from hotset.session.runtime_dir import open_at, open_folder, runtime_folder
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
@@ -29,6 +30,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def folder(place: Path) -> Path:
     return runtime_folder()
+
+
+def open_file(name: str, *, create: bool = False) -> int:
+    """Open a file of the runtime folder."""
+    with runtime() as opened:
+        return open_at(opened, name, create=create)
 
 
 def descriptors() -> int:
