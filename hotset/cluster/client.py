@@ -328,19 +328,19 @@ class Peer:
         self.traffic.failures += 1
         self.traffic.why = why
         self._rest.begin()
-        self._tell(f"{self.name} ({self.endpoint}) {why}")
+        self._warn(f"{self.name} ({self.endpoint}) {why}")
 
     def wrong(self, count: int) -> None:
         """Note records that were damaged, or another sample's."""
         self.traffic.unsound += count
-        self._tell(f"{self.name} ({self.endpoint}) has sent {count} records whose checksums do not fit")
+        self._warn(f"{self.name} ({self.endpoint}) has sent {count} records whose checksums do not fit")
 
     def refuses(self, status: Status, cache: CacheIdentity) -> None:
         """Note that it has answered, though not with records of this cache."""
         self.traffic.refused += 1
         if status is not Status.BUSY:
             self._rest_of[cache.fingerprint].begin()
-            self._tell(f"{self.name} ({self.endpoint}) {status.sentence}")
+            self._warn(f"{self.name} ({self.endpoint}) {status.sentence}")
 
     def well(self, seconds: float, cache: CacheIdentity) -> None:
         """Note that it has answered."""
@@ -349,7 +349,7 @@ class Peer:
         self.traffic.answers += 1
         self.traffic.seconds += seconds
 
-    def _tell(self, sentence: str) -> None:
+    def _warn(self, sentence: str) -> None:
         if not self._is_told:
             self._is_told = True
             self.peers.warn(

@@ -373,13 +373,7 @@ def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> No
             source may differ. So that cache is left unchanged, and not used here.
     """
     store, handle = shared.value, shared.handle
-    if (
-        result is None
-        or store is None
-        or handle is None
-        or store.invalidated
-        or not result.plan.audited
-    ):
+    if result is None or store is None or handle is None or store.invalidated or not result.plan.audited:
         return
     if result.plan.window is not None or set(this_job().offers) & set(store.segment.metadata.get("job", ())):
         return

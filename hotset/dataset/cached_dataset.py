@@ -298,7 +298,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         self._epoch = epoch
         if current.window is not None:
             current.window.announce(epoch, current.access.ring, current.access.warn)
-            current.access.tell_of_machines()
+            current.access.warn_of_machines()
         # If the chain was cut, samples are read from a copy of the dataset.
         for dataset in {id(known): known for known in (self._dataset, current.source.dataset)}.values():
             if hasattr(dataset, "set_epoch"):

@@ -161,7 +161,7 @@ class SampleAccess:
             stored = np.array([i for i, sample in enumerate(numbers) if sample not in uncached], int)
             drawing = store.index.drawing(ids[stored])
             if known and drawing.sum() > store.filler.drawing - before:
-                self.tell_of_draws()  # some were known before, so it is not the first epoch
+                self.warn_of_draws()  # some were known before, so it is not the first epoch
             stored = stored[~drawing]
             hits = ids[stored]
             copies = store.read(hits) if len(hits) and store.present(hits).all() else None
@@ -223,7 +223,7 @@ class SampleAccess:
         uncached: dict[int, Any] = {}
         if self._remote is not None:
             brought = self._remote.bring(store, ids, read)
-            self.tell_of_machines()
+            self.warn_of_machines()
             records, uncached = brought.records, brought.read
             if brought.unkept:
                 self._warn_of_shortage(store)
@@ -305,7 +305,7 @@ class SampleAccess:
         """
         if self._window is not None:
             self._window.begin_next(self.ring, processes, context, self.warn)
-            self.tell_of_machines()
+            self.warn_of_machines()
 
     def prepare(self, processes: int, context: Any) -> None:
         """Have the window's next samples prepared, while an epoch continues here.
@@ -382,7 +382,7 @@ class SampleAccess:
 
     # ---- warnings -------------------------------------------------------------------------------------
 
-    def tell_of_machines(self) -> None:
+    def warn_of_machines(self) -> None:
         """Warn of problems with other machines."""
         if self._remote is not None:
             for sentence, machine in self._remote.troubles():
@@ -399,7 +399,7 @@ class SampleAccess:
         if why is not None and _first_to_warn(store):
             self.warn(f"{self._plan.name}: {why}.")
 
-    def tell_of_draws(self) -> None:
+    def warn_of_draws(self) -> None:
         """Warn, once in each job, which samples are known to draw random numbers."""
         store = self.store
         if store is None or store.segment.live[Live.DRAWS_TOLD] == self._job:

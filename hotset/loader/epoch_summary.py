@@ -73,7 +73,7 @@ class EpochSummary:
             self._seconds = time.perf_counter() - self._begin
             _log.info("%s", self)
             for cached in self._caches:
-                cached._access.tell_of_draws()
+                cached._access.warn_of_draws()
 
     def _tell(self) -> None:
         """Add the waiting to a counter that other processes read; not for each batch: that would be slow."""
