@@ -2,15 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONSTRAINTS := tests/constraints/pinned.txt
 
-.PHONY: demo test check bench gpu stress chaos clean
+.PHONY: demo test matrix check bench gpu stress chaos clean
 
-# torch comes first and by exact version: with it in place no other package pulls in another one.
+# torch comes first: with it in place no other package pulls in another one.
 # All of it is compiled at the end, on all cores; pip would do so on one. (Some files are no valid Python.)
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile torch==2.13.0
-	$(BIN)/pip install --quiet --no-compile -e '.[test]'
+	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) torch
+	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[test]'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	touch $@
 
@@ -24,8 +25,14 @@ demo: $(VENV)/.installed
 test: export PYTHONDONTWRITEBYTECODE =
 test: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/integrations
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integrations
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/integrations \
+		--junitxml $(VENV)/tests.xml
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integrations --junitxml $(VENV)/integrations.xml
+
+# The same tests with the oldest and the newest Python, torch and numpy that are promised, in .venv-matrix;
+# the interpreters are found by their names, or given: make matrix OLDEST=/path/to/python3.10.
+matrix:
+	$(PYTHON) tests/matrix.py oldest=$(OLDEST) newest=$(NEWEST)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -48,10 +55,10 @@ THOROUGH := tests/store tests/session/test_session_budgets.py tests/dataset/test
 	tests/determinism/test_fingerprint.py
 
 chaos: $(VENV)/.installed
-	$(BIN)/pip install --quiet -e '.[chaos]'
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[chaos]'
 	HOTSET_THOROUGH=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile $(THOROUGH)
 	$(BIN)/python -m pytest -q -m chaos
 	$(BIN)/python -m tests.chaos --kills 50 --seconds 600
 
 clean:
-	rm -rf $(VENV) build dist bench-out
+	rm -rf $(VENV) .venv-matrix build dist bench-out

@@ -32,6 +32,13 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
+def _shown(tensor: torch.Tensor) -> str:
+    try:
+        return str(tensor)
+    except RuntimeError:  # torch 2.6 shows no tensors of bits
+        return f"<{tensor.dtype}>"
+
+
 def _tensor_difference(a: torch.Tensor, b: torch.Tensor, where: str) -> str | None:
     for name in ("dtype", "shape", "layout", "device", "requires_grad"):
         if getattr(a, name) != getattr(b, name):
@@ -41,7 +48,7 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor, where: str) -> str | No
     if a.numel() and a.stride() != b.stride():
         return f"{where}: strides {a.stride()} are not {b.stride()}"
     if _tensor_bytes(a) != _tensor_bytes(b):
-        return f"{where}: values {a} are not {b}"
+        return f"{where}: values {_shown(a)} are not {_shown(b)}"
     if type(a) is not torch.Tensor:
         return difference(vars(a), vars(b), f"{where}.__dict__")
     return None

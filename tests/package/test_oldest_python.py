@@ -7,12 +7,12 @@ are imported, which is where newer features fail. Without another Python, this o
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from matrix import pythons
 
 import hotset
 
@@ -21,39 +21,13 @@ SCRIPT = Path(__file__).parents[1] / "import_all.py"
 PROMISED = (3, 10)
 
 
-def pythons() -> dict[tuple[int, int], str]:
-    """The installed interpreters from the promised version on: of each version the first that runs."""
-    folders = os.environ.get("PATH", "").split(os.pathsep)
-    home = os.path.expanduser("~")
-    folders += glob.glob(f"{os.environ.get('PYENV_ROOT', home + '/.pyenv')}/versions/*/bin")
-    folders += glob.glob(f"{home}/.local/share/uv/python/*/bin")
-    found = {sys.version_info[:2]: sys.executable}
-    for folder in folders:
-        for path in glob.glob(f"{glob.escape(folder)}/python3.[0-9]*"):
-            name = re.fullmatch(r"python3\.(\d+)", os.path.basename(path))
-            version = (3, int(name[1])) if name else (0, 0)
-            if version >= PROMISED and version not in found and _runs(path, version):
-                found[version] = path
-    return found
-
-
-def _runs(path: str, version: tuple[int, int]) -> bool:
-    """Whether it runs as the version in its name: pyenv's are scripts whose version may be missing."""
-    code = "import sys; print(*sys.version_info[:2])"
-    try:
-        done = subprocess.run([path, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
-    except OSError:
-        return False
-    return done.stdout.split() == [str(part) for part in version]
-
-
 def imported_by(python: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [python, "-I", "-S", str(SCRIPT), str(root)]
     return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
 def test_every_module_can_be_imported_by_the_oldest_python_here() -> None:
-    found = pythons()
+    found = pythons(PROMISED)
     done = imported_by(found[min(found)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.findall(r"(\d+) modules imported, 0 failures", done.stdout)[0]) > 150, done.stdout
