@@ -38,7 +38,7 @@ ENVIRONMENTS = {
 
 
 def pythons(oldest: tuple[int, int]) -> dict[tuple[int, int], str]:
-    """The installed interpreters from a version on: this one, and of each other version the first that runs."""
+    """The installed interpreters from a version on: this one, and of each other the first that runs."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     home = os.path.expanduser("~")
     folders += glob.glob(f"{os.environ.get('PYENV_ROOT', home + '/.pyenv')}/versions/*/bin")
