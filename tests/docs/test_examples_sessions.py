@@ -161,6 +161,7 @@ def test_the_quick_start_writes_and_reads_the_binary_format(
         assert -1 <= scaled.min() < scaled.max() <= 0
 
 
+@pytest.mark.chaos
 def test_evaluation_is_cached_after_its_last_transform(place: Place) -> None:
     said = place.run(EXAMPLES / "evaluation_session.sh", *SMALL_EVALUATION.split())
     assert re.findall(r"^(cached|live) +(\w+)", said, re.MULTILINE) == [

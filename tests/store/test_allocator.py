@@ -505,6 +505,7 @@ def test_a_control_group_too_small_for_the_data_kills_nobody() -> None:
         assert group.name in why
 
 
+@pytest.mark.chaos
 def test_a_control_group_too_small_for_the_data_and_a_large_index_kills_nobody() -> None:
     """The index of 20 million samples is 160 MB, which random indices touch everywhere."""
     with control_group(512 * MIB + TORCHS_OWN) as group:
