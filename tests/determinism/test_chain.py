@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import pickle
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from helpers import seed_everything
 from library_tables import apart, copied, need, neg, noise, seed, sure, world
+from packaging.version import Version
 
 import hotset
 from hotset.determinism.chain import cut, leaves
@@ -160,6 +162,8 @@ def run(steps: list[Any], sample: Any) -> Any:
 def test_the_two_halves_of_any_cut_are_the_chain(name: str) -> None:
     library, make, count = CHAINS[name]
     given, samples = world(library)
+    if name == "monai lists" and Version(version("monai")) < Version("1.6"):
+        count = 1  # kept whole
 
     def fresh() -> Any:
         chain = make(given)

@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 from unittest.mock import ANY
 
@@ -32,6 +33,7 @@ from library_tables import (
     positive,
     sure,
 )
+from packaging.version import Version
 
 import hotset
 from hotset.determinism.chain import leaves
@@ -107,13 +109,11 @@ def test_transforms_that_draw_unused_numbers_are_judged_deterministic_but_drawin
             return f"called {verdict}"
         if not applicable(apply):
             return None
-        return (
-            "is random"
-            if outputs_differ(apply)
-            else None
-            if generators_move(step, apply)
-            else "draws nothing"
-        )
+        if outputs_differ(apply):
+            return "is random"
+        # Before 0.9, kornia does not draw for what is never applied; to call it drawing is only cautious.
+        cautious = library == "kornia" and Version(version("kornia")) < Version("0.9")
+        return None if cautious or generators_move(step, apply) else "draws nothing"
 
     assert wrong("IDLE", library, judged) == []
 

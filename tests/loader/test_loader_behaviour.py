@@ -297,7 +297,8 @@ def test_pin_memory_is_as_in_torch(workers: int) -> None:
         expected, warned = run(DataLoader(Samples(mapping, N), **options))
         for _ in range(2):
             batches, ours = run(hotset.DataLoader(cached, **options))
-            assert ours == warned
+            # torch 2.6 does not warn that nothing is pinned; hotset does.
+            assert ours == warned or (not warned and all("no accelerator" in one for one in ours))
             assert [b["image"].is_pinned() for b in batches] == [b["image"].is_pinned() for b in expected]
             equal_batches(batches, expected)
 

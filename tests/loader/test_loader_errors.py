@@ -132,7 +132,7 @@ def test_samples_before_a_broken_one_draw_as_in_torch(workers: int, tmp_path: Pa
 def test_timeout_without_workers_is_refused_as_in_torch() -> None:
     with hotset.cache(Samples(image_and_label, 10)) as cached:
         for loader in (DataLoader(cached, timeout=5), hotset.DataLoader(cached, timeout=5)):
-            with pytest.raises(AssertionError, match="timeout"):
+            with pytest.raises(AssertionError):
                 iter(loader)
 
 

@@ -9,6 +9,8 @@ A Compose is cut into shallow copies of itself with fewer children. So ``map_ite
 ones would seed the children's generators anew. For the same reason a copy's ``set_random_state`` is that of
 the whole: a child's seed depends on how many children come before it.
 
+A Compose around one without ``map_items`` is kept whole in MONAI before 1.6.
+
 With lazy resampling, neighbours that are lazy are resampled together, once: they stay together as one leaf.
 """
 
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +41,7 @@ _ONLY_GATED = ("RandFlip", "RandFlipd")
 
 def opened(container: Any) -> tuple[Any, ...] | None:
     """The children of a Compose; children that are resampled together are one Compose among them."""
-    if not _is_compose(container):
+    if not _is_compose(container) or _maps_over_a_nested_list(container):
         return None
     groups: list[tuple[Any, ...]] = []
     for lazy, children in itertools.groupby(
@@ -140,6 +144,20 @@ def _with(container: Any, children: Iterable[Any]) -> Any:
     half.transforms = tuple(children)
     half.set_random_state = container.set_random_state
     return half
+
+
+def _maps_over_a_nested_list(container: Any) -> bool:
+    """Whether a Compose cut within one of its children would map that child over a list meant for it whole.
+
+    Before MONAI 1.6 a Compose with ``map_items`` maps also a nested Compose without it. The whole chain hands
+    that one an item; the second half of a cut would hand it the items of the list that the first half made.
+    """
+    if not container.map_items or not any(
+        _is_compose(child) and not child.map_items for child in container.transforms
+    ):
+        return False
+    version = re.match(r"(\d+)\.(\d+)", str(sys.modules["monai"].__version__))
+    return version is not None and (int(version[1]), int(version[2])) < (1, 6)
 
 
 def _is_lazy(child: Any, lazy: bool | None) -> bool:
