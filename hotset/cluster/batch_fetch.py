@@ -32,6 +32,7 @@ from hotset.cluster.membership import PATIENCE, Owned
 from hotset.cluster.protocol import LARGEST, MOST
 from hotset.cluster.wire_records import ABSENT, Bytes, CacheIdentity, Longs, WireRecords
 from hotset.store import irregular_records as forms
+from hotset.store.fill import Read
 from hotset.store.format import LINE, PRESENT, Slot
 from hotset.store.leaves import SchemaMismatch
 from hotset.store.record_batch import ReceivedRecords
@@ -39,9 +40,8 @@ from hotset.store.records import lay_out
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
-__all__ = ["BatchFetch", "Brought", "Read", "pack", "parts"]
+__all__ = ["BatchFetch", "Brought", "pack", "parts"]
 
-Read = Callable[[int], Any]
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
 # What is brought to others at once: they are written down while the next samples are read.

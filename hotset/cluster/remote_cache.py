@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.batch_fetch import BatchFetch, Brought, Read, parts
+from hotset.cluster.batch_fetch import BatchFetch, Brought, parts
 from hotset.cluster.client import Peer, Peers, PendingRequest
 from hotset.cluster.membership import PATIENCE
 from hotset.cluster.peer_stats import PeerStats
 from hotset.cluster.store_service import cache_of
 from hotset.cluster.wire_records import CacheIdentity, Longs
 from hotset.errors import SegmentError
+from hotset.store.fill import Read
 from hotset.store.format import PRESENT, Live
 from hotset.store.store import Store
 

@@ -20,7 +20,7 @@ that was seen to work in place gets copies. So the dataset does not change, howe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +161,43 @@ class Source:
 
         Each transform's output is copied if needed as well: it may come from a table in the transform.
         """
-        sample = owned(self.dataset[index], _warn_of_uncopied)
+        if not hasattr(self.dataset, "__getitems__"):
+            return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
+        (sample,) = self.read_many([index])
+        return sample
+
+    def read_many(self, indices: Sequence[int]) -> Iterator[Any]:
+        """As :meth:`read`, for several samples: with the dataset's ``__getitems__``, if it has one.
+
+        If that raises, each sample is read by itself, so that the exception comes at the sample that it is
+        about.
+
+        Raises:
+            ArgumentError: ``__getitems__`` returned more or fewer samples than it was asked for.
+        """
+        several = getattr(self.dataset, "__getitems__", None)
+        if several is None:
+            yield from map(self.read, indices)
+            return
+        try:
+            found = list(several(list(indices)))
+        except Exception:
+            if len(indices) == 1:
+                raise
+            for index in indices:
+                yield from self.read_many([index])
+            return
+        if len(found) != len(indices):
+            kind = type(self.dataset).__name__
+            raise ArgumentError(
+                f"{kind}.__getitems__ must return one sample for each index, got {len(found)} samples for "
+                f"{len(indices)} indices."
+            )
+        found.reverse()  # taken from the end, so that no list refers to a sample any more
+        while found:
+            yield self._transformed(owned(found.pop(), _warn_of_uncopied))
+
+    def _transformed(self, sample: Any) -> Any:
         for step in self.prefix:
             sample = owned(step(sample), _warn_of_uncopied)
         return sample

@@ -37,6 +37,7 @@ from hotset.determinism.draw_watch import DrawWatch
 from hotset.errors import SegmentError
 from hotset.session.job import this_job
 from hotset.store.claims import Ids
+from hotset.store.fill import Read
 from hotset.store.format import DESTROYED, PRESENT, Live, Slot
 from hotset.store.record_batch import ReceivedRecords
 from hotset.store.ring import Ring
@@ -185,23 +186,14 @@ class SampleAccess:
         Samples before it in the batch are used first, as without a cache: their live parts draw.
         """
 
-        def read(number: int) -> Any:
-            try:
-                return self._read(number)
-            except Exception as error:
-                failed[number] = error
-                raise
-
         try:
-            return self.fill(ids, read=read)
+            return self.fill(ids, read=_Noting(self._read, failed))
         except Exception:
             if not failed:
                 raise
             return {}
 
-    def fill(
-        self, ids: Ids, *, keep: bool = True, read: Callable[[int], Any] | None = None
-    ) -> dict[int, Any]:
+    def fill(self, ids: Ids, *, keep: bool = True, read: Read | None = None) -> dict[int, Any]:
         """Fill the cache with these samples, as far as there is room: see :meth:`Store.fill`.
 
         Samples that other machines own are requested from them.
@@ -213,7 +205,7 @@ class SampleAccess:
         return {**self.taken_apart(records), **uncached}
 
     def bring(
-        self, ids: Ids, *, keep: bool = True, read: Callable[[int], Any] | None = None
+        self, ids: Ids, *, keep: bool = True, read: Read | None = None
     ) -> tuple[list[ReceivedRecords], dict[int, Any]]:
         """As :meth:`fill`; the records that other machines sent are returned first, undecoded."""
         store, read = self.store, read or self._read
@@ -290,9 +282,10 @@ class SampleAccess:
         self.uncached += 1
         return self._read(sample)
 
-    def _read(self, number: int) -> Any:
-        """Read a sample from the source, up to the cut, by its sample id."""
-        return self._source.read(number) if self._window is None else self._window.read(number)
+    @property
+    def _read(self) -> Read:
+        """Reads samples from the source, up to the cut, by their sample ids."""
+        return _FromSource(self._source) if self._window is None else self._window.read
 
     # ---- a window in motion --------------------------------------------------------------------------
 
@@ -434,6 +427,39 @@ class SampleAccess:
 
 
 # ---- warnings about samples that stay uncached -------------------------------------------------------------
+
+
+class _FromSource:
+    """Reads samples whose ids are their indices in the dataset."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.many = source.read_many
+
+    def __call__(self, sample: int) -> Any:
+        return self._source.read(sample)
+
+
+class _Noting:
+    """Reads samples, and notes which one raised what."""
+
+    def __init__(self, read: Read, failed: dict[int, Exception]) -> None:
+        self._read = read
+        self._failed = failed
+
+    def __call__(self, sample: int) -> Any:
+        (value,) = self.many([sample])
+        return value
+
+    def many(self, samples: Sequence[int]) -> Iterator[Any]:
+        many = getattr(self._read, "many", None)
+        values = iter(map(self._read, samples) if many is None else many(samples))
+        for sample in samples:
+            try:
+                yield next(values)
+            except Exception as error:
+                self._failed[sample] = error
+                raise
 
 
 def _shortage(store: Store, used: int, samples: int, mismatches: Collection[int]) -> str | None:

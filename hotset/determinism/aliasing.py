@@ -202,6 +202,8 @@ def _copy(value: Any, memo: dict[int, Any], refused: Callable[[object, Exception
 
 def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor, without the attributes that a subclass adds."""
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return tensor.clone()
     with torch._C.DisableTorchFunctionSubclass():
         made = tensor.clone() if tensor.requires_grad and not tensor.is_leaf else tensor.detach().clone()
         if type(tensor) is not torch.Tensor:

@@ -3,7 +3,8 @@
 =============================================  ===========================================================
 everything cached, nothing live, and a         gathered: each leaf is copied straight into the batch's
 collate function that hotset knows             memory
-the same, but less than half of it absent      filled, then gathered (:meth:`BatchBuilder.filled`)
+the same, but less than half of it absent,     filled, then gathered (:meth:`BatchBuilder.filled`)
+or samples of up to 2 KiB
 all else                                       samples one by one, live part included, then collated
                                                (:meth:`BatchBuilder.samples`)
 =============================================  ===========================================================
@@ -32,6 +33,7 @@ __all__ = ["BatchBuilder", "LocalGather", "make_gather"]
 
 # Batches gathered together take no more than this: a user who keeps one keeps the memory of all of them.
 _RUN_BYTES = 1 << 20
+_SMALL = 2048  # bytes of a record
 
 
 def make_gather(cached: Any, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
@@ -80,7 +82,7 @@ class BatchBuilder:
         prepare: Callable[[Ids, Sequence[ReceivedRecords]], Copy | None],
         finish: Callable[[Copy], Any | None],
     ) -> tuple[Any | None, dict[int, Any]]:
-        """Fill the single cache with absent samples, then gather the batch if less than half were absent.
+        """Fill the single cache with absent samples, then gather the batch if less than half are in hand.
 
         Args:
             ids: the samples.
@@ -94,8 +96,9 @@ class BatchBuilder:
         assert single is not None
         access, store = single._access, single._store
         before = store.filler.reads if store is not None else 0
-        records, uncached = access.bring(ids)
-        # Samples that were just read are collated as they are: their records' pages are not mapped yet.
+        # Large samples that were just read are collated as they are: their records' pages are not mapped yet.
+        # Small ones share pages, and to gather them takes less time than to collate them.
+        records, uncached = access.bring(ids, keep=store is None or store.schema.stride > _SMALL)
         copy = prepare(ids, records) if 2 * len(uncached) < len(ids) else None
         if copy is not None:
             one_thread(copy.run)

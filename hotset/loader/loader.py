@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -188,7 +189,8 @@ class DataLoader(TorchDataLoader[T]):
                 self._buffers.rest()
             draws = self._draws(run, batches)
             builder = BatchBuilder(self.dataset, route, batched=self.batch_sampler is not None)
-            return LocalBatches(draws, route, gather, builder, self._collate(route), run, summary)
+            find = partial(self._local_gather, route)
+            return LocalBatches(draws, route, gather, find, builder, self._collate(route), run, summary)
         return self._from_workers(route, run, batches, summary)
 
     # ---- resuming ------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ class DataLoader(TorchDataLoader[T]):
         if self._gathers is None or self._gathers[0] is not single._store:
             ids = route.sample_ids(np.arange(min(route.length, _LOOKED_UP)))
             cached_ids = single._store.in_common_form(ids)
-            if not len(cached_ids):  # other machines have the samples, and none was read here so far
+            if not len(cached_ids):  # nothing was read so far
                 return None
             gather = make_gather(single, self.collate_fn, int(cached_ids[0]))
             pinned = self.pin_memory and torch.accelerator.is_available()

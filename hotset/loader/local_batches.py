@@ -43,6 +43,7 @@ _WORTH_A_THREAD = 2 << 20
 _AHEAD = 2
 _FETCHED_AHEAD = 64 << 20
 _LONGEST_RUN = 16
+_LOOKS = 8  # batches of a cold cache after which a gather is looked for
 _LONGEST_RUN_OF_A_DISK = 256
 
 
@@ -81,6 +82,8 @@ class LocalBatches:
         draws: the order of the epoch's batches.
         route: to the caches.
         gather: for wholly cached batches without a live part; None if no batch can be gathered.
+        find_gather: looks for a gather after each of the first batches, as long as there is none: to compare
+            it with collating takes a sample that is cached.
         builder: builds all other batches.
         collate: makes a batch of samples.
         run: counts what was consumed, for the loader's state.
@@ -92,6 +95,7 @@ class LocalBatches:
         draws: BatchOrder,
         route: Route,
         gather: LocalGather | None,
+        find_gather: Callable[[], LocalGather | None],
         builder: BatchBuilder,
         collate: Callable[[Any], Any],
         run: EpochProgress,
@@ -100,6 +104,8 @@ class LocalBatches:
         self._draws = draws
         self._route = route
         self._gather = gather
+        self._find_gather = find_gather
+        self._looks_left = _LOOKS
         self._builder = builder
         self._collate = collate
         self._run = run
@@ -246,16 +252,19 @@ class LocalBatches:
             batch = self._gather_here(ids)
         if batch is not None:
             return self._counted(batch, ids)
-        uncached = None
-        if self._route.has_peers:  # samples from other machines are copied straight into the batch
-            batch, uncached = self._builder.filled(ids, self._gather.prepare, self._gather.finish)
-            if batch is not None:
-                return batch
+        # Samples from other machines are copied straight into the batch.
+        batch, uncached = self._builder.filled(ids, self._gather.prepare, self._gather.finish)
+        if batch is not None:
+            return batch
         return self._build(indices, resolved, uncached)
 
     def _build(self, indices: Any, resolved: Indices | None, uncached: dict[int, Any] | None = None) -> Any:
         """The batch, collated from its samples."""
-        return self._collate(self._builder.samples(indices, resolved, uncached))
+        batch = self._collate(self._builder.samples(indices, resolved, uncached))
+        if self._gather is None and self._looks_left:
+            self._looks_left -= 1
+            self._gather = self._find_gather()
+        return batch
 
     def _counted(self, batch: Any, ids: Ids) -> Any:
         single = self._route.single

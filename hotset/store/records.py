@@ -12,15 +12,16 @@ A record is whole before its index word names it; publishing is the caller's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
 from hotset.store.format import PRESENT, RECORD, RECORD_HEADER
-from hotset.store.schema import Schema
+from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Segment
 
 __all__ = ["Record", "Records", "lay_out"]
@@ -102,6 +103,12 @@ class Records:
     def _lay_out(self, run: list[Record], buffer: Any, row_at: int, tail_at: int) -> list[int]:
         stride = self._segment.geometry.stride
         view = memoryview(buffer)
+        if len(run) > 1 and not self._schema.has_tail and all(type(one.prepared) is Prepared for one in run):
+            stamps = _lay_out_rows(self._schema, view, row_at, run)
+            return [
+                PRESENT | stamp << fmt.GENERATION_SHIFT | one.row
+                for stamp, one in zip(stamps, run, strict=True)
+            ]
         words = []
         for place, generation, prepared, row, line in run:
             stamp = lay_out(self._schema, view, row_at, tail_at, prepared, place, generation, line)
@@ -139,6 +146,20 @@ def lay_out(
     crc = fmt.checksum(place, length, stamp, buffer[row_at + RECORD_HEADER : row_at + schema.stride], tail)
     RECORD.pack_into(buffer, row_at, length, stamp, crc)
     return stamp
+
+
+def _lay_out_rows(schema: Schema, view: memoryview, row_at: int, run: Sequence[Record]) -> list[int]:
+    """As :func:`lay_out`, for records without tails whose rows follow each other; leaf by leaf."""
+    schema.write_rows(view, row_at, [one.prepared for one in run])  # type: ignore[misc]
+    rows = np.frombuffer(view, np.uint8, len(run) * schema.stride, row_at).reshape(len(run), schema.stride)
+    headers: npt.NDArray[np.uint32] = rows[:, :RECORD_HEADER].view("<u4")
+    stamps = np.array([one.generation for one in run], np.int64)
+    places = np.array([one.place for one in run], np.int64)
+    lengths = np.full(len(run), schema.stride - RECORD_HEADER, np.int64)
+    headers[:, 0], headers[:, 1] = lengths, stamps
+    headers[:, 2], headers[:, 3] = fmt.checksums(places, lengths, stamps, rows), 0
+    found: list[int] = stamps.tolist()
+    return found
 
 
 def _follows(one: Record, other: Record) -> bool:

@@ -33,7 +33,6 @@ A store that was *invalidated*, because its content is wrong or its session is g
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,7 +45,7 @@ from hotset.store import irregular_records as forms
 from hotset.store.allocator import Allocator, distrust_allocator
 from hotset.store.blocks import BlockPool
 from hotset.store.claims import Claims, Ids, Index, Participant
-from hotset.store.fill import Filler
+from hotset.store.fill import Filler, Read
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.record_batch import VariableTails
@@ -182,7 +181,7 @@ class Store:
 
     # ---- filling -------------------------------------------------------------------------------------
 
-    def fill(self, ids: Ids, read: Callable[[int], Any], *, keep: bool = True) -> dict[int, Any]:
+    def fill(self, ids: Ids, read: Read, *, keep: bool = True) -> dict[int, Any]:
         """Bring these samples into the store as far as there is room for them.
 
         Samples that another living process is reading are waited for, boundedly, after all others.
