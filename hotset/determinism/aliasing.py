@@ -47,6 +47,7 @@ _ATOMS: tuple[Any, ...] = (
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
 )
 _ATOM_TYPES = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_MANY = 8
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # torch's count of a storage's users is not public: if a version lacks it, each tensor is copied.
 _uses_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -102,7 +103,8 @@ def _is_alone(value: Any, kind: type) -> bool:
     if kind is torch.Tensor:
         return _tensor_is_alone(value)
     if kind is tuple or kind is list:
-        return _alone_in(value)
+        # Of a thousand token ids, each has a count to look at, but all types are found in one call.
+        return (len(value) > _MANY and _ATOM_TYPES.issuperset(map(type, value))) or _alone_in(value)
     if kind is dict:
         return _alone_in(value.values())
     if issubclass(kind, _ATOMS):
@@ -188,6 +190,8 @@ def _copy(value: Any, memo: dict[int, Any], refused: Callable[[object, Exception
     if kind is dict:
         memo[id(value)] = made = {}
         made.update((key, _copy(part, memo, refused)) for key, part in value.items())
+    elif kind is list and len(value) > _MANY and _ATOM_TYPES.issuperset(map(type, value)):
+        memo[id(value)] = made = value.copy()
     elif kind is list:
         memo[id(value)] = made = []
         made.extend(_copy(part, memo, refused) for part in value)

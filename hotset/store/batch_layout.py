@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hotset.store.codecs import codec_named
-from hotset.store.leaves import ArrayLeaf, NumberLeaf, TextLeaf
+from hotset.store.leaves import ArrayLeaf, NumberLeaf, NumbersLeaf, TextLeaf
 from hotset.store.schema import Group, Node, Schema
 
 __all__ = ["BatchTree", "Column", "NotGathered", "torch_dtype"]
@@ -30,6 +30,7 @@ __all__ = ["BatchTree", "Column", "NotGathered", "torch_dtype"]
 Part = Callable[[list[Any], list[Any]], Any]
 
 _ALIGN = 64
+_DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
 
 class NotGathered(Exception):
@@ -106,6 +107,8 @@ class BatchTree:
             return self._compile_group(node, places)
         place = next(places)
         offset = self._schema.offsets[place]
+        if isinstance(node, NumbersLeaf):
+            return self._compile_numbers(node, offset)
         if isinstance(node, TextLeaf) or (isinstance(node, ArrayLeaf) and node.shape is None):
             number = self._schema.variable.index(place)
             if isinstance(node, ArrayLeaf) and not (self._variable and node.is_plain):
@@ -120,15 +123,25 @@ class BatchTree:
                 lies = (node.stored_shape(shape), tuple(1 + axis for axis in inverse))
             column = Column(offset, node.fixed_bytes or 0, dtype, shape, lies)
         elif isinstance(node, NumberLeaf):
-            names = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
-            column = Column(
-                offset, node.fixed_bytes, names.get(node.kind) or torch_dtype(node.kind), (), None
-            )
+            dtype = _DTYPES.get(node.kind) or torch_dtype(node.kind)
+            column = Column(offset, node.fixed_bytes, dtype, (), None)
         else:
             raise NotGathered(f"it holds {type(node).__name__}")
         number = len(self.columns)
         self.columns.append(column)
         return lambda columns, variables: columns[number]
+
+    def _compile_numbers(self, node: NumbersLeaf, offset: int) -> Part:
+        """Collating makes a list of a tensor for each position."""
+        if node.length is None:
+            raise NotGathered("the lengths of its lists vary")
+        first, size = len(self.columns), node.itemsize
+        self.columns += [
+            Column(offset + position * size, size, _DTYPES[node.kind], (), None)
+            for position in range(node.length)
+        ]
+        last = len(self.columns)
+        return lambda columns, variables: columns[first:last]
 
     def _compile_group(self, group: Group, places: Iterator[int]) -> Part:
         if group.kind == "object":

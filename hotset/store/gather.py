@@ -35,7 +35,7 @@ from hotset.store import format as fmt
 from hotset.store.batch_layout import BatchTree, Column, NotGathered, torch_dtype
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK
-from hotset.store.leaves import ArrayLeaf, Leaf, TextLeaf
+from hotset.store.leaves import ArrayLeaf, Leaf, NumbersLeaf, TextLeaf
 from hotset.store.ragged import Ragged
 from hotset.store.record_batch import ReceivedRecords, VariableTails, runs
 from hotset.store.schema import Schema
@@ -364,7 +364,7 @@ class Gather:
             leaf = schema.leaves[place]
             shapes = tails.heads[str(place)][start:stop].astype(np.int64)
             sizes = np.multiply.reduce(shapes, axis=1)
-            if isinstance(leaf, ArrayLeaf):
+            if isinstance(leaf, (ArrayLeaf, NumbersLeaf)):
                 sizes *= leaf.itemsize
             found.append(self._variable_column(leaf, lines, starts, sizes, shapes))
             if place != schema.variable[-1]:

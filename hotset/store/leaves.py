@@ -36,6 +36,7 @@ __all__ = [
     "Leaf",
     "NoneLeaf",
     "NumberLeaf",
+    "NumbersLeaf",
     "SchemaMismatch",
     "Shape",
     "TextLeaf",
@@ -72,6 +73,7 @@ _CARRIERS: dict[torch.dtype, torch.dtype] = {
 }
 _CACHED_KINDS = "biufcmMSU"
 _LARGEST_DIMENSION = (1 << 32) - 1
+_MANY_NUMBERS = 8  # of a list, from which on they are one leaf
 _SMALL = 2048  # bytes of an array, up to which a call for each would cost more than its copying
 
 
@@ -193,6 +195,84 @@ class NumberLeaf(Leaf):
 
 
 @dataclass(frozen=True)
+class NumbersLeaf(Leaf):
+    """A list or tuple of Python numbers of one kind: token ids, a box.
+
+    Attributes:
+        container: ``"list"`` or ``"tuple"``.
+        kind: ``"bool"``, ``"int"`` or ``"float"``.
+        length: of the list in all samples, or None if it varies.
+    """
+
+    container: str
+    kind: str
+    length: int | None
+
+    dims = 1
+
+    @property
+    def itemsize(self) -> int:
+        return 1 if self.kind == "bool" else 8
+
+    @property
+    def fixed_bytes(self) -> int | None:
+        return None if self.length is None else self.length * self.itemsize
+
+    def check(self, value: object) -> Carrier:
+        if type(value) is not (list if self.container == "list" else tuple):
+            raise SchemaMismatch(f"{type(value).__name__} instead of {self.container}")
+        assert isinstance(value, (list, tuple))
+        if self.length is not None and len(value) != self.length:
+            raise SchemaMismatch("other keys or another length than in the first samples")
+        if not set(map(type, value)) <= {_PYTHON_NUMBERS[self.kind]}:
+            raise SchemaMismatch(f"a {self.container} that does not hold {self.kind} alone")
+        try:
+            return np.array(value, _NUMPY_NAMES[self.kind])
+        except OverflowError:
+            raise SchemaMismatch("an int of more than 64 bits") from None
+
+    def measure(self, checked: Carrier) -> tuple[Shape, int]:
+        return checked.shape, checked.nbytes
+
+    def put(self, buffer: Any, offset: int, checked: Carrier) -> None:
+        np.ndarray(checked.shape, checked.dtype, buffer, offset)[:] = checked
+
+    def put_all(self, buffer: Any, offset: int, stride: int, checked: Sequence[Carrier]) -> None:
+        rows: Carrier = np.ndarray(
+            (len(checked), len(checked[0])), checked[0].dtype, buffer, offset, (stride, self.itemsize)
+        )
+        rows[:] = checked
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        count = dims[0] if self.length is None else self.length
+        values: Carrier = np.ndarray((count,), _NUMPY_NAMES[self.kind], buffer, offset)
+        return values.tolist() if self.container == "list" else tuple(values.tolist())
+
+    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
+        assert self.length is not None
+        shape, strides = (count, self.length), (stride, self.itemsize)
+        rows: Carrier = np.ndarray(shape, _NUMPY_NAMES[self.kind], buffer, offset, strides)
+        found: list[Any] = rows.tolist()
+        return found if self.container == "list" else list(map(tuple, found))
+
+    def widen(self, value: object) -> Leaf:
+        other = replace(self, length=None)
+        try:
+            other.check(value)
+        except SchemaMismatch:
+            return self
+        return self if len(value) == self.length else other  # type: ignore[arg-type]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "leaf": "numbers",
+            "container": self.container,
+            "kind": self.kind,
+            "length": self.length,
+        }
+
+
+@dataclass(frozen=True)
 class TextLeaf(Leaf):
     """A str or bytes; always variable."""
 
@@ -200,6 +280,7 @@ class TextLeaf(Leaf):
 
     fixed_bytes = None
     dims = 1
+    itemsize = 1
 
     def check(self, value: object) -> bytes:
         if type(value).__name__ != self.kind or type(value) not in (str, bytes):
@@ -601,8 +682,18 @@ def leaf_of(value: object, *, as_lies: bool) -> Leaf | None:
     array = array_leaf(value, as_lies=as_lies)
     if array is not None:
         return array
+    if type(value) in (list, tuple):
+        return _numbers_leaf(value)  # type: ignore[arg-type]
     number = _number_kind(value)
     return NumberLeaf(number) if number is not None else None
+
+
+def _numbers_leaf(value: Sequence[object]) -> NumbersLeaf | None:
+    kind = type(value[0]).__name__ if value else ""
+    if len(value) < _MANY_NUMBERS or kind not in ("bool", "int", "float") or len(set(map(type, value))) > 1:
+        return None
+    leaf = NumbersLeaf(type(value).__name__, kind, len(value))
+    return leaf if type(value[0]) is _PYTHON_NUMBERS[kind] else None
 
 
 def name_of_type(cls: type) -> str:
@@ -624,6 +715,13 @@ def leaf_from_json(described: Any, find: Callable[[str, str], type]) -> Leaf:
         if number not in ("bool", "int", "float", "complex") and np.dtype(number).kind not in "biufcmM":
             raise ValueError(f"the kind of a number must be a type of Python or numpy, got {number!r}")
         return NumberLeaf(number)
+    if kind == "numbers":
+        container, number, length = (described[key] for key in ("container", "kind", "length"))
+        if container not in ("list", "tuple") or number not in ("bool", "int", "float"):
+            raise ValueError(f"numbers must be bool, int or float in a list or tuple, got {described}")
+        if length is not None and (type(length) is not int or not 0 < length <= _LARGEST_DIMENSION):
+            raise ValueError(f"the length of numbers must be positive, got {length!r}")
+        return NumbersLeaf(container, number, length)
     if kind == "text":
         if described["kind"] not in ("str", "bytes"):
             raise ValueError(f"the kind of a text must be str or bytes, got {described['kind']!r}")
@@ -632,4 +730,4 @@ def leaf_from_json(described: Any, find: Callable[[str, str], type]) -> Leaf:
         return EnumLeaf(find(described["type"], "enum"))
     if kind == "none":
         return NoneLeaf()
-    raise ValueError(f"the kind of a leaf must be array, number, text, enum or none, got {kind!r}")
+    raise ValueError(f"the kind of a leaf must be array, number, numbers, text, enum or none, got {kind!r}")

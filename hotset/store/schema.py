@@ -36,6 +36,7 @@ from hotset.store.leaves import (
     ArrayLeaf,
     EnumLeaf,
     Leaf,
+    NumbersLeaf,
     SchemaMismatch,
     Shape,
     leaf_from_json,
@@ -106,7 +107,9 @@ class Schema:
     def _lay_out(self) -> tuple[list[int], int]:
         def alignment(place: int) -> int:
             leaf = self.leaves[place]
-            return leaf.itemsize if isinstance(leaf, ArrayLeaf) else min(leaf.fixed_bytes or 0, 8)
+            if isinstance(leaf, (ArrayLeaf, NumbersLeaf)):
+                return leaf.itemsize
+            return min(leaf.fixed_bytes or 0, 8)
 
         offsets = [0] * len(self.leaves)
         at = RECORD_HEADER + TAIL.size
@@ -273,7 +276,7 @@ class Schema:
             leaf = self.leaves[place]
             # In floats, which do not overflow: four dimensions of 32 bits are 128.
             size = np.multiply.reduce(heads[str(place)], 1, np.float64)
-            if isinstance(leaf, ArrayLeaf) and leaf.itemsize > 1:
+            if isinstance(leaf, (ArrayLeaf, NumbersLeaf)) and leaf.itemsize > 1:
                 size *= leaf.itemsize
             end = size if place == self.variable[0] else np.ceil(end / _ALIGN_TAIL) * _ALIGN_TAIL + size
         beyond: npt.NDArray[np.bool_] = end > lines * LINE
@@ -303,7 +306,7 @@ class Schema:
 
 def variable_bytes(leaf: Leaf, dims: Shape) -> int:
     """Bytes that a variable leaf of these dimensions takes in the tail."""
-    return math.prod(dims) * (leaf.itemsize if isinstance(leaf, ArrayLeaf) else 1)
+    return math.prod(dims) * (leaf.itemsize if isinstance(leaf, (ArrayLeaf, NumbersLeaf)) else 1)
 
 
 # ---- the tree: containers above, leaves below -----------------------------------------------------------
@@ -513,6 +516,8 @@ def varied(node: Node) -> Node:
     """The node, with the shapes of all arrays left open."""
     if isinstance(node, Group):
         return dataclasses.replace(node, children=tuple(map(varied, node.children)))
+    if isinstance(node, NumbersLeaf):
+        return dataclasses.replace(node, length=None)
     return dataclasses.replace(node, shape=None) if isinstance(node, ArrayLeaf) else node
 
 

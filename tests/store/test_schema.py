@@ -52,14 +52,19 @@ def reread(schema: Schema) -> Schema:
 
 def records(schema: Schema, values: Sequence[object]) -> list[Any]:
     """The samples, written and read again together, in memory that held something else before."""
-    prepared = [schema.prepare(value) for value in values]
+    prepared = schema.prepare_all(values)
     rows, tails, at = 64, [], 64 + schema.stride * len(values)
     for one in prepared:
         tails.append(at)
         at += one.tail_bytes
     buffer = bytearray(b"\xa5" * (at + 16))
     for place, one in enumerate(prepared):
-        schema.write(buffer, rows + place * schema.stride, one, 5, tails[place])
+        schema.write(buffer, rows + place * schema.stride, one, 5 if schema.has_tail else 0, tails[place])
+    if not schema.has_tail:
+        together = bytearray(b"\xa5" * len(buffer))
+        schema.write_rows(together, rows, prepared)
+        again = schema.read(together, rows, tails)
+        assert [how for one, value in zip(again, values, strict=True) if (how := same(one, value))] == []
     found = schema.read(buffer, rows, tails)
     assert misaligned(found) == []
     return found
@@ -854,3 +859,38 @@ def test_a_class_is_imported_only_from_where_this_program_imports(
     assert os.environ["RAN"] == "package_here.part"
     for module in ("package_here", "package_here.part"):
         del sys.modules[module]
+
+
+# ---- lists of numbers --------------------------------------------------------------------------------------
+
+TEN = list(range(10))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [TEN, tuple(TEN), [0.5, -0.0] * 5, [True, False] * 5, [-(2**63), 2**63 - 1] * 4, {"ids": TEN, "y": 1}],
+)
+def test_many_numbers_of_one_kind_are_one_leaf(value: Any) -> None:
+    schema = Schema.infer([value], as_lies=True)
+    comes_out(schema, value, value)
+    assert len(schema.leaves) <= 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [TEN[:9], [*TEN, 1], [*TEN[:9], 0.5], [*TEN[:9], True], [*TEN[:9], 2**63], tuple(TEN), [*TEN[:9], None]],
+)
+def test_another_list_does_not_fit_numbers_of_one_kind_and_length(other: Any) -> None:
+    schema = Schema.infer([TEN], as_lies=True)
+    with pytest.raises(SchemaMismatch):
+        schema.prepare(other)
+    with pytest.raises(SchemaMismatch):
+        schema.prepare_all([TEN, other])
+    assert exchanged([TEN, TEN], other) == []
+
+
+def test_lists_of_numbers_may_vary_in_length() -> None:
+    lists = [[float(number) for number in range(length)] for length in (8, 9, 30)]
+    schema = Schema.infer(lists, as_lies=True)
+    comes_out(schema, *lists, [1.0], [])
+    assert len(schema.leaves) == 1

@@ -1,0 +1,164 @@
+"""A dataset that reads several samples at once (``__getitems__``) is read so, by whatever fills the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import equal_batches, rng_states, seed_everything
+from sources import ReadLog
+from torch.utils.data import DataLoader, Dataset
+
+import hotset
+
+N = 160
+
+
+class Table(Dataset[Any]):
+    """Rows as HF's datasets give them; each call is logged with how many rows it was for."""
+
+    def __init__(self, log: ReadLog) -> None:
+        self.log = log
+
+    def __len__(self) -> int:
+        return N
+
+    def row(self, index: int) -> Any:
+        return {"ids": list(range(index, index + 12)), "x": torch.full((3,), float(index)), "y": index % 4}
+
+    def __getitem__(self, index: int) -> Any:
+        (row,) = self.__getitems__([range(N)[index]])
+        return row
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.log.add(len(indices))
+        return [self.row(index) for index in indices]
+
+
+class Shared(Table):
+    """Gives the same list and the same tensors out again and again: they are its own."""
+
+    def __init__(self, log: ReadLog) -> None:
+        super().__init__(log)
+        self.rows = [self.row(index) for index in range(N)]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.rows[index] for index in indices]
+
+
+class Drawing(Table):
+    """A sample in ten draws."""
+
+    def row(self, index: int) -> Any:
+        row = super().row(index)
+        if index % 10 == 3:
+            row["x"] *= random.uniform(0.5, 2) + float(np.random.rand()) + float(torch.rand(1))
+        return row
+
+
+class Broken(Table):
+    bad = -1
+
+    def row(self, index: int) -> Any:
+        if index == self.bad:
+            raise OSError(f"row {index} cannot be read")
+        return super().row(index)
+
+
+class Short(Table):
+    short = False
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return super().__getitems__(indices)[: -1 if self.short and len(indices) > 1 else None]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> ReadLog:
+    return ReadLog(tmp_path / "reads")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Table, Shared, Drawing])
+def test_batches_and_draws_are_those_of_torch(kind: type[Table], workers: int, log: ReadLog) -> None:
+    seen: list[list[Any]] = []
+    for make in (lambda: kind(log), lambda: hotset.cache(kind(log), memory="64MiB")):
+        seed_everything()
+        dataset = make()
+        loader_kind = hotset.DataLoader if isinstance(dataset, hotset.CachedDataset) else DataLoader
+        generator = torch.Generator().manual_seed(3)
+        loader = loader_kind(dataset, 16, shuffle=True, num_workers=workers, generator=generator)
+        with pytest.warns(hotset.HotsetWarning) if _warns(kind, dataset) else contextlib.nullcontext():
+            batches = [batch for _ in range(3) for batch in loader]
+        seen.append([*batches, *rng_states()])
+        if isinstance(dataset, hotset.CachedDataset):
+            dataset.close()
+    assert len(seen[0]) == len(seen[1])
+    for number, (expected, got) in enumerate(zip(*seen, strict=True)):
+        equal_batches(got, expected, f"batch {number}")
+
+
+def _warns(kind: type[Table], dataset: Any) -> bool:
+    return kind is Drawing and isinstance(dataset, hotset.CachedDataset)
+
+
+def test_a_fill_asks_for_many_rows_at_once(log: ReadLog) -> None:
+    with hotset.cache(Table(log), memory="64MiB", key="rows") as cached:
+        log.reset()
+        for _ in hotset.DataLoader(cached, 32):
+            pass
+        sizes = log.order()
+        assert sum(sizes) == N
+        assert len(sizes) < N / 4
+        assert cached.stats().cached == N
+        log.reset()
+        assert cached[5]["y"] == 1
+        assert cached.__getitems__([7, 3])[1]["y"] == 3
+        assert log.order() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_exception_is_that_of_its_row_and_the_others_are_cached(workers: int, log: ReadLog) -> None:
+    dataset = Broken(log)
+    with hotset.cache(dataset, memory="64MiB", key="rows") as cached:
+        dataset.bad = 21
+        loader = hotset.DataLoader(cached, 16, num_workers=workers)
+        with pytest.raises(OSError, match="row 21 cannot be read"):
+            for _ in loader:
+                pass
+        dataset.bad = -1
+        assert cached.stats().cached >= 21 - 16
+        batches = list(hotset.DataLoader(cached, 16, num_workers=workers))
+        assert torch.cat([batch["x"][:, 0] for batch in batches]).tolist() == list(map(float, range(N)))
+
+
+def test_too_few_rows_are_refused_with_a_sentence(log: ReadLog) -> None:
+    dataset = Short(log)
+    with hotset.cache(dataset, memory="64MiB", key="rows") as cached:
+        for _ in hotset.DataLoader(cached, 16, sampler=range(64)):  # so that the next are read in groups
+            pass
+        dataset.short = True
+        with pytest.raises(hotset.ArgumentError, match=r"Short.__getitems__ must return one sample for each"):
+            cached.__getitems__(list(range(64, 128)))
+
+
+def test_rows_that_are_the_datasets_own_are_not_changed(log: ReadLog) -> None:
+    dataset = Shared(log)
+
+    def halve(row: Any) -> Any:
+        row["x"] /= 2
+        row["ids"].reverse()
+        return row
+
+    with hotset.cache(dataset, transform=[halve], memory="64MiB") as cached:
+        for _ in range(2):
+            for number, batch in enumerate(hotset.DataLoader(cached, 16)):
+                assert batch["x"][:, 0].tolist() == [
+                    index / 2 for index in range(16 * number, 16 * number + 16)
+                ]
+    assert [float(row["x"][0]) for row in dataset.rows] == list(map(float, range(N)))
+    assert [row["ids"][0] for row in dataset.rows] == list(range(N))
