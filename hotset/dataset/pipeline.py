@@ -161,16 +161,13 @@ class Source:
 
         Each transform's output is copied if needed as well: it may come from a table in the transform.
         """
-        if not hasattr(self.dataset, "__getitems__"):
-            return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
-        (sample,) = self.read_many([index])
-        return sample
+        return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
 
     def read_many(self, indices: Sequence[int]) -> Iterator[Any]:
         """As :meth:`read`, for several samples: with the dataset's ``__getitems__``, if it has one.
 
-        If that raises, each sample is read by itself, so that the exception comes at the sample that it is
-        about.
+        The planner has compared what the two return. If ``__getitems__`` raises, each sample is read by
+        itself, so that the exception comes at the sample that it is about.
 
         Raises:
             ArgumentError: ``__getitems__`` returned more or fewer samples than it was asked for.
