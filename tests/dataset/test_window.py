@@ -935,6 +935,7 @@ def test_a_window_over_uncacheable_samples_moves_and_reads_the_source(
             cached.set_epoch(epoch)
         labels = [label for batch in loader for _, label in batch]
         assert labels == reference.at(epoch, R * epoch).order
+    del loader  # with its workers, for which the end of the test would wait
 
 
 def test_a_full_shared_memory_fails_no_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
