@@ -35,9 +35,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from helpers import difference, eventually, recorded, scribble
+from kills import child, ended, kill
 from samples import kilobyte
 from sources import Counting, ReadLog, Samples
-from stores import attached, child, ended, kill
+from stores import attached
 
 import hotset
 from hotset.cluster import batch_fetch as errand

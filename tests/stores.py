@@ -1,25 +1,17 @@
-"""A store to play with, and child processes that may die: what the tests of the bytes share.
-
-A child here is a bare fork that never returns into the test: it runs a body and ends with ``os._exit``, so
-that nothing of pytest runs twice. Whoever waits for one waits within a bound, and kills it after that.
-"""
+"""A store to play with: what the tests of the bytes share."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from helpers import difference, eventually
+from helpers import difference
 
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live
@@ -106,89 +98,6 @@ def wrong(found: dict[int, Any], make: Make) -> dict[int, str]:
     """Of these samples, those that are not what ``make`` gives, and how they differ."""
     found = {sample: difference(value, make(sample)) for sample, value in found.items()}
     return {sample: sentence for sample, sentence in found.items() if sentence is not None}
-
-
-def die() -> None:
-    """End this process as ``kill -9`` does."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def child(body: Callable[[], object]) -> int:
-    """Run ``body`` in a forked child; returns its pid. It ends with 0, or with 1 and a traceback."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)  # torch's other threads were not forked, and would be waited for
-            vars(forkserver)["_forkserver"]._forkserver_pid = None  # an earlier test's
-            body()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return pid
-
-
-def ended(pid: int, within: float = 100.0) -> int:
-    """Wait for a child; its exit code, or minus the signal that ended it. Killed and failed after that."""
-    status = 0
-
-    def gone() -> bool:
-        nonlocal status
-        done, status = os.waitpid(pid, os.WNOHANG)
-        return done == pid
-
-    if not eventually(gone, within):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise AssertionError(f"the child was still at it after {within:.0f} s")
-    return os.waitstatus_to_exitcode(status)
-
-
-def in_child(body: Callable[[], object], within: float = 100.0) -> None:
-    """Run ``body`` in a forked child, and fail unless it ends well within a bound."""
-    code = ended(child(body), within)
-    assert code == 0, f"the child ended with {code}"
-
-
-@contextlib.contextmanager
-def lingering(body: Callable[[], object]) -> Iterator[int]:
-    """A child that has run ``body`` and lives on until the block ends, or until it is killed inside it.
-
-    What ``body`` returns lives as long.
-    """
-    ready, tell = os.pipe()
-
-    def run() -> None:
-        os.close(ready)
-        kept = body()
-        os.write(tell, b"k")
-        while kept is not run:
-            signal.pause()
-
-    pid = child(run)
-    os.close(tell)
-    try:
-        told = os.read(ready, 1)
-        os.close(ready)
-        assert told == b"k", "the child failed before it was ready"
-        yield pid
-    finally:
-        kill(pid)
-
-
-def kill(pid: int) -> None:
-    """SIGKILL a child and reap it; nothing happens if that was done already."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP a child, and return once it has stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    os.waitpid(pid, os.WUNTRACED)
 
 
 def resident() -> int:

@@ -19,9 +19,10 @@ from hotset.errors import HotsetError, SessionError
 from hotset.server.options import Options
 from hotset.server.pidfile import ServerError
 from hotset.session import recovery, reports
+from tests.kills import dying
 
 from . import HAPPENS, KILLS
-from .jobs import ENDS_WELL, WRONG, dying, job
+from .jobs import ENDS_WELL, FILE_LAYERS, WRONG, job
 from .places import Place
 from .processes import Processes, children
 
@@ -113,7 +114,11 @@ class Director:
         port = self.port if served else None
 
         def body() -> int:
-            with dying(dies), contextlib.suppress(HotsetError):  # there already, no server, a full disk
+            # There already, no server, a full disk.
+            with (
+                dying(FILE_LAYERS, dies),
+                contextlib.suppress(HotsetError),
+            ):  # there already, no server, a full disk
                 session.create(name, memory=memory, spill=spill, ttl=None, persist=persist, port=port)
             return ENDS_WELL
 
@@ -123,7 +128,7 @@ class Director:
         name, dies = self.random.choice(sorted(SESSIONS)), self.lines(0.5)
 
         def body() -> int:
-            with dying(dies), contextlib.suppress(SessionError):  # there is none
+            with dying(FILE_LAYERS, dies), contextlib.suppress(SessionError):  # there is none
                 session.destroy(name)
             return ENDS_WELL
 

@@ -6,14 +6,11 @@ hotset's code, which finds moments that a kill from without hardly ever meets.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,9 +20,12 @@ import torch.utils.data.dataloader as torch_loader
 import hotset
 from hotset.collate import ragged
 from hotset.errors import SessionError
+from tests.kills import dying
 
 ENDS_WELL, FAILED, WRONG, LOST_A_WORKER, NO_SESSION = 0, 1, 3, 4, 5
 N = 240
+# The layers that handle files: a job is killed at any line of theirs.
+FILE_LAYERS = tuple(f"{os.path.dirname(hotset.__file__)}/{layer}/" for layer in ("session", "store"))
 
 
 def fixed(i: int) -> Any:
@@ -104,7 +104,7 @@ def job(options: dict[str, Any], seed: int, checked: Any, dies: int) -> int:
     torch.manual_seed(seed)
     kind = draw.choice(sorted(MAKERS))
     try:
-        with dying(dies):
+        with dying(FILE_LAYERS, dies):
             cached = hotset.cache(Source(kind), **options)
     except SessionError:
         return NO_SESSION
@@ -122,29 +122,6 @@ def code_of(error: BaseException) -> int:
     places = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     lost = torch_loader.__file__ in places or "DataLoader worker (pid" in str(error)
     return LOST_A_WORKER if lost else FAILED
-
-
-@contextlib.contextmanager
-def dying(after: int) -> Iterator[None]:
-    """Have this process killed after so many lines of hotset's code that handles files; 0: not at all."""
-    places = tuple(f"{os.path.dirname(hotset.__file__)}/{layer}/" for layer in ("session", "store"))
-    left = after
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(places):
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    sys.settrace(trace if after else None)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
 
 
 def reader(name: str, kind: str) -> int:

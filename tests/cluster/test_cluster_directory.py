@@ -19,8 +19,9 @@ import samples
 from helpers import Clock, difference, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kills import child, ended, in_child, lingering
 from session_places import old
-from stores import attached, child, count, ended, ids, in_child, lingering, opened, stored, wrong
+from stores import attached, count, ids, opened, stored, wrong
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 

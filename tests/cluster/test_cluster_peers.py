@@ -25,7 +25,8 @@ import numpy as np
 import pytest
 import samples
 from helpers import Clock, difference, eventually
-from stores import child, ended, ids, in_child, kill, opened, stop
+from kills import child, ended, in_child, kill, stop
+from stores import ids, opened
 
 zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from helpers import Walkers, equal_batches, eventually, finish, in_threads
+from kills import child, ended, gone
 from live import draw_all
 from samples import constant_row, image_and_label, mapping, ragged
 from sources import Counting, ReadLog, Samples, Stalling
-from stores import child, ended
 from torch.utils.data import DataLoader, get_worker_info
 
 import hotset
@@ -220,13 +219,6 @@ def test_fillers_killed_at_any_moment_leave_a_clean_cache() -> None:
         survivors.finish()
         assert cached.stats().cached == N
         assert cached.check() == []
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 class KillsItsMaker:

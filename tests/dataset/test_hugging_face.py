@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kills import in_child
 from observed import compare, record
-from stores import in_child
 
 import hotset
 from hotset.determinism.fingerprint import fingerprint

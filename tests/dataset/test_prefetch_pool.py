@@ -23,9 +23,10 @@ import psutil
 import pytest
 import torch
 from helpers import eventually, failure, in_fork, is_a_sentence, rng_states, seed_everything
+from kills import child, gone, kill
 from samples import image_and_label, opaque
 from sources import Counting, PlainError, ReadLog, Stalling, TwoArgumentError
-from stores import child, count, ids, kill, opened, stored, wrong
+from stores import count, ids, opened, stored, wrong
 
 from hotset.dataset.prefetch_pool import PrefetchPool
 from hotset.dataset.prefetch_worker import Carried
@@ -57,13 +58,6 @@ def pids(of: int | None = None) -> set[int]:
         for process in psutil.Process(of).children()
         if not any("from multiprocessing" in word and "spawn_main" not in word for word in process.cmdline())
     }
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def settled(pool: PrefetchPool) -> bool:

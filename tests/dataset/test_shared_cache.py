@@ -28,8 +28,9 @@ from helpers import difference, in_threads, is_a_sentence, often, recorded, scri
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kills import child, die, ended, in_child, lingering, stop
 from sources import ReadLog
-from stores import child, die, ended, in_child, lingering, resident, stop
+from stores import resident
 from test_allocator import oom_kills, run_in
 from test_memory_limits import control_group
 from torch.utils.data import DataLoader, Dataset

@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import difference, is_a_sentence, recorded, rng_states
-from stores import in_child
+from kills import in_child
 from torch.utils.data import Dataset
 
 import hotset

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import test_ranks
 from helpers import eventually, is_a_sentence, recorded
+from kills import gone
 from resuming import through_a_checkpoint
 from sources import ReadLog, Samples, Stalling
 from test_ranks import Counted, Rank, make_cache, nonce
@@ -56,13 +57,6 @@ def helpers_of(pid: int | None = None) -> list[psutil.Process]:
         if not any("from multiprocessing" in word and "spawn_main" not in word for word in line):
             found.append(child)
     return found
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 # ---- ranks -------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from helpers import (
     rng_states,
     seed_everything,
 )
+from kills import child, ended
 from live import draw_all
 from samples import Loose, Pair, Record, image_and_label, mapping, named, nested
 from sources import PlainError, Raising, Samples, Streamed
-from stores import child, ended
 from torch.utils.data import DataLoader, default_collate
 
 import hotset

@@ -20,12 +20,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import all_pairs, equal_batches, eventually, seed_everything
+from kills import child, ended, gone
 from live import draw_all
 from resuming import same, training
 from samples import image_and_label, number
 from sources import Counting, Listed, ReadLog, Samples, Streamed, Transformed
-from stores import child, ended
-from test_cache_processes import gone
 from test_loader_equals_torch import compare, record
 from test_resume_epochs import through_json
 from torch.utils.data import (

@@ -16,10 +16,10 @@ import pytest
 from helpers import equal_batches, is_a_sentence, often
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kills import child, kill, lingering
 from samples import jpeg_like, kilobyte, mapping
 from session_places import MIB, N, read_all, taken
 from sources import Samples
-from stores import child, kill, lingering
 
 import hotset
 from hotset import HotsetWarning

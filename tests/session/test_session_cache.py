@@ -25,10 +25,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import Walkers, equal_batches, eventually, is_a_sentence, recorded, seed_everything
+from kills import child, ended, in_child, kill
 from live import draw_all, halve
 from samples import big_image_and_label, image_and_label, jpeg_like, kilobyte, mapping
 from sources import PlainError, ReadLog, Samples
-from stores import child, ended, in_child, kill
 from torch.utils.data import DataLoader
 
 import hotset

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from helpers import is_a_sentence
+from kills import child, ended
 from samples import jpeg_like, kilobyte, mapping
 from session_places import MIB, N, old, read_all, reboot, spilled, taken
 from sources import Samples
-from stores import child, ended
 
 import hotset
 from hotset import HotsetWarning

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from helpers import is_a_sentence
+from kills import child, ended, lingering
 from samples import constant_row, mapping
 from session_places import MIB, N, read_all, spilled
 from sources import Samples
-from stores import child, ended, lingering
 
 import hotset
 from hotset import HotsetWarning

@@ -21,8 +21,9 @@ import torch
 from helpers import eventually, is_a_sentence
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kills import child, ended, in_child, kill, lingering
 from sources import Samples
-from stores import attached, child, count, ended, ids, in_child, kill, lingering, opened, stored, wrong
+from stores import attached, count, ids, opened, stored, wrong
 from test_memory_limits import control_group
 
 import hotset

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import in_threads, is_a_sentence, memory_files
-from stores import child, ended, in_child
+from kills import child, ended, in_child
 
 from hotset.store.blocks import BlockPool, SharedBlocks, making_workers
 from hotset.store.segment import Address

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import eventually, finish, in_threads
-from stores import attached, child, count, ended, ids, in_child, kill, lingering, opened, stop, stored, wrong
+from kills import child, ended, in_child, kill, lingering, stop
+from stores import attached, count, ids, opened, stored, wrong
 
 from hotset.store import fill, locks
 from hotset.store.claims import Claims, Ids, Participant

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from helpers import in_threads
+from kills import kill, lingering
 
 from hotset.store import locks
 from hotset.store.locks import is_locked, lock, reopen, try_lock, unlock
-
-
-@contextlib.contextmanager
-def child(body: Callable[[], object]) -> Iterator[int]:
-    """Fork; the child runs ``body`` and then sleeps until it is killed. Yields its pid once it sleeps."""
-    ready, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(ready)
-            body()
-            os.write(tell, b"k")
-            while True:
-                signal.pause()
-        finally:
-            os._exit(1)
-    os.close(tell)
-    try:
-        told = os.read(ready, 1)
-        os.close(ready)
-        assert told == b"k", "the child failed before it was ready"
-        yield pid
-    finally:
-        kill(pid)
-
-
-def kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 @pytest.fixture
@@ -119,7 +89,7 @@ def test_a_killed_holder_releases(fd: int) -> None:
         own = reopen(fd)
         assert try_lock(own, 5)
 
-    with child(hold) as pid:
+    with lingering(hold) as pid:
         assert not try_lock(fd, 5)
         kill(pid)
         assert try_lock(fd, 5)
@@ -127,7 +97,7 @@ def test_a_killed_holder_releases(fd: int) -> None:
 
 def test_a_forked_child_that_closes_its_copy_does_not_release_the_parents(fd: int, other: int) -> None:
     assert try_lock(fd, 5)
-    with child(lambda: os.close(fd)):
+    with lingering(lambda: os.close(fd)):
         assert is_locked(other, 5)
     assert is_locked(other, 5)
 
@@ -135,7 +105,7 @@ def test_a_forked_child_that_closes_its_copy_does_not_release_the_parents(fd: in
 def test_a_forked_copy_keeps_the_lock_after_the_holder_is_gone(fd: int) -> None:
     holder = reopen(fd)
     assert try_lock(holder, 5)
-    with child(lambda: None) as pid:
+    with lingering(lambda: None) as pid:
         os.close(holder)
         assert is_locked(fd, 5)
         kill(pid)
@@ -148,7 +118,7 @@ def test_a_forked_child_is_not_excluded_by_the_description_it_shares(fd: int) ->
     def take() -> None:
         assert try_lock(fd, 5)
 
-    with child(take):
+    with lingering(take):
         pass
 
 
@@ -156,7 +126,7 @@ def test_a_stopped_holder_is_not_waited_for_past_the_deadline(fd: int) -> None:
     def hold() -> None:
         assert try_lock(reopen(fd), 5)
 
-    with child(hold) as pid:
+    with lingering(hold) as pid:
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
         assert not lock(fd, 5, timeout=0.05)
@@ -170,7 +140,7 @@ def test_lock_gets_the_byte_when_the_holder_lets_go(fd: int) -> None:
         assert try_lock(own, 5)
         signal.signal(signal.SIGUSR1, lambda *_: unlock(own, 5))
 
-    with child(hold) as pid:
+    with lingering(hold) as pid:
         assert not lock(fd, 5, timeout=0)
         os.kill(pid, signal.SIGUSR1)
         assert lock(fd, 5, timeout=60)

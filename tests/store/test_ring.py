@@ -21,8 +21,9 @@ from helpers import difference, equal_batches, often
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kills import child, ended, in_child, lingering
 from samples import Opaque
-from stores import Make, child, ended, ids, in_child, lingering, wrong
+from stores import Make, ids, wrong
 
 from hotset.collate import pad
 from hotset.errors import SegmentError

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import eventually
-from stores import child, ended, ids, kill, lingering, pause
+from kills import child, ended, kill, lingering
+from stores import ids, pause
 from test_ring import Fresh, M, cursor_of, gather_for, limit_for, move, opened, sized, used, view_of, window
 
 from hotset.store.format import Slot

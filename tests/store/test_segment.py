@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import is_a_sentence
-from stores import attached, ids, in_child, lingering, opened, resident
+from kills import in_child, lingering
+from stores import attached, ids, opened, resident
 
 from hotset.errors import SegmentError
 from hotset.store import format as fmt

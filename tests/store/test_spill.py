@@ -21,9 +21,10 @@ from helpers import Walkers, difference, equal_batches, is_a_sentence, often, re
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from kills import child, ended, in_child, lingering
 from live import draw_all
 from sources import Counting, ReadLog, Samples
-from stores import attached, child, count, ended, ids, in_child, lingering, stored, wrong
+from stores import attached, count, ids, stored, wrong
 from test_store_machine import N as MACHINE_N
 from test_store_machine import StoreMachine, fits, used, version
 from torch.utils.data import DataLoader

@@ -24,19 +24,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import difference, often, recorded
-from stores import (
-    attached,
-    child,
-    clear_and_meanwhile,
-    count,
-    die,
-    ended,
-    ids,
-    in_child,
-    opened,
-    stored,
-    wrong,
-)
+from kills import child, die, dying, ended, in_child
+from stores import attached, clear_and_meanwhile, count, ids, opened, stored, wrong
 
 import hotset.store
 from hotset import HotsetWarning
@@ -156,25 +145,9 @@ def test_a_process_killed_at_any_point_is_not_felt(point: str) -> None:
 
 def _lines_of_the_store(body: Callable[[], object], until: int) -> int:
     """Run ``body``, and die at the ``until``-th line of the store's code; returns how many there were."""
-    folder = os.path.dirname(hotset.store.__file__)
-    lines = 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(folder):
-            return None
-        if event == "line":
-            lines += 1
-            if lines == until:
-                die()
-        return trace
-
-    sys.settrace(trace)
-    try:
+    with dying((os.path.dirname(hotset.store.__file__),), until) as lines:
         body()
-    finally:
-        sys.settrace(None)
-    return lines
+    return lines[0]
 
 
 def _deaths(body: Callable[[], object], points: int) -> Iterator[int]:

@@ -20,8 +20,9 @@ from helpers import often
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kills import child, ended
 from samples import Opaque
-from stores import child, ended, ids
+from stores import ids
 
 from hotset.determinism.equality import same
 from hotset.store.claims import Claims, Participant
