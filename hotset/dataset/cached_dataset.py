@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -195,7 +195,8 @@ class CachedDataset(Dataset[T], Generic[T]):
                 )
             # Out of range: the dataset itself raises, or returns something.
             return current.source.finish(current.source.read(number))
-        return self._samples(current, np.array([number], np.int64))[0]
+        (record,) = self._records(current, np.array([number], np.int64))
+        return current.source.finish(record)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as torch's DataLoader calls it."""
@@ -211,16 +212,16 @@ class CachedDataset(Dataset[T], Generic[T]):
         length = current.plan.used
         if len(ids) and not (-length <= ids.min() and ids.max() < length):
             return [self[index] for index in ids.tolist()]
-        return self._samples(current, ids)
+        return current.source.finish_batch(self._records(current, ids))
 
     @staticmethod
-    def _samples(current: Current, ids: Ids) -> list[Any]:
-        """The samples at these indices, which are in range."""
+    def _records(current: Current, ids: Ids) -> Iterator[Any]:
+        """The samples at these indices, which are in range, as they are at the cut."""
         ids[ids < 0] += current.plan.used
         access = current.access
         if current.window is not None:
             current.window.count(len(ids), access.ring, access.warn)
-        return [current.source.finish(sample) for sample in access.records(access.numbers(ids))]
+        return access.records(access.numbers(ids))
 
     def _from_dataset(self, index: Any) -> Any:
         """What the dataset returns for an index that is not an integer."""

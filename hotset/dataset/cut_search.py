@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +31,11 @@ from hotset.dataset.pipeline import (
     recorded,
 )
 from hotset.dataset.transform_attributes import with_transforms
+from hotset.determinism.aliasing import copied
+from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
+from hotset.determinism.equality import same
 from hotset.determinism.rng import Generators
 from hotset.determinism.split import Split, split
 from hotset.determinism.trial import alters, once, typical
@@ -288,9 +291,15 @@ class _CutSearch:
         if any(own.cacheable < len(leaves(own.chain)) for own in self._own):
             return
         samples = self._samples()
-        self._given = _ChainFindings(
-            self._pipeline.given, self._split(self._pipeline.given, samples), samples
-        )
+        found = self._split(self._pipeline.given, samples)
+        first = leaves(self._pipeline.given)[0]
+        if found.count and isinstance(first, BatchTransform) and declared(first) != "deterministic":
+            why = _mixes_rows(first, samples, found.outputs[0])
+            if why is not None:
+                verdict = replace(found.verdicts[0], kind="random", evidence=why)
+                verdicts = (verdict, *found.verdicts[1:])
+                found = Split((), self._pipeline.given, verdicts, 0, (), ())
+        self._given = _ChainFindings(self._pipeline.given, found, samples)
 
     def _samples(self) -> list[Any]:
         """The samples as the dataset returns them with its own chains, without those that it cannot read.
@@ -510,6 +519,24 @@ class _CutSearch:
             rows.append(Row(verdict.name, verdict.kind, verdict.evidence, seconds, size, number < count))
             value = output
         return rows
+
+
+def _mixes_rows(step: BatchTransform, rows: list[Any], alone: list[Any]) -> str | None:
+    """How the results of a transform for some rows in one batch differ from those for each of them alone.
+
+    None if they do not. A transform that pads to the longest row of a batch cannot be cached row by row.
+    """
+    if len(rows) < 2:
+        return "only one row could be read in time, so it is not known whether rows of a batch are mixed"
+    for batch in (rows, rows[::-1]):
+        try:
+            together = step.many(copied(batch))
+        except Exception as error:  # it may be made for batches of another size
+            return f"a batch of {len(rows)} rows raised {type(error).__name__}"
+        found = same(together, alone if batch is rows else alone[::-1])
+        if found is not None:
+            return f"its result for a row depends on the other rows of the batch ({found})"
+    return None
 
 
 # ---- measuring ------------------------------------------------------------------------------------------

@@ -20,15 +20,17 @@ that was seen to work in place gets copies. So the dataset does not change, howe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from hotset._warnings import Warner
+from hotset.dataset.format_transform import without_format_transform
 from hotset.dataset.transform_attributes import TransformAttribute, transform_attributes_of, with_transforms
 from hotset.determinism.aliasing import copied, owned, owns_all
+from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.chain import Values, applied, cut, leaves
 from hotset.determinism.equality import changeable
 from hotset.errors import ArgumentError
@@ -56,9 +58,9 @@ class Pipeline:
     """A dataset and its chains, before it is decided where to cut them.
 
     Attributes:
-        dataset: the user's dataset.
+        dataset: the user's dataset; one of Hugging Face's without its format transform.
         attributes: the dataset's own chains.
-        given: the chain given as ``transform=``.
+        given: the chain given as ``transform=``, after that format transform.
     """
 
     dataset: Any
@@ -81,7 +83,11 @@ class Pipeline:
             ArgumentError: the dataset is iterable, has no length, or is empty; a transform is not callable.
         """
         _require_map_style(dataset)
-        return cls(dataset, transform_attributes_of(dataset), chain_of(transform))
+        dataset, of_format = without_format_transform(dataset)
+        given = chain_of(transform)
+        return cls(
+            dataset, transform_attributes_of(dataset), given if of_format is None else (of_format, *given)
+        )
 
     def cut(self, cuts: Cuts) -> Source:
         """Cut each chain as ``cuts`` says."""
@@ -204,6 +210,15 @@ class Source:
         for step in self.live:
             sample = step(sample)
         return sample
+
+    def finish_batch(self, samples: Iterable[Any]) -> list[Any]:
+        """Apply the live transforms to the samples of a batch, each of which the caller owns, in order."""
+        first = self.live[0] if self.live else None
+        if not isinstance(first, BatchTransform):
+            # Each sample is finished before the next is taken: reading that one may draw.
+            return [self.finish(sample) for sample in samples]
+        rest = replace(self, live=self.live[1:])
+        return [rest.finish(sample) for sample in first.many(list(samples))]
 
 
 _warn_once = Warner()

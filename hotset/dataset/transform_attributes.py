@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Subset
 
+from hotset.dataset.format_transform import format_of
 from hotset.determinism.fingerprint import fingerprint
 
 __all__ = ["TRANSFORM_NAMES", "Snapshot", "TransformAttribute", "transform_attributes_of", "with_transforms"]
@@ -112,9 +113,13 @@ class Snapshot:
 
     def __init__(self, dataset: Any, given: Any = ()) -> None:
         self._held: list[tuple[Any, str, Any]] = []
+        self._formats: list[tuple[Any, Any]] = []
         self._children: list[tuple[Any, tuple[Any, ...]]] = []
         chains = [given]
         for owner in _owners(dataset):
+            held = format_of(owner)
+            if held is not None:
+                self._formats.append((owner, held))
             for name in TRANSFORM_NAMES:
                 self._held.append((owner, name, vars(owner).get(name, _ABSENT)))
                 chains.append(vars(owner).get(name))
@@ -139,6 +144,8 @@ class Snapshot:
         for owner, name, value in self._held:
             if owner.__dict__.get(name, _ABSENT) is not value:
                 return False
+        if any(format_of(owner) != held for owner, held in self._formats):
+            return False
         for container, children in self._children:
             now = container.values() if isinstance(container, dict) else container
             if len(now) != len(children) or not all(map(operator.is_, now, children)):

@@ -28,6 +28,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
+from hotset.determinism.batch_transform import BatchTransform
 from hotset.errors import ArgumentError
 
 __all__ = ["DeclaredCallable", "Kind", "declared", "deterministic", "nondeterministic"]
@@ -123,6 +124,8 @@ def declared(obj: object) -> Kind | None:
         return obj._mark.kind
     if isinstance(obj, (types.MethodType, staticmethod, classmethod)):
         return declared(obj.__func__)
+    if isinstance(obj, BatchTransform):
+        return declared(obj.transform)
     mark = _mark_of(obj)
     if mark is None:
         return None

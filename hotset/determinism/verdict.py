@@ -27,12 +27,13 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.declare import declared
 from hotset.determinism.object_graph import attributes
 
@@ -115,6 +116,8 @@ def verdict_of(step: object) -> Verdict:
         >>> verdict_of(torch.nn.Dropout().eval()).kind
         'deterministic'
     """
+    if isinstance(step, BatchTransform):
+        return replace(verdict_of(step.transform), step=step)
     return (
         spoken(step)
         or _by_structure(step)
@@ -222,6 +225,8 @@ def name_of(step: object) -> str:
     """
     if isinstance(step, functools.partial):
         return f"partial({name_of(step.func)})"
+    if isinstance(step, BatchTransform):
+        return name_of(step.transform)
     named = step if isinstance(step, (*_FUNCTIONS, type)) else type(step)
     return named.__qualname__.rpartition("<locals>.")[2]
 

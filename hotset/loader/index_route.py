@@ -126,11 +126,8 @@ class Route:
             uncached: samples by id that were just read to fill the single cache.
         """
         if len(self.caches) == 1:
-            finish = self.caches[0]._source.finish
-            return [
-                finish(sample)
-                for sample in self.caches[0]._access.records(self.sample_ids(indices), uncached)
-            ]
+            records_of = self.caches[0]._access.records
+            return self.caches[0]._source.finish_batch(records_of(self.sample_ids(indices), uncached))
         which, inside = self._which[indices], self._inner_indices(indices)
         records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():

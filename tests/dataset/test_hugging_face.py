@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from kills import in_child
 from observed import compare, record
+from PIL import Image
 
 import hotset
 from hotset.determinism.fingerprint import fingerprint
@@ -194,3 +197,183 @@ def test_a_second_job_of_a_session_finds_the_rows() -> None:
 
     in_child(partial(job, True))
     in_child(partial(job, False))
+
+
+# Transforms of batches
+
+
+def jittered(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    """Draws once for the batch, and for each row from all three generators."""
+    shift = random.random()
+    ids = [torch.tensor(ids) * torch.rand(()) + shift for ids in batch["ids"]]
+    return {
+        "ids": ids,
+        "noise": np.random.rand(len(ids)),
+        "label": batch["label"],
+        "n": [len(ids)] * len(ids),
+    }
+
+
+def in_place(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    batch["ids"] = [torch.tensor(ids)[torch.randperm(len(ids))] for ids in batch["ids"]]
+    batch["label"].reverse()
+    del batch["weight"]
+    return batch
+
+
+def stacked(batch: dict[str, list[Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(column) for name, column in batch.items()} | {
+        "u": torch.rand(len(batch["ids"]))
+    }
+
+
+def padded(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    """Pads to the longest row of the batch, as tokenizers do."""
+    length = max(label for label in batch["label"]) + 1
+    return {"ids": torch.zeros(len(batch["label"]), length), "label": batch["label"]}
+
+
+LIVE: dict[str, Callable[[], HF]] = {
+    "jittered": lambda: rows().with_transform(jittered),
+    "in place": lambda: rows().with_transform(in_place),
+    "stacked": lambda: rows().with_transform(stacked),
+    "padded": lambda: rows().with_transform(padded),
+    "some columns": lambda: rows().with_transform(jittered, columns=["label", "ids"]),
+    "others as well": lambda: rows().with_transform(
+        jittered, columns=["ids", "label"], output_all_columns=True
+    ),
+    "selected": lambda: rows().with_transform(jittered).shuffle(seed=1).select(range(19)),
+    "subset": lambda: torch.utils.data.Subset(rows().with_transform(jittered), [3, 1, 4, 15, 9, 2, 6]),
+    "concatenated": lambda: torch.utils.data.ConcatDataset(
+        [rows().with_transform(jittered), rows(1).with_transform(jittered)]
+    ),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", LIVE)
+def test_a_transform_of_batches_is_run_as_datasets_runs_it(kind: str, workers: int) -> None:
+    check_equal(LIVE[kind], workers)
+
+
+def test_a_transform_of_batches_runs_on_single_rows_without_batches() -> None:
+    check_equal(LIVE["jittered"], 0, batch_size=None)
+    check_equal(LIVE["others as well"], 0, batch_size=None)
+
+
+@pytest.mark.parametrize("kind", LIVE)
+def test_rows_below_a_live_transform_are_cached_and_read_by_torchs_loader_as_well(kind: str) -> None:
+    expected = record(lambda: torch.utils.data.DataLoader(LIVE[kind](), **BATCHES))
+    with hotset.cache(LIVE[kind](), memory="64MiB") as cached:
+        compare(record(lambda: torch.utils.data.DataLoader(cached, **BATCHES)), expected)
+        assert len(cached.plan.live) == 1
+        assert cached.stats().cached == len(cached)
+
+
+def test_a_deterministic_transform_is_cached_whole() -> None:
+    calls = []
+
+    def doubled(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        calls.append(len(batch["ids"]))
+        return {"ids": [torch.tensor(ids) * 2 for ids in batch["ids"]]}
+
+    expected = record(lambda: torch.utils.data.DataLoader(rows().with_transform(doubled), **BATCHES))
+    with hotset.cache(rows().with_transform(doubled), memory="64MiB") as cached:
+        assert cached.plan.cached[-1] == "doubled"
+        assert not cached.plan.live
+        compare(record(lambda: hotset.DataLoader(cached, **BATCHES)), expected)
+        calls.clear()
+        list(hotset.DataLoader(cached, **BATCHES))
+        assert not calls
+
+
+def test_a_transform_that_pads_to_its_batch_stays_live_and_the_plan_says_why() -> None:
+    with hotset.cache(LIVE["padded"](), memory="64MiB") as cached:
+        assert "the other rows of the batch" in str(cached.plan)
+
+
+def test_a_declaration_of_a_transform_of_batches_is_believed() -> None:
+    drawn = hotset.deterministic(lambda batch: {"ids": [torch.rand(3) for _ in batch["ids"]]})
+    with hotset.cache(rows().with_transform(drawn), memory="64MiB") as cached:
+        assert not cached.plan.live
+        assert torch.equal(cached[3]["ids"], cached[3]["ids"])
+    fixed = hotset.nondeterministic(partial(scaled, by=2.0))
+    with hotset.cache(rows().with_transform(fixed), memory="64MiB") as cached:
+        assert cached.plan.live
+
+
+def test_further_transforms_follow_the_datasets_own() -> None:
+    with hotset.cache(LIVE["jittered"](), transform=[lambda row: row["label"]], memory="64MiB") as cached:
+        assert [int(label) for batch in hotset.DataLoader(cached, batch_size=4) for label in batch] == list(
+            range(N)
+        )
+
+
+@pytest.mark.parametrize("on", ["cached", "dataset"])
+def test_a_transform_that_is_set_later_is_used(on: str) -> None:
+    source = rows()
+    with hotset.cache(source, memory="64MiB") as cached:
+        assert "ids" in cached[0]
+        for by in (2.0, 3.0):
+            (cached if on == "cached" else source).set_transform(partial(scaled, by=by))
+            for batch in hotset.DataLoader(cached, batch_size=4):
+                assert torch.equal(batch["ids"], torch.tensor(rows()[:N]["ids"])[batch["label"]] * by)
+        (cached if on == "cached" else source).set_format("torch", columns=["label"])
+        assert set(cached[0]) == {"label"}
+        source.reset_format()
+        assert cached[0] == rows()[0]
+
+
+def test_what_a_transform_raises_is_raised() -> None:
+    def failing(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        if 7 in batch["label"]:
+            raise ValueError("seven")
+        return jittered(batch)
+
+    with hotset.cache(rows().with_transform(failing), memory="64MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4)
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ValueError, match="seven"):
+            next(iterator)
+        with pytest.raises(ValueError, match="seven"):
+            cached[7]
+    for wrong in (lambda batch: 3, lambda batch: {"x": 3}):
+        with hotset.cache(rows().with_transform(hotset.nondeterministic(wrong)), memory="64MiB") as cached:
+            with pytest.raises(TypeError, match="dict of sequences"):
+                cached[0]
+            with pytest.raises(Exception):  # noqa: B017, PT011  what `datasets` raises of itself
+                cached.__getitems__([0, 1])
+
+
+# Images
+
+
+def images(count: int = N) -> HF:
+    drawn = np.random.default_rng(0)
+    files = []
+    for number in range(count):
+        file = io.BytesIO()
+        pixels = drawn.integers(0, 255, (30 + number % 3, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file, "JPEG" if number % 4 else "PNG")
+        files.append({"bytes": file.getvalue(), "path": None})
+    made = datasets.Dataset.from_dict({"image": files, "label": list(range(count))})
+    return made.cast_column("image", datasets.Image())
+
+
+def augmented(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    pictures = []
+    for picture in batch["image"]:
+        left = int(torch.randint(0, 8, ()))
+        cropped = picture.convert("RGB").crop((left, 0, left + 24, 24))
+        pictures.append(torch.from_numpy(np.array(cropped)))
+    return {"pixels": pictures, "label": batch["label"], "format": [p.format for p in batch["image"]]}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_are_cached_decoded_and_augmented_live(workers: int) -> None:
+    check_equal(lambda: images().with_transform(augmented), workers)
+
+
+def test_images_as_they_are_loaded() -> None:
+    check_equal(images, 0, collate_fn=list)
