@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from torch.utils.data import Subset
 
 from hotset.dataset.cut_search import CutChoice, Row, choose
+from hotset.dataset.format_transform import format_of
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, file_bytes, remedies
@@ -431,8 +432,9 @@ def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:
 def _judge_batches(dataset: Any, source: Source) -> None:
     """Refuse a dataset whose ``__getitems__``, which torch's loader prefers, returns other samples.
 
-    The cache reads samples one by one. A batch of two is compared: what is computed from a whole batch may be
-    right for a batch of one.
+    The cache reads other batches than the loader asks for. A batch of two is compared: what is computed from
+    a whole batch may be right for a batch of one. Rows of Hugging Face datasets are not compared with those
+    of ``__getitem__``: in numpy's format a float is float64 in a row, and float32 in a batch.
 
     Raises:
         NotCacheable: says what to do.
@@ -443,10 +445,11 @@ def _judge_batches(dataset: Any, source: Source) -> None:
     if declared(dataset) == "deterministic" or not getattr(inner, "__getitems__", None):
         return
     read = source.dataset.__getitems__
+    read_one = source.dataset.__getitem__ if format_of(inner) is None else lambda index: read([index])[0]
     indices = sorted({0, len(dataset) - 1})
     generators = Generators((source.dataset,))
     try:
-        alone = [source.dataset[index] for index in indices]
+        alone = list(map(read_one, indices))
         generators.restore()
         together = read(indices)
         alike = not generators.moved() and same(alone, list(together)) is None

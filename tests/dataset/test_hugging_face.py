@@ -70,7 +70,7 @@ KINDS: dict[str, Callable[[], HF]] = {
     "text": with_text,
     "nested": nested,
     "torch": lambda: rows().with_format("torch"),
-    "numpy": lambda: rows().remove_columns("weight").with_format("numpy"),
+    "numpy": lambda: rows().with_format("numpy"),
     "torch, some columns": lambda: rows().with_format("torch", columns=["ids"]),
     "torch, others as well": lambda: rows().with_format("torch", columns=["ids"], output_all_columns=True),
     "select": lambda: rows().select([5, 3, 3, 11, 0, 20]),
