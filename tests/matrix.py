@@ -89,7 +89,9 @@ def _run(name: str, python: str) -> list[str] | None:
                 print(f"  FAILED: {case.get('classname')}.{case.get('name')}")
             elif skipped is not None:
                 counts["skipped"] += 1
-                reasons[skipped.get("message", "")] += 1
+                message = skipped.get("message", "")
+                # Of a file that is skipped as a whole, the message does not give the reason.
+                reasons[skipped.text or message if message == "collection skipped" else message] += 1
             else:
                 counts["passed"] += 1
     for reason, count in reasons.items():
@@ -119,7 +121,7 @@ def main(given: dict[str, str]) -> int:
             continue
         row = _run(name, python)
         if row is None:
-            sentences.append(f"The {name} environment could not be made with {python}; pip says why above.")
+            sentences.append(f"The {name} environment could not be made with {python}; the reason is above.")
         rows.append(row or [name, "", "", "", "0", "1", "0"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print("\n" + "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
