@@ -412,7 +412,7 @@ def test_how_much() -> None:
         ("abc", QuantityError),
         (-1, QuantityError),
     ):
-        with pytest.raises(kind, match="resident must be"):
+        with pytest.raises(kind, match="resident"):
             parse_resident(given, CPU)
 
 
