@@ -56,6 +56,7 @@ from hotset.units import parse_bytes
 __all__ = ["cache"]
 
 T = TypeVar("T")
+_MOST_THREADS = 1024
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -103,6 +104,7 @@ def cache(
     window: Window | None = None,
     cluster: str | None = None,
     replicate: bool = False,
+    concurrency: int = 1,
     strict: bool = False,
     cut: int | None = None,
 ) -> CachedDataset[T]:
@@ -142,6 +144,10 @@ def cache(
         cluster: share the session with the other machines of a Ray cluster, so that their memories hold the
             data together, each sample once: its address, or ``"auto"`` for the one that this process or
             machine belongs to. Where a machine has no such session it is made there, with ``memory``.
+        concurrency: how many samples a process reads from the source at once, in threads: for sources that
+            wait (object stores, network file systems) and whose ``__getitem__`` may be called by several
+            threads at once. 16 is a good number. Batches, their order, random draws and exceptions stay as
+            they are. A dataset with ``__getitems__`` of its own is then read by ``__getitem__``.
         replicate: keep samples that other machines sent in the memory that this one has left over.
         strict: leave transforms live that only a trial shows to be deterministic.
         cut: how many transforms are cached, the dataset's own ``transform`` first; without it hotset chooses.
@@ -175,6 +181,7 @@ def cache(
             f"window=hotset.Window(resident={window!r})."
         )
     _check_arguments(session, window, spill, cluster, replicate)
+    _check_concurrency(concurrency, window)
     spill = _folder(spill)
     arguments = {
         "transform": transform,
@@ -185,6 +192,7 @@ def cache(
         "window": window,
         "cluster": cluster,
         "replicate": replicate,
+        "concurrency": concurrency,
         "strict": strict,
         "cut": cut,
     }
@@ -206,7 +214,15 @@ def _make(dataset: Any, arguments: dict[str, Any]) -> Current:
             found = find(session)
         strict, cut, window = arguments["strict"], arguments["cut"], arguments["window"]
         options = CacheOptions(
-            memory, strict, cut, window, arguments["spill"], found, joined, arguments["replicate"]
+            memory,
+            strict,
+            cut,
+            window,
+            arguments["spill"],
+            found,
+            joined,
+            arguments["replicate"],
+            arguments["concurrency"],
         )
         pipeline = Pipeline.of(dataset, arguments["transform"])
         identity = _identity(pipeline, arguments)
@@ -259,7 +275,7 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
     remote = remote_cache(options, identity, store)
     window = _active_window(result, options.window, store)
     attachment = Attachment(store, handle, result.plan.name)
-    access = SampleAccess(result.source, result.plan, attachment, window, remote)
+    access = SampleAccess(result.source, result.plan, attachment, window, remote, options.concurrency)
     return Current(result.source, result.plan, access, window, remote, identity.lookup_key)
 
 
@@ -410,6 +426,19 @@ def _folder(spill: Any) -> str | Literal[False] | None:
             "the disk, or make that folder."
         )
     return path
+
+
+def _check_concurrency(concurrency: object, window: Window | None) -> None:
+    if type(concurrency) is not int or not 1 <= concurrency <= _MOST_THREADS:
+        raise ArgumentError(
+            f"concurrency= must be a whole number from 1 to {_MOST_THREADS}, got {concurrency!r}; 16 suits "
+            "most sources that wait."
+        )
+    if concurrency > 1 and window is not None:
+        raise ArgumentError(
+            "concurrency= must be left out with window=: a window is filled by processes, of which a loader "
+            "starts as many as it has workers."
+        )
 
 
 def _check_arguments(

@@ -69,6 +69,7 @@ class CacheOptions(NamedTuple):
     session: Session | None = None
     joined: Joined | None = None
     replicate: bool = False
+    concurrency: int = 1
 
 
 class PlanResult(NamedTuple):

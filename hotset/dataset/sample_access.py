@@ -32,6 +32,7 @@ from hotset.dataset.attachment import Attachment
 from hotset.dataset.audit import Audit
 from hotset.dataset.pipeline import Source
 from hotset.dataset.plan import Plan
+from hotset.dataset.source_reader import NotingReader, SourceReader
 from hotset.determinism.declare import declared
 from hotset.determinism.draw_watch import DrawWatch
 from hotset.errors import SegmentError
@@ -64,6 +65,7 @@ class SampleAccess:
         attachment: how this process reaches the store.
         window: the running window; None if there is none.
         remote: the other machines' parts of the cache; None without other machines.
+        concurrency: how many samples to read from the source at once.
 
     Attributes:
         warn: warns with a sentence; a second argument names its subject, if it is to be warned of once. A
@@ -79,8 +81,10 @@ class SampleAccess:
         attachment: Attachment,
         window: ActiveWindow | None,
         remote: RemoteCache | None,
+        concurrency: int = 1,
     ) -> None:
         self._source = source
+        self._reader = SourceReader(source, concurrency)
         self._plan = plan
         self._attachment = attachment
         self._window = window
@@ -187,7 +191,7 @@ class SampleAccess:
         """
 
         try:
-            return self.fill(ids, read=_Noting(self._read, failed))
+            return self.fill(ids, read=NotingReader(self._read, failed))
         except Exception:
             if not failed:
                 raise
@@ -222,6 +226,8 @@ class SampleAccess:
             self._audit_theirs(records, store)
             ids = ids[np.isin(ids, brought.ids(), invert=True)]
         got = store.fill(ids, read, keep=keep)
+        if self._reader.trouble is not None:
+            self.warn(self._reader.trouble, "concurrency")
         while store.room.notes:  # about caches that were freed; the process that freed them warns
             self.warn(f"{self._plan.name}: {store.room.notes.pop()}")
         if got and (self._remote is None or not self._remote.pass_on(store, got)):
@@ -285,7 +291,7 @@ class SampleAccess:
     @property
     def _read(self) -> Read:
         """Reads samples from the source, up to the cut, by their sample ids."""
-        return _FromSource(self._source) if self._window is None else self._window.read
+        return self._reader if self._window is None else self._window.read
 
     # ---- a window in motion --------------------------------------------------------------------------
 
@@ -427,39 +433,6 @@ class SampleAccess:
 
 
 # ---- warnings about samples that stay uncached -------------------------------------------------------------
-
-
-class _FromSource:
-    """Reads samples whose ids are their indices in the dataset."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.many = source.read_many
-
-    def __call__(self, sample: int) -> Any:
-        return self._source.read(sample)
-
-
-class _Noting:
-    """Reads samples, and notes which one raised what."""
-
-    def __init__(self, read: Read, failed: dict[int, Exception]) -> None:
-        self._read = read
-        self._failed = failed
-
-    def __call__(self, sample: int) -> Any:
-        (value,) = self.many([sample])
-        return value
-
-    def many(self, samples: Sequence[int]) -> Iterator[Any]:
-        many = getattr(self._read, "many", None)
-        values = iter(map(self._read, samples) if many is None else many(samples))
-        for sample in samples:
-            try:
-                yield next(values)
-            except Exception as error:
-                self._failed[sample] = error
-                raise
 
 
 def _shortage(store: Store, used: int, samples: int, mismatches: Collection[int]) -> str | None:

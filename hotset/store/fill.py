@@ -43,7 +43,8 @@ class Read(Protocol):
     """Reads a sample from the source, by its sample id.
 
     A reader that reads several samples faster than one by one has a method ``many`` as well, which returns an
-    iterable of their values, in order. What it raises is taken for the sample whose turn it is.
+    iterable of their values, in order. What it raises is taken for the sample whose turn it is. A reader that
+    reads several at once says in ``at_once`` how many.
     """
 
     def __call__(self, sample: int, /) -> Any: ...
@@ -107,6 +108,7 @@ class Filler:
         self._schema = schema
         self._records = Records(participant.segment, schema)
         self._threads: set[int] = set()  # that are filling: a claim's word does not name the thread
+        self._at_once = 1
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
         self._bytes = schema.stride  # of the largest record of the last chunk
         # For each claimant that was waited for: how many records it had published, and since when.
@@ -115,6 +117,7 @@ class Filler:
     def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         """See :meth:`hotset.store.store.Store.fill`."""
         thread = threading.get_ident()
+        self._at_once = getattr(read, "at_once", 1)
         try:
             self._threads.add(thread)
             return self._fill(ids, read, keep)
@@ -177,9 +180,11 @@ class Filler:
     @property
     def _chunk(self) -> int:
         """How many samples to claim at once; one while it is unknown what they cost."""
+        by_size = _CHUNK_BYTES // max(self._bytes, 1)
+        if self._at_once > 1:
+            return max(self._at_once, min(by_size, _LARGEST_CHUNK))
         if self._seconds <= 0.0:
             return 1
-        by_size = _CHUNK_BYTES // max(self._bytes, 1)
         return max(1, min(math.ceil(_CHUNK_SECONDS / self._seconds), by_size, _LARGEST_CHUNK))
 
     def _fill_claimed(self, taken: Ids, read: Read, uncached: dict[int, Any], keep: bool) -> None:

@@ -1,0 +1,121 @@
+"""How samples are read from the source for the cache: one by one, in groups, or several at once in threads.
+
+::
+
+    the dataset has __getitems__     a group in one call
+    concurrency=16                   up to sixteen at once, each in a thread: for a source that waits
+    otherwise                        one after the other
+
+Samples come in the order in which they were asked for, and what reading one raises is raised in its turn. So
+a batch, an error and a claim are the same in all three ways. A single sample is always read in the caller's
+thread; so are samples that draw random numbers, which are used in their turn and never stored.
+
+The threads live as long as one call: to start sixteen takes a millisecond, beside reads of twenty, and a
+process that forks has none of them.
+
+Not every dataset bears threads: a database connection belongs to the thread that opened it, a file has one
+position. An exception that a thread gets and the caller's own does not get shows that, as far as it can be
+seen, and the rest of the process's samples are read one after the other. Two threads that move one file's
+position give wrong bytes without any exception: that is why ``concurrency=`` is left to the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from hotset.dataset.pipeline import Source
+from hotset.store.fill import Read
+
+__all__ = ["NotingReader", "SourceReader"]
+
+
+class SourceReader:
+    """Reads samples up to the cut, by their indices in the dataset. It pickles.
+
+    Args:
+        source: the dataset and its transforms, cut.
+        concurrency: how many samples are read at once.
+
+    Attributes:
+        at_once: the same; 1 once the dataset was seen not to bear threads.
+        trouble: a sentence that says so, for the user; None if it does, as far as was seen.
+    """
+
+    def __init__(self, source: Source, concurrency: int) -> None:
+        self._source = source
+        self.at_once = concurrency
+        self.trouble: str | None = None
+
+    def __call__(self, index: int) -> Any:
+        return self._source.read(index)
+
+    def many(self, indices: Sequence[int]) -> Iterator[Any]:
+        """Read several samples; they come in order."""
+        if self.at_once > 1 and len(indices) > 1:
+            return self._in_threads(indices)
+        return self._source.read_many(indices)
+
+    def _in_threads(self, indices: Sequence[int]) -> Iterator[Any]:
+        threads = min(self.at_once, len(indices))
+        # A team of OpenMP threads in each would spin beside the others.
+        pool = ThreadPoolExecutor(threads, "hotset-read", partial(torch.set_num_threads, 1))
+        try:
+            futures = [pool.submit(self._source.read, index) for index in indices]
+            for index, future in zip(indices, futures, strict=True):
+                error = future.exception()
+                if error is None:
+                    yield future.result()
+                elif isinstance(error, Exception):
+                    yield self._read_alone(index, error)
+                else:
+                    raise error
+        finally:
+            # Reads that have begun are waited for: they use the dataset, which is the caller's again then.
+            pool.shutdown(cancel_futures=True)
+
+    def _read_alone(self, index: int, error: Exception) -> Any:
+        """Read a sample again that could not be read in a thread."""
+        value = self._source.read(index)  # raises as without threads, unless the thread was at fault
+        if self.at_once > 1:
+            self.at_once = 1
+            kind = type(self._source.dataset).__name__
+            self.trouble = (
+                f"{kind} does not bear concurrency=: sample {index} raised {type(error).__name__} ({error}) "
+                "in a thread, and could be read alone. Its samples are read one after the other from now on; "
+                "leave concurrency= out, or let the dataset open what it reads from once for each thread."
+            )
+        return value
+
+
+class NotingReader:
+    """Reads samples with another reader, and notes which one raised what.
+
+    Args:
+        read: the other reader.
+        failed: gets the exceptions, by sample id.
+    """
+
+    def __init__(self, read: Read, failed: dict[int, Exception]) -> None:
+        self._read = read
+        self._failed = failed
+        self.at_once = getattr(read, "at_once", 1)
+
+    def __call__(self, sample: int) -> Any:
+        (value,) = self.many([sample])
+        return value
+
+    def many(self, samples: Sequence[int]) -> Iterator[Any]:
+        """Read several samples; they come in order."""
+        many = getattr(self._read, "many", None)
+        values = iter(map(self._read, samples) if many is None else many(samples))
+        for sample in samples:
+            try:
+                yield next(values)
+            except Exception as error:
+                self._failed[sample] = error
+                raise
