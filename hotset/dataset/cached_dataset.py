@@ -41,11 +41,11 @@ from torch.utils.data import Dataset, get_worker_info
 from hotset._warnings import printable, warn
 from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment
-from hotset.dataset.pipeline import Source, chain_of
+from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
-from hotset.dataset.transform_attributes import TRANSFORM_NAMES, Snapshot
+from hotset.dataset.transform_attributes import Snapshot, names_transforms
 from hotset.errors import SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
@@ -378,7 +378,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         note = f"this plan was made again after {what} was set"
         self._current = current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note)))
         self._resume_window(old)
-        if dropped and name not in TRANSFORM_NAMES and not alike:
+        if dropped and not names_transforms(name) and not alike:
             warn(
                 f"{what} was set, and samples may depend on it, so {dropped:,} cached samples were dropped, "
                 "and samples are cached anew; set attributes that no sample depends on on `.dataset`."
@@ -395,7 +395,8 @@ class CachedDataset(Dataset[T], Generic[T]):
     def _read_uncached(self, why: str | None) -> None:
         """Read all samples from the dataset as it is now, uncached."""
         old = self._current
-        source = Source(self._dataset, (), (), chain_of(self._maker.arguments["transform"]))
+        pipeline = Pipeline.of(self._dataset, self._maker.arguments["transform"])
+        source = Source(pipeline.dataset, (), (), pipeline.given)
         window = old.window.reading(source.read) if old.window is not None else None
         rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])
         plan = replace(old.plan, rows=rows, sample_bytes=0, warnings=(why,) if why is not None else ())

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hotset.dataset.pipeline import (
+    UNUSED,
     Chain,
     Cuts,
     Pipeline,
@@ -30,7 +31,7 @@ from hotset.dataset.pipeline import (
     passes_shared_objects,
     recorded,
 )
-from hotset.dataset.transform_attributes import with_transforms
+from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.aliasing import copied
 from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.chain import Values, leaves
@@ -136,6 +137,7 @@ class _ChainFindings(NamedTuple):
         around: bytes of the sample without these values.
         whole: whether it cannot be cut.
         in_place: whether its cacheable part changes its input.
+        calls: how often it is called for a sample, each time with one value if that is more than once.
     """
 
     chain: Any
@@ -144,6 +146,7 @@ class _ChainFindings(NamedTuple):
     around: float = 0.0
     whole: bool = False
     in_place: bool = False
+    calls: int = 1
 
     @property
     def cacheable(self) -> int:
@@ -175,6 +178,8 @@ class _CutSearch:
         self._indices: list[int] = []
         # What the dataset raises when a recorder is in place of its chain; None if it accepts one.
         self._refusal: Exception | None = None
+        # What reads put in place of each chain: nothing, or None, which leaves the chain there.
+        self._prefixes: list[tuple[()] | None] = [()] * len(pipeline.attributes)
         if pipeline.attributes or pipeline.given:
             self._read()
 
@@ -200,6 +205,12 @@ class _CutSearch:
                 failed.append(index)
         if not self._reads:
             assert error is not None
+            # An attribute of another name may not be for the samples alone.
+            others = [attribute.name not in TRANSFORM_NAMES for attribute in self._pipeline.attributes]
+            if any(others) and None not in self._prefixes:
+                self._prefixes = [None if other else () for other in others]
+                self._read()
+                return
             self._read_without_recorders(failed, error)
         self._sample = self._reads[0][0]
         for index in self._indices * 3 if self._refusal is None else ():  # to measure the time
@@ -211,7 +222,7 @@ class _CutSearch:
 
     def _read_one(self, index: int) -> tuple[Any, list[Recorder]]:
         begun = time.perf_counter()
-        sample, recorders = recorded(self._pipeline, index, [()] * len(self._pipeline.attributes))
+        sample, recorders = recorded(self._pipeline, index, self._prefixes)
         spent = sum(recorder.seconds for recorder in recorders)
         self._times.append(time.perf_counter() - begun - spent)
         return sample, recorders
@@ -251,6 +262,12 @@ class _CutSearch:
             self._own.append(self._keep_whole(_ChainFindings(attribute.chain), number, why, (), ()))
             return
         recorders = [recorders[number] for _, recorders in self._reads]
+        if attribute.name not in TRANSFORM_NAMES and not any(r.inputs or r.irregular for r in recorders):
+            self._own.append(_ChainFindings(attribute.chain, whole=True, calls=0))
+            return
+        if self._is_called_for_each(number):
+            self._judge_several(number, recorders)
+            return
         values = [recorder.inputs[0] for recorder in recorders if len(recorder.inputs) == 1]
         if any(recorder.irregular for recorder in recorders):
             why = f"{self._class_name} calls its {attribute.name} with keywords"
@@ -283,6 +300,27 @@ class _CutSearch:
             steps = leaves(attribute.chain)[: findings.cacheable]
             in_place = any(alters(steps, value) for value in values)
             self._own.append(findings._replace(around=around, in_place=in_place))
+
+    def _is_called_for_each(self, number: int) -> bool:
+        """Whether a chain is called for several values, one by one, in the same way for each sample."""
+        found = set()
+        for sample, recorders in self._reads:
+            recorder = recorders[number]
+            alone = not any(isinstance(value, Values) for value in recorder.inputs)
+            known = alone and not isinstance(sample, Exception)
+            found.add(find_paths(sample, recorder) if known and len(recorder.inputs) > 1 else None)
+        return len(found) == 1 and None not in found
+
+    def _judge_several(self, number: int, recorders: Sequence[Recorder]) -> None:
+        """Judge a chain that is called for each of several values."""
+        chain = self._pipeline.attributes[number].chain
+        first = recorders[0].inputs
+        values = [value for recorder in recorders for value in recorder.inputs]
+        findings = _ChainFindings(chain, self._split(chain, values), values, calls=len(first))
+        around = _size_of(self._sample) - sum(map(_size_of, first))
+        steps = leaves(chain)[: findings.cacheable]
+        in_place = any(alters(steps, value) for value in values)
+        self._own.append(findings._replace(around=around, in_place=in_place))
 
     def judge_given(self) -> None:
         """Split the chain given as ``transform=``, if everything before it may be cached."""
@@ -378,11 +416,9 @@ class _CutSearch:
 
     def choose(self, limit: float, user_cut: int | None) -> CutChoice:
         """Decide, and look for the results of the chains that are cut in the sample."""
-        counts = [own.cacheable for own in self._own]
+        counts = [own.cacheable if own.calls else UNUSED for own in self._own]
         given = self._given.cacheable
-        main = next(
-            (n for n, attribute in enumerate(self._pipeline.attributes) if attribute.name in _MAIN), None
-        )
+        main = self._main()
         cuttable = main is not None and not self._own[main].whole
         first = counts[main] if main is not None else 0
         if user_cut is not None:
@@ -401,10 +437,17 @@ class _CutSearch:
                 "live part comes before; leave out cut=, or give the chain as transform=."
             )
         in_place = tuple(own.in_place for own in self._own)
-        cuts = Cuts(tuple(counts), paths, given, in_place)
+        for_each = tuple(n for n, own in enumerate(self._own) if own.calls > 1 and paths[n])
+        cuts = Cuts(tuple(counts), paths, given, in_place, for_each)
         rows = self._rows(cuts)
         probed = any(row.cached and row.kind == "unknown" for row in rows)
         return CutChoice(cuts, rows, tuple(self.notes), probed)
+
+    def _main(self) -> int | None:
+        """The number of the dataset's own chain whose transforms ``cut=`` counts."""
+        names = [attribute.name for attribute in self._pipeline.attributes]
+        others = [n for n, name in enumerate(names) if name not in TRANSFORM_NAMES and self._own[n].calls]
+        return next((n for n, name in enumerate(names) if name in _MAIN), others[0] if others else None)
 
     def _apply_user_cut(self, user_cut: int, counts: list[int], main: int | None) -> tuple[list[int], int]:
         """Take the user's cut.
@@ -438,8 +481,8 @@ class _CutSearch:
         names: list[str] = []
         if own is not None and own.split is not None:
             split = own.split
-            seconds += split.seconds
-            sizes += [own.around + _size_of(output[0]) for output in split.outputs]
+            seconds += [own.calls * each for each in split.seconds]
+            sizes += [own.around + own.calls * _size_of(output[0]) for output in split.outputs]
             names += [verdict.name for verdict in split.verdicts[: split.count]]
         if given and self._given.split is not None:
             split = self._given.split
@@ -461,17 +504,17 @@ class _CutSearch:
     def _result_paths(self, counts: list[int], given: int) -> tuple[tuple[tuple[SamplePath, ...], ...], int]:
         """Where the results of the cut chains are in the sample; a chain without such paths stays whole."""
         prefixes = [
-            () if own.whole else tuple(leaves(own.chain)[:count])
+            None if count == UNUSED else () if own.whole else tuple(leaves(own.chain)[:count])
             for own, count in zip(self._own, counts, strict=True)
         ]
         paths: list[tuple[SamplePath, ...]] = [()] * len(counts)
-        cut = [n for n, own in enumerate(self._own) if counts[n] < len(leaves(own.chain))]
+        cut = [n for n, own in enumerate(self._own) if UNUSED < counts[n] < len(leaves(own.chain))]
         if cut:
             sample, recorders = recorded(self._pipeline, self._indices[0], prefixes)
             for n in cut:
                 found = None if isinstance(sample, Exception) else find_paths(sample, recorders[n])
                 # Live parts run in the order of `attributes`. In another order they would draw other numbers.
-                late = any(recorders[n].last_called < recorders[m].last_called for m in cut if m < n)
+                late = any(recorders[n].first_called < recorders[m].last_called for m in cut if m < n)
                 as_many = found is not None and self._gives_as_many(n, counts[n], recorders[n], len(found))
                 if found is None or late or not as_many:
                     name = self._pipeline.attributes[n].name
@@ -486,7 +529,7 @@ class _CutSearch:
 
     def _gives_as_many(self, number: int, count: int, recorder: Recorder, paths: int) -> bool:
         """Whether the live part of a chain that takes several values returns as many."""
-        if paths == 1:
+        if paths == 1 or self._own[number].calls > 1:
             return True
         values: Any = Values(recorder.outputs[0])
         for step in leaves(self._own[number].chain)[count:]:
@@ -506,6 +549,8 @@ class _CutSearch:
 
     def _rows_of(self, findings: _ChainFindings, count: int, deadline: float) -> list[Row]:
         rows: list[Row] = []
+        if not findings.calls:
+            return rows
         value = findings.values[0] if findings.values else None
         known = findings.split.count if findings.split is not None else 0
         for number, verdict in enumerate(findings.verdicts):

@@ -36,6 +36,7 @@ from hotset.determinism.equality import changeable
 from hotset.errors import ArgumentError
 
 __all__ = [
+    "UNUSED",
     "Chain",
     "Cuts",
     "Pipeline",
@@ -51,6 +52,7 @@ __all__ = [
 Transform = Callable[..., Any]
 # Where a value is in a sample: keys from the root.
 SamplePath = tuple[Any, ...]
+UNUSED = -1
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class Pipeline:
     attributes: tuple[TransformAttribute, ...]
     given: tuple[Transform, ...]
 
-    @property
-    def steps(self) -> list[Any]:
-        """The leaf transforms of all chains, in the order of the plan's rows."""
+    def steps(self, cuts: Cuts) -> list[Any]:
+        """The leaf transforms of all chains that are used, in the order of the plan's rows."""
+        used = zip(self.attributes, cuts.own, strict=True)
         return [
-            *(step for attribute in self.attributes for step in leaves(attribute.chain)),
+            *(step for attribute, count in used if count != UNUSED for step in leaves(attribute.chain)),
             *leaves(self.given),
         ]
 
@@ -95,12 +97,17 @@ class Pipeline:
         cached: list[Any] = []
         live: list[Transform] = []
         found = zip(self.attributes, cuts.own, cuts.paths, cuts.in_place, strict=True)
-        for attribute, count, paths, in_place in found:
+        for number, (attribute, count, paths, in_place) in enumerate(found):
+            if count == UNUSED:
+                cached.append(attribute.chain)  # a rare sample may use it
+                continue
             before, after = cut(attribute.chain, count)
             cached += before
             if after or in_place:
                 prefixes[attribute.name] = Chain(before, copies=in_place)
-            if after:
+            if after and cuts.calls_it_for_each(number):
+                live += [ApplyAt((path,), after) for path in paths]
+            elif after:
                 live.append(ApplyAt(paths, after))
         before, after = cut(self.given, cuts.given)
         dataset = with_transforms(self.dataset, prefixes)
@@ -112,25 +119,35 @@ class Cuts:
     """Where chains are cut.
 
     Attributes:
-        own: for each of the dataset's own chains, how many leaf transforms are cached.
+        own: for each of the dataset's own chains, how many leaf transforms are cached; :data:`UNUSED` for
+            one that was not called as samples were read.
         paths: for each own chain, where its results are in the sample; empty for a chain that is not cut.
         given: how many leaf transforms of ``transform=`` are cached; 0 if part of an own chain is live.
         in_place: for each own chain, whether it was seen to change its input, so that it gets copies.
+        for_each: the numbers of the own chains that are called several times for a sample, with one value
+            each: once for each path, in their order. Any other is called once, with the values at all paths.
     """
 
     own: tuple[int, ...]
     paths: tuple[tuple[SamplePath, ...], ...]
     given: int
     in_place: tuple[bool, ...]
+    for_each: tuple[int, ...] = ()
+
+    def calls_it_for_each(self, number: int) -> bool:
+        """Whether an own chain is called once for each of its paths."""
+        return number in self.for_each
 
     @property
     def where(self) -> list[Any]:
         """The fields that decide what a cached sample contains, as JSON types."""
-        return [list(self.own), [[list(path) for path in paths] for paths in self.paths], self.given]
+        paths = [[list(path) for path in paths] for paths in self.paths]
+        return [list(self.own), paths, self.given, *([list(self.for_each)] if self.for_each else [])]
 
     def to_json(self) -> list[Any]:
         """All fields, as JSON types."""
-        return [*self.where, list(self.in_place)]
+        own, paths, given, *_ = self.where
+        return [own, paths, given, list(self.in_place), *([list(self.for_each)] if self.for_each else [])]
 
     @classmethod
     def from_json(cls, value: Any) -> Cuts:
@@ -138,7 +155,7 @@ class Cuts:
         own, paths, given, *rest = value
         in_place = rest[0] if rest else [False] * len(own)
         tuples = tuple(tuple(tuple(path) for path in each) for each in paths)
-        return cls(tuple(own), tuples, given, tuple(in_place))
+        return cls(tuple(own), tuples, given, tuple(in_place), tuple(rest[1]) if len(rest) > 1 else ())
 
 
 @dataclass(frozen=True)
@@ -301,7 +318,7 @@ class Recorder(Chain):
     Attributes:
         inputs: for each call the value, or :class:`Values`.
         keyword_calls: the arguments of each call with keywords, as albumentations' chains are called.
-        last_called: when it was called last, to tell which of two chains comes first.
+        first_called, last_called: when it was called, to tell which of two chains comes first.
         outputs: for each call what was returned.
         digests: for each output its digests at that time.
         seconds: the sum over all calls.
@@ -313,7 +330,7 @@ class Recorder(Chain):
         self.keyword_calls: list[dict[str, Any]] = []
         self.outputs: list[Any] = []
         self.digests: list[dict[str, bytes]] = []
-        self.last_called = 0
+        self.first_called = self.last_called = 0
         self.seconds = 0.0
 
     @property
@@ -326,6 +343,7 @@ class Recorder(Chain):
             self.keyword_calls.append(named)
             raise TypeError("called with keywords")
         self.last_called = time.perf_counter_ns()
+        self.first_called = self.first_called or self.last_called
         self.inputs.append(values[0] if len(values) == 1 else Values(values))
         output = super().__call__(*values)
         self.outputs.append(output)
@@ -335,9 +353,9 @@ class Recorder(Chain):
 
 
 def recorded(
-    pipeline: Pipeline, index: int, prefixes: Sequence[Sequence[Transform]]
+    pipeline: Pipeline, index: int, prefixes: Sequence[Sequence[Transform] | None]
 ) -> tuple[Any, list[Recorder]]:
-    """Read a sample with these first parts in place of the dataset's own chains.
+    """Read a sample with these first parts in place of the dataset's own chains; None leaves a chain there.
 
     Returns:
         The sample, and the recorder of each chain. If the dataset raises after all recorders were called, or
@@ -347,31 +365,35 @@ def recorded(
     Raises:
         Exception: what the dataset raises before that.
     """
-    recorders = [Recorder(parts) for parts in prefixes]
+    recorders = [Recorder(parts or ()) for parts in prefixes]
     named = {
-        attribute.name: recorder for attribute, recorder in zip(pipeline.attributes, recorders, strict=True)
+        attribute.name: recorder
+        for attribute, recorder, parts in zip(pipeline.attributes, recorders, prefixes, strict=True)
+        if parts is not None
     }
     try:
         return with_transforms(pipeline.dataset, named)[index], recorders
     except Exception as error:
-        if any(recorder.irregular for recorder in recorders) or all(r.outputs for r in recorders):
+        if any(recorder.irregular for recorder in recorders) or all(r.outputs for r in named.values()):
             return error, recorders
         raise
 
 
 def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None:
     """The path of each of a chain's results in the sample; None unless each is there exactly once."""
-    if recorder.irregular or len(recorder.outputs) != 1:
+    if recorder.irregular or not recorder.outputs or len(recorder.outputs) < len(recorder.inputs):
         return None
-    inputs, output = recorder.inputs[0], recorder.outputs[0]
-    now, before = changeable(output), recorder.digests[0]
-    if any(now.get(part, digest) != digest for part, digest in before.items() if part):
-        return None  # changed in place since; adding to the sample itself does not change the result
-    results = [output]
-    if isinstance(inputs, Values):
-        if not isinstance(output, tuple) or len(output) != len(inputs):
+    results: list[Any] = []
+    for inputs, output, before in zip(recorder.inputs, recorder.outputs, recorder.digests, strict=True):
+        now = changeable(output)
+        if any(now.get(part, digest) != digest for part, digest in before.items() if part):
+            return None  # changed in place since; something added to the sample itself changes no result
+        if not isinstance(inputs, Values):
+            results.append(output)
+        elif len(recorder.outputs) == 1 and isinstance(output, tuple) and len(output) == len(inputs):
+            results += output
+        else:
             return None
-        results = list(output)
     found = [_find(sample, result) for result in results]
     paths = tuple(each[0] for each in found if len(each) == 1)
     return paths if len(paths) == len(results) == len(set(paths)) else None

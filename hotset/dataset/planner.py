@@ -109,7 +109,7 @@ def joined_plan(
         source = pipeline.cut(cuts)
     except ValueError as error:  # the numbers of transforms differ
         raise SegmentError("the cache is of another chain of transforms.") from error
-    rows = _joined_rows(pipeline, [Row(*row) for row in about["rows"]])
+    rows = _joined_rows(pipeline.steps(cuts), [Row(*row) for row in about["rows"]])
     found = identity.fingerprint(pipeline, cuts, source)
     plan = Plan(
         name=type(pipeline.dataset).__name__,
@@ -137,17 +137,15 @@ def joined_plan(
     return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None)
 
 
-def _joined_rows(pipeline: Pipeline, rows: list[Row]) -> tuple[Row, ...]:
+def _joined_rows(steps: list[Any], rows: list[Row]) -> tuple[Row, ...]:
     """The rows of a cache that another rank has made, with this rank's own live transforms.
 
     Raises:
         SegmentError: the cache is of other transforms.
     """
-    live = [
-        step for step, row in itertools.zip_longest(pipeline.steps, rows[1:]) if row is None or not row.cached
-    ]
+    live = [step for step, row in itertools.zip_longest(steps, rows[1:]) if row is None or not row.cached]
     kept = [row for row in rows[1:] if row.cached]
-    names = [name_of(step) for step in pipeline.steps]
+    names = [name_of(step) for step in steps]
     if names == [row.name for row in rows[1:]]:
         return tuple(rows)
     if [row.name for row in kept] != names[: len(kept)]:

@@ -5,6 +5,9 @@
 ``target_transform``  of the label
 ``transforms``        of both at once, called with two values (torchvision's detection datasets); if it only
                       holds the two others, as torchvision makes it from them, those are used
+any other             that holds a transform or container which a library's structure gives away: LeRobot's
+                      ``image_transforms``. Whether the dataset calls it shows when samples are read; a
+                      ``torch.nn`` module may be a network, and does not count
 ====================  ===================================================================================
 
 A list of transforms, which the dataset applies itself, is replaced by a list of one.
@@ -20,6 +23,8 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+import re
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,14 +32,36 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.format_transform import format_of
 from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.verdict import library_of
 
-__all__ = ["TRANSFORM_NAMES", "Snapshot", "TransformAttribute", "transform_attributes_of", "with_transforms"]
+__all__ = [
+    "TRANSFORM_NAMES",
+    "Snapshot",
+    "TransformAttribute",
+    "names_transforms",
+    "transform_attributes_of",
+    "with_transforms",
+]
 
 TRANSFORM_NAMES = ("transform", "target_transform", "transforms")
 # Where containers of transforms hold their children: torchvision's, MONAI's, albumentations', torch.nn's.
 _CONTAINED = ("transform", "target_transform", "transforms", "_modules")
 _DEEPEST = 8
 _ABSENT = object()
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+_LIKELY = re.compile(r"transform|augment|preprocess", re.IGNORECASE)
+
+
+def names_transforms(name: str) -> bool:
+    """Whether an attribute of this name is likely to hold transforms, or None.
+
+    Example:
+        >>> names_transforms("image_transforms"), names_transforms("root")
+        (True, False)
+    """
+    return bool(_LIKELY.search(name))
 
 
 class TransformAttribute(NamedTuple):
@@ -86,6 +113,9 @@ def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
             setattr(twin.transforms, name, chains[name])
     for name, chain in chains.items():
         held = getattr(dataset, name)
+        if name not in TRANSFORM_NAMES:
+            vars(twin)[name] = chain
+            continue
         setattr(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
     return twin
 
@@ -120,7 +150,9 @@ class Snapshot:
             held = format_of(owner)
             if held is not None:
                 self._formats.append((owner, held))
-            for name in TRANSFORM_NAMES:
+            likely = [name for name in vars(owner) if names_transforms(name) and name not in TRANSFORM_NAMES]
+            others = [name for name, _ in _others(owner) if name not in likely]
+            for name in (*TRANSFORM_NAMES, *likely, *others):
                 self._held.append((owner, name, vars(owner).get(name, _ABSENT)))
                 chains.append(vars(owner).get(name))
         for chain in chains:
@@ -167,9 +199,27 @@ def _own(dataset: Any) -> tuple[TransformAttribute, ...]:
     names = ["transform", "target_transform"]
     if _held(dataset, "transforms") is not None and _pair(dataset) is None:
         names.append("transforms")
-    return tuple(
-        TransformAttribute(name, chain) for name in names if (chain := _held(dataset, name)) is not None
-    )
+    named = [TransformAttribute(name, chain) for name in names if (chain := _held(dataset, name)) is not None]
+    return (*named, *(TransformAttribute(name, chain) for name, chain in _others(dataset)))
+
+
+def _others(dataset: Any) -> list[tuple[str, Any]]:
+    """The attributes of other names that hold what a library's structure says is a transform."""
+    held = getattr(dataset, "__dict__", {})
+    return [
+        (name, value)
+        for name, value in list(held.items())
+        if name not in TRANSFORM_NAMES and not name.startswith("__") and _is_known(value)
+    ]
+
+
+def _is_known(value: Any) -> bool:
+    if not callable(value) or isinstance(value, (type, *_FUNCTIONS)):
+        return False
+    library = library_of(value)
+    if library is None or library.__name__.endswith(".modules"):
+        return False
+    return library.opened(value) is not None or library.judge(value) is not None
 
 
 def _held(dataset: Any, name: str) -> Any | None:
