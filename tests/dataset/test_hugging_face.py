@@ -377,3 +377,68 @@ def test_images_are_cached_decoded_and_augmented_live(workers: int) -> None:
 
 def test_images_as_they_are_loaded() -> None:
     check_equal(images, 0, collate_fn=list)
+
+
+# What is missing, and what cannot be read
+
+
+def with_gaps() -> HF:
+    made = images().to_dict()
+    made["image"] = [None if number in (0, 7, N - 1) else image for number, image in enumerate(made["image"])]
+    made["empty"] = [[] for _ in range(N)]
+    made["nothing"] = [None] * N
+    made["some"] = [None if number % 5 else [number] * (number % 4) for number in range(N)]
+    return datasets.Dataset.from_dict(made).cast_column("image", datasets.Image())
+
+
+def counted(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    sizes = [0 if image is None else image.width for image in batch["image"]]
+    return {
+        "size": sizes,
+        "drawn": torch.rand(len(sizes)),
+        "some": [len(each or ()) for each in batch["some"]],
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_without_an_image_and_empty_columns(workers: int) -> None:
+    check_equal(with_gaps, workers, collate_fn=list)
+    check_equal(lambda: with_gaps().with_transform(counted), workers)
+
+
+def test_a_dataset_without_rows_is_refused_with_a_sentence() -> None:
+    with pytest.raises(hotset.ArgumentError, match="empty"):
+        hotset.cache(rows().select([]))
+
+
+@pytest.mark.parametrize("transform", [None, counted])
+def test_an_image_that_cannot_be_decoded_raises_at_its_batch_only(transform: Any) -> None:
+    def made() -> HF:
+        files = with_gaps().cast_column("image", datasets.Image(decode=False)).to_dict()
+        files["image"][9] = {"bytes": b"no image", "path": None}
+        found = datasets.Dataset.from_dict(files).cast_column("image", datasets.Image())
+        return found if transform is None else found.with_transform(transform)
+
+    class Once(torch.utils.data.Sampler[int]):
+        def __init__(self, order: list[int]) -> None:
+            self.order = order
+
+        def __iter__(self) -> Any:
+            return iter(self.order)
+
+        def __len__(self) -> int:
+            return len(self.order)
+
+    good = Once([number for number in range(N) if number != 9])
+    options: dict[str, Any] = {"batch_size": 4, "sampler": good, "collate_fn": list}
+    expected = record(lambda: torch.utils.data.DataLoader(made(), **options))
+    with hotset.cache(made(), memory="64MiB") as cached:
+        compare(record(lambda: hotset.DataLoader(cached, **options)), expected)
+        iterator = iter(hotset.DataLoader(cached, batch_size=4, collate_fn=list))
+        for _ in range(2):
+            next(iterator)
+        with pytest.raises(Exception, match="identify image"):
+            next(iterator)
+        with pytest.raises(Exception, match="identify image"):
+            cached[9]
+        assert cached.stats().cached == N - 1
