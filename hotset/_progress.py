@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, Task
     from rich.text import Text
 
-__all__ = ["counted", "progress_bar"]
+__all__ = ["counted", "filled", "progress_bar"]
 
 
 def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Progress:
@@ -22,7 +22,8 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
         console: where it is shown.
         unit: of what is counted: the rate is ``1,234 <unit>/s``.
         period: seconds over which the rate is measured.
-        fields: names of a task's fields, each shown in a column of its own.
+        fields: names of a task's fields, each shown in a column of its own. With ``"size"`` the time that is
+            left is shown, and not the time that has passed.
     """
     # Imported here, as importing rich takes a while, and most processes show no bar.
     from rich.progress import (
@@ -32,6 +33,7 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
         ProgressColumn,
         TextColumn,
         TimeElapsedColumn,
+        TimeRemainingColumn,
     )
     from rich.text import Text
 
@@ -46,7 +48,7 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
         MofNCompleteColumn(),
         Rate(),
         *(TextColumn(f"{{task.fields[{name}]}}") for name in fields),
-        TimeElapsedColumn(),
+        TimeRemainingColumn() if "size" in fields else TimeElapsedColumn(),
         console=console,
         speed_estimate_period=period,
     )
@@ -63,3 +65,16 @@ def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
     with progress_bar(Console(stderr=True, highlight=False), unit, 5.0) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def filled(what: str, total: int, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error; yields a function that takes how many are done, and their bytes."""
+    if not shown or sys.stderr is None:
+        yield lambda done, size: None
+        return
+    from rich.console import Console
+
+    with progress_bar(Console(stderr=True, highlight=False), "samples", 30.0, "size") as progress:
+        task = progress.add_task(what, total=total, size="")
+        yield lambda done, size: progress.update(task, completed=done, size=f"{size / (1 << 20):,.0f} MiB")

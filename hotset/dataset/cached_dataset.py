@@ -41,12 +41,13 @@ from torch.utils.data import Dataset, get_worker_info
 from hotset._warnings import printable, warn
 from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment
+from hotset.dataset.fill_now import fill_now
 from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.transform_attributes import Snapshot, names_transforms
-from hotset.errors import SegmentError
+from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
 from hotset.store.store import Store
@@ -267,6 +268,39 @@ class CachedDataset(Dataset[T], Generic[T]):
         """Verify every record. Returns a sentence for each problem, or an empty list."""
         store = self._up_to_date().access.store
         return store.check() if store is not None else []
+
+    def fill(self, *, progress: bool = False, num_workers: int = 0) -> None:
+        """Cache all samples now, as far as there is room, and not as training comes to them.
+
+        It may be interrupted: what was read stays, and a second call reads the rest. Several processes that
+        call it, ranks for example, share the work.
+
+        Args:
+            progress: show a bar on standard error, with samples per second, MiB and the time that is left.
+            num_workers: processes that read; 0 reads in this one.
+
+        Raises:
+            ArgumentError: the cache has a window, which is filled by processes of its own (``prefill=``), or
+                ``num_workers`` is not a number from 0 on.
+            Exception: what the dataset raises.
+
+        Example:
+            >>> import hotset
+            >>> cached = hotset.cache([float(number) for number in range(100)], memory="1MiB")
+            >>> cached.fill()
+            >>> cached.stats().cached
+            100
+            >>> cached.close()
+        """
+        if type(num_workers) is not int or num_workers < 0:
+            raise ArgumentError(f"num_workers= must be a whole number from 0 on, got {num_workers!r}.")
+        current = self._up_to_date()
+        if current.window is not None:
+            raise ArgumentError(
+                "fill() must not be called with window=: a window is filled by processes of its own; write "
+                "hotset.Window(..., prefill=True) to have the first residents read before training begins."
+            )
+        fill_now(current.access, self.plan.name, progress, num_workers)
 
     def clear(self) -> None:
         """Drop every cached sample, in all processes. A cache that an audit has disabled is used again.

@@ -68,6 +68,18 @@ class ParentDeathSignal(NamedTuple):
             raise ProcessLookupError(_GONE)
         return end
 
+    def arm_or_exit(self) -> None:
+        """As :meth:`arm`, in a worker of torch's; exits if the parent is gone already.
+
+        Where the signal cannot be armed (no descriptor is left, for example), torch's own check remains.
+        """
+        try:
+            self.arm()
+        except ProcessLookupError:
+            os._exit(1)
+        except OSError:
+            pass
+
 
 _ends: tuple[int, int] | None = None
 

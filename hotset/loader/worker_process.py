@@ -18,7 +18,6 @@ persistence, through its public arguments.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -443,12 +442,7 @@ class WorkerInit:
         self._parent = parent_death_signal()
 
     def __call__(self, worker: int) -> None:
-        try:
-            self._parent.arm()
-        except ProcessLookupError:
-            os._exit(1)
-        except OSError:  # no descriptor is left, for example: torch's own check remains
-            pass
+        self._parent.arm_or_exit()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, BatchMaker):
             keep_freed_memory()

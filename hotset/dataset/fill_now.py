@@ -1,0 +1,107 @@
+"""Filling a whole cache at once, before training: ``cached.fill(progress=True)``.
+
+The samples that are not cached are read part by part, in this process or in torch's worker processes over a
+private dataset whose items are the parts. Claims divide them among all processes that fill, ranks too. What
+is read is kept at once, so that an interrupted fill resumes where it was. Nothing is drawn from a random
+number generator of the program.
+
+It ends early where the cache has no room left: the rest would be read in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hotset._progress import filled
+from hotset.dataset.parent_death import parent_death_signal
+from hotset.dataset.sample_access import SampleAccess
+from hotset.store.claims import Ids
+
+__all__ = ["fill_now"]
+
+_PART = 64
+
+
+class _Done(NamedTuple):
+    """What a part came to: warnings for the user, and whether the cache has no more room."""
+
+    warnings: list[tuple[str, str]]
+    full: bool
+
+
+class _Parts(Dataset[_Done]):
+    """The private dataset: reading item number k fills the cache with the k-th part."""
+
+    def __init__(self, access: SampleAccess, ids: Ids) -> None:
+        self._access = access
+        self._parts = [ids[start : start + _PART] for start in range(0, len(ids), _PART)]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, number: int) -> _Done:
+        access, noted = self._access, list[tuple[str, str]]()
+        before, access.warn = access.warn, lambda sentence, about="": noted.append((sentence, about))
+        try:
+            access.fill(self._parts[number], keep=False)
+        finally:
+            access.warn = before
+        store = access.store
+        return _Done(noted, store is None or store.filler.is_full)
+
+
+class _Begin:
+    """Runs in each worker before its first part: from then on the worker dies with this process."""
+
+    def __init__(self) -> None:
+        self._parent = parent_death_signal()
+
+    def __call__(self, worker: int) -> None:
+        self._parent.arm_or_exit()
+
+
+def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) -> None:
+    """Read all samples that are not cached, as far as there is room.
+
+    Args:
+        access: of the cached dataset.
+        name: shown beside the bar.
+        progress: show one.
+        num_workers: processes that read; 0 reads in this one.
+
+    Raises:
+        Exception: what the dataset raises.
+    """
+    store = access.store
+    if store is None:
+        return
+    ids = np.arange(len(store))
+    missing = ids[store.index.missing(ids)]
+    parts = _Parts(access, missing)
+    with filled(name, len(ids), progress) as show:
+        show(len(ids) - len(missing), store.stored_bytes)
+        for number, done in enumerate(_each(parts, num_workers), 1):
+            for sentence, about in done.warnings:
+                access.warn(sentence, about)
+            show(len(ids) - max(len(missing) - number * _PART, 0), store.stored_bytes)
+            if done.full:
+                return
+    access.warn_of_draws()
+
+
+def _each(parts: _Parts, num_workers: int) -> Iterator[_Done]:
+    if not num_workers:
+        yield from map(parts.__getitem__, range(len(parts)))
+        return
+    yield from DataLoader(
+        parts,
+        batch_size=None,
+        num_workers=num_workers,
+        worker_init_fn=_Begin(),
+        generator=torch.Generator(),  # the workers' seeds must not be drawn from the program's generator
+    )

@@ -1,0 +1,140 @@
+"""``cached.fill()``: everything is cached before training begins, as far as there is room."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import failure, in_fork, is_a_sentence, rng_states, seed_everything
+from samples import image_and_label
+from sources import Armed, Counting, ReadLog, Samples
+
+import hotset
+
+N = 200
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> ReadLog:
+    return ReadLog(tmp_path / "reads")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_sample_is_read_once_and_no_generator_moves(workers: int, log: ReadLog) -> None:
+    with hotset.cache(Counting(image_and_label, N, log), memory="64MiB", key="x") as cached:
+        log.reset()
+        seed_everything()
+        before = rng_states()
+        cached.fill(num_workers=workers)
+        assert rng_states() == before
+        assert cached.stats().cached == N
+        assert sorted(log.order()) == list(range(N))
+        log.reset()
+        cached.fill()
+        assert sum(1 for _ in hotset.DataLoader(cached, 20)) == N // 20
+        assert log.total() == 0
+
+
+def test_two_processes_share_the_work(log: ReadLog) -> None:
+    with hotset.cache(Counting(image_and_label, N, log, seconds=0.002), memory="64MiB", key="x") as cached:
+        log.reset()
+        children = threading.Thread(target=in_fork, args=(cached.fill,))
+        children.start()
+        cached.fill()
+        children.join()
+        assert cached.stats().cached == N
+        assert log.total() <= N + 8
+
+
+def test_ctrl_c_keeps_what_was_read_and_the_next_call_reads_the_rest(log: ReadLog) -> None:
+    with hotset.cache(Counting(image_and_label, N, log, seconds=0.005), memory="64MiB", key="x") as cached:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                cached.fill()
+        finally:
+            timer.join()
+        assert 0 < (first := cached.stats().cached) < N
+        log.reset()
+        cached.fill()
+        assert cached.stats().cached == N
+        assert N - first <= log.total() <= N - first + 2
+
+
+class Raising(Armed):
+    def misbehave(self) -> None:
+        raise OSError("sample 77 cannot be read")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_the_dataset_raises_is_raised(workers: int, tmp_path: Path) -> None:
+    source = Raising(image_and_label, N, 77, tmp_path / "armed")
+    with hotset.cache(source, memory="64MiB", key="x") as cached:
+        source.arm()
+        with pytest.raises(OSError, match="sample 77 cannot be read"):
+            cached.fill(num_workers=workers)
+        source.disarm()
+        cached.fill(num_workers=workers)
+        assert cached.stats().cached == N
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_room_it_ends_with_one_warning(workers: int) -> None:
+    source = Samples(lambda index: torch.full((50_000,), index % 256, dtype=torch.uint8), N)
+    with hotset.cache(source, memory="3MiB") as cached:
+        with pytest.warns(hotset.HotsetWarning, match="no more fit") as told:
+            cached.fill(num_workers=workers)
+        assert len(told) == 1
+        assert 20 < cached.stats().cached < N
+
+
+def test_samples_that_draw_stay_uncached_and_are_named() -> None:
+    def make(index: int) -> Any:
+        return torch.tensor([random.random() if index == 50 else 0.0, float(index)])
+
+    with hotset.cache(Samples(make, N), memory="64MiB", key="x") as cached:
+        with pytest.warns(hotset.HotsetWarning, match="50"):
+            cached.fill()
+        assert cached.stats().cached == N - 1
+
+
+def test_a_bar_shows_samples_mebibytes_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with hotset.cache(Samples(image_and_label, N), memory="64MiB", key="x") as cached:
+        cached.fill(progress=True)
+    shown = capsys.readouterr().err
+    assert f"{N}/{N}" in shown
+    assert "MiB" in shown
+    assert "samples/s" in shown
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "two", True])
+def test_a_number_of_workers_that_is_none_is_refused(wrong: Any) -> None:
+    with hotset.cache(Samples(image_and_label, N), memory="64MiB", key="x") as cached:
+        found = failure(lambda: cached.fill(num_workers=wrong))
+        assert found.kind is hotset.ArgumentError
+        assert is_a_sentence(found.text)
+
+
+def test_a_window_fills_itself() -> None:
+    with hotset.cache(Samples(image_and_label, N), window=hotset.Window(resident=20)) as cached:
+        found = failure(cached.fill)
+    assert found.kind is hotset.ArgumentError
+    assert is_a_sentence(found.text)
+
+
+def test_where_nothing_can_be_cached_nothing_is_read(log: ReadLog) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hotset.HotsetWarning)
+        cached = hotset.cache(Counting(lambda index: object(), N, log), memory="64MiB", key="x")
+    with cached:
+        log.reset()
+        cached.fill()
+        assert log.total() == 0
