@@ -40,10 +40,19 @@ class Route:
     Attributes:
         caches: the cached datasets.
         length: of the dataset that the indices belong to.
+        by_row: whether torch reads the samples of a batch one by one, as through a ConcatDataset.
     """
 
-    def __init__(self, caches: list[CachedDataset[Any]], which: Indices, inner: Indices | None) -> None:
+    def __init__(
+        self,
+        caches: list[CachedDataset[Any]],
+        which: Indices,
+        inner: Indices | None,
+        *,
+        by_row: bool = False,
+    ) -> None:
         self.caches = caches
+        self.by_row = by_row
         self.length = len(which) if inner is not None else len(caches[0])
         self._which = which
         self._inner = inner
@@ -126,8 +135,11 @@ class Route:
             uncached: samples by id that were just read to fill the single cache.
         """
         if len(self.caches) == 1:
-            records_of = self.caches[0]._access.records
-            return self.caches[0]._source.finish_batch(records_of(self.sample_ids(indices), uncached))
+            source, access = self.caches[0]._source, self.caches[0]._access
+            records_at_cut = access.records(self.sample_ids(indices), uncached)
+            if self.by_row:
+                return [source.finish(sample) for sample in records_at_cut]
+            return source.finish_batch(records_at_cut)
         which, inside = self._which[indices], self._inner_indices(indices)
         records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():
@@ -159,7 +171,7 @@ def route_to(dataset: Any) -> Route | None:
         if inner is None or chosen is None:
             return None
         which = inner._which[chosen] if len(inner.caches) > 1 else np.zeros(len(chosen), np.int64)
-        return Route(inner.caches, which, inner._inner_indices(chosen))
+        return Route(inner.caches, which, inner._inner_indices(chosen), by_row=inner.by_row)
     if type(dataset) is ConcatDataset:
         parts = [route_to(part) for part in dataset.datasets]
         caches: list[CachedDataset[Any]] = []
@@ -172,7 +184,8 @@ def route_to(dataset: Any) -> Route | None:
             numbers_of_caches.append(inside + len(caches))
             inner_indices.append(part._inner_indices(numbers))
             caches += part.caches
-        return Route(caches, np.concatenate(numbers_of_caches), np.concatenate(inner_indices))
+        which = np.concatenate(numbers_of_caches)
+        return Route(caches, which, np.concatenate(inner_indices), by_row=True)
     return None
 
 

@@ -270,6 +270,58 @@ def test_rows_below_a_live_transform_are_cached_and_read_by_torchs_loader_as_wel
         assert cached.stats().cached == len(cached)
 
 
+def test_a_transform_of_batches_in_spawned_workers() -> None:
+    check_equal(LIVE["jittered"], 1, multiprocessing_context="spawn", persistent_workers=True)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_second_job_of_a_session_finds_the_rows_below_a_transform() -> None:
+    sessions.create("shared", memory=1 << 24)
+
+    def job(make: Callable[[], HF], there: int) -> None:
+        with hotset.cache(make(), session="shared") as cached:
+            assert cached.stats().cached == there
+            list(hotset.DataLoader(cached, batch_size=4))
+            assert cached.stats().cached == N
+
+    in_child(partial(job, LIVE["jittered"], 0))
+    in_child(partial(job, LIVE["jittered"], N))
+    doubled, tripled = (partial(rows().with_transform, partial(scaled, by=by)) for by in (2.0, 3.0))
+    in_child(partial(job, doubled, 0))
+    in_child(partial(job, doubled, N))
+    in_child(partial(job, tripled, 0))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("outer", [False, True])
+def test_cached_datasets_may_be_wrapped(parts: int, outer: bool) -> None:
+    def wrapped(sources: list[Any]) -> Any:
+        whole = torch.utils.data.ConcatDataset(sources)
+        return torch.utils.data.Subset(whole, range(3, 17)) if outer else whole
+
+    sources = [rows(seed).with_transform(jittered) for seed in range(parts)]
+    expected = record(lambda: torch.utils.data.DataLoader(wrapped(sources), **BATCHES))
+    cached = [hotset.cache(source, memory="64MiB") for source in sources]
+    compare(record(lambda: hotset.DataLoader(wrapped(cached), **BATCHES)), expected)
+    inside = torch.utils.data.Subset(sources[0], range(3, 17))
+    expected = record(lambda: torch.utils.data.DataLoader(inside, **BATCHES))
+    inside = torch.utils.data.Subset(cached[0], range(3, 17))
+    compare(record(lambda: hotset.DataLoader(inside, **BATCHES)), expected)
+    for each in cached:
+        each.close()
+
+
+def test_a_transform_of_batches_without_a_cache_is_still_run_on_batches() -> None:
+    """With ``key=`` a transform that is set later ends caching."""
+    expected = record(lambda: torch.utils.data.DataLoader(LIVE["jittered"](), **BATCHES))
+    source = rows()
+    with hotset.cache(source, memory="64MiB", key="rows") as cached:
+        source.set_transform(jittered)
+        with pytest.warns(hotset.HotsetWarning, match="key"):
+            assert len(cached) == N
+        compare(record(lambda: hotset.DataLoader(cached, **BATCHES)), expected)
+
+
 def test_a_deterministic_transform_is_cached_whole() -> None:
     calls = []
 
