@@ -44,7 +44,8 @@ __all__ = ["BatchFetch", "Brought", "pack", "parts"]
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
-# What is brought to others at once: they are written down while the next samples are read.
+# How many bytes of rows go to a machine in one put: it stores them while this process reads on; and how many
+# puts may be unanswered.
 _PUT_BYTES = 4 << 20
 _PUTS = 8
 
@@ -54,7 +55,7 @@ class Brought:
 
     Attributes:
         records: as other machines have sent them, sound.
-        read: samples that were read from the source, by number.
+        read: samples that were read from the source, by sample id.
         unkept: whether some sample has no place on any machine that was asked.
     """
 
@@ -114,11 +115,11 @@ class BatchFetch:
         self._puts: list[_Put] = []
 
     def run(self, missing: Longs, asked: list[PendingRequest]) -> Brought:
-        """Get what of these samples other machines own; and of this one's what it has no room for.
+        """Get the samples that other machines own, and those of this one's own that it has no room for.
 
         Args:
-            missing: ascending.
-            asked: what was asked for before.
+            missing: the samples, ascending.
+            asked: requests for some of them that were sent ahead.
         """
         begun = time.monotonic()
         for request in asked:
@@ -134,7 +135,7 @@ class BatchFetch:
         pause = _SHORTEST_PAUSE
         while waiting:
             if time.monotonic() > until:
-                for each in waiting:  # brought as well: the first to come is kept
+                for each in waiting:  # and put to that machine, which keeps the first to come
                     self._read_here(each.name, each.ids, each.turn)
                 break
             time.sleep(pause)
@@ -229,7 +230,7 @@ class BatchFetch:
         return left
 
     def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
-        """Those of these samples that their former owners have not got either; the others are brought on."""
+        """Ask former owners; return the samples that they do not have, and put the others to ``owner``."""
         asked = [
             (name, self._peers.by_name[name].ask(self._cache, some)) for name, some in self._peers.former(ids)
         ]
@@ -245,7 +246,7 @@ class BatchFetch:
         return ids[np.isin(ids, found, invert=True)]
 
     def _some(self, ids: Longs) -> dict[int, Any]:
-        """Some of the samples that have come, as they are stored and brought on: maybe packed."""
+        """These samples, of those that other machines have sent, in the form in which they are stored."""
         found: dict[int, Any] = {}
         for records in self._got.records:
             if np.isin(records.ids, ids).any():
@@ -281,7 +282,7 @@ class BatchFetch:
                     self._put(owner, samples, turn)
                     samples, size = {}, 0
         finally:
-            watch.drew()  # in a reading that raised
+            watch.drew()  # puts back a generator that a reading moved before it raised
             self._store.filler.claims.leave_out(np.array(drawing, np.int64))
             if owner is not None and (samples or left or drawing):
                 self._put(owner, samples, turn, unread=[*left, *drawing])
@@ -289,7 +290,7 @@ class BatchFetch:
     def _put(
         self, owner: str, samples: dict[int, Any], turn: int = 0, unread: list[int] | None = None
     ) -> None:
-        """Bring samples to a machine, without waiting for it; and say which ones do not come after all."""
+        """Bring samples to a machine, without waiting for it; and tell it which samples will not come."""
         ids, records = pack(self._cache, self._schema, samples, unread or [])
         if len(ids):
             self._settle(_PUTS - 1)
@@ -337,11 +338,11 @@ def pack(
     Args:
         cache: whose samples they are.
         schema: of its samples.
-        samples: by number. Those that cannot be kept are absent, and those beyond one message's size.
-        absent: numbers of others that are.
+        samples: by sample id. Those that cannot be stored are absent, and those beyond one message's size.
+        absent: ids of further samples that are absent.
 
     Returns:
-        The numbers, those of absent ones last, and the records.
+        The sample ids, those of absent ones last, and the records.
     """
     fitting: list[tuple[int, forms.Taken]] = []
     missing = list(absent)

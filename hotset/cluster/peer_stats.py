@@ -1,4 +1,4 @@
-"""What passed between this machine's processes and each other machine, all of them together.
+"""What all processes of this machine together have got from each other machine, and given to it.
 
 It is a file beside the session's quota, with one row for each machine that was ever asked::
 
@@ -6,7 +6,7 @@ It is a file beside the session's quota, with one row for each machine that was 
 
 Processes add to it now and then what they have counted since (:class:`PeerStatsFile`), under its lock, as
 there is no atomic addition. Counting must not slow down what is counted: a process that cannot have the lock
-at once adds its counts the next time, and only one that ends waits for the lock, a little.
+at once adds its counts the next time, and only a process that ends waits for the lock, for 0.2 s at most.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class PeerStats:
         bytes: of those records.
         stored: records that the peer took.
         unsound: records that were damaged, or another sample's.
-        refused: requests that it had no records for: no such cache, or too many requests.
+        refused: requests that the peer refused: it has no such cache, or had too many requests.
         late: answers that came after the wait for them had ended.
-        failures: of the peer.
-        answers: that came in time.
+        failures: how often the peer failed (:mod:`hotset.cluster.client`).
+        answers: answers that came in time.
         seconds: from asking to the answer being there, summed over those.
         why: what the last failure was, as the end of a sentence; empty if there was none.
     """
@@ -133,7 +133,7 @@ class PeerStatsFile:
 
         Args:
             traffics: of each machine, by its name.
-            now: do not wait for that.
+            now: add at once, however long ago that is.
         """
         if not now and time.monotonic() - self._last < _EVERY_SECONDS:
             return

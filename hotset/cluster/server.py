@@ -106,7 +106,7 @@ class Served:
         bytes: of those records.
         stored: records that others brought.
         unsound: records that others brought, damaged or for another sample.
-        refused: requests that were refused: malformed, for another cache, or at a time when it is busy.
+        refused: requests that were refused: malformed, for another cache, or while the server was busy.
         dropped: answers that the client did not wait for.
         strangers: connections that were not let in.
         problem: what a store raised last, in words; empty if none did.

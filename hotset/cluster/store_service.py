@@ -40,14 +40,14 @@ __all__ = ["LEASE", "StoreService", "StoreServices", "cache_of"]
 
 # Less than a process waits for a sample that another one reads: see hotset.store.fill.
 LEASE = 1.5
-# Of a record that alone is more than an answer has room for: it is there, and cannot be sent.
+# In place of a generation: the record is there, but is larger than an answer, so it cannot be sent.
 _TOO_LARGE = -9
-# Nothing else is served meanwhile: a client whose clear was not done in time asks again.
+# Requests wait while a cache is cleared, so that takes no longer; a client whose clear failed asks again.
 _CLEAR_SECONDS = 0.5
 
 
 def cache_of(store: Store, fingerprint: bytes) -> CacheIdentity:
-    """A store's cache, as machines must agree on it."""
+    """What machines must agree on about a store's cache."""
     schema = store.schema
     return CacheIdentity.of(
         fingerprint, samples=len(store), stride=schema.stride, schema=[schema.to_json(), None]
@@ -63,7 +63,7 @@ class StoreService:
 
     Attributes:
         cache: what other machines must agree on.
-        asked: when another machine's process asked for records or brought some, by the monotonic clock.
+        asked: when another machine's process last asked for records or brought some, by the monotonic clock.
     """
 
     def __init__(self, store: Store, fingerprint: bytes) -> None:
@@ -101,7 +101,7 @@ class StoreService:
         granted = self._store.filler.claims.take(ids, len(ids))
         until = time.monotonic() + LEASE
         self._leases.update((sample, until) for sample in granted.tolist())
-        # What was published this moment is promised as well: the client asks again, and gets it.
+        # A sample that was published this moment is pending, too: the client asks again, and gets it.
         return np.isin(ids, granted) | (self._store.words(ids) < CLAIMED)
 
     def end_leases(self, ids: Longs | None = None) -> None:
@@ -112,7 +112,7 @@ class StoreService:
                 over = [sample for sample, until in self._leases.items() if until < now]
             else:
                 over = [sample for sample in ids.tolist() if sample in self._leases]
-            # First: where that fails, for want of descriptors, it is tried again.
+            # Before the leases are deleted: if this fails for want of descriptors, the next call does it.
             self._store.filler.claims.release(np.array(over, np.int64))
             for sample in over:
                 del self._leases[sample]
@@ -155,7 +155,7 @@ class StoreService:
     def _copy(
         self, ids: Longs, words: Words, clear_generation: int, memory: Bytes
     ) -> tuple[Longs, Bytes, Bytes] | None:
-        """Copy rows and tails, as many as there is room for; None if they are not what they were any more."""
+        """Copy rows and tails, as many as there is room for; None if one has changed meanwhile."""
         store, stride = self._store, self.cache.stride
         with store.participant.reading:
             found = store.locate(ids, words, clear_generation)
@@ -183,14 +183,14 @@ class StoreService:
 
     @property
     def clears(self) -> int:
-        """How often the cluster has cleared this cache, as far as what is here has been."""
+        """How many of the cluster's clears of this cache this store has carried out."""
         return int(self._store.segment.live[Live.CLEARS])
 
     def clear(self, clears: int) -> bool:
         """Forget every record; False if some process goes on writing, for longer than others can wait.
 
         Args:
-            clears: see :attr:`clears`; what it is from then on, if that is more.
+            clears: how often the cluster has cleared this cache, this time counted: the new :attr:`clears`.
         """
         with self._lock:
             self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for readers
@@ -214,7 +214,7 @@ class StoreService:
             # Under the claims that were made for the client that brings them.
             store.insert(came.samples(store.schema, decode=False))
             self.end_leases(ids)
-        # A claim is of a process here, which has the sample in a moment.
+        # What is claimed, a process of this machine is reading: it stores the sample in a moment.
         return (
             (store.present(ids) | (store.words(ids) >= CLAIMED))
             & there

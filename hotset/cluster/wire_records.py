@@ -34,17 +34,16 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 
-# In place of a generation: the sample is not there; it is, but the answer was full; another machine reads it;
-# it is not there, and there is no room for it.
-ABSENT = -1
-TRUNCATED = -2
-PENDING = -3
-FULL = -4
+# In place of a generation:
+ABSENT = -1  # the sample is not there
+TRUNCATED = -2  # it is there, but the answer was full
+PENDING = -3  # another process reads it
+FULL = -4  # it is not there, and there is no room for it
 
 
 @dataclass(frozen=True)
 class CacheIdentity:
-    """A cache, as two machines must agree on it before a record passes between them.
+    """What two machines must agree on about a cache before a record passes between them.
 
     Attributes:
         fingerprint: 16 bytes; of source, transforms and versions.
@@ -66,7 +65,10 @@ class CacheIdentity:
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != 16 or len(self.layout) != 16:
-            raise ArgumentError("a cache's fingerprint and its layout's digest have 16 bytes each.")
+            raise ArgumentError(
+                "a cache's fingerprint and layout must have 16 bytes each, got "
+                f"{len(self.fingerprint)} and {len(self.layout)}."
+            )
 
     @classmethod
     def of(cls, fingerprint: bytes, *, samples: int, stride: int, schema: Any) -> CacheIdentity:
@@ -94,7 +96,7 @@ class WireRecords(NamedTuple):
 
 
 def sound(cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-    """Which of these samples' records are there, and what their writer wrote: length, stamp, checksum.
+    """Which of these samples' records are there, as their writer wrote them: length, stamp, checksum.
 
     Args:
         cache: whose records they are.
@@ -114,7 +116,7 @@ def sound(cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray
     spare = lines * LINE - tail_bytes
     fits = (
         (stamps & ~OWN_STAMP == records.generations[found])
-        & (_tails(records) == lines)  # what a row says of its tail must be what its entry says
+        & (_tails(records) == lines)  # the row and the answer must give the tail the same length
         & (tail_bytes >= 0)
         & (spare >= 0)
         & (spare < LINE)

@@ -132,7 +132,7 @@ class Audit:
         try:
             return why_it_differs(self._source, index)
         except Exception as error:
-            return f"the source returns another now (reading it again raised {type(error).__name__})"
+            return f"the source returns another sample now (reading it again raised {type(error).__name__})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_process": 0, "_generators": None}

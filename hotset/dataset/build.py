@@ -138,12 +138,13 @@ def cache(
         key: names the cached content, in place of the fingerprint of source and transforms. Ranks share a
             cache if they give the same key, the length is the same, and both or neither have a live part.
         window: keep only a part of the samples in memory, which runs over all of them: see
-            :class:`hotset.Window`. An epoch uses just those, and ``len()`` is their number. Where that is
-            given as an amount of memory, ``memory`` is not looked at. Not with ``cluster``: there give each
-            machine a window over its own :class:`torch.utils.data.Subset`.
+            :class:`hotset.Window`. An epoch uses just those, and ``len()`` is their number. If its
+            ``resident`` is an amount of memory, ``memory`` does not count. Not with ``cluster``: there give
+            each machine a window over its own :class:`torch.utils.data.Subset`.
         cluster: share the session with the other machines of a Ray cluster, so that their memories hold the
-            data together, each sample once: its address, or ``"auto"`` for the one that this process or
-            machine belongs to. Where a machine has no such session it is made there, with ``memory``.
+            data together, each sample once: the cluster's address, or ``"auto"`` for the one that this
+            process or machine belongs to. Where a machine has no such session it is made there, with
+            ``memory``.
         concurrency: how many samples a process reads from the source at once, in threads: for sources that
             wait (object stores, network file systems) and whose ``__getitem__`` may be called by several
             threads at once. 16 is a good number. Batches, their order, random draws and exceptions stay as
@@ -156,9 +157,9 @@ def cache(
         A dataset of the same length and samples, unless there is a window.
 
     Raises:
-        ArgumentError: the dataset is empty, iterable only, a transform cannot be called, ``cut`` is not
-            between 0 and the number of transforms, or of ``session``, ``window`` and ``spill`` two are
-            given that do not go together, or ``spill`` is in a folder that is not there.
+        ArgumentError: the dataset is empty, or can only be iterated over; a transform cannot be called;
+            ``cut`` is not between 0 and the number of transforms; the folder above ``spill`` does not exist;
+            ``concurrency`` is below 1 or above 1,024; or two arguments are given that do not go together.
         SessionError: there is no such session.
         ClusterError: Ray is not installed, or no Ray cluster can be reached.
         QuantityError: ``memory`` is not an amount of memory.
@@ -205,7 +206,7 @@ def _make(dataset: Any, arguments: dict[str, Any]) -> Current:
     with contextlib.ExitStack() as stack:
         joined, found = None, None
         if not can_reopen():
-            pass  # neither can be used: _current warns
+            pass  # neither a session nor a cluster can be used: _current warns
         elif cluster is not None and isinstance(session, str):
             joined = join_machines(cluster, session, memory)
             stack.callback(joined.leave)
@@ -236,7 +237,7 @@ def _make(dataset: Any, arguments: dict[str, Any]) -> Current:
 
 
 def _lookup_key(dataset: Any, arguments: dict[str, Any]) -> str:
-    """What ranks find the cache of this dataset by."""
+    """The text by which ranks and jobs find the cache of this dataset."""
     return _identity(Pipeline.of(dataset, arguments["transform"]), arguments).lookup_key
 
 

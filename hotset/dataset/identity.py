@@ -1,7 +1,7 @@
-"""Identity: which dataset, through which cached transforms; how ranks of a job find each other's cache.
+"""Identity: which dataset, through which cached transforms; how ranks and jobs find each other's cache.
 
-The fingerprint of what is cached is known only once the chains are cut, and cutting reads samples. Ranks that
-join a cache must read none. So they look the cache up by what is known before: the dataset without its
+The fingerprint of what is cached is known only once the chains are cut, and cutting reads samples. Processes
+that join a cache must read none. So they look the cache up by what is known before: the dataset without its
 chains, the leading transforms that are deterministic by declaration or structure, and the names of the
 others. (Names only: a rank may seed its random transforms in its own way.) A rank that finds a cache by this
 lookup key takes over where it is cut, computes the fingerprint with its own transforms, and joins if it is
@@ -41,7 +41,7 @@ class Identity:
     Attributes:
         base: the digest of the dataset without its chains; the user's ``key=`` if there is one.
         by_key: whether ``base`` is the user's ``key=``.
-        lookup_key: what ranks of one job find each other's cache by.
+        lookup_key: the text by which ranks of a job, and jobs of a session, find each other's cache.
         notes: sentences about content that was only sampled, or does not count.
         unknowns: phrases about objects that could not be read: then no other process has this identity.
     """

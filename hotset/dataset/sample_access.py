@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # what it needs is an extra
 
 __all__ = ["SampleAccess"]
 
-# Fewer samples that cannot be cached do not matter; of many, a hundredth does.
+# As many samples that cannot be cached are worth a warning; of a large dataset, a hundredth of it.
 _MISMATCHES_WORTH_WARNING = 16
 # How many samples a warning names.
 _NAMED = 8
@@ -268,8 +268,7 @@ class SampleAccess:
             self._remote.prefetch(store, ids)
 
     def _read_again(self, sample: int) -> Any:
-        """A sample that was cached or uncached a moment ago: from the cache if possible, or from the "
-        "source."""
+        """A sample that was cached or uncached a moment ago: from the cache if possible, else the source."""
         store = self.store
         ids = np.array([sample])
         if store is not None and store.present(ids).all():

@@ -142,7 +142,8 @@ class SharedCache:
         slots = self._here()
         if slots is None:
             raise SegmentError(
-                "The memory of this SharedCache cannot be attached to here, so there is no array."
+                "This SharedCache has no memory in this process, so there is no array; the warning that came "
+                "before says why."
             )
         segment = slots.segment
         stride = segment.geometry.stride // spec.dtype.itemsize

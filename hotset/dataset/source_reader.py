@@ -14,9 +14,9 @@ The threads live as long as one call: to start sixteen takes a millisecond, besi
 process that forks has none of them.
 
 Not every dataset bears threads: a database connection belongs to the thread that opened it, a file has one
-position. An exception that a thread gets and the caller's own does not get shows that, as far as it can be
-seen, and the rest of the process's samples are read one after the other. Two threads that move one file's
-position give wrong bytes without any exception: that is why ``concurrency=`` is left to the user.
+position. If a sample raises in a thread, and not when the caller's own thread reads it again, the process
+reads all further samples one after the other. Two threads that move one file's position give wrong bytes
+without any exception: that is why ``concurrency=`` is left to the user.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class SourceReader:
         concurrency: how many samples are read at once.
 
     Attributes:
-        at_once: the same; 1 once the dataset was seen not to bear threads.
-        trouble: a sentence that says so, for the user; None if it does, as far as was seen.
+        at_once: the same; 1 once a sample could not be read in a thread, but could be read alone.
+        trouble: a sentence for the user that says so; None before.
     """
 
     def __init__(self, source: Source, concurrency: int) -> None:
@@ -62,7 +62,7 @@ class SourceReader:
 
     def _in_threads(self, indices: Sequence[int]) -> Iterator[Any]:
         threads = min(self.at_once, len(indices))
-        # A team of OpenMP threads in each would spin beside the others.
+        # Otherwise torch starts a team of OpenMP threads in each, and the teams slow each other down.
         pool = ThreadPoolExecutor(threads, "hotset-read", partial(torch.set_num_threads, 1))
         try:
             futures = [pool.submit(self._source.read, index) for index in indices]

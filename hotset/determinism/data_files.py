@@ -5,16 +5,16 @@ that names a file counts with the file's size and time of change; one that names
 in it; any other string is ignored here. Candidates come singly (an attribute, a global constant) or as a
 column (the first members of a million ``(path, label)`` pairs).
 
-To ask for a million dates may take seconds on a local disk and many minutes over a network. So a column is
-asked in tiers: 64 evenly spread candidates, then 1,024, then all. The next tier follows only if, at the pace
-of the last one, it will end in time. The number of candidates asked for is part of the digest, and a note
-tells it. Two processes agree unless one of them is right at the limit, or only one finds the network's
-answers cached; then they have two caches where one would do, and neither is wrong.
+To ask for a million dates may take seconds on a local disk and many minutes over a network. So of a column
+hotset first looks at 64 evenly spread candidates, then at 1,024, then at all. The next round follows only if,
+at the pace of the last one, it will end in time. The number of candidates that were looked at is part of the
+digest, and a note tells it. Two processes agree unless one of them is right at the limit, or only one finds
+the network's answers cached; then they have two caches where one would do, and neither is wrong.
 
 A folder is searched only if the state does not name a file in it: an ``ImageFolder`` names all of its files,
 a dataset that keeps ``root`` and bare names does not. Hidden files and locks do not count, as reading a
-dataset may make them. Nor do folders to which everything writes: the home directory, the temporary directory,
-the working directory and its parents.
+dataset may make them. Nor do folders into which any program writes: the home directory, the temporary
+directory, the working directory and its parents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 
 __all__ = ["Files"]
 
-_TIERS = (64, 1024)
+_ROUNDS = (64, 1024)
 _FILES_OF_FOLDERS = 20_000
 _LONGEST = 4096
 
@@ -73,7 +73,7 @@ class Files:
         columns = [_Column(sorted(self._single), deadline, mixed=True)]
         columns += [_Column(texts, deadline) for texts in self._columns]
         folders = [path for column in columns for path in column.folders if self._single.get(path, True)]
-        known = [path for column in columns for path in _spread(column.files, _TIERS[-1])]
+        known = [path for column in columns for path in _spread(column.files, _ROUNDS[-1])]
         columns.append(_Column(_inside(folders, known, notes), deadline))
         # The candidates of a set come in another order in each process.
         digests = sorted(column.digest for column in columns)
@@ -85,25 +85,25 @@ class Files:
 
 
 class _Column:
-    """Candidates of one kind, asked in tiers, and only the first if that has neither a file nor a folder.
+    """Candidates of one kind, looked at in rounds: in the first alone, if that finds no file and no folder.
 
     Attributes:
         size: number of candidates.
-        asked: the candidates that were asked for.
+        asked: the candidates that were looked at.
         files, folders: those of them that are files, and that are folders.
-        digest: of how many were asked for, and of the files' paths, sizes and dates.
+        digest: of how many were looked at, and of the files' paths, sizes and dates.
     """
 
     def __init__(self, candidates: Sequence[str], deadline: float, mixed: bool = False) -> None:
         self.size = len(candidates)
         self.asked: Sequence[str] = ()
         pace = 0.0
-        for tier in (*_TIERS, self.size):
+        for count in (*_ROUNDS, self.size):
             begun = time.perf_counter()
-            # At the last tier's pace, with a fifth to spare: a tier that is begun is not given up.
-            if self.asked and begun + 1.2 * pace * min(tier, self.size) > deadline:
+            # At the last round's pace, with a fifth to spare: a round that was begun is finished.
+            if self.asked and begun + 1.2 * pace * min(count, self.size) > deadline:
                 break
-            self.asked = _spread(candidates, tier)
+            self.asked = _spread(candidates, count)
             self._ask()
             pace = (time.perf_counter() - begun) / max(1, len(self.asked))
             if len(self.asked) == self.size or not (mixed or self.files or self.folders):

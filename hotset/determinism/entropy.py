@@ -10,8 +10,9 @@ process that watches reading, and count their calls:
 ``random.Random.seed`` ``random.Random()``, where the seed is None
 =====================  ====================================================================================
 
-A call alone proves nothing: names of temporary files and ids of requests are made of entropy too. Whoever
-finds that the count has risen reads once more and compares.
+A call alone proves nothing: names of temporary files and ids of requests are made of entropy too. So
+:class:`~hotset.determinism.draw_watch.DrawWatch` reads the sample once more when the count has risen, and
+compares.
 
 Not seen: ``torch.Generator().seed()``, which is compiled code, and a function that the user's module has
 imported by name before (``from os import urandom``).

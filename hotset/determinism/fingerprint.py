@@ -22,8 +22,8 @@ open file, mapping, ..  the file, or content: :mod:`hotset.determinism.handles`
 what code reads else    variables of the environment, torch's defaults: :mod:`.environment`
 ======================  ===========================================================================
 
-Some things are *not* identity and count by their type alone: states of generators, locks, threads, loggers,
-weak references. Attributes whose names begin with ``_hotset`` do not count. An object that cannot be
+Some things hold no data of the dataset and count by their type alone: random generators, locks, threads,
+loggers, weak references. Attributes whose names begin with ``_hotset`` do not count. An object that cannot be
 described (a running generator, a connection) is described by random bytes: no other process has such a
 fingerprint, and a sentence names the object.
 
@@ -91,7 +91,7 @@ def fingerprint(
             processes may decide differently, and have different fingerprints.
 
     Raises:
-        OSError: a picture on the dataset could not be read from its file.
+        OSError: the dataset holds a PIL image, and its file could not be read.
 
     Example:
         >>> ours = fingerprint([1, 2, 3], [lambda x: x + 1])

@@ -172,7 +172,7 @@ def library_of(obj: object) -> Any | None:
 
 
 def ancestor(step: object, library: str) -> type | None:
-    """The library's own class that ``step`` is of, or that the user derived its class from.
+    """Return the library's class of ``step``, or the one from which the user derived the class of ``step``.
 
     Example:
         >>> class Mine(torch.nn.ReLU): ...
@@ -203,7 +203,7 @@ def changed(step: object, base: type) -> str | None:
 
 
 def handed(step: object, library: str) -> str | None:
-    """A sentence about a function that a library's transform holds, if it may not be deterministic, or None.
+    """A sentence about a function in a library's transform that is not known to be deterministic, or None.
 
     The library's own functions are defaults of its transforms, and count as deterministic.
     """

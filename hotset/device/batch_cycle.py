@@ -4,8 +4,8 @@ A pass begins when its first batch is wanted, not when the last batch of the pas
 model's draws of that step come before the sampler's. A sampler that deals or shuffles by epoch
 (``set_epoch``) gets the number of each new pass here, as the user's loop does not see where passes begin.
 
-Where all samples are resident on the device, what is drawn is not batches but rows, all that a call wants at
-once: one upload for many steps.
+Where all samples are resident on the device, the cycle gives rows instead of batches, all that a call wants
+at once: one upload for many steps.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hotset.device.gpu_cache import ResidentBatches
 from hotset.device.queue import DeviceQueue, QueuePass
 from hotset.errors import ArgumentError, StateError
 
-__all__ = ["BatchCycle", "Drawn"]
+__all__ = ["BatchCycle", "StepInput"]
 
 
-class Drawn(NamedTuple):
+class StepInput(NamedTuple):
     """What a step runs on.
 
     Attributes:
@@ -51,7 +51,7 @@ class BatchCycle:
         self._taken = 0
         self._empty = True  # whether the pass has given nothing so far, not even an exception
         self._dealt: Any = None  # the epoch of what deals or shuffles, as the pass began
-        self._ready: deque[tuple[Drawn, Any]] = deque()  # each with the loader's state before it
+        self._ready: deque[tuple[StepInput, Any]] = deque()  # each with the loader's state before it
         self._ended: Exception | None = None  # what ended these early
 
     @property
@@ -74,29 +74,29 @@ class BatchCycle:
 
     @property
     def may_end(self) -> bool:
-        """Whether the batch that was drawn last may be the last of its pass."""
+        """Whether the batch that was taken last may be the last of its pass."""
         return self.length in (None, self._taken)
 
-    def draw(self, wanted: int) -> Drawn:
+    def take(self, wanted: int) -> StepInput:
         """The next batch.
 
         Args:
-            wanted: how many the caller is going to draw, this one counted.
+            wanted: how many the caller is going to take, this one counted.
 
         Raises:
             ArgumentError: the loader gives nothing at all.
             Exception: what the loader raises.
         """
         while not self._ready:
-            if not self._draw_more(wanted):
+            if not self._fetch(wanted):
                 self._end_pass()
-        drawn, _ = self._ready.popleft()
+        taken, _ = self._ready.popleft()
         self._taken += 1
-        if drawn.serving is not None:
-            self.queue.count(drawn.batch)
-        return drawn
+        if taken.serving is not None:
+            self.queue.count(taken.batch)
+        return taken
 
-    def _draw_more(self, wanted: int) -> bool:
+    def _fetch(self, wanted: int) -> bool:
         """Have something ready; False if the pass is over."""
         try:
             if self._ended is not None:
@@ -110,9 +110,9 @@ class BatchCycle:
             assert self._pass is not None
             serving = self._pass.serving
             if serving is not None and serving.complete:
-                self._draw_rows(serving, wanted)
+                self._fetch_rows(serving, wanted)
             else:
-                self._ready.append((Drawn(next(self._pass)), None))
+                self._ready.append((StepInput(next(self._pass)), None))
         except StopIteration:
             return False
         except Exception:
@@ -121,17 +121,17 @@ class BatchCycle:
         self._empty = self._empty and not self._ready
         return True
 
-    def _draw_rows(self, serving: ResidentBatches, wanted: int) -> None:
+    def _fetch_rows(self, serving: ResidentBatches, wanted: int) -> None:
         """Rows for all that a call wants of this pass, in one upload."""
         found: list[tuple[Any, Any]] = []
-        rest: list[tuple[Drawn, Any]] = []
+        rest: list[tuple[StepInput, Any]] = []
         loader = self.queue.loader
         while len(found) < wanted and not rest:
             state = loader.state_dict() if hasattr(loader, "state_dict") else None
             try:
                 rows = serving.rows()
                 if rows is None:
-                    rest.append((Drawn(serving.build()), state))
+                    rest.append((StepInput(serving.build()), state))
                 else:
                     found.append((rows, state))
             except Exception as error:
@@ -141,7 +141,7 @@ class BatchCycle:
             together = serving.upload(np.concatenate([rows for rows, _ in found]))
             parts = torch.split(together, [len(rows) for rows, _ in found])
             for part, (_, state) in zip(parts, found, strict=True):
-                self._ready.append((Drawn(part, serving), state))
+                self._ready.append((StepInput(part, serving), state))
         self._ready += rest
 
     def _begin_pass(self) -> None:

@@ -4,19 +4,19 @@
               in the consumer's thread       depth
 
 To a GPU, batches are sent up to ``depth`` batches ahead (:mod:`hotset.device.transfer`). On the CPU nothing
-is sent, and a DataLoader's batch is drawn when it is asked for: the draws of model and data come in the order
-in which a plain loop makes them. A pass begins after the last step of the pass before, so that is when its
-sampler makes its first draws.
+is sent, and a DataLoader's batch is fetched when it is asked for: the draws of model and data come in the
+order in which a plain loop makes them. A pass begins after the last step of the pass before, so that is when
+its sampler makes its first draws.
 
 =====================  ====================================================================================
 what is iterated over  which thread reads it
 =====================  ====================================================================================
 a DataLoader, and      the consumer's. It works ahead in workers and threads of its own, and draws random
-anything with a state  numbers where it is asked for the next batch: in a thread of ours these draws would
+anything with a state  numbers where it is asked for the next batch: in another thread these draws would
                        race the model's dropout
 any other iterable     a prefetch thread, up to ``depth`` items ahead: a generator that reads a socket, or a
-                       list, prepares nothing by itself. One that draws from global generators wants
-                       ``depth=0``
+                       list, prepares nothing by itself. For one that draws from global generators,
+                       give ``depth=0``
 =====================  ====================================================================================
 
 What the iterable raises is raised at the consumer when its turn comes, with its own traceback. The prefetch
@@ -237,7 +237,7 @@ class _Tally:
             )
 
 
-class _Drawn(NamedTuple):
+class _Fetched(NamedTuple):
     """A batch that was sent, or the error that came in its place; and the loader's state before it."""
 
     sent: Any
@@ -263,7 +263,7 @@ class QueuePass(Generic[T]):
         self._kept = queue._residents
         self._starving = _Starving(queue)
         self._closed = self._over = self._stuck = False
-        self._drawn: deque[_Drawn] = deque()
+        self._fetched: deque[_Fetched] = deque()
         self.state = queue._state
         self._ahead = queue.depth if transfer.ahead else 0
         self._stateful = hasattr(self._loader, "state_dict")
@@ -309,14 +309,14 @@ class QueuePass(Generic[T]):
         if self._closed:
             raise ArgumentError(
                 "this pass was ended, as the queue was closed or iterated over anew; make a queue for each "
-                "loop that is to run at one time."
+                "loop."
             )
         if self._over:
             raise StopIteration
-        while not self._stuck and len(self._drawn) <= self._ahead:
-            self._draw_one()
-        sent, error, _ = self._drawn.popleft()
-        self.state = self._drawn[0].state if self._drawn else None
+        while not self._stuck and len(self._fetched) <= self._ahead:
+            self._fetch_one()
+        sent, error, _ = self._fetched.popleft()
+        self.state = self._fetched[0].state if self._fetched else None
         if error is not None:
             self._stuck = False
             if isinstance(error, StopIteration):
@@ -330,12 +330,12 @@ class QueuePass(Generic[T]):
         self._tally.count(batch)
         return batch
 
-    def _draw_one(self) -> None:
-        """Draw a batch and send it; what is raised is kept until its turn comes."""
+    def _fetch_one(self) -> None:
+        """Fetch a batch and send it; what is raised is kept until its turn comes."""
         source = self._begin()
         assert self._watch is not None
         state = self._loader.state_dict() if self._ahead and self._stateful else None
-        self._starving.sent = len(self._drawn)
+        self._starving.sent = len(self._fetched)
         begun = time.perf_counter()
         try:
             try:
@@ -344,15 +344,15 @@ class QueuePass(Generic[T]):
                 took = time.perf_counter() - begun
                 self._starving.took.append(took)
                 self._tally.waited += took
-            self._drawn.append(_Drawn(self._transfer.send(batch), None, state))
+            self._fetched.append(_Fetched(self._transfer.send(batch), None, state))
         except Exception as error:  # StopIteration, or whatever the user's code raises
             self._stuck = True
-            self._drawn.append(_Drawn(None, error, state))
+            self._fetched.append(_Fetched(None, error, state))
 
     def close(self) -> None:
         self._closed = True
         self._stop_watch()
-        self._drawn.clear()
+        self._fetched.clear()
         if isinstance(self._source, PrefetchThread):
             self._source.stop()  # a traceback may hold it for long
         # Workers end with their iterator, and the consumer may hold this pass for long.
@@ -503,7 +503,7 @@ class _Reader:
 
 
 class StallMonitor:
-    """Monitors one consumer.
+    """Warns when one consumer waits too long.
 
     Args:
         patience: the time-out, in seconds.

@@ -3,7 +3,7 @@
     sink = hotset.data_sink(train_step, loader, sink_size=100)
     loss = sink()                    # 100 steps; the host hears of the last one
 
-A call draws batches from the queue, going round the loader without end, and runs the step on each. On a GPU
+A call takes batches from the queue, going round the loader without end, and runs the step on each. On a GPU
 the step is captured as one graph and replayed (:mod:`hotset.device.cuda_graph`). Nothing in a call waits for
 the device: the host runs ahead as far as the device's queue of work allows. On the CPU the same call runs the
 same steps, in the same order, with the same draws.
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from hotset._warnings import warn
-from hotset.device.batch_cycle import BatchCycle, Drawn
+from hotset.device.batch_cycle import BatchCycle, StepInput
 from hotset.device.cuda_graph import Step, graphs_on
 from hotset.device.gpu_cache import ResidentBatches
 from hotset.device.queue import DeviceQueue
@@ -188,11 +188,11 @@ class Sink:
         found: list[Any] = []
         result: Any = None
         for left in range(count, 0, -1):
-            drawn = self._cycle.draw(left)
+            taken = self._cycle.take(left)
             if self._expected is not None:
-                self._check(drawn)
-            step = self._step_for(drawn)
-            result = step(drawn.batch)
+                self._check(taken)
+            step = self._step_for(taken)
+            result = step(taken.batch)
             self.steps += 1
             if step.why is not None:
                 self._say_why(step.why)
@@ -203,8 +203,8 @@ class Sink:
             self._search.record(count, count / max(time.perf_counter() - begun, 1e-9))
         return _stacked(found) if self._all else _kept(result)
 
-    def _step_for(self, drawn: Drawn) -> Step:
-        step = self._step if drawn.serving is None else self._step_on(drawn.serving)
+    def _step_for(self, taken: StepInput) -> Step:
+        step = self._step if taken.serving is None else self._step_on(taken.serving)
         if step is not self._current:
             self._current = step
             step.begin()
@@ -217,11 +217,11 @@ class Sink:
             self._resident = (weakref.ref(first), made)
         return self._resident[1]
 
-    def _check(self, drawn: Drawn) -> None:
+    def _check(self, taken: StepInput) -> None:
         assert self._expected is not None
-        batch = drawn.batch
-        if drawn.serving is not None:
-            rows, example = len(drawn.batch), drawn.serving.residents.example
+        batch = taken.batch
+        if taken.serving is not None:
+            rows, example = len(taken.batch), taken.serving.residents.example
             batch = map_tensors(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), example)
         wrong = difference(self._expected, batch, shorter=self._cycle.may_end)
         if wrong:

@@ -39,7 +39,7 @@ import hotset
 from hotset.dataset.build import cache
 from hotset.determinism.declare import deterministic
 from hotset.errors import ArgumentError
-from hotset.integrations.clara_config import Entry, Pipeline, read_config
+from hotset.integrations.clara_config import ConfigValue, ImagePipeline, read_config
 from hotset.loader.loader import DataLoader
 
 __all__ = ["from_config"]
@@ -147,7 +147,7 @@ def _seed_transforms(worker: int) -> None:
 # The chain
 
 
-def _chain(pipeline: Pipeline, known: Mapping[str, Callable[..., Any]]) -> Any:
+def _chain(pipeline: ImagePipeline, known: Mapping[str, Callable[..., Any]]) -> Any:
     """The whole chain, from an item of the data list to a sample of a batch."""
     monai = _monai("transforms")
     files, both = ["image"], ["image"]
@@ -209,10 +209,10 @@ class OneVolume:
         return samples[0]
 
 
-def _pre_transform(step: Entry, known: Mapping[str, Callable[..., Any]]) -> Any:
+def _pre_transform(step: ConfigValue, known: Mapping[str, Callable[..., Any]]) -> Any:
     """One of ``pre_transforms``."""
     step.only(("name", "args"), "a transform")
-    args = step["args"] if "args" in step else Entry({}, f"{step.path}.args")
+    args = step["args"] if "args" in step else ConfigValue({}, f"{step.path}.args")
     args.only(args.value, "it")  # any keys, but an object
     make = _maker(step["name"], known)
     if "num_samples" in args and args["num_samples"].value != 1:
@@ -224,7 +224,7 @@ def _pre_transform(step: Entry, known: Mapping[str, Callable[..., Any]]) -> Any:
         raise ArgumentError(f"{args.name}: {step.value['name']} refuses these arguments: {why}.") from error
 
 
-def _maker(name: Entry, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def _maker(name: ConfigValue, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     text = name.text()
     if text in known:
         return known[text]

@@ -10,8 +10,8 @@ describes the samples::
      "validate": {...}}                            "test": [...]}
 
 Both files often have one wrong value after they were moved to another machine. So a value is always kept with
-the keys that lead to it, in an :class:`Entry`, and only the methods of that return plain values. Errors are
-found here, before a volume is opened or a worker started: unknown keys are refused, as most of them are
+the keys that lead to it, in a :class:`ConfigValue`, and only the methods of that return plain values. Errors
+are found here, before a volume is opened or a worker started: unknown keys are refused, as most of them are
 misspelt, and every file of the list must exist.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 
 from hotset.errors import ArgumentError
 
-__all__ = ["Entry", "Pipeline", "read_config", "read_samples"]
+__all__ = ["ConfigValue", "ImagePipeline", "read_config", "read_samples"]
 
 _ARGUMENTS = (
     "data_list_file_path",
@@ -48,7 +48,7 @@ _SHOWN = 80
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConfigValue:
     """A value of a JSON file, and its place in the file.
 
     Attributes:
@@ -75,15 +75,15 @@ class Entry:
     def __contains__(self, key: str) -> bool:
         return key in self._object()
 
-    def __getitem__(self, key: str) -> Entry:
+    def __getitem__(self, key: str) -> ConfigValue:
         if key not in self:
             known = ", ".join(map(str, self.value)) or "nothing"
             raise ArgumentError(f"{self.child(key).name} is missing; there is only {known}. Add it.")
         return self.child(key)
 
-    def child(self, key: str) -> Entry:
+    def child(self, key: str) -> ConfigValue:
         """The entry under a key; its value is None if the key is missing."""
-        return Entry(self._object().get(key), f"{self.path}.{key}" if self.path else key, self.file)
+        return ConfigValue(self._object().get(key), f"{self.path}.{key}" if self.path else key, self.file)
 
     def only(self, keys: Iterable[str], reader: str) -> None:
         """Refuse keys other than these."""
@@ -98,12 +98,12 @@ class Entry:
             raise self.wrong("an object of keys and values")
         return self.value
 
-    def elements(self, what: str) -> Iterator[Entry]:
+    def elements(self, what: str) -> Iterator[ConfigValue]:
         """The entries of a list; ``what`` is their name in the error."""
         if not isinstance(self.value, (list, tuple)):
             raise self.wrong(f"a list of {what}")
         for number, value in enumerate(self.value):
-            yield Entry(value, f"{self.path}[{number}]", self.file)
+            yield ConfigValue(value, f"{self.path}[{number}]", self.file)
 
     def text(self) -> str:
         """A text that is not empty."""
@@ -137,7 +137,7 @@ class Entry:
             raise self.wrong("a fraction in [0, 1], not a percentage", "0.1 replaces 10 % of the samples")
         return float(self.value)
 
-    def filled(self, variables: Mapping[str, Any]) -> Entry:
+    def filled(self, variables: Mapping[str, Any]) -> ConfigValue:
         """The same entry with every ``{VAR}`` in its texts replaced, at any depth.
 
         Raises:
@@ -163,11 +163,11 @@ class Entry:
             value = {key: self.child(key).filled(variables).value for key in value}
         elif isinstance(value, (list, tuple)):
             value = [element.filled(variables).value for element in self.elements("anything")]
-        return Entry(value, self.path, self.file)
+        return ConfigValue(value, self.path, self.file)
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class ImagePipeline:
     """An ``image_pipeline``, with every value in its range.
 
     Attributes:
@@ -183,8 +183,8 @@ class Pipeline:
         replace: the fraction of them to replace after each epoch.
     """
 
-    args: Entry
-    steps: list[Entry]
+    args: ConfigValue
+    steps: list[ConfigValue]
     is_training: bool
     task: str
     samples: list[dict[str, Any]]
@@ -196,7 +196,7 @@ class Pipeline:
     replace: float
 
 
-def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> Pipeline:
+def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> ImagePipeline:
     """Read one section of a configuration, given as the file's name or as its content.
 
     Raises:
@@ -205,9 +205,9 @@ def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> Pi
     if section not in ("train", "validate"):
         raise ArgumentError(f"section must be 'train' or 'validate', got {section!r}.")
     if isinstance(config, (str, os.PathLike)):
-        whole = Entry(_json(Path(os.fsdecode(config)), "the configuration"))
+        whole = ConfigValue(_json(Path(os.fsdecode(config)), "the configuration"))
     elif isinstance(config, Mapping):
-        whole = Entry(config)
+        whole = ConfigValue(config)
     else:
         raise ArgumentError(f"a configuration must be a path or a dict, got a {type(config).__name__}.")
     given = whole[section]["image_pipeline"].filled(environment)
@@ -224,11 +224,11 @@ def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> Pi
     if len(crop) not in (2, 3):
         raise args["output_crop_size"].wrong("a list of two or three sizes")
     resident, replace = _cache_arguments(args, len(samples), training) if cached else (None, 0.0)
-    steps: list[Entry] = []
+    steps: list[ConfigValue] = []
     if "pre_transforms" in whole[section]:
         given = whole[section]["pre_transforms"].filled(environment)
         steps = list(given.elements('{"name", "args"}'))
-    return Pipeline(
+    return ImagePipeline(
         args=args,
         steps=steps,
         is_training=training,
@@ -243,7 +243,7 @@ def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> Pi
     )
 
 
-def _cache_arguments(args: Entry, samples: int, training: bool) -> tuple[int, float]:
+def _cache_arguments(args: ConfigValue, samples: int, training: bool) -> tuple[int, float]:
     resident = args["num_cache_objects"].whole(1)
     if training:
         return resident, args["replace_percent"].fraction()
@@ -258,7 +258,7 @@ def _cache_arguments(args: Entry, samples: int, training: bool) -> tuple[int, fl
     return resident, 0.0
 
 
-def read_samples(args: Entry, task: str, *, needs_labels: bool) -> list[dict[str, Any]]:
+def read_samples(args: ConfigValue, task: str, *, needs_labels: bool) -> list[dict[str, Any]]:
     """The samples of a list in the form of the Medical Segmentation Decathlon.
 
     Args:
@@ -280,7 +280,7 @@ def read_samples(args: Entry, task: str, *, needs_labels: bool) -> list[dict[str
     if not os.path.isdir(base):
         raise args["data_file_base_dir"].wrong("a folder that exists")
     key = args["data_list_key"].text()
-    listed = Entry(_json(file, args["data_list_file_path"].name), file=str(file))
+    listed = ConfigValue(_json(file, args["data_list_file_path"].name), file=str(file))
     if key not in listed:
         raise args["data_list_key"].wrong(f"a key of {file}", f"it has {', '.join(listed.value) or 'none'}")
     found = []
@@ -305,14 +305,14 @@ def read_samples(args: Entry, task: str, *, needs_labels: bool) -> list[dict[str
     return found
 
 
-def _files(entry: Entry, base: str) -> str | list[str]:
+def _files(entry: ConfigValue, base: str) -> str | list[str]:
     """One file below ``base``, or several that are the channels of one image."""
     if isinstance(entry.value, (list, tuple)) and entry.value:
         return [_file(each, base) for each in entry.elements("files")]
     return _file(entry, base)
 
 
-def _file(entry: Entry, base: str) -> str:
+def _file(entry: ConfigValue, base: str) -> str:
     path = os.path.join(base, entry.text())
     if not os.path.exists(path):
         raise ArgumentError(
@@ -322,7 +322,7 @@ def _file(entry: Entry, base: str) -> str:
     return path
 
 
-def _classes(entry: Entry) -> int | list[float]:
+def _classes(entry: ConfigValue) -> int | list[float]:
     """One class, or one number for each of several."""
     if isinstance(entry.value, (list, tuple)) and entry.value:
         return [number.number() for number in entry.elements("numbers")]
@@ -331,7 +331,7 @@ def _classes(entry: Entry) -> int | list[float]:
     return entry.whole(0)
 
 
-def _require_one_length(labels: list[Any], listed: Entry) -> None:
+def _require_one_length(labels: list[Any], listed: ConfigValue) -> None:
     """Refuse labels that cannot make one tensor: all must be numbers, or lists of one length."""
     lengths = [len(label) if isinstance(label, list) else None for label in labels]
     for entry, length in zip(listed.elements("samples"), lengths, strict=True):

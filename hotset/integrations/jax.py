@@ -2,15 +2,15 @@
 
 ::
 
-    host     draw K batches ─> bank ─┐   draw the next K ─> bank ─┐   draw ...
+    host     take K batches ─> bank ─┐   take the next K ─> bank ─┐   take ...
     device                           └─> scan: K steps ───────────┴─> scan: K steps ──
                                          (dispatched, not waited for)
 
 Each step costs the host a dispatch, and training waits for that if steps are short. In a scan the loop runs
-on the device: the host dispatches once for K steps, and draws the next K batches meanwhile.
+on the device: the host dispatches once for K steps, and takes the next K batches meanwhile.
 
 **A batch is copied once, and never aliased.** It is copied to its row of a *bank*, ``[K, *shape]`` on the
-host, as soon as it is drawn, so that its memory can be used again. Passing the batch's own memory to JAX (by
+host, as soon as it is taken, so that its memory can be used again. Passing the batch's own memory to JAX (by
 dlpack, or as a numpy array) was rejected: JAX may use it as its device's memory, and a loader that writes the
 next batch there would change it under the running step. A bank is written once. Its start is aligned as JAX
 needs it, so on the CPU the bank *is* the device's memory.
@@ -23,7 +23,7 @@ composed of powers of two.
 
 **The carry is donated**: the next carry uses its memory. What the user passed in is copied first. A view of
 the carry (numpy's, torch's) keeps its values, because JAX copies then. On the CPU, JAX 0.7 waits for a step
-with a donation, so the host draws after it, not meanwhile; JAX 0.10 does not wait.
+with a donation, so the host takes batches after it, not meanwhile; JAX 0.10 does not wait.
 
 **On the CPU a scan may be slower.** XLA's code for convolutions on the CPU is slower within a loop than
 outside: a LeNet-5 step takes 1.7 times as long in a scan (JAX 0.7.1 and 0.10.2, two cores and one).
@@ -56,7 +56,7 @@ _EXACT = 4  # how many lengths of scans, besides the usual one, are compiled as 
 class JaxSink(Generic[C]):
     """Runs ``sink_size`` steps in each call, on batches that continue where the last call stopped, endlessly.
 
-    Batches are drawn in the calling thread. The first call draws its own; each call then draws the next
+    Batches are taken in the calling thread. The first call takes its own; each call then takes the next
     call's batches while the device works. So ``2 * sink_size`` batches are on the device, and everything that
     draws random numbers or counts batches (:meth:`hotset.DataLoader.state_dict`) is one call ahead. A loader
     with workers starts them here, and JAX warns of any fork: give the loader
@@ -131,12 +131,12 @@ class JaxSink(Generic[C]):
         Raises:
             ArgumentError: the loader is empty; a batch holds text, or is not a tree of arrays; the outputs of
                 steps that are to be stacked differ in shape.
-            Exception: what the loader raises, in the call whose batches it draws.
+            Exception: what the loader raises, in the call that takes the batch.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        self._draw()
+        self._take()
         epoch = self._cycle.epoch
         outs = []
         while self._ready:
@@ -147,13 +147,13 @@ class JaxSink(Generic[C]):
             outs.append(out)
         self.epoch = epoch
         try:
-            self._draw()
+            self._take()
         except Exception as error:  # it belongs to the next call: the steps of this one are done
             self._failure = error
         return self.carry, self._together(outs)
 
     def close(self) -> None:
-        """Release the loader, and the batches drawn ahead. The next call begins a new pass."""
+        """Release the loader, and the batches taken ahead. The next call begins a new pass."""
         self._ready.clear()
         self._failure = None
         self._cycle.close()
@@ -194,20 +194,20 @@ class JaxSink(Generic[C]):
 
     # ---- batches -------------------------------------------------------------------------------------
 
-    def _draw(self) -> None:
+    def _take(self) -> None:
         """Bring the batches of a whole call to the device, fewer if an interrupted call has left some."""
         missing = self.sink_size - sum(part.steps for part in self._ready)
         bank: _Bank | None = None
         try:
             while missing:
-                arrays, tree = self._arrays(self._cycle.draw(missing).batch)
+                arrays, tree = self._arrays(self._cycle.take(missing).batch)
                 layout = (tree, tuple((array.shape, array.dtype) for array in arrays))
                 if bank is None or bank.layout != layout:
                     self._send(bank)
                     bank = _Bank(layout, [self._room(missing, array) for array in arrays])
                 bank.add(arrays)
                 missing -= 1
-        finally:  # batches drawn before an error, or Ctrl-C, are sent too, and wait for their steps
+        finally:  # batches taken before an error, or Ctrl-C, are sent too, and wait for their steps
             self._send(bank)
 
     def _send(self, bank: _Bank | None) -> None:

@@ -82,7 +82,7 @@ class BatchBuilder:
         prepare: Callable[[Ids, Sequence[ReceivedRecords]], Copy | None],
         finish: Callable[[Copy], Any | None],
     ) -> tuple[Any | None, dict[int, Any]]:
-        """Fill the single cache with absent samples, then gather the batch if less than half are in hand.
+        """Fill the only cache, then gather the batch if filling returned fewer than half of its samples.
 
         Args:
             ids: the samples.

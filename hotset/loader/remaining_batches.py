@@ -84,8 +84,8 @@ class RemainingBatches:
     Args:
         batches: the loader's batch sampler; its sampler with ``batch_size=None``.
         position: how far the pass had come, converted to the present number of ranks.
-        begin: begins a sampler as the interrupted pass began it, if this loader would make other draws in
-            between; None if it makes the same.
+        begin: begins a sampler with the random states with which the interrupted pass began it; None if this
+            loader makes the same draws in any case.
         by_samples: whether it resumes at a number of samples, not of batches.
     """
 

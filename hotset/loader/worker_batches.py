@@ -78,7 +78,8 @@ class WorkerBatches:
             self._run.over = True
             self._summary._end()
             if not self._persistent:
-                self._buffers.rest()  # the workers have ended; a batch that the user keeps must not keep all
+                # The workers have ended; a batch that the user keeps must not keep all blocks.
+                self._buffers.rest()
             raise
         self._tasks.answered(message)
         report = message.report

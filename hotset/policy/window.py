@@ -10,19 +10,19 @@ counts the samples that have left::
 At an epoch's boundary the cursor moves by as many of the R as are ready. It is the only state: everything
 else is a pure function of it, of the sizes and of the seed, so that processes agree without talking.
 
-Room is kept for ``ahead`` samples beside the N, twice R where that is possible. The second R of them is for
-samples that were late at a boundary and are made up at the next; while nothing is late, samples that have
+Room is kept for A samples beside the N (``ahead``), twice R where that is possible. The second R of them is
+for samples that were late at a boundary and are made up at the next; while nothing is late, samples that have
 just left stay there, for processes that have not come to the boundary yet.
 
 **What is promised.** Every sample enters once in a cycle, and stays for N/R epochs (rounded down or up, if R
 does not divide N). Where filling keeps up, ceil((D-N)/R) + 1 epochs from the beginning use every sample.
-No sample is resident twice, and none that is resident is also incoming: any N+R consecutive entries differ.
+No sample is resident twice, and none that is resident is also incoming: any N+A consecutive entries differ.
 
 **The order.** Within one cycle entries differ anyway; the last of one cycle and the first of the next may
-not. Let S = D - (N+R) be the samples that are neither resident nor incoming. One permutation, drawn from the
+not. Let S = D - (N+A) be the samples for which no room is kept. One permutation, drawn from the
 seed, lines the samples up for good. The line is cut into segments of nearly equal length, at most S+1, and
 each cycle permutes every segment anew. A sample's places in two cycles are in one segment, hence at most S
-apart, and its entries at least D - S = N+R apart, as they must be, and at most D + S.
+apart, and its entries at least D - S = N+A apart, as they must be, and at most D + S.
 
 Nothing that draws cycles independently of one another could mix more: two places that a sample can have must
 not be more than S apart, or it could come back too early. (At S = 0 every cycle is the same, by necessity.)
@@ -107,7 +107,7 @@ def resident_count(
 def _count_in_memory(resident: str, replace: float | str, samples: int, sample_bytes: float) -> int:
     if not (sample_bytes > 0 and math.isfinite(sample_bytes)):
         raise ArgumentError(f"sample_bytes={sample_bytes!r} must be a finite number above 0.")
-    # The caller has made a percentage bytes already, as the memory that it is of is not known here.
+    # The caller has turned a percentage into bytes: this module does not know of which memory it is.
     size = parse_bytes(resident, name="resident", whole=lambda: sys.maxsize)
     fit = math.floor(size / Fraction(sample_bytes))
     if fit >= samples:
@@ -153,7 +153,7 @@ def replaced_count(resident: int, replace: float | str, samples: int) -> int:
 
 
 def ahead_count(resident: int, replace: float | str, samples: int) -> int:
-    """Return for how many samples beside the residents room is kept: 2 R, and at most N and D - N.
+    """Return for how many samples beside the residents room is kept: A = 2 R, and at most N and D - N.
 
     With ``"auto"`` it is R, which is large then: late samples are not made up, as none is ever due.
 
@@ -203,7 +203,7 @@ class RunningWindow:
     Attributes:
         samples: D, the size of the dataset.
         resident: N, from 1 to D.
-        ahead: R, the most that are ever prepared at once, from 0 to N, and to D - N.
+        ahead: A, the most that are ever prepared at once, from 0 to N, and to D - N.
         seed: any int, of which 64 bits count.
         shuffle: whether each cycle is permuted; if not, samples enter in the dataset's order.
 
@@ -227,7 +227,7 @@ class RunningWindow:
 
     @property
     def segments(self) -> int:
-        """Into how many segments the line of samples is cut: ceil(D / (S+1)) with S = D - (N+R)."""
+        """Into how many segments the line of samples is cut: ceil(D / (S+1)) with S = D - (N+A)."""
         longest = self.samples - self.resident - self.ahead + 1
         return -(-self.samples // longest)
 

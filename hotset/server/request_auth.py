@@ -132,7 +132,7 @@ class Guard:
 
 
 def _one(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
-    """The value of a header that is there exactly once; else nothing."""
+    """The value of a header that is there exactly once; otherwise an empty string."""
     values = [value for key, value in headers if key == name]
     return values[0].decode("latin-1") if len(values) == 1 else ""
 

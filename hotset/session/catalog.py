@@ -67,7 +67,7 @@ from hotset.session.runtime_dir import KNOB, is_named, open_at, open_folder
 from hotset.store import locks
 from hotset.store.segment import Address
 
-__all__ = ["CatalogHandle", "Entry", "address_of", "entries", "find", "gc", "register"]
+__all__ = ["CatalogHandle", "ListedCache", "address_of", "entries", "find", "gc", "register"]
 
 _LONGEST_LABEL = 200
 _YOUNG_SECONDS = 60.0
@@ -97,7 +97,7 @@ _FIELDS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedCache:
     """One listed cache, as it was at the moment of looking.
 
     Attributes:
@@ -294,7 +294,7 @@ def register(
     return handle
 
 
-def entries() -> list[Entry]:
+def entries() -> list[ListedCache]:
     """Return the caches listed on this machine, oldest first, dead ones and damaged files too.
 
     Raises:
@@ -308,7 +308,7 @@ def entries() -> list[Entry]:
             except FileNotFoundError:
                 continue  # removed since it was listed
             except OSError as error:
-                found.append(Entry(file, alive=False, problem=str(error)))
+                found.append(ListedCache(file, alive=False, problem=str(error)))
                 continue
             try:
                 found.append(_look(fd, file, alive=locks.is_locked(fd, _LIFE)))
@@ -317,7 +317,7 @@ def entries() -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.created, entry.file))
 
 
-def find(nonce: str) -> Entry | None:
+def find(nonce: str) -> ListedCache | None:
     """Return the cache of that nonce if it can be reached from here; None otherwise.
 
     Raises:
@@ -326,7 +326,7 @@ def find(nonce: str) -> Entry | None:
     return next((entry for entry in entries() if entry.nonce == nonce and entry.at), None)
 
 
-def address_of(entry: Entry) -> Address:
+def address_of(entry: ListedCache) -> Address:
     """Return where the memory of a listed cache can be had now.
 
     Raises:
@@ -449,17 +449,17 @@ def _write_holder(fd: int, memory: int) -> None:
             return
 
 
-def _look(fd: int, file: str, *, alive: bool) -> Entry:
+def _look(fd: int, file: str, *, alive: bool) -> ListedCache:
     """Read the file behind ``fd``, whose name is ``file``."""
     try:
         values = _parse(os.pread(fd, _HEAD_BYTES, 0), file)
     except ValueError as error:
-        return Entry(file, alive, problem=str(error))
+        return ListedCache(file, alive, problem=str(error))
     here = pid_namespace()
     for pid, memory, pidns in [(values["pid"], values["fd"], values["pidns"]), *_read_holders(fd)]:
         if pidns == here and _is_there(pid, memory, values["inode"]):
-            return Entry(file, alive, (pid, memory), **values)
-    return Entry(file, alive, **values)
+            return ListedCache(file, alive, (pid, memory), **values)
+    return ListedCache(file, alive, **values)
 
 
 def _is_there(pid: int, memory: int, inode: int) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hotset.errors import SegmentError
 from hotset.session import catalog, sessions
-from hotset.session.catalog import Entry, address_of
+from hotset.session.catalog import ListedCache, address_of
 from hotset.session.file_names import CACHE, caches_of, id_of, member_of, runtime
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import runtime_folder
@@ -245,7 +245,7 @@ def check_caches() -> Iterator[CheckedCache]:
                 yield replace(seen, limit=min(seen.limit, known[number].memory))
 
 
-def _private(entry: Entry) -> CheckedCache:
+def _private(entry: ListedCache) -> CheckedCache:
     name, pid = entry.name or entry.file, entry.at[0] if entry.at else entry.pid
     owner = f"process {pid}" if pid > 0 else ""
     if entry.problem:

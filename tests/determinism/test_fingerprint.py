@@ -922,7 +922,7 @@ def test_any_text_may_be_tried_as_a_path(text: str) -> None:
     assert fingerprint([text, text + "2"]).notes == ()
 
 
-def test_files_are_asked_in_tiers_and_a_note_says_how_many(
+def test_files_are_looked_at_in_rounds_and_a_note_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [str(tmp_path / f"{i}") for i in range(3000)]

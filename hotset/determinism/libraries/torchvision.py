@@ -89,6 +89,7 @@ def judge(step: Any) -> Verdict | None:
 
 
 def _hooked(container: Any) -> bool:
+    """Whether the user has registered a hook on a module, which may do anything."""
     return any("_hooks" in name and bool(value) for name, value in vars(container).items())
 
 
@@ -108,6 +109,7 @@ def _function(function: Any) -> Verdict | None:
 
 
 def _random(step: Any, base: type) -> Verdict:
+    """The verdict on a class that draws: random, unless its rule says that the parameters leave no choice."""
     name = base.__name__
     believed = not changed(step, base) and not _hooked(step)
     still = _STILL.get(name, _never)(step) if believed else None
@@ -118,6 +120,7 @@ def _random(step: Any, base: type) -> Verdict:
 
 
 def _gated(base: type) -> bool:
+    """Whether this class draws whether to apply itself."""
     return any(cls.__name__ == "_RandomApplyTransform" for cls in base.__mro__)
 
 
