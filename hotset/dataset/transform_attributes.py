@@ -51,17 +51,17 @@ _ABSENT = object()
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
-_LIKELY = re.compile(r"transform|augment|preprocess", re.IGNORECASE)
+_LIKELY = re.compile(r"[^_].*(transform|augment)s?|(transform|augment).*", re.IGNORECASE)
 
 
 def names_transforms(name: str) -> bool:
-    """Whether an attribute of this name is likely to hold transforms, or None.
+    """Whether a public attribute of this name is likely to hold transforms.
 
     Example:
         >>> names_transforms("image_transforms"), names_transforms("root")
         (True, False)
     """
-    return bool(_LIKELY.search(name))
+    return bool(_LIKELY.fullmatch(name))
 
 
 class TransformAttribute(NamedTuple):
@@ -150,9 +150,10 @@ class Snapshot:
             held = format_of(owner)
             if held is not None:
                 self._formats.append((owner, held))
-            likely = [name for name in vars(owner) if names_transforms(name) and name not in TRANSFORM_NAMES]
-            others = [name for name, _ in _others(owner) if name not in likely]
-            for name in (*TRANSFORM_NAMES, *likely, *others):
+            # None may become a transform; what a dataset counts or makes for itself does not end a plan.
+            empty = [name for name, value in vars(owner).items() if value is None and names_transforms(name)]
+            others = (name for name, _ in _others(owner))
+            for name in dict.fromkeys((*TRANSFORM_NAMES, *empty, *others)):
                 self._held.append((owner, name, vars(owner).get(name, _ABSENT)))
                 chains.append(vars(owner).get(name))
         for chain in chains:
@@ -219,7 +220,10 @@ def _is_known(value: Any) -> bool:
     library = library_of(value)
     if library is None or library.__name__.endswith(".modules"):
         return False
-    return library.opened(value) is not None or library.judge(value) is not None
+    try:
+        return library.opened(value) is not None or library.judge(value) is not None
+    except Exception:  # half made, or not what its class says
+        return False
 
 
 def _held(dataset: Any, name: str) -> Any | None:

@@ -177,3 +177,31 @@ def test_a_random_function_that_is_given_by_a_known_name_still_runs_live() -> No
     with hotset.cache(Views(jitter), memory="64MiB") as cached:
         compare(record(lambda: hotset.DataLoader(cached, batch_size=4)), expected)
         assert cached.plan.live == ("jitter",)
+
+
+def test_what_a_dataset_counts_or_makes_for_itself_leaves_the_plan_alone() -> None:
+    class Counts(Named):
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.transforms_made, self._transform, self.augmented = 0, None, 0
+
+        def __getitem__(self, index: int) -> Any:
+            if self._transform is None:
+                self._transform = v2.Resize(20)
+            self.augmented += 1
+            self.last_transform = object()
+            return self._transform(frame(range(N)[index], 0)), index
+
+    with hotset.cache(Counts(), memory="64MiB") as cached:
+        before = cached._current
+        for _ in range(2):
+            list(hotset.DataLoader(cached, batch_size=4))
+        assert cached._current is before
+        assert cached.stats().cached == N
+
+
+def test_a_broken_transform_that_is_not_used_does_no_harm() -> None:
+    with hotset.cache(Named(v2.Resize(20), object.__new__(v2.RandomCrop)), memory="64MiB") as cached:
+        assert cached[2][0].shape[1] == 20
+    with hotset.cache(Named(v2.Resize(20), object.__new__(v2.Compose)), memory="64MiB") as cached:
+        assert cached[2][0].shape[1] == 20
