@@ -63,9 +63,10 @@ def records(schema: Schema, values: Sequence[object]) -> list[Any]:
     if not schema.has_tail:
         together = bytearray(b"\xa5" * len(buffer))
         schema.write_rows(together, rows, prepared)
-        again = schema.read(together, rows, tails)
-        assert [how for one, value in zip(again, values, strict=True) if (how := same(one, value))] == []
     found = schema.read(buffer, rows, tails)
+    if not schema.has_tail:
+        again = schema.read(together, rows, tails)
+        assert [how for one, other in zip(again, found, strict=True) if (how := same(one, other))] == []
     assert misaligned(found) == []
     return found
 
