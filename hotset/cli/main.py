@@ -160,10 +160,10 @@ def check() -> None:
 @app.command()
 def gc() -> None:
     """Free what dead processes left behind, and expired sessions. Nothing that is in use is touched."""
-    from hotset.server import stale_files as remains
+    from hotset.server import leftover_files
     from hotset.session import recovery
 
-    freed = [*recovery.gc(), *remains.collect()]
+    freed = [*recovery.gc(), *leftover_files.collect()]
     for sentence in freed:
         typer.echo(sentence)
     if not freed:

@@ -78,7 +78,7 @@ class RemoteCache:
 
         Args:
             store: this machine's part of the cache.
-            ids: sample numbers.
+            ids: sample ids.
             read: the source and its prefix.
 
         Raises:
@@ -92,7 +92,7 @@ class RemoteCache:
                 return Brought()
             try:
                 ahead = self._ahead.pop(ids.tobytes(), None)
-                # What was asked for before a clear is what was to be forgotten.
+                # Answers to requests from before a clear may hold what the clear removed.
                 asked = (
                     ahead.requests
                     if ahead is not None and ahead.clear_generation == store.clear_generation()
@@ -107,7 +107,7 @@ class RemoteCache:
 
         Args:
             store: this machine's part of the cache.
-            samples: that were read for it, by number.
+            samples: that were read for it, by sample id.
         """
         if store.why_full is None:
             return False
@@ -185,7 +185,7 @@ class RemoteCache:
             name: of the dataset, for people.
 
         Raises:
-            SegmentError: some have not said that they have.
+            SegmentError: some machines have not confirmed that they have.
         """
         deadline = time.monotonic() + _CLEAR_SECONDS
         store.segment.live[Live.CLEARS] += 1  # the node tells the machines that cannot be asked now
@@ -202,12 +202,12 @@ class RemoteCache:
         away = [*kept, *gone]
         if away:
             raise SegmentError(
-                f"{name} is cleared here, but {', '.join(away)} may still have a part of it, until that "
-                "hears of the clear; call clear() again to be certain."
+                f"{name} is cleared here, but {', '.join(away)} may still have a part of it, until the "
+                "clear reaches them; call clear() again to be certain."
             )
 
     def _cleared(self, peers: dict[str, Peer], store: Store, deadline: float) -> dict[str, bool]:
-        """Ask these machines; those that have not cleared it, and whether one is to be asked again."""
+        """Ask these machines to clear it; returns those that have not, and whether to ask each again."""
         clears = int(store.segment.live[Live.CLEARS])
         asked = {name: peer.clear(self.cache(store), clears) for name, peer in peers.items()}
         return {
@@ -219,7 +219,7 @@ class RemoteCache:
     # ---- of this cache -------------------------------------------------------------------------------
 
     def cache(self, store: Store) -> CacheIdentity:
-        """The cache, as machines must agree on it."""
+        """What machines must agree on about the cache."""
         if self._cache is None:
             self._cache = cache_of(store, self._fingerprint)
         return self._cache
@@ -237,7 +237,7 @@ class RemoteCache:
         return mean * (count + self._owned_and_missing(store)) <= room
 
     def _owned_and_missing(self, store: Store) -> float:
-        """About how many samples this machine owns and has not got: an estimate, made now and then."""
+        """About how many samples this machine owns and lacks: an estimate, made now and then."""
         now = time.monotonic()
         if now - self._estimated[0] > _ESTIMATE_SECONDS:
             total = len(store)

@@ -4,7 +4,7 @@
 
     number of the newest list ── odd while it is written
     its length
-    a row for each worker ────── the list that it is done with; errors reported by it; raised of those
+    a row for each worker ────── the list that it is done with; its errors: reported, taken
     an area for each worker ──── its error, until it is raised
     the list ─────────────────── ids, in the order in which they are wanted
     the marks ────────────────── for each position in the list: the number of the list it was given up in

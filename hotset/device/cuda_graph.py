@@ -220,9 +220,10 @@ class Step:
         return self.why is None
 
     def _check(self, batch: Any) -> None:
-        """
+        """Refuse a step whose graph would not do what the step does.
+
         Raises:
-            NotCaptured: a graph of this step would not do what the step does.
+            NotCaptured: says why.
         """
         assert self._host is not None
         if self._host.scales:

@@ -63,7 +63,7 @@ class ConfigValue:
 
     @property
     def name(self) -> str:
-        """The entry's name in messages."""
+        """What messages call it."""
         path = self.path or "the configuration"
         return f"{path} in {self.file}" if self.file else path
 
@@ -82,7 +82,7 @@ class ConfigValue:
         return self.child(key)
 
     def child(self, key: str) -> ConfigValue:
-        """The entry under a key; its value is None if the key is missing."""
+        """The value under a key; None, with its place, if the key is missing."""
         return ConfigValue(self._object().get(key), f"{self.path}.{key}" if self.path else key, self.file)
 
     def only(self, keys: Iterable[str], reader: str) -> None:
@@ -99,7 +99,7 @@ class ConfigValue:
         return self.value
 
     def elements(self, what: str) -> Iterator[ConfigValue]:
-        """The entries of a list; ``what`` is their name in the error."""
+        """The elements of a list; ``what`` is their name in the error."""
         if not isinstance(self.value, (list, tuple)):
             raise self.wrong(f"a list of {what}")
         for number, value in enumerate(self.value):
@@ -138,7 +138,7 @@ class ConfigValue:
         return float(self.value)
 
     def filled(self, variables: Mapping[str, Any]) -> ConfigValue:
-        """The same entry with every ``{VAR}`` in its texts replaced, at any depth.
+        """The same value with every ``{VAR}`` in its texts replaced, at any depth.
 
         Raises:
             ArgumentError: a variable is not set, or is not a text.
@@ -171,8 +171,8 @@ class ImagePipeline:
     """An ``image_pipeline``, with every value in its range.
 
     Attributes:
-        args: the entry of its arguments, for messages about them.
-        steps: the entries of ``pre_transforms``.
+        args: its arguments, for messages about them.
+        steps: the elements of ``pre_transforms``.
         is_training: whether this is section ``train``, not ``validate``.
         task: ``"Segmentation"`` or ``"Classification"``.
         samples: one dict for each sample: see :func:`read_samples`.

@@ -47,7 +47,7 @@ from hotset.session.session_definition import Session, quota_in
 from hotset.store.segment import Segment
 from hotset.units import format_bytes
 
-__all__ = ["Dropped", "Room", "pin", "reclaim", "room_of", "said_of"]
+__all__ = ["Dropped", "Room", "pin", "reclaim", "room_of", "sentence_about"]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def pin(session: Session, which: str | int, pinned: bool = True) -> str:
         return names[found[0]]
 
 
-def said_of(session: str, dropped: list[Dropped]) -> str:
+def sentence_about(session: str, dropped: list[Dropped]) -> str:
     """Return the sentence that tells the user; empty if nothing was dropped."""
     freed = [each for each in dropped if each.bytes]
     if not freed:

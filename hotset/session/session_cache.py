@@ -7,7 +7,7 @@ import time
 
 from hotset.session.file_names import runtime
 from hotset.session.quota import Quota
-from hotset.session.reclaim import reclaim, said_of
+from hotset.session.reclaim import reclaim, sentence_about
 from hotset.session.session_definition import attach_quota
 from hotset.session.sessions import find
 
@@ -87,7 +87,7 @@ class SessionCacheHandle:
                 needed = max(total - quota.left(self._row), more)
                 dropped = reclaim(session, needed) if needed > 0 else []
                 if dropped:
-                    return said_of(session.name, dropped)
+                    return sentence_about(session.name, dropped)
                 # Another process may be making room, or has made some meanwhile: that may be enough for both.
                 if needed <= 0 or self._waits(quota) or quota.departures != self._departures:
                     return ""

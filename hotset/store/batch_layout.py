@@ -46,7 +46,8 @@ class Column:
         width: bytes of the leaf.
         dtype: of the batch's tensor.
         shape: of one sample in it.
-        lies: stored shape and the permutation back from it, where samples are stored as they lie; else None.
+        lies: the stored shape, and the permutation back from it, if samples are stored in the order of their
+            memory (:mod:`hotset.store.leaves`); otherwise None.
     """
 
     offset: int

@@ -223,7 +223,7 @@ class Gather:
         """Look up a batch and say what has to be copied where.
 
         Args:
-            ids: sample numbers.
+            ids: sample ids.
             memory: returns memory for that many bytes, or None if there is not enough.
             received: records that the store lacks; the caller leaves them as they are until the copy was run.
 
@@ -246,7 +246,7 @@ class Gather:
             out = block.tensor(offset, count * column.width)
             copy.columns.append((out, offset))
             if column.lies is not None:
-                # Stored as samples lie: selected to memory of its own, laid out as batches count after that.
+                # Stored in the samples' memory order: selected to memory of its own, then copied in C order.
                 out = torch.empty_like(out)
                 copy.lying[len(copy.columns) - 1] = out
             if column.width:
@@ -389,7 +389,7 @@ class Gather:
     # ---- comparing with collate ------------------------------------------------------------------------
 
     def compare(self, sample: int) -> None:
-        """Collate a sample that is present both ways, once.
+        """Make a batch of one present sample both ways and compare the two, once.
 
         Raises:
             NotGathered: the two ways differ in types, dtypes, shapes or values.
@@ -402,7 +402,7 @@ class Gather:
             return
         try:
             wanted = self._collate(samples)
-        except Exception as error:  # what collating raises, the user must see raised by collating
+        except Exception as error:  # the user sees it when the samples are collated
             raise NotGathered(f"collating raises {type(error).__name__}") from error
         copy = self.prepare(ids, lambda size: _Fresh())
         if copy is None:
@@ -420,7 +420,8 @@ class _Found(NamedTuple):
     """Where the records of a batch lie.
 
     Attributes:
-        clear_generation, words: of those in the store, by which it is seen whether they still are there.
+        clear_generation, words: of those in the store; :meth:`Gather.finish` sees by them whether they are
+            still there.
         rows, views: their rows, and the columns that these are rows of.
         staged: what they are copied to first, if some are on a disk.
         line_numbers: the lines of their tails, one run behind the other.

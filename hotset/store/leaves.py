@@ -9,10 +9,10 @@ refuses any other value with :class:`SchemaMismatch`, and that sample stays unca
 A tensor that requires a gradient, lies on a device, is sparse, or is a subclass without a codec, is refused,
 not flattened: its bytes alone do not describe it.
 
-Dense arrays whose dimensions lie in another order than they count (a picture read as HWC and permuted to
-CHW) keep that order: a live transform that sums over the picture would round otherwise. They are stored
-*as they lie* where single samples are wanted, and *as they count* where whole batches are gathered,
-because ``torch.stack`` gives batches that lie as they count.
+Dense arrays that are not in C order in memory (a picture read as HWC and permuted to CHW) keep their order: a
+live transform that sums over the picture would round otherwise. They are stored *as they lie* in memory where
+single samples are wanted, and *as they count*, in C order, where whole batches are gathered, because
+``torch.stack`` gives batches in C order.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def lies_in(order: Shape, shape: Shape, strides: Shape) -> bool:
 
 
 def memory_order(shape: Shape, strides: Shape) -> Shape:
-    """The order in which a dense array's dimensions lie, outermost first; as they count if not dense."""
+    """The order of a dense array's dimensions in memory, outermost first; C order if it is not dense."""
     identity = tuple(range(len(shape)))
     if lies_in(identity, shape, strides):
         return identity
@@ -422,7 +422,7 @@ class ArrayLeaf(Leaf):
         ndim: number of dimensions.
         shape: the shape that all samples share, or None if it varies.
         order: how the dimensions of a sample lie in memory, outermost first.
-        as_lies: stored in that order; False stores dimensions as they count.
+        as_lies: stored in that order; False stores them in C order.
     """
 
     library: str
@@ -446,7 +446,7 @@ class ArrayLeaf(Leaf):
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the dimensions lie as they count."""
+        """Whether samples are in C order in memory."""
         return self.order == tuple(range(self.ndim))
 
     @cached_property
@@ -556,7 +556,7 @@ class ArrayLeaf(Leaf):
         return [self.get(buffer, at, ()) for at in places]
 
     def _lay_out(self, array: Any) -> Any:
-        """Copy an array that lies as it counts into the order in which samples lie."""
+        """Copy an array in C order into the order that samples have in memory."""
         shape = tuple(array.shape)
         strides = dense_strides(shape, self.order)
         if self.library == "torch":

@@ -46,17 +46,15 @@ class RunState:
     losses: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     metrics: dict[str, Any] = field(default_factory=dict)
     stopping: bool = False
-    # The rest is the loop's: epochs that are over, steps that are done (a callback may be told of an earlier
-    # one), those of them that are not the sink's, where in the data to go on, the step after which the epoch
-    # began, the losses as numbers once they were read, which of them is the current one, and what makes a
-    # checkpoint.
-    epochs_done: int = field(default=0, repr=False)
-    done: int = field(init=False, repr=False)
-    before: int = field(init=False, repr=False)
-    data: dict[str, Any] | None = field(default=None, repr=False)
-    epoch_began: int = field(init=False, repr=False)
-    numbers: list[float] | None = field(default=None, repr=False)
-    at: int = field(default=-1, repr=False)
+    # The rest belongs to the training loop.
+    epochs_done: int = field(default=0, repr=False)  # epochs that are over
+    done: int = field(init=False, repr=False)  # steps that are done; callbacks may be told of an earlier one
+    before: int = field(init=False, repr=False)  # steps that were done before this sink was made
+    data: dict[str, Any] | None = field(default=None, repr=False)  # where in the data to go on
+    epoch_began: int = field(init=False, repr=False)  # the step after which the epoch began
+    numbers: list[float] | None = field(default=None, repr=False)  # the losses, once they were read
+    at: int = field(default=-1, repr=False)  # which of the losses is the current one
+    # Makes a checkpoint.
     content: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +137,7 @@ class RunState:
         """Stand where another run stood.
 
         Raises:
-            StateError: that is no position.
+            StateError: the position is damaged.
         """
         counts: list[Any] = [position.get(name) for name in ("epochs", "step_in_epoch", "step")]
         if not all(type(count) is int and count >= 0 for count in counts):

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 import hotset
 from hotset.errors import SessionError
+from hotset.server import leftover_files
 from hotset.server import pidfile as place
-from hotset.server import stale_files as remains
 from hotset.session import sessions
 
 DOCS = Path(hotset.__file__).parent.parent / "docs"
@@ -153,7 +153,7 @@ def test_a_killed_servers_log_stays_for_a_day(tmp_path: Path, monkeypatch: pytes
         assert os.listdir(server.folder) == [log.name]
         day_ago = time.time() - 86401
         os.utime(log, (day_ago, day_ago))
-        assert any("log" in sentence for sentence in remains.collect())
+        assert any("log" in sentence for sentence in leftover_files.collect())
         assert os.listdir(server.folder) == []
 
 

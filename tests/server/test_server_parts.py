@@ -26,9 +26,8 @@ from hotset.cluster.membership import Keys, Member, Membership, write_membership
 from hotset.cluster.peer_stats import PeerStats, PeerStatsFile, make_peer_stats
 from hotset.errors import ArgumentError, HotsetError
 from hotset.server import history as history_module
-from hotset.server import log
+from hotset.server import leftover_files, log
 from hotset.server import pidfile as place
-from hotset.server import stale_files as remains
 from hotset.server.daemon import Housekeeper
 from hotset.server.history import History
 from hotset.server.metrics import Metrics
@@ -507,13 +506,13 @@ def test_gc_leaves_living_servers_alone_and_clears_dead_ones(
         os.utime(tmp_path / "runtime" / "server-50098.log", (0, 0))
         servers.set_limit(50098, 1 << 20)
         before = set(os.listdir(tmp_path / "runtime"))
-        assert len(remains.collect()) == 3
+        assert len(leftover_files.collect()) == 3
         left = set(os.listdir(tmp_path / "runtime"))
         assert before - left == {f"server-50097.{kind}" for kind in ("token", "log", "ledger")}
         assert place.is_claimed(50098)
-    assert len(remains.collect()) == 2
+    assert len(leftover_files.collect()) == 2
     assert os.listdir(tmp_path / "runtime") == [others.name]
-    assert remains.collect() == []
+    assert leftover_files.collect() == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', json.dumps({"x": 1}).encode()])

@@ -1,7 +1,7 @@
 """Files that ended servers have left, removed by ``hotset gc``.
 
 A process that can claim a port is alone with its files, and knows that its server has ended. The server's
-sessions are not stale: they hold samples for running jobs and for the next server on the port. As long as
+sessions stay: they hold samples for running jobs and for the next server on the port. As long as
 there are any, the quota of their common limit stays too. The log, which says why the server ended, stays for
 a day.
 """
