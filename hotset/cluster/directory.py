@@ -93,7 +93,7 @@ class HeartbeatReply(NamedTuple):
         keys: of all machines that beat, by name, which are to be let in.
         members: the machines that have joined; None while it is gathering them.
         former: the machines before the last of them came or left; none after a while, or without a change.
-        caches: those that this machine has not got.
+        caches: those that this machine lacks.
         unknown: meetings that it wants to hear of with the next beat.
         clears: how often the cluster has cleared those caches that this machine has not cleared as often.
     """
@@ -191,7 +191,7 @@ class Directory:
         return tuple(sorted(member for member in there if self._joined[member.name] is None))
 
     def lack(self, meeting: str) -> int:
-        """How many machines have not got their part of a cache."""
+        """How many machines lack their part of a cache."""
         return sum(meeting not in beat.caches for _, beat in self._beats.values())
 
     def status(self) -> list[dict[str, Any]]:

@@ -265,7 +265,7 @@ class Node:
                 self._make(described)
         marks = self._marks()
         for meeting, clears in heard.clears.items():
-            # The machine that clears may have asked for it meanwhile; what is not done is heard of again.
+            # The machine that clears may have asked this one meanwhile; a clear that fails comes again.
             if meeting in marks and (service := self._services[marks[meeting]]).clears < clears:
                 with contextlib.suppress(Exception):
                     service.clear(clears)

@@ -3,7 +3,7 @@
 A message is a list of frames. All integers are little-endian, and every frame's length follows from what
 was read before it: what has another length is refused with a reason. ::
 
-    get        header | ids                                     sample numbers, i64 each
+    get        header | ids                                     sample ids, i64 each
     claim      the same; the client will bring what is absent
     clear      header | a word, i64: how often, by now          forget all
     put        header | ids | entries | rows | tails
@@ -29,7 +29,7 @@ included; a *tail* its run of 256-byte lines. Rows of present records lie side b
 ids, and so do the tails. A row's head says at which line its tail begins **in the sender's segment**: a store
 that stores the record elsewhere writes its own line there, and a new checksum.
 
-The checksum travels with each record and covers the sample's number, so that a record sent for another sample
+The checksum travels with each record and covers the sample id, so that a record sent for another sample
 is found like a damaged one. It does not protect against forgery; keys do.
 
 The first 24 bytes stay what they are in every version, so that a sentence can name another version.
@@ -227,7 +227,7 @@ def parse_head(frames: Sequence[Frame], *, answers: bool) -> Head:
 
 
 def parse_ids(head: Head, frame: Frame, cache: CacheIdentity) -> Longs:
-    """Read sample numbers.
+    """Read sample ids.
 
     Raises:
         Malformed: they are not ``head.samples``, or not samples of this cache.

@@ -71,7 +71,7 @@ class Service(Protocol):
         """Copy the records that are there now; those that ``memory`` has no room for are ``TRUNCATED``.
 
         Args:
-            ids: sample numbers, each in ``range(cache.samples)``.
+            ids: sample ids, each in ``range(cache.samples)``.
             memory: one-dimensional; the records returned may lie in it.
             claim: the client brings what is ``ABSENT`` in the answer; what another client has claimed, and
                 has not brought yet, is ``PENDING``.
@@ -90,7 +90,7 @@ class Service(Protocol):
         """Store what another machine brings, which is sound; returns which samples are there now.
 
         Args:
-            ids: sample numbers.
+            ids: sample ids.
             records: their records, in memory that is lent for the length of the call.
         """
         ...

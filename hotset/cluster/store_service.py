@@ -77,7 +77,7 @@ class StoreService:
         """Copy the records that are there now; those that ``memory`` has no room for are ``TRUNCATED``.
 
         Args:
-            ids: sample numbers.
+            ids: sample ids.
             memory: one-dimensional; the records returned lie in it, or in memory of their own.
             claim: claim for the asker what is absent; what is claimed already is ``PENDING``. Where there is
                 no room for more, nothing is claimed, and what is absent is ``FULL``.

@@ -271,7 +271,7 @@ class Quota:
     # ---- locks ---------------------------------------------------------------------------------------
 
     def lock(self) -> locks.Held:
-        """A block that holds the quota's lock; it gets False if it has not got the lock after two seconds.
+        """A block that holds the quota's lock; it gets False if another holder keeps it for two seconds.
 
         Raises:
             SessionError: this process has left the session.

@@ -31,7 +31,7 @@ and ``word & ROW_MASK`` is its row number.
 
     +0   length      u32   bytes of the row and its tail that the checksum covers
     +4   stamp       u32   generation:20, and above that a zero and the bit ``own``, as in the index word
-    +8   checksum    u32   over sample number, length, stamp, then row from +16, then tail
+    +8   checksum    u32   over sample id, length, stamp, then row from +16, then tail
     +12  run         u32   lines of the run that the row owns, where records are written again; else zero
     +16  tail        u64   first line:40 | number of lines:24; zero without one
     ...  the dimensions of variable leaves (u32 each), then the fixed leaves; zeros up to the stride
@@ -45,7 +45,7 @@ The checksum is a CRC-32 of sums: in each part, the whole pages are added up as 
 happens to memory and files (flipped bits, lost or stale pages, another record's bytes), but not two pages of
 one record that have changed places. It costs a fifth of a CRC over everything (8 and 40 us for 150 KB).
 
-The sample's number is part of the checksum, so a damaged index word that points at another sample's record
+The sample id is part of the checksum, so a damaged index word that points at another sample's record
 is detected like a damaged record. A writer stores the record first and the index word last. x86-64 guarantees
 that other processors see the stores in this order; on other processors every read is verified.
 

@@ -115,7 +115,7 @@ class Slots:
         return int(self._index[sample])
 
     def present(self) -> npt.NDArray[np.bool_]:
-        """Which samples are set, by number."""
+        """Which slots are set."""
         here: npt.NDArray[np.bool_] = (self._index >= PRESENT) & (self.store.clear_generation() is not None)
         return here
 

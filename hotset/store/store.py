@@ -187,14 +187,14 @@ class Store:
         Samples that another living process is reading are waited for, boundedly, after all others.
 
         Args:
-            ids: sample numbers, each in ``range(len(self))``.
+            ids: sample ids, each in ``range(len(self))``.
             read: the source and its prefix.
             keep: return stored samples too. A caller that copies the batch from the store afterwards passes
                 False: each sample is then freed once it is stored, and the next is read into the same, warm
                 memory.
 
         Returns:
-            The samples that this call read, by number; without ``keep`` only those that are not stored.
+            The samples that this call read, by id; without ``keep`` only those that are not stored.
 
         Raises:
             Whatever ``read`` raises, untouched.
@@ -207,7 +207,7 @@ class Store:
         """Store samples that came from another machine, where there is room and no process is reading them.
 
         Args:
-            samples: by number; as the source and its prefix give them, or packed: see
+            samples: by sample id; as the source and its prefix give them, or packed: see
                 :func:`hotset.store.irregular_records.prepare`.
         """
         if self.clear_generation() is not None:
