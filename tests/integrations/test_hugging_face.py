@@ -103,6 +103,7 @@ def test_rows_from_a_disk_are_those_that_torch_gives(workers: int, tmp_path: Pat
     check_equal(lambda: made.with_format("torch"), workers)
 
 
+@pytest.mark.chaos
 def test_rows_in_spawned_workers() -> None:
     check_equal(rows, 1, multiprocessing_context="spawn", persistent_workers=True)
 
@@ -270,6 +271,7 @@ def test_rows_below_a_live_transform_are_cached_and_read_by_torchs_loader_as_wel
         assert cached.stats().cached == len(cached)
 
 
+@pytest.mark.chaos
 def test_a_transform_of_batches_in_spawned_workers() -> None:
     check_equal(LIVE["jittered"], 1, multiprocessing_context="spawn", persistent_workers=True)
 
