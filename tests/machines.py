@@ -122,10 +122,14 @@ class Post:
         def heard() -> bool:
             return all(each["silent"] == 0 for each in self.call("status") if each["name"] != gone)
 
-        for _ in range(3):  # in steps in which nobody who beats is taken for silent
+        # In steps in which no machine that beats is taken for silent; the last beat of the one that has gone
+        # may come in after the first step.
+        for _ in range(8):
             with self._turn:
                 self.now += 0.4 * SILENT
             assert eventually(heard)
+            if all(each["name"] != gone for each in self.call("status")):
+                return
 
     def close(self) -> None:
         """Be gone; nothing happens a second time."""

@@ -23,7 +23,7 @@ def rounds_of(loader: Any) -> BatchCycle:
 
 
 def drawn(rounds: BatchCycle, count: int) -> list[Any]:
-    return [rounds.draw(count - number).batch for number in range(count)]
+    return [rounds.take(count - number).batch for number in range(count)]
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 7), max_size=6))
@@ -133,7 +133,7 @@ def test_after_an_error_it_goes_on_and_the_pass_counts() -> None:
     found: list[Any] = []
     for _ in range(6):
         try:
-            found.append(rounds.draw(1).batch)
+            found.append(rounds.take(1).batch)
         except OSError:
             found.append("error")
     assert found == [1, "error", 3, 1, "error", 3]
@@ -199,7 +199,7 @@ def told(rounds: BatchCycle, count: int) -> list[Any]:
     found: list[Any] = []
     for number in range(count):
         try:
-            one = rounds.draw(count - number)
+            one = rounds.take(count - number)
         except OSError:
             found.append("error")
         else:
