@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,7 +199,7 @@ def main() -> None:
         try:
             answer = {"answer": getattr(rank, order)(**arguments)}
         except Exception as error:
-            answer = {"raised": f"{type(error).__name__}: {error}"}
+            answer = {"raised": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
         answer["seconds"] = round(time.monotonic() - start, 2)
         os.write(answers, json.dumps(answer).encode() + b"\n")
     rank.close()

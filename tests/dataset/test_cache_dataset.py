@@ -121,7 +121,7 @@ def test_tensor_subclasses_keep_their_type_and_attributes() -> None:
 
 
 def test_attributes_are_the_datasets_own() -> None:
-    names = ("records", "numbers", "insert", "read", "prepare", "spills", "served", "warn", "holds", "classes")
+    names = ("records", "numbers", "insert", "read", "prepare", "spills", "served", "holds", "classes")
     source = Samples(mapping, 4)
     for name in names:
         setattr(source, name, [name])

@@ -92,7 +92,7 @@ def test_without_room_it_ends_with_one_warning(workers: int) -> None:
     with hotset.cache(source, memory="3MiB") as cached:
         with pytest.warns(hotset.HotsetWarning, match="no more fit") as told:
             cached.fill(num_workers=workers)
-        assert len(told) == 1
+        assert len([each for each in told if each.category is hotset.HotsetWarning]) == 1
         assert 20 < cached.stats().cached < N
 
 

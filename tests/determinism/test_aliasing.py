@@ -184,7 +184,7 @@ def test_views_of_the_users_memory_are_copied_before_a_transform(
         data = np.asarray(np.load(tmp_path / "rows.npy", mmap_mode="r+"))
     if kind == "from numpy":
         data = torch.from_numpy(data.numpy().copy())
-    before = copy.deepcopy(np.array(data))
+    before = copy.deepcopy(np.asarray(data))
 
     def normalise(row: Any) -> Any:
         row -= 1

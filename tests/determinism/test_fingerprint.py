@@ -241,6 +241,7 @@ def test_the_same_in_every_process_and_under_every_hash_seed() -> None:
     assert in_another_process("1") == in_another_process("2")
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support will be removed from itertools")
 def test_the_same_for_an_equal_object_and_another_for_every_other() -> None:
     digests = {name: of(value) for name, value in zoo().items()}
     assert digests == {name: of(value) for name, value in zoo().items()}
