@@ -21,9 +21,7 @@ demo: $(VENV)/.installed
 # Four at once, on two cores too: the tests wait for processes most of the time. The tests of other
 # libraries run on their own: a process that has imported them takes three times as long to fork.
 # Bytecode is written in any case: each worker, and hundreds of processes that tests start, would compile all.
-# Huge pages for the heap: a process that has imported torch is then forked in half the time.
 test: export PYTHONDONTWRITEBYTECODE =
-test: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/integrations \
 		--junitxml $(VENV)/tests.xml

@@ -204,7 +204,9 @@ def _children() -> set[str]:
             child = psutil.Process(number)
             line = " ".join(child.cmdline())
             if not any(servant in line for servant in _SERVANTS):
-                found.add(f"process {number}: {child.status()} {line[:60]}")
+                # Its state would tell one process from itself: asleep now, and running before.
+                ended = "ended, " if child.status() == psutil.STATUS_ZOMBIE else ""
+                found.add(f"process {number}: {ended}{line[:60]}")
         except psutil.NoSuchProcess:
             continue
     return found

@@ -303,6 +303,7 @@ def test_ranks_are_measured_while_they_stand_and_not_at_all_if_one_does_not() ->
         of_ranks(context, 2, _hold, 1 << 10, True)
 
 
+@pytest.mark.chaos
 def test_the_command_measures_hotset_and_saves_json_and_a_plot(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "startup", "molecules", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(

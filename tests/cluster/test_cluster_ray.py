@@ -2,7 +2,7 @@
 
 The cluster runs in a program of its own, ``ray_job``, once for all tests, and ends with it; each test looks
 at what came of one claim. A claim in which something was raised fails with that traceback. The deaths of
-machines come last, and only where their tests were asked for (``make chaos``).
+machines come last.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ PROBE = 40  # what a probe reads at most: a few samples, most of them twice
 COMPARED = 4  # samples at most that a job reads to compare which joins another's cache
 LONGEST = 600.0  # seconds; a tenth of it where nothing else runs
 
-pytestmark = pytest.mark.timeout(LONGEST + 60)
+# It takes more processor time than any other file, and is part of `make chaos` therefore; what machines do
+# with each other is held without Ray in the other files of this folder.
+pytestmark = [pytest.mark.timeout(LONGEST + 60), pytest.mark.chaos]
 
 Said = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def _all_said(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def _all_said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ray")
-    ours = [item for item in request.session.items if item.path == request.path]
-    deaths = ["deaths"] if any(item.get_closest_marker("chaos") for item in ours) else []
-    command = [sys.executable, str(Path(__file__).parents[1] / "ray_job.py"), str(folder), *deaths]
+    command = [sys.executable, str(Path(__file__).parents[1] / "ray_job.py"), str(folder), "deaths"]
     with (
         open(folder / "said", "w") as out,
         open(folder / "errors", "w") as errors,
@@ -187,7 +185,6 @@ def test_a_task_can_use_the_cache(said: Said) -> None:
 # ---- deaths ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.chaos
 def test_a_killed_node_actor_comes_back_as_the_same_machine(said: Said) -> None:
     before, after = said("kill_node_actor")["before"], said("kill_node_actor")["after"]
     assert before["pid"] != after["pid"]
@@ -195,7 +192,6 @@ def test_a_killed_node_actor_comes_back_as_the_same_machine(said: Said) -> None:
         assert before[same] == after[same]
 
 
-@pytest.mark.chaos
 def test_what_a_killed_node_actor_had_is_served_still(said: Said) -> None:
     (epoch,) = said("kill_node_actor")["epochs"]
     assert epoch["reads"] == 0
@@ -204,7 +200,6 @@ def test_what_a_killed_node_actor_had_is_served_still(said: Said) -> None:
     assert all(rank["peer_hits"] > N / 3 * 0.5 for rank in epoch["ranks"])
 
 
-@pytest.mark.chaos
 def test_nobody_leaves_while_the_directory_is_away(said: Said) -> None:
     killed = said("kill_directory")
     assert len(killed["before"]) == len(killed["after"]) == 1
@@ -216,7 +211,6 @@ def test_nobody_leaves_while_the_directory_is_away(said: Said) -> None:
     assert epoch["reads"] == 0
 
 
-@pytest.mark.chaos
 def test_a_machine_dies_in_mid_epoch_and_no_rank_fails(said: Said) -> None:
     """All that ranks are told of it is one sentence each."""
     midst = said("lose_machine")["midst"]
@@ -225,7 +219,6 @@ def test_a_machine_dies_in_mid_epoch_and_no_rank_fails(said: Said) -> None:
     assert all(len(rank["told"]) <= 1 for rank in midst)
 
 
-@pytest.mark.chaos
 def test_what_a_dead_machine_held_is_read_once_and_held_by_the_others(said: Said) -> None:
     lost = said("lose_machine")
     assert lost["noticed"] >= 0
@@ -236,7 +229,6 @@ def test_what_a_dead_machine_held_is_read_once_and_held_by_the_others(said: Said
     assert after["reads"] == 0
 
 
-@pytest.mark.chaos
 def test_a_machine_that_joins_is_filled_by_its_neighbours(said: Said) -> None:
     gained = said("gain_machine")
     assert gained["cache"] == {"told": [], "error": None}
@@ -247,14 +239,12 @@ def test_a_machine_that_joins_is_filled_by_its_neighbours(said: Said) -> None:
     assert [epoch["reads"] for epoch in gained["epochs"]] == [0, 0, 0]
 
 
-@pytest.mark.chaos
 def test_a_machine_that_joins_serves_its_share(said: Said) -> None:
     gained = said("gain_machine")
     assert gained["held"][2] > 0.8 * N / 3
     assert gained["served"]["records"] > 0.05 * N  # the others still have some of it themselves
 
 
-@pytest.mark.chaos
 def test_training_goes_on_when_the_cluster_ends(said: Said) -> None:
     """In a process that is none of Ray's: Ray ends those that look for a cluster in vain, after a minute."""
     ended = said("end_cluster")

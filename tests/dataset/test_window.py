@@ -346,6 +346,7 @@ def test_with_and_without_the_cache_bit_for_bit(
     compare(make, suffix, workers, "fork" if workers else None, ours=ours, epochs=4)
 
 
+@pytest.mark.chaos
 def test_unlike_monais_window_it_works_in_spawned_workers(make: Make) -> None:
     """SmartCacheDataset holds a lock that cannot be pickled."""
     compare(make, [draw_all], 1, "spawn", epochs=2)

@@ -463,6 +463,7 @@ sys.exit(demo(epochs=1, count=300, batch_size=10))
 """
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("number", "code", "run"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)])
 def test_a_demo_that_is_stopped_leaves_nothing_behind(
     number: signal.Signals, code: int, run: int, temporary: Path

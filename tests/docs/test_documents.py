@@ -57,6 +57,7 @@ def test_examples_run_and_print(run: Run, example: Path, tmp_path: Path) -> None
     assert run([str(example)], tmp_path).strip()
 
 
+@pytest.mark.chaos
 def test_lenet_trains_alike_in_all_three_ways(run: Run, tmp_path: Path) -> None:
     printed = run([str(ROOT / "examples" / "lenet.py"), "--epochs", "2", "--sink-size", "30"], tmp_path)
     assert "epoch: 2 step: 30, loss is " in printed

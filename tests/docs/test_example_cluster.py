@@ -155,6 +155,7 @@ def test_nothing_is_left(done: Done) -> None:
     assert done.left == []
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("missing", ["ray", "zmq"])
 def test_what_is_not_installed_is_named_in_a_sentence(tmp_path: Path, missing: str) -> None:
     (tmp_path / f"{missing}.py").write_text(

@@ -160,6 +160,7 @@ def test_draws_for_unconsumed_batches_of_persistent_workers_are_repeated(
     check(lambda: hotset.DataLoader(caches(), **options), stop, [left])
 
 
+@pytest.mark.chaos
 def test_a_pass_resumes_with_spawned_workers(caches: Caches) -> None:
     """With a transform that holds no torch.Generator, as torch cannot pickle one."""
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}

@@ -127,6 +127,7 @@ def test_a_state_of_any_moment_resumes_in_any_process(workers: str, order: str, 
         assert found is None, f"{name}: {found}"
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("workers", WORKERS)
 def test_torchdatas_loader_passes_the_same_table(workers: str) -> None:
     """Not with `generator=` or orders drawn from it, where torchdata's loader differs."""

@@ -250,6 +250,7 @@ with hotset.cache(Counted(mapping, log), session="shared") as cached:
 """
 
 
+@pytest.mark.chaos
 def test_ranks_of_torchrun_share_a_session(log: ReadLog, tmp_path: Path) -> None:
     session = sessions.create("shared", memory=MIB)
     script = tmp_path / "rank.py"

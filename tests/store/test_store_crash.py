@@ -501,6 +501,7 @@ def test_the_check_names_what_is_wrong() -> None:
 # The stress run
 
 
+@pytest.mark.chaos
 def test_the_stress_run_ends_well() -> None:
     command = [sys.executable, "-m", "tests.stress", "--seed", "7", "--seconds", str(often(2, 20))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
