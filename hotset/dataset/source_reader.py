@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from hotset.dataset.pipeline import Source
+from hotset.determinism import entropy
 from hotset.store.fill import Read
 
 __all__ = ["NotingReader", "SourceReader"]
@@ -65,11 +66,13 @@ class SourceReader:
         # Otherwise torch starts a team of OpenMP threads in each, and the teams slow each other down.
         pool = ThreadPoolExecutor(threads, "hotset-read", partial(torch.set_num_threads, 1))
         try:
-            futures = [pool.submit(self._source.read, index) for index in indices]
+            futures = [pool.submit(self._read_in_thread, index) for index in indices]
             for index, future in zip(indices, futures, strict=True):
                 error = future.exception()
                 if error is None:
-                    yield future.result()
+                    value, calls = future.result()
+                    entropy.add(calls)
+                    yield value
                 elif isinstance(error, Exception):
                     yield self._read_alone(index, error)
                 else:
@@ -77,6 +80,12 @@ class SourceReader:
         finally:
             # Reads that have begun are waited for: they use the dataset, which is the caller's again then.
             pool.shutdown(cancel_futures=True)
+
+    def _read_in_thread(self, index: int) -> tuple[Any, int]:
+        """A sample, and how often its reading has taken entropy."""
+        before = entropy.taken()
+        value = self._source.read(index)
+        return value, entropy.taken() - before
 
     def _read_alone(self, index: int, error: Exception) -> Any:
         """Read a sample again that could not be read in a thread."""

@@ -23,17 +23,30 @@ from __future__ import annotations
 import functools
 import os
 import random
+import threading
 from typing import Any
 
-__all__ = ["taken"]
+__all__ = ["add", "taken"]
 
-_calls = 0  # threads may overwrite each other's count, but it rises all the same
+
+class _Calls(threading.local):
+    """For each thread: torch's workers take entropy in another one, as they send batches."""
+
+    count = 0
+
+
+_calls = _Calls()
 
 
 def taken() -> int:
-    """A number that has risen if entropy was taken since it was asked for last."""
+    """A number that has risen if this thread has taken entropy since it was asked for last."""
     _count_from_now_on()
-    return _calls
+    return _calls.count
+
+
+def add(calls: int) -> None:
+    """Count calls that another thread has made on behalf of this one."""
+    _calls.count += calls
 
 
 @functools.cache
@@ -42,14 +55,12 @@ def _count_from_now_on() -> None:
 
     @functools.wraps(urandom)
     def counted_urandom(size: int, /) -> bytes:
-        global _calls
-        _calls += 1
+        _calls.count += 1
         return urandom(size)
 
     @functools.wraps(seed)
     def counted_seed(self: random.Random, a: Any = None, *args: Any, **named: Any) -> None:
-        global _calls
-        _calls += a is None
+        _calls.count += a is None
         seed(self, a, *args, **named)
 
     counted_urandom.__module__ = "os"  # by which it is pickled

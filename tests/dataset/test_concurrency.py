@@ -54,6 +54,14 @@ class Drawing(Waiting):
         return (tensor * random.random() if index % 16 == 5 else tensor), label
 
 
+class DrawingAnew(Waiting):
+    """A few samples make a generator for one draw."""
+
+    def value(self, index: int) -> Any:
+        tensor, label = super().value(index)
+        return (tensor * random.Random().random() if index in (40, 41) else tensor), label
+
+
 class Broken(Waiting):
     bad = -1
 
@@ -102,6 +110,14 @@ def test_batches_and_random_states_are_those_of_torch(
             dataset.close()
     for number, (expected, got) in enumerate(zip(*seen, strict=True)):
         equal_batches(got, expected, f"batch {number}")
+
+
+def test_a_generator_that_is_made_in_a_thread_is_noticed(log: ReadLog) -> None:
+    with hotset.cache(DrawingAnew(log, 0.0), memory="64MiB", key="x", concurrency=8) as cached:
+        with pytest.warns(hotset.HotsetWarning, match=r"\(40, 41\) draw"):
+            for _ in hotset.DataLoader(cached, 16):
+                pass
+        assert cached.stats().cached == N - 2
 
 
 def test_many_reads_wait_at_once(log: ReadLog) -> None:
