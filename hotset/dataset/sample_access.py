@@ -227,7 +227,8 @@ class SampleAccess:
             ids = ids[np.isin(ids, brought.ids(), invert=True)]
         got = store.fill(ids, read, keep=keep)
         if self._reader.trouble is not None:
-            self.warn(self._reader.trouble, "concurrency")
+            trouble, self._reader.trouble = self._reader.trouble, None
+            self.warn(trouble, "concurrency")
         while store.room.notes:  # about caches that were freed; the process that freed them warns
             self.warn(f"{self._plan.name}: {store.room.notes.pop()}")
         if got and (self._remote is None or not self._remote.pass_on(store, got)):

@@ -153,6 +153,11 @@ def test_a_dataset_that_does_not_bear_threads_is_read_by_one_and_the_user_is_tol
         with pytest.warns(hotset.HotsetWarning, match="does not bear concurrency=") as told:
             found = [int(value) for batch in hotset.DataLoader(cached, 16) for value in batch[0]]
         assert found == list(range(1, N + 1))
+        cached.clear()
+        log.reset()
+        for _ in hotset.DataLoader(cached, 16):
+            pass
+        assert log.total() == N, "each once, and no longer in vain in a thread first"
         dataset.connection.close()
         (sentence,) = [str(each.message) for each in told if each.category is hotset.HotsetWarning]
         assert is_a_sentence(sentence)

@@ -87,13 +87,15 @@ def test_what_the_dataset_raises_is_raised(workers: int, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_without_room_it_ends_with_one_warning(workers: int) -> None:
-    source = Samples(lambda index: torch.full((50_000,), index % 256, dtype=torch.uint8), N)
-    with hotset.cache(source, memory="3MiB") as cached:
+def test_without_room_it_ends_early_with_one_warning(workers: int, log: ReadLog) -> None:
+    source = Counting(lambda index: torch.full((50_000,), index, dtype=torch.uint8), N, log)
+    with hotset.cache(source, memory="1MiB", key="x") as cached:
+        log.reset()
         with pytest.warns(hotset.HotsetWarning, match="no more fit") as told:
             cached.fill(num_workers=workers)
         assert len([each for each in told if each.category is hotset.HotsetWarning]) == 1
-        assert 20 < cached.stats().cached < N
+        assert 5 < cached.stats().cached < N
+        assert log.total() < N, "what would not be kept is not read"
 
 
 def test_samples_that_draw_stay_uncached_and_are_named() -> None:
