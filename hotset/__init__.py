@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hotset.dataset.cached_dataset import CachedDataset
     from hotset.dataset.shared_cache import SharedCache, get_shm_size
     from hotset.dataset.window import Window
+    from hotset.determinism.batched import batched
     from hotset.determinism.declare import deterministic, nondeterministic
     from hotset.determinism.split import split
     from hotset.device.queue import DeviceQueue
@@ -54,6 +55,7 @@ _HOMES = {
     "SharedCache": "hotset.dataset.shared_cache",
     "Sink": "hotset.device.sink",
     "Window": "hotset.dataset.window",
+    "batched": "hotset.determinism.batched",
     "cache": "hotset.dataset.build",
     "data_sink": "hotset.device.sink",
     "deterministic": "hotset.determinism.declare",
@@ -113,6 +115,7 @@ __all__ = [
     "TimeMonitor",
     "UnsupportedPlatform",
     "Window",
+    "batched",
     "cache",
     "collate",
     "data_sink",

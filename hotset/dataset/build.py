@@ -29,10 +29,12 @@ from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
 from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache, require_machines
 from hotset.dataset.identity import Identity, NotShared, unshareable
-from hotset.dataset.pipeline import Pipeline
+from hotset.dataset.pipeline import Pipeline, chain_of
 from hotset.dataset.planner import CacheOptions, PlanResult, found_plan, joined_plan, make_plan, own_memory
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.window import Window
+from hotset.determinism.batched import Batched
+from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, FolderError, SegmentError, SessionError, UnsupportedPlatform
 from hotset.session.find_or_create import (
@@ -176,6 +178,7 @@ def cache(
     """
     if memory != "auto":
         parse_bytes(memory, whole=lambda: 0)  # raises here also in a rank that takes another rank's cache
+    _check_batched(transform, window)
     if window is not None and not isinstance(window, Window):
         raise ArgumentError(
             f"window= must be a hotset.Window, got {window!r}; write "
@@ -440,6 +443,15 @@ def _check_concurrency(concurrency: object, window: Window | None) -> None:
             "concurrency= must be left out with window=: a window is filled by processes, of which a loader "
             "starts as many as it has workers."
         )
+
+
+def _check_batched(transform: Any, window: Window | None) -> None:
+    if window is None or not any(isinstance(step, Batched) for step in leaves(chain_of(transform))):
+        return
+    raise ArgumentError(
+        "hotset.batched must not be used with window=: a window is filled sample by sample, each when its "
+        "turn comes; leave out window=, and give memory= or spill= for all results."
+    )
 
 
 def _check_arguments(

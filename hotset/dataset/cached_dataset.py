@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -280,8 +281,9 @@ class CachedDataset(Dataset[T], Generic[T]):
             num_workers: processes that read; 0 reads in this one.
 
         Raises:
-            ArgumentError: the cache has a window, which is filled by processes of its own (``prefill=``), or
-                ``num_workers`` is not a number from 0 on.
+            ArgumentError: the cache has a window, which is filled by processes of its own (``prefill=``);
+                ``num_workers`` is not a number from 0 on, or not 0 although a ``hotset.batched`` runs on a
+                device.
             Exception: what the dataset raises.
 
         Example:
@@ -300,7 +302,22 @@ class CachedDataset(Dataset[T], Generic[T]):
                 "fill() must not be called with window=: a window is filled by processes of its own; write "
                 "hotset.Window(..., prefill=True) to have the first residents read before training begins."
             )
+        device = self._device()
+        if num_workers and device is not None:
+            raise ArgumentError(
+                f"num_workers= must be 0, got {num_workers}: {self._source.batched[0]!r} runs on {device}, "
+                "which worker processes must not use."
+            )
         fill_now(current.access, self.plan.name, progress, num_workers)
+
+    def _device(self) -> Any | None:
+        """Where a network runs whose results are cached, if that is not the CPU."""
+        return next((step.device for step in self._source.batched if step.device is not None), None)
+
+    def _fill_for_workers(self) -> None:
+        """Cache, in this process, what its workers must not compute."""
+        if self._device() is not None:
+            fill_now(self._up_to_date().access, self.plan.name, sys.stderr.isatty(), 0)
 
     def clear(self) -> None:
         """Drop every cached sample, in all processes. A cache that an audit has disabled is used again.

@@ -34,6 +34,7 @@ from hotset.dataset.pipeline import (
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.aliasing import copied
 from hotset.determinism.batch_transform import BatchTransform
+from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import same
@@ -436,12 +437,33 @@ class _CutSearch:
                 f"cut={user_cut} is not possible: {self._class_name}'s own chain cannot be cut there, or a "
                 "live part comes before; leave out cut=, or give the chain as transform=."
             )
+        self._require_batched_cached(given)
         in_place = tuple(own.in_place for own in self._own)
         for_each = tuple(n for n, own in enumerate(self._own) if own.calls > 1 and paths[n])
         cuts = Cuts(tuple(counts), paths, given, in_place, for_each)
         rows = self._rows(cuts)
         probed = any(row.cached and row.kind == "unknown" for row in rows)
         return CutChoice(cuts, rows, tuple(self.notes), probed)
+
+    def _require_batched_cached(self, given: int) -> None:
+        """Refuse a ``hotset.batched`` that would be live.
+
+        Raises:
+            NotCacheable: says why it would.
+        """
+        steps = leaves(self._pipeline.given)
+        for number, step in enumerate(steps):
+            if not isinstance(step, Batched) or number < given:
+                continue
+            verdicts = self._given.verdicts[: number + 1]
+            found = [v for v in verdicts if v.kind == "random" or (self._strict and v.kind == "unknown")]
+            why = f"{self._class_name}'s own transforms, which come before it, are cut"
+            if found:
+                why = f"{found[0].name} is {found[0].kind} ({found[0].evidence})"
+            raise NotCacheable(
+                f"{step!r} must be cached, as it would get single samples at each use, but {why}. Put it "
+                "before everything that is random or stays live."
+            )
 
     def _main(self) -> int | None:
         """The number of the dataset's own chain whose transforms ``cut=`` counts."""
@@ -478,24 +500,25 @@ class _CutSearch:
         """How many transforms, the main chain's and then those of ``transform=``, to cache."""
         seconds: list[float] = []
         sizes: list[float] = [_size_of(self._sample)]
-        names: list[str] = []
+        steps: list[Any] = []
         if own is not None and own.split is not None:
             split = own.split
             seconds += [own.calls * each for each in split.seconds]
             sizes += [own.around + own.calls * _size_of(output[0]) for output in split.outputs]
-            names += [verdict.name for verdict in split.verdicts[: split.count]]
+            steps += [verdict.step for verdict in split.verdicts[: split.count]]
         if given and self._given.split is not None:
             split = self._given.split
             sizes[-1] = _size_of(self._given.values[0])
             seconds += split.seconds
             sizes += [_size_of(output[0]) for output in split.outputs]
-            names += [verdict.name for verdict in split.verdicts[: split.count]]
+            steps += [verdict.step for verdict in split.verdicts[: split.count]]
         samples = len(self._pipeline.dataset)
-        best = cheapest_cut(self._read_seconds, seconds, sizes, samples, limit)
+        least = max((n for n, step in enumerate(steps, 1) if isinstance(step, Batched)), default=0)
+        best = cheapest_cut(self._read_seconds, seconds, sizes, samples, limit, least)
         if best < len(seconds):
             fit, later = (min(1.0, limit / (samples * sizes[cut])) for cut in (best, -1))
             self.notes.append(
-                f"cut before {names[best]}, although it may be cached: a sample takes "
+                f"cut before {name_of(steps[best])}, although it may be cached: a sample takes "
                 f"{format_bytes(sizes[best])} there and {format_bytes(sizes[-1])} at the end, so {fit:.0%} "
                 f"of the samples fit instead of {later:.0%}"
             )

@@ -39,7 +39,8 @@ class _Parts(Dataset[_Done]):
 
     def __init__(self, access: SampleAccess, ids: Ids) -> None:
         self._access = access
-        self._parts = [ids[start : start + _PART] for start in range(0, len(ids), _PART)]
+        self.size = max(_PART, access.at_once)
+        self._parts = [ids[start : start + self.size] for start in range(0, len(ids), self.size)]
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -88,7 +89,7 @@ def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) 
         for number, done in enumerate(_each(parts, num_workers), 1):
             for sentence, about in done.warnings:
                 access.warn(sentence, about)
-            show(len(ids) - max(len(missing) - number * _PART, 0), store.stored_bytes)
+            show(len(ids) - max(len(missing) - number * parts.size, 0), store.stored_bytes)
             if done.full:
                 return
     access.warn_of_draws()

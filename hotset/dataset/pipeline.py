@@ -12,6 +12,9 @@ part, and a sample is read to find the paths at which the results are in it: the
 on these parts of the cached sample. If a result is found nowhere, or more than once, because the dataset
 processes it further, the chain cannot be cut there: it stays whole, and is cached as a whole or not at all.
 
+A step of ``transform=`` may take several samples at once (:mod:`hotset.determinism.batched`): samples that
+are read together pass it together.
+
 What the dataset returns may still belong to it: an item of a list, a view of a tensor. A sample is copied
 unless the reader alone can reach it (:mod:`hotset.determinism.aliasing`), and a chain inside ``__getitem__``
 that was seen to work in place gets copies. So the dataset does not change, however often a sample is read.
@@ -19,6 +22,7 @@ that was seen to work in place gets copies. So the dataset does not change, howe
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +35,7 @@ from hotset.dataset.format_transform import without_format_transform
 from hotset.dataset.transform_attributes import TransformAttribute, transform_attributes_of, with_transforms
 from hotset.determinism.aliasing import copied, owned, owns_all
 from hotset.determinism.batch_transform import BatchTransform
+from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, applied, cut, leaves
 from hotset.determinism.equality import changeable
 from hotset.errors import ArgumentError
@@ -47,6 +52,7 @@ __all__ = [
     "find_paths",
     "passes_shared_objects",
     "recorded",
+    "transformed",
 ]
 
 Transform = Callable[..., Any]
@@ -82,14 +88,20 @@ class Pipeline:
         """Find the chains.
 
         Raises:
-            ArgumentError: the dataset is iterable, has no length, or is empty; a transform is not callable.
+            ArgumentError: the dataset is iterable, has no length, or is empty; a transform is not callable;
+                a ``hotset.batched`` is among the dataset's own transforms.
         """
         _require_map_style(dataset)
         dataset, of_format = without_format_transform(dataset)
         given = chain_of(transform)
-        return cls(
-            dataset, transform_attributes_of(dataset), given if of_format is None else (of_format, *given)
-        )
+        own = transform_attributes_of(dataset)
+        for attribute in own:
+            if any(isinstance(step, Batched) for step in leaves(attribute.chain)):
+                raise ArgumentError(
+                    f"hotset.batched must be in transform= of hotset.cache, got it in {attribute.name} of "
+                    f"{type(dataset).__name__}, which transforms one sample at a time."
+                )
+        return cls(dataset, own, given if of_format is None else (of_format, *given))
 
     def cut(self, cuts: Cuts) -> Source:
         """Cut each chain as ``cuts`` says."""
@@ -111,7 +123,7 @@ class Pipeline:
                 live.append(ApplyAt(paths, after))
         before, after = cut(self.given, cuts.given)
         dataset = with_transforms(self.dataset, prefixes)
-        return Source(dataset, tuple(cached), tuple(before), (*live, *after))
+        return Source(dataset, tuple(cached), tuple(_with_batched_alone(before)), (*live, *after))
 
 
 @dataclass(frozen=True)
@@ -165,7 +177,7 @@ class Source:
     Attributes:
         dataset: gives samples by index; applies only the first parts of its own chains that were cut.
         inner: the transforms that the dataset itself still applies.
-        prefix: the transforms of whole samples that are cached.
+        prefix: the transforms of whole samples that are cached; a :class:`Batched` is in no container.
         live: the transforms that are applied to each use of a sample.
     """
 
@@ -178,6 +190,16 @@ class Source:
     def random_parts(self) -> list[Any]:
         """What may draw random numbers when a sample is used: the live part, and samples read each time."""
         return [part for part in (self.live, self.dataset, self.prefix) if part != ()]
+
+    @property
+    def batched(self) -> list[Batched]:
+        """The steps that take several samples at once."""
+        return [step for step in self.prefix if isinstance(step, Batched)]
+
+    def halves(self) -> tuple[Source, tuple[Transform, ...]]:
+        """What reads each sample by itself, and the cached transforms from the first batched one on."""
+        first = next((n for n, step in enumerate(self.prefix) if isinstance(step, Batched)), len(self.prefix))
+        return replace(self, prefix=self.prefix[:first]), self.prefix[first:]
 
     def read(self, index: int) -> Any:
         """Read one sample and apply the cached transforms. The caller owns the result.
@@ -195,6 +217,12 @@ class Source:
         Raises:
             ArgumentError: ``__getitems__`` returned more or fewer samples than it was asked for.
         """
+        if self.batched:
+            alone, together = self.halves()
+            return transformed(alone.read_many(indices), together)
+        return self._read_group(indices)
+
+    def _read_group(self, indices: Sequence[int]) -> Iterator[Any]:
         several = getattr(self.dataset, "__getitems__", None)
         if several is None:
             yield from map(self.read, indices)
@@ -205,7 +233,7 @@ class Source:
             if len(indices) == 1:
                 raise
             for index in indices:
-                yield from self.read_many([index])
+                yield from self._read_group([index])
             return
         if len(found) != len(indices):
             kind = type(self.dataset).__name__
@@ -239,6 +267,65 @@ class Source:
 
 
 _warn_once = Warner()
+
+
+def transformed(samples: Iterator[Any], steps: Sequence[Transform]) -> Iterator[Any]:
+    """Apply cached transforms, some of which take several samples at once, to samples that come in order."""
+    for step in steps:
+        samples = _together(step, samples) if isinstance(step, Batched) else _each(step, samples)
+    return samples
+
+
+def _each(step: Transform, samples: Iterator[Any]) -> Iterator[Any]:
+    for sample in samples:
+        yield owned(step(sample), _warn_of_uncopied)
+
+
+def _together(step: Batched, samples: Iterator[Any]) -> Iterator[Any]:
+    """Apply a step to as many samples at once as it takes; an exception comes at the sample it is about."""
+    failed: Exception | None = None
+    while failed is None:
+        group: list[Any] = []
+        try:
+            group += itertools.islice(samples, step.size)
+        except Exception as error:
+            failed = error
+        if not group and failed is None:
+            return
+        yield from _rows_of(step, group)
+    raise failed
+
+
+def _rows_of(step: Batched, group: list[Any]) -> Iterator[Any]:
+    try:
+        rows = step.many(group) if group else []
+    except Exception as error:
+        if len(group) == 1:
+            raise
+        for sample in group:
+            yield owned(step(sample), _warn_of_uncopied)
+        _warn_once(
+            f"{step!r} raised {type(error).__name__} ({error}) for {len(group)} samples at once, and not for "
+            "each of them, so it got them one by one, which is slower; give it a smaller size=.",
+            repr(step),
+        )
+        return
+    rows.reverse()  # taken from the end, so that no list refers to a row any more
+    while rows:
+        yield owned(rows.pop(), _warn_of_uncopied)
+
+
+def _with_batched_alone(steps: Sequence[Transform]) -> list[Transform]:
+    """The same steps, with each :class:`Batched` outside of the container it was in."""
+    parts: list[Transform] = []
+    rest, passed = list(steps), 0
+    for number, step in enumerate(leaves(steps)):
+        if isinstance(step, Batched):
+            before, after = cut(rest, number - passed)
+            parts += [*before, step]
+            _, rest = cut(after, 1)
+            passed = number + 1
+    return [*parts, *rest]
 
 
 def _warn_of_uncopied(part: object, error: Exception) -> None:

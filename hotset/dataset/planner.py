@@ -180,6 +180,11 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     if not believed and not probed.drawing:
         _judge_batches(dataset, source)
     notes = [*choice.notes, *judged]
+    if source.batched:
+        notes.append(
+            "cached samples are not compared with the source while training: the last bits of what "
+            f"{source.batched[0]!r} returns may depend on how many samples it is given"
+        )
     if FULL_CHECK:
         notes.append(
             "this processor may reorder stores, so each read of the cache is verified, which costs time"
@@ -211,7 +216,7 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
         limit=limit,
         window=sizes,
         spill=_spill_folder(options),
-        audited=not believed,
+        audited=not believed and not source.batched,
         notes=(*notes, *found.notes, *([unshareable(found.unknowns)] if found.unknowns else [])),
         warnings=tuple(warned),
         held=held,

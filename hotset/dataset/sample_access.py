@@ -142,6 +142,11 @@ class SampleAccess:
             return store.holds(self._window.entries(positions, self.ring))
         return store.holds(positions)
 
+    @property
+    def at_once(self) -> int:
+        """How many samples the source is best asked for together."""
+        return self._reader.at_once
+
     # ---- samples -------------------------------------------------------------------------------------
 
     def records(self, ids: Ids, uncached: dict[int, Any] | None = None) -> Iterator[Any]:

@@ -6,8 +6,10 @@
     concurrency=16                   up to sixteen at once, each in a thread: for a source that waits
     otherwise                        one after the other
 
+    transform= has a hotset.batched  what was read goes on in groups, in the caller's thread
+
 Samples come in the order in which they were asked for, and what reading one raises is raised in its turn. So
-a batch, an error and a claim are the same in all three ways. A single sample is always read in the caller's
+a batch, an error and a claim are the same in all ways. A single sample is always read in the caller's
 thread; so are samples that draw random numbers, which are used in their turn and never stored.
 
 The threads live as long as one call: to start sixteen takes a millisecond, beside reads of twenty, and a
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 
-from hotset.dataset.pipeline import Source
+from hotset.dataset.pipeline import Source, transformed
 from hotset.determinism import entropy
 from hotset.store.fill import Read
 
@@ -43,26 +45,33 @@ class SourceReader:
         concurrency: how many samples are read at once.
 
     Attributes:
-        at_once: the same; 1 once a sample could not be read in a thread, but could be read alone.
+        threads: the same; 1 once a sample could not be read in a thread, but could be read alone.
         trouble: a sentence for the user that says so; None before.
     """
 
     def __init__(self, source: Source, concurrency: int) -> None:
         self._source = source
-        self.at_once = concurrency
+        self._alone, self._together = source.halves()
+        self._batch = max((step.size for step in source.batched), default=1)
+        self.threads = concurrency
         self.trouble: str | None = None
+
+    @property
+    def at_once(self) -> int:
+        """How many samples are to be asked for together."""
+        return max(self.threads, self._batch)
 
     def __call__(self, index: int) -> Any:
         return self._source.read(index)
 
     def many(self, indices: Sequence[int]) -> Iterator[Any]:
         """Read several samples; they come in order."""
-        if self.at_once > 1 and len(indices) > 1:
-            return self._in_threads(indices)
+        if self.threads > 1 and len(indices) > 1:
+            return transformed(self._in_threads(indices), self._together)
         return self._source.read_many(indices)
 
     def _in_threads(self, indices: Sequence[int]) -> Iterator[Any]:
-        threads = min(self.at_once, len(indices))
+        threads = min(self.threads, len(indices))
         # Otherwise torch starts a team of OpenMP threads in each, and the teams slow each other down.
         pool = ThreadPoolExecutor(threads, "hotset-read", partial(torch.set_num_threads, 1))
         try:
@@ -84,14 +93,14 @@ class SourceReader:
     def _read_in_thread(self, index: int) -> tuple[Any, int]:
         """A sample, and how often its reading has taken entropy."""
         before = entropy.taken()
-        value = self._source.read(index)
+        value = self._alone.read(index)
         return value, entropy.taken() - before
 
     def _read_alone(self, index: int, error: Exception) -> Any:
         """Read a sample again that could not be read in a thread."""
-        value = self._source.read(index)  # raises as without threads, unless the thread was at fault
-        if self.at_once > 1:
-            self.at_once = 1
+        value = self._alone.read(index)  # raises as without threads, unless the thread was at fault
+        if self.threads > 1:
+            self.threads = 1
             kind = type(self._source.dataset).__name__
             self.trouble = (
                 f"{kind} does not bear concurrency=: sample {index} raised {type(error).__name__} ({error}) "

@@ -10,12 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-__all__ = ["BatchTransform"]
+__all__ = ["BatchTransform", "TakesBatches"]
 
 Row = dict[str, Any]
 
 
-class BatchTransform:
+class TakesBatches:
+    """A transform that takes several samples together, around a function of the user's.
+
+    Attributes:
+        transform: the function. What is declared or known of it holds for the transform.
+    """
+
+    transform: Callable[..., Any]
+
+
+class BatchTransform(TakesBatches):
     """Applies the format transform of a Hugging Face dataset to its rows, as that dataset does.
 
     Args:

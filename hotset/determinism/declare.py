@@ -28,7 +28,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
-from hotset.determinism.batch_transform import BatchTransform
+from hotset.determinism.batch_transform import TakesBatches
 from hotset.errors import ArgumentError
 
 __all__ = ["DeclaredCallable", "Kind", "declared", "deterministic", "nondeterministic"]
@@ -124,7 +124,7 @@ def declared(obj: object) -> Kind | None:
         return obj._mark.kind
     if isinstance(obj, (types.MethodType, staticmethod, classmethod)):
         return declared(obj.__func__)
-    if isinstance(obj, BatchTransform):
+    if isinstance(obj, TakesBatches) and _mark_of(obj) is None:
         return declared(obj.transform)
     mark = _mark_of(obj)
     if mark is None:

@@ -33,7 +33,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hotset.determinism.batch_transform import BatchTransform
+from hotset.determinism.batch_transform import TakesBatches
+from hotset.determinism.batched import Batched
 from hotset.determinism.declare import declared
 from hotset.determinism.object_graph import attributes
 
@@ -116,8 +117,9 @@ def verdict_of(step: object) -> Verdict:
         >>> verdict_of(torch.nn.Dropout().eval()).kind
         'deterministic'
     """
-    if isinstance(step, BatchTransform):
-        return replace(verdict_of(step.transform), step=step)
+    if isinstance(step, TakesBatches):
+        found = spoken(step) or _in_training(step) or verdict_of(step.transform)
+        return replace(found, step=step, name=name_of(step))
     return (
         spoken(step)
         or _by_structure(step)
@@ -225,10 +227,21 @@ def name_of(step: object) -> str:
     """
     if isinstance(step, functools.partial):
         return f"partial({name_of(step.func)})"
-    if isinstance(step, BatchTransform):
+    if isinstance(step, Batched):
+        return f"batched({name_of(step.transform)})"
+    if isinstance(step, TakesBatches):
         return name_of(step.transform)
     named = step if isinstance(step, (*_FUNCTIONS, type)) else type(step)
     return named.__qualname__.rpartition("<locals>.")[2]
+
+
+def _in_training(step: object) -> Verdict | None:
+    """The verdict on a function for batches whose network would draw, or learn, with each call."""
+    module = step.in_training if isinstance(step, Batched) else None
+    if module is None:
+        return None
+    why = f"{module} is in training mode, in which dropout draws and normalisation layers keep statistics"
+    return Verdict.of(step, "random", f"{why}; call its .eval() first")
 
 
 def _asked(step: object) -> Verdict | None:

@@ -178,6 +178,9 @@ class DataLoader(TorchDataLoader[T]):
         route = self._route()
         summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
         self.last_epoch = summary
+        if route is not None and self.num_workers:
+            for cached in route.caches:
+                cached._fill_for_workers()
         if route is None:
             return TorchBatches(super().__iter__(), run, self._recorded, self.batch_size or 1, summary)
         all_cached = route.all_present()

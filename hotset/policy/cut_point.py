@@ -44,11 +44,11 @@ def cost_of_cut(
 
 
 def cheapest_cut(
-    read: float, seconds: Sequence[float], sizes: Sequence[float], samples: int, limit: float
+    read: float, seconds: Sequence[float], sizes: Sequence[float], samples: int, limit: float, least: int = 0
 ) -> int:
     """Return the cut to take: the last one, unless the cheapest costs less than four fifths of that.
 
-    The arguments are those of :func:`cost_of_cut`.
+    The arguments are those of :func:`cost_of_cut`; ``least`` is the first cut that may be taken.
 
     Example:
         >>> cheapest_cut(read=2.0, seconds=[0.1], sizes=[10, 40], samples=10, limit=100)  # a quarter fits
@@ -58,5 +58,5 @@ def cheapest_cut(
     """
     last = len(seconds)
     costs = [cost_of_cut(cut, read, seconds, sizes, samples, limit) for cut in range(last + 1)]
-    best = min(range(last + 1), key=lambda cut: (costs[cut], -cut))
+    best = min(range(least, last + 1), key=lambda cut: (costs[cut], -cut))
     return best if costs[best] < _CLEARLY * costs[last] else last
