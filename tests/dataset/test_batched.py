@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,6 +142,31 @@ def test_rows_of_dicts_tuples_arrays_and_lists_are_taken_apart() -> None:
             assert torch.equal(row["deep"][1]["y"], x + 1)
 
 
+def test_a_fill_by_workers_takes_as_many_as_it_may(tmp_path: Path) -> None:
+    path = tmp_path / "counts"
+    with hotset.cache(
+        Rows(), transform=[hotset.batched(Doubling(path), size=100)], memory="4MiB", key="x"
+    ) as cached:
+        counts_in(path)
+        cached.fill(num_workers=1)
+        assert counts_in(path) == [N]
+
+
+def test_last_bits_that_depend_on_the_batch_are_no_difference_to_an_audit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rounding(batch: torch.Tensor) -> torch.Tensor:
+        return batch + 1e-6 * (len(batch) > 1)
+
+    monkeypatch.setattr("hotset.dataset.audit._SHARE", 1e9)
+    with hotset.cache(Rows(), transform=[hotset.batched(rounding)], memory="4MiB") as cached:
+        with recorded() as told:
+            for _ in range(5):
+                assert len(list(hotset.DataLoader(cached, 10))) == 10
+        assert told == []
+        assert cached.stats().cached == N
+
+
 def test_two_stages_of_different_sizes_and_a_container_around_them() -> None:
     from torchvision.transforms import v2
 
@@ -232,10 +258,15 @@ def test_a_cut_before_it_is_refused_and_no_memory_moves_the_cut() -> None:
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             return super().forward(batch).repeat(1, 2_000)
 
+    class Slow(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(0.01)  # so that it would be cheaper to compute the stage anew than to read again
+            return super().__getitem__(index)
+
     stage = hotset.batched(Widening())
     with pytest.raises(hotset.NotCacheable, match="must be cached"):
         hotset.cache(Rows(), transform=[torch.abs, stage], memory="4MiB", cut=1)
-    with hotset.cache(Rows(), transform=[torch.abs, stage], memory="1MiB") as cached:
+    with hotset.cache(Slow(), transform=[torch.abs, stage], memory="1MiB") as cached:
         assert [row.cached for row in cached.plan.rows] == [True, True, True]
 
 
