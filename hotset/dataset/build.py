@@ -32,6 +32,7 @@ from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Pipeline, chain_of
 from hotset.dataset.planner import CacheOptions, PlanResult, found_plan, joined_plan, make_plan, own_memory
 from hotset.dataset.sample_access import SampleAccess
+from hotset.dataset.unread import Unread
 from hotset.dataset.window import Window
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves
@@ -259,13 +260,19 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
     """
     session = options.session
     search = _Search(pipeline, identity, options)
-    shared = search.run()
-    store, handle, result = shared.value, shared.handle, search.result
-    if session is not None and shared.joined and isinstance(handle, SessionCacheHandle):
-        _compare_with_source(result, shared)
-        assert result is not None, "either made here or found"
-        result = found_plan(result, session, handle.left())
+    unread = Unread(pipeline.dataset)
+    try:
+        shared = search.run()
+        store, handle, result = shared.value, shared.handle, search.result
+        if session is not None and shared.joined and isinstance(handle, SessionCacheHandle):
+            _compare_with_source(result, shared)
+            assert result is not None, "either made here or found"
+            result = found_plan(result, session, handle.left())
+    finally:
+        unread.put_back()
     assert result is not None, "either made here or found"
+    # Cut once more: a copy of the dataset that was read may have opened files.
+    result = result._replace(source=pipeline.cut(result.cuts))
     _warn_of_source(pipeline.dataset, result, is_found=shared.joined)
     if shared.joined and store is not None:
         if store.invalidated:

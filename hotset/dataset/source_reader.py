@@ -12,6 +12,9 @@ Samples come in the order in which they were asked for, and what reading one rai
 a batch, an error and a claim are the same in all ways. A single sample is always read in the caller's
 thread; so are samples that draw random numbers, which are used in their turn and never stored.
 
+The first sample that a process reads is read in the caller's thread, too: many datasets open what they read
+from then, and threads would open it several times.
+
 The threads live as long as one call: to start sixteen takes a millisecond, beside reads of twenty, and a
 process that forks has none of them.
 
@@ -23,6 +26,7 @@ without any exception: that is why ``concurrency=`` is left to the user.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -55,6 +59,7 @@ class SourceReader:
         self._batch = max((step.size for step in source.batched), default=1)
         self.threads = concurrency
         self.trouble: str | None = None
+        self._process: int | None = None  # has read
 
     @property
     def at_once(self) -> int:
@@ -71,6 +76,10 @@ class SourceReader:
         return self._source.read_many(indices)
 
     def _in_threads(self, indices: Sequence[int]) -> Iterator[Any]:
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            yield self._alone.read(indices[0])
+            indices = indices[1:]
         threads = min(self.threads, len(indices))
         # Otherwise torch starts a team of OpenMP threads in each, and the teams slow each other down.
         pool = ThreadPoolExecutor(threads, "hotset-read", partial(torch.set_num_threads, 1))

@@ -7,8 +7,8 @@ handle is described by the first of these that it has:
 described by   handles
 =============  =========================================================================================
 content        ``BytesIO``, ``mmap`` (of a large file: the file), queues, shared memory, ``ContextVar``
-file           open files, ``gzip``, ``sqlite3``, HDF5, ``DirEntry``: path, size and date; a file that was
-               deleted: its content; a file that is only written to: its name
+file           open files, ``gzip``, ``sqlite3``, HDF5, LMDB, ``DirEntry``: path, size and date; a file that
+               was deleted: its content; a file that is only written to: its name
 type alone     handles that give no data: locks, threads, pools, event loops, unconnected sockets
 none of these  pipes, connected sockets, child processes, databases in memory: *unknown*, so that no other
                process shares the cache (:meth:`hotset.determinism.describe.Describer.unknown`)
@@ -173,6 +173,18 @@ def _hdf5(to: Describer, value: Any) -> None:
     to.add(type(value), os.fsdecode(file), name)
 
 
+def _lmdb(to: Describer, environment: Any) -> None:
+    """Describe an environment of LMDB by its path: a folder with the file in it, or the file."""
+    try:
+        path = environment.path()
+    except Exception:  # closed: an error of LMDB's
+        to.unknown(environment)
+        return
+    to.put(b"h")
+    to.name("lmdb")
+    to.add(path)
+
+
 # ---- memory, queues, sockets -----------------------------------------------------------------------------
 
 
@@ -261,6 +273,8 @@ _HANDLES: dict[type | str, Handler] = {
     sqlite3.Cursor: _unknown,
     "h5py._hl.base.HLObject": _hdf5,
     "h5py._objects.ObjectID": _unknown,
+    # Compiled without a module's name, or in Python over cffi.
+    **_all(_lmdb, "builtins.Environment", "lmdb.cffi.Environment"),
     "ctypes.CDLL": _parts("_name"),
     "mmap.mmap": _mapping,
     "multiprocessing.shared_memory.SharedMemory": _parts("_mmap"),

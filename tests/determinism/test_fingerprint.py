@@ -1010,5 +1010,23 @@ def test_a_named_open_file_counts_with_its_date(folder: Path) -> None:
         assert of({"file": file}) != before
 
 
+def environment(folder: Path) -> Any:
+    """As LMDB's: compiled, without a module's name or attributes."""
+    methods = {"path": lambda self: str(folder), "__slots__": (), "__module__": "builtins"}
+    return type("Environment", (), methods)()
+
+
+def test_an_environment_of_lmdb_counts_by_its_file(folder: Path) -> None:
+    for name in ("a", "b"):
+        (folder / name / "data.mdb").write_bytes(b"data")
+        (folder / name / "lock.mdb").write_bytes(b"lock")
+    one, other = environment(folder / "a"), environment(folder / "b")
+    before = of([one])
+    (folder / "a" / "lock.mdb").write_bytes(b"another lock")
+    assert of([environment(folder / "a")]) == before != of([other])
+    os.utime(folder / "a" / "data.mdb", ns=(1, 1))
+    assert of([one]) != before
+
+
 def test_without_candidates_digests_are_equal() -> None:
     assert Files().compare(1.0) == Files().compare(1.0)

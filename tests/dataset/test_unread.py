@@ -1,0 +1,142 @@
+"""What a dataset opens as it is read first: planning leaves it closed, and each process opens its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sources import ReadLog
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
+
+import hotset
+
+N = 12
+
+
+class Handle:
+    """An open file, which cannot be pickled, and is closed with its last reference."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class Opens(Dataset[Any]):
+    """Opens its file when it is read first, and notes by which process."""
+
+    def __init__(self, log: ReadLog, path: Path, transform: Any = None) -> None:
+        self.log = log
+        self.path = path
+        self.file: Any = None
+        self.reads = 0
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.file is None:
+            self.log.add(os.getpid())
+            self.file = Handle(self.path)
+        self.reads += 1
+        value = torch.tensor(list(os.pread(self.file.descriptor, 4, 4 * index)))
+        return value if self.transform is None else self.transform(value)
+
+
+class Wrapping(Dataset[Any]):
+    def __init__(self, inner: Any) -> None:
+        self.parts = {"inner": inner}
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.parts["inner"][index]
+
+
+def jittered(value: torch.Tensor) -> torch.Tensor:
+    return value + random.random()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> ReadLog:
+    return ReadLog(tmp_path / "opened")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "samples"
+    file.write_bytes(bytes(range(4 * N)))
+    return file
+
+
+WRAPPED = {
+    "itself": lambda dataset: dataset,
+    "in a Subset": lambda dataset: Subset(dataset, range(N)),
+    "in a ConcatDataset": lambda dataset: ConcatDataset([dataset]),
+    "in a StackDataset": lambda dataset: StackDataset(x=dataset, y=range(N)),
+    "in another": lambda dataset: Subset(Wrapping(dataset), range(N)),
+}
+
+
+CASES = [(wrapped, None) for wrapped in WRAPPED]
+CASES += [("itself", jittered), ("in a Subset", jittered), ("in a ConcatDataset", jittered)]
+
+
+@pytest.mark.parametrize(("wrapped", "transform"), CASES)
+def test_each_worker_opens_its_own_and_the_main_process_none(
+    wrapped: str, transform: Any, log: ReadLog, path: Path
+) -> None:
+    dataset = Opens(log, path, transform)
+    before = dict(vars(dataset))
+    with hotset.cache(WRAPPED[wrapped](dataset), memory="1MiB", key="x") as cached:
+        assert vars(dataset) == before
+        assert log.total() > 0, "planning has read"
+        pickle.loads(pickle.dumps(cached)).close()
+        log.reset()
+        found = list(hotset.DataLoader(cached, batch_size=2, num_workers=2))
+        assert len(found) == N // 2
+        assert os.getpid() not in log.counts()
+        assert set(log.counts().values()) == {1}
+
+
+def test_threads_use_what_the_first_read_has_opened(log: ReadLog, path: Path) -> None:
+    dataset = Opens(log, path)
+    with hotset.cache(dataset, memory="1MiB", key="x", concurrency=8) as cached:
+        log.reset()
+        found = [value for batch in hotset.DataLoader(cached, batch_size=6) for value in batch[:, 0].tolist()]
+        assert found == list(range(0, 4 * N, 4))
+        assert log.total() == 1
+
+
+class Remembers(Dataset[Any]):
+    """Describes a container by other attributes: both must be put back, or neither."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, torch.Tensor] = {}
+        self.last: int | None = None
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.known:
+            assert self.last in self.known
+        self.last = index
+        return self.known.setdefault(index, torch.tensor(index))
+
+
+def test_a_dataset_that_remembers_what_it_has_read_is_left_alone() -> None:
+    expected = list(DataLoader(Remembers(), batch_size=4))
+    with hotset.cache(Remembers(), memory="1MiB", key="x") as cached:
+        assert all(map(torch.equal, hotset.DataLoader(cached, batch_size=4), expected))
