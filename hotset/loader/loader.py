@@ -29,13 +29,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
 from hotset.dataset.cached_dataset import CachedDataset, Current
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError
+from hotset.loader.batch_buffer import BlockCollate
 from hotset.loader.batch_builder import BatchBuilder, LocalGather, make_gather
 from hotset.loader.batch_order import BatchOrder, draw_base_seed
 from hotset.loader.collate import bound, is_known
@@ -80,6 +81,7 @@ _MADE = {
     "_inner",
     "_buffers",
     "_gathers",
+    "_into_blocks",
     "_recorded",
     "last_epoch",
 }
@@ -124,6 +126,7 @@ class DataLoader(TorchDataLoader[T]):
     _inner: TorchDataLoader[Any] | None = None
     _buffers: BatchBuffers | None = None
     _gathers: tuple[Any, LocalGather | None] | None = None
+    _into_blocks: BlockCollate | None = None
     _recorded: RecordedOrder | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -411,7 +414,11 @@ class DataLoader(TorchDataLoader[T]):
         """The collate function, which also pins its result if torch's loader would."""
         collate_fn: Callable[[Any], Any] = bound(self.collate_fn, route.schema)[0]
         if not (self.pin_memory and torch.accelerator.is_available()):
-            return collate_fn
+            if self.collate_fn is not default_collate or self.batch_sampler is None:
+                return collate_fn
+            if self._into_blocks is None:
+                self._into_blocks = BlockCollate()
+            return self._into_blocks
         return lambda samples: pin_memory(collate_fn(samples))  # type: ignore[no-untyped-call]
 
     # ---- by workers ----------------------------------------------------------------------------------

@@ -18,18 +18,16 @@ persistence, through its public arguments.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.determinism.rng import Generators
+from hotset.loader.batch_buffer import BatchBuffer
 from hotset.loader.batch_builder import BatchBuilder, make_gather
 from hotset.loader.collate import bound, is_known
 from hotset.loader.index_route import Route, route_to, samples_in
@@ -52,8 +50,6 @@ __all__ = [
     "WorkerInit",
     "random_parts",
 ]
-
-_ALIGN = 64
 
 
 class Task(NamedTuple):
@@ -218,7 +214,7 @@ class _InWorker:
         report = WorkerReport(self._worker, buffer.needed, samples_in(task.indices), told, states)
         return BatchMessage(task.pool.inode, task.block, batch, report)
 
-    def _buffer(self, task: Task) -> _BatchBuffer:
+    def _buffer(self, task: Task) -> BatchBuffer:
         """The task's block; an empty one if this process cannot reach the memory of the one that has it."""
         blocks = self._pools.get(task.pool)
         if blocks is None:
@@ -227,9 +223,11 @@ class _InWorker:
             except OSError:
                 if can_reopen():
                     raise  # that process has died
-                return _BatchBuffer(bytearray(), 0)  # without /proc: batches go as torch sends them
+                return BatchBuffer(
+                    bytearray(), 0, _reference
+                )  # without /proc: batches go as torch sends them
             self._pools[task.pool] = blocks
-        return _BatchBuffer(blocks.array(task.block), task.block_bytes)
+        return BatchBuffer(blocks.array(task.block), task.block_bytes, _reference)
 
     def _drawn_from(self) -> Generators:
         """The generators that live transforms and the reading of samples draw from."""
@@ -240,7 +238,7 @@ class _InWorker:
     def _report_warning(self, sentence: str, about: str = "") -> None:
         self._told.append((sentence, about))
 
-    def _batch(self, indices: Any, buffer: _BatchBuffer) -> Any:
+    def _batch(self, indices: Any, buffer: BatchBuffer) -> Any:
         resolved, uncached = self._builder.resolve(indices), None
         single = self.route.single
         if (
@@ -256,7 +254,7 @@ class _InWorker:
                 return batch
         return self._collate(self._builder.samples(indices, resolved, uncached), buffer)
 
-    def _prepare(self, buffer: _BatchBuffer, ids: Ids, records: Sequence[ReceivedRecords]) -> Copy | None:
+    def _prepare(self, buffer: BatchBuffer, ids: Ids, records: Sequence[ReceivedRecords]) -> Copy | None:
         single = self.route.single
         assert single is not None
         if self._gather is None and not self._not_gathered and single._store is not None:
@@ -267,18 +265,14 @@ class _InWorker:
             self._not_gathered = self._gather is None
         return self._gather.prepare(ids, buffer.whole, records) if self._gather is not None else None
 
-    def _finish(self, buffer: _BatchBuffer, copy: Copy) -> Any | None:
+    def _finish(self, buffer: BatchBuffer, copy: Copy) -> Any | None:
         assert self._gather is not None
         return self._gather.finish(copy, buffer.placed)
 
-    def _collate(self, samples: Any, buffer: _BatchBuffer) -> Any:
+    def _collate(self, samples: Any, buffer: BatchBuffer) -> Any:
         if self.collate_fn is not default_collate or not self._batched:
             return buffer.lay(bound(self.collate_fn, self.route.schema)[0](samples))
-        kinds = {
-            kind: _onto(buffer, function) if kind in _NUMBERS else function
-            for kind, function in default_collate_fn_map.items()
-        }
-        return collate(samples, collate_fn_map={**kinds, torch.Tensor: buffer.stack})
+        return buffer.collate(samples)
 
 
 def _is_still(collate_fn: Callable[[Any], Any]) -> bool:
@@ -292,137 +286,9 @@ def random_parts(route: Route, collate_fn: Callable[[Any], Any]) -> list[Any]:
     return parts if _is_still(collate_fn) else [*parts, collate_fn]
 
 
-# Kinds that are collated elsewhere and then copied to the buffer: a few bytes for each sample.
-_NUMBERS = (int, float, (np.bool_, np.number, np.object_))
-
-
-def _onto(buffer: _BatchBuffer, function: Callable[..., Any]) -> Callable[..., Any]:
-    def collated(batch: Any, *, collate_fn_map: Any = None) -> Any:
-        return buffer.put(function(batch, collate_fn_map=collate_fn_map))
-
-    return collated
-
-
-class _BatchBuffer:
-    """A block that a worker writes a batch into, from its beginning on.
-
-    Attributes:
-        size: bytes of the block.
-        needed: bytes that the whole batch takes.
-    """
-
-    def __init__(self, array: Any, size: int) -> None:
-        self.array = array
-        self.size = size
-        self.needed = 0
-
-    def _room(self, size: int) -> int | None:
-        """Offset of ``size`` bytes in the block, or None if it is too small."""
-        at = -(-self.needed // _ALIGN) * _ALIGN
-        self.needed = at + size
-        return at if self.needed <= self.size else None
-
-    def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int], count: int) -> torch.Tensor:
-        return torch.frombuffer(self.array, dtype=dtype, count=count, offset=at).view(tuple(shape))
-
-    def whole(self, size: int) -> _BatchBuffer | None:
-        """The block, as memory for a gathered batch of ``size`` bytes."""
-        self.needed = size
-        return self if size <= self.size else None
-
-    def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """A part of a gathered batch: see :class:`hotset.store.gather.Memory`."""
-        count = size // dtype.itemsize
-        return self._view(offset, dtype, (count,), count) if count else torch.empty(0, dtype=dtype)
-
-    def placed(self, done: torch.Tensor, offset: int) -> Any:
-        """The reference that the message has in place of a finished column."""
-        return TensorRef(offset, done.dtype, tuple(done.shape)) if done.numel() else done
-
-    def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
-        """Stack tensors in the block, as ``default_collate`` stacks them in memory of its own."""
-        first = batch[0]
-        if type(first).__module__.startswith("torchvision.tv_tensors."):
-            batch = [tensor.as_subclass(torch.Tensor) for tensor in batch]
-            first = batch[0]
-        plain = all(
-            type(t) is torch.Tensor
-            and t.dtype == first.dtype
-            and t.shape == first.shape
-            and t.layout == torch.strided
-            and t.device.type == "cpu"
-            and not (t.requires_grad or t.is_quantized or t.is_nested)
-            for t in batch
-        )
-        count = len(batch) * first.numel() if plain else 0
-        at = self._room(count * first.itemsize) if count else None
-        if at is None:
-            return default_collate_fn_map[torch.Tensor](batch, collate_fn_map=collate_fn_map)
-        out = self._view(at, first.dtype, (len(batch), *first.shape), count)
-        torch.stack(batch, 0, out=out)
-        return TensorRef(at, out.dtype, tuple(out.shape))
-
-    def put(self, made: Any) -> Any:
-        """Copy a collated tensor to the block."""
-        if type(made) is not torch.Tensor or not made.numel():
-            return made
-        at = self._room(made.numel() * made.itemsize)
-        if at is None:
-            return made
-        self._view(at, made.dtype, made.shape, made.numel()).copy_(made)
-        return TensorRef(at, made.dtype, tuple(made.shape))
-
-    def lay(self, made: Any) -> Any:
-        """Copy the plain tensors of a user's batch to the block, and return it with references to them.
-
-        Only if the batch consists of dicts, lists, tuples, tensors and plain values, each of them once. Any
-        other batch is sent as torch sends it, so that one object, or one memory, in the worker stays one.
-        """
-        tensors: list[torch.Tensor] = []
-        if not _find_tensors(made, tensors, set()):
-            return made
-        together = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        alone = [t for t in tensors if together[t.untyped_storage().data_ptr()] == 1 and _fills_its_memory(t)]
-        return _with_places(made, {id(tensor): self.put(tensor) for tensor in alone})
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-
-
-def _find_tensors(made: Any, tensors: list[torch.Tensor], known: set[int]) -> bool:
-    """Find all tensors; False if the batch holds an object of another kind, or one object twice."""
-    kind = type(made)
-    if kind in _PLAIN:
-        return True
-    if id(made) in known:
-        return False
-    known.add(id(made))
-    if kind is torch.Tensor:
-        tensors.append(made)
-        return made.layout is torch.strided and made.device.type == "cpu" and not made.is_nested
-    if kind is dict:
-        return all(type(k) in _PLAIN and _find_tensors(v, tensors, known) for k, v in made.items())
-    return kind in (list, tuple) and all(_find_tensors(part, tensors, known) for part in made)
-
-
-def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is a dense tensor in memory of its own, which a :class:`TensorRef` describes in full."""
-    shared = tensor.is_shared()  # type: ignore[no-untyped-call]
-    return (
-        not (shared or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-    )
-
-
-def _with_places(made: Any, places: dict[int, Any]) -> Any:
-    if type(made) is dict:
-        return {key: _with_places(value, places) for key, value in made.items()}
-    if type(made) is list:
-        return [_with_places(part, places) for part in made]
-    if type(made) is tuple:
-        return tuple(_with_places(part, places) for part in made)
-    return places.get(id(made), made)
+def _reference(tensor: torch.Tensor, offset: int) -> TensorRef:
+    """What a message has in place of a tensor that lies in its block."""
+    return TensorRef(offset, tensor.dtype, tuple(tensor.shape))
 
 
 class WorkerInit:

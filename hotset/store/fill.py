@@ -10,9 +10,9 @@
 
 Samples are claimed in chunks that take about eight milliseconds to read, so that processes which walk the
 same order share the work instead of waiting for each other, and so that samples which are cheap to read share
-the cost of claiming and writing. A chunk holds at most a megabyte, as samples stay in memory until they are
-written. A sample that another living process has claimed is waited for after all others; after a bounded time
-this process reads it from the source itself.
+the cost of claiming and writing. A chunk holds at most four megabytes, as samples stay in memory until they
+are written. A sample that another living process has claimed is waited for after all others; after a bounded
+time this process reads it from the source itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Read(Protocol):
 
 _CHUNK_SECONDS = 8e-3
 _LARGEST_CHUNK = 64
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 4 << 20
 _PATIENCE_SECONDS = 2.0
 _MOST_MISMATCHES = 1 << 14
 

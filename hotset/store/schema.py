@@ -306,7 +306,8 @@ class Schema:
 
 def variable_bytes(leaf: Leaf, dims: Shape) -> int:
     """Bytes that a variable leaf of these dimensions takes in the tail."""
-    return math.prod(dims) * (leaf.itemsize if isinstance(leaf, (ArrayLeaf, NumbersLeaf)) else 1)
+    size: int = leaf.itemsize  # type: ignore[attr-defined]
+    return math.prod(dims) * size
 
 
 # ---- the tree: containers above, leaves below -----------------------------------------------------------
