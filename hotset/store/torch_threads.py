@@ -94,6 +94,27 @@ class HelperThread(Generic[T]):
             self._pid = 0
             self._jobs.put(None)
 
+    def finish(self) -> None:
+        """Wait until the thread has ended after the jobs that it has; raises what the first of them raised.
+
+        An interrupt is raised after that.
+        """
+        if self._pid != os.getpid():
+            return
+        results = self._results
+        self.stop()
+        interrupt: BaseException | None = None
+        while self._thread.is_alive():
+            try:
+                self._thread.join()
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+        errors = [error for _, error in (results.get() for _ in range(results.qsize())) if error is not None]
+        if errors:
+            raise errors[0]
+
     def __del__(self) -> None:
         self.stop()
 
@@ -122,7 +143,8 @@ class HelperThread(Generic[T]):
                 with contextlib.suppress(BaseException):
                     at_end()
 
-        threading.Thread(target=run, name=self._name, daemon=True).start()
+        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread.start()
         started.wait()
         # The thread has set its own number of threads, and with it the default of new threads: restore that.
         torch.set_num_threads(threads)

@@ -31,11 +31,11 @@ N = 64
 BATCH = 8
 
 
-@pytest.fixture(params=["in process", "in a thread", "after workers", "live suffix"])
+@pytest.fixture(params=["in process", "in a thread", "in process, live", "after workers", "live suffix"])
 def loader(request: pytest.FixtureRequest) -> Iterator[DataLoader[Any]]:
     """A loader over N images, for each way of making a batch, after its first epoch."""
-    suffix = [_negative] if request.param == "live suffix" else None
-    make = poster_and_label if request.param == "in a thread" else big_image_and_label
+    suffix = [_negative] if "live" in request.param else None
+    make = poster_and_label if request.param in ("in a thread", "in process, live") else big_image_and_label
     workers = 0 if request.param.startswith("in ") else 2
     with hotset.cache(Samples(make, N), transform=suffix) as cached:
         made = hotset.DataLoader(cached, batch_size=BATCH, shuffle=True, num_workers=workers)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,6 +89,20 @@ def test_a_helper_thread_ends_with_its_last_job_and_begins_anew() -> None:
         assert helper.next() == "done"
         helper.stop()
         assert eventually(lambda: ended == ["hotset-test"] * count)  # noqa: B023
+
+
+def test_finishing_waits_for_the_last_job_and_raises_what_one_raised() -> None:
+    done: list[int] = []
+    helper: HelperThread[None] = HelperThread("hotset-test")
+    helper.finish()
+    helper.ask(lambda: time.sleep(0.05))
+    helper.ask(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    helper.ask(lambda: done.append(1))
+    with pytest.raises(ZeroDivisionError):
+        helper.finish()
+    assert done == [1]
+    assert helper.pending == 0
+    assert not any(thread.name == "hotset-test" for thread in threading.enumerate())
 
 
 def test_a_forked_child_has_a_helper_thread_of_its_own() -> None:
