@@ -317,6 +317,20 @@ def often(usual: int, thorough: int) -> int:
     return thorough if os.environ.get("HOTSET_THOROUGH") else usual
 
 
+def rarely(cases: Iterable[Any], *rare: Any) -> list[Any]:
+    """Parameters of which the ``rare`` ones run in `make chaos` only, as others hold what they hold."""
+    import pytest
+
+    listed = list(cases)
+    assert all(case in listed for case in rare), f"not among the cases: {rare}"
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.chaos)
+        if case in rare
+        else case
+        for case in listed
+    ]
+
+
 def all_pairs(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Combinations in which each two values of different choices meet, in a fixed order.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import samples
-from helpers import eventually
+from helpers import eventually, rarely
 from samples import big_image_and_label as image
 from sources import PlainError, Raising, Samples, Stalling
 from stores import attached, ids, opened
@@ -73,7 +73,7 @@ def test_each_sample_is_read_once_and_lies_with_its_owner(tmp_path: Path) -> Non
         lie_with_their_owners(made)
 
 
-@pytest.mark.parametrize("make", [samples.ragged, samples.text, samples.of_many_forms])
+@pytest.mark.parametrize("make", rarely([samples.ragged, samples.text, samples.of_many_forms], samples.text))
 def test_samples_with_tails(tmp_path: Path, make: Callable[[int], Any]) -> None:
     with town(tmp_path, make, 120, count=2) as made:
         trainers = filled(made)
@@ -82,6 +82,7 @@ def test_samples_with_tails(tmp_path: Path, make: Callable[[int], Any]) -> None:
         lie_with_their_owners(made)
 
 
+@pytest.mark.chaos  # the test below has more processes, which meet at each sample
 def test_all_walk_all_samples_at_the_same_time(tmp_path: Path) -> None:
     with town(tmp_path, image, N, seconds=2e-3) as made:
         trainers = made.trainers()
@@ -117,6 +118,7 @@ def test_workers_of_loaders(tmp_path: Path) -> None:
         lie_with_their_owners(made)
 
 
+@pytest.mark.chaos  # the two tests around this one hold forked workers, and copies by pickle
 def test_workers_that_are_spawned(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2) as made:
         trainer = filled(made)[0]
@@ -176,6 +178,7 @@ def test_replicas_never_cost_a_machine_what_it_owns(tmp_path: Path) -> None:
         assert sum(len(machine.holds()) for machine in made.machines) > n, "what is left over is used"
 
 
+@pytest.mark.chaos  # the test above has room for what a machine owns, too
 def test_replicas_leave_room_for_what_is_not_read_yet(tmp_path: Path) -> None:
     n = 400
     with town(tmp_path, samples.kilobyte, n, memory=n * 1100 * 52 // 100) as made:
@@ -216,6 +219,7 @@ def test_a_machine_is_killed_in_mid_epoch(tmp_path: Path) -> None:
             assert machine.check() == []
 
 
+@pytest.mark.chaos  # the tests around this one have dead machines
 def test_of_a_dead_machine_a_loaders_workers_tell_once_together(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2) as made:
         trainers = filled(made)
@@ -288,6 +292,7 @@ def test_a_node_that_begins_again_is_the_same(tmp_path: Path) -> None:
         lie_with_their_owners(made)
 
 
+@pytest.mark.chaos  # the tests around this one begin one of them again
 def test_all_nodes_and_the_directory_begin_again(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2) as made:
         trainers = filled(made)
@@ -340,6 +345,7 @@ def test_what_moves_to_who_joins_is_found_with_its_former_owner(tmp_path: Path) 
             assert made.reads() == 0
 
 
+@pytest.mark.chaos  # the test above has a machine that joins
 def test_who_joins_serves_what_is_read_anew(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2) as made:
         trainers = made.trainers()
@@ -354,6 +360,7 @@ def test_who_joins_serves_what_is_read_anew(tmp_path: Path) -> None:
         assert made.reads() == 0
 
 
+@pytest.mark.chaos  # two tests above, a machine joins
 def test_who_joins_gets_its_share_from_its_neighbours(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2) as made:
         trainers = filled(made)
@@ -388,6 +395,7 @@ def test_what_its_owner_has_no_room_for_the_next_machine_takes(tmp_path: Path) -
         assert made.reads() == 0, "processes that have met no machine without room so far"
 
 
+@pytest.mark.chaos  # the test above has an owner without room
 @pytest.mark.parametrize("make", [samples.kilobyte, samples.ragged])
 def test_shares_that_are_drawn_too_large_find_room(tmp_path: Path, make: Callable[[int], Any]) -> None:
     n = 900
@@ -417,6 +425,7 @@ def test_where_no_machine_has_room_samples_are_read_and_that_is_told_once(tmp_pa
         assert made.reads() == N - len(held), "each by who needs it, once"
 
 
+@pytest.mark.chaos  # `test_a_cache_that_another_machines_job_uses_stays` has two keys
 def test_other_data_in_the_same_session(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2) as made:
         trainers = filled(made)
@@ -458,6 +467,7 @@ def test_a_session_is_destroyed_on_one_machine_in_mid_epoch(tmp_path: Path) -> N
         assert list(made.machines[1].folder.glob("*.cluster")) == []
 
 
+@pytest.mark.chaos  # the tests around this one hold both halves
 def test_a_session_that_a_person_destroys_on_one_machine_is_made_anew(tmp_path: Path) -> None:
     with town(tmp_path, image, N, count=2) as made:
         trainers = filled(made)

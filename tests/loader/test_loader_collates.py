@@ -6,6 +6,7 @@ any object: the samples themselves, one tensor in two places, objects of its own
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import all_pairs, equal_batches, eventually, seed_everything
+from helpers import all_pairs, equal_batches, eventually, rarely, seed_everything
 from kills import child, ended, gone
 from live import draw_all
 from resuming import same, training
@@ -131,7 +132,12 @@ def _as_torchs(options: Callable[[Any], dict[str, Any]], live: bool = False) -> 
 
 @pytest.mark.parametrize(
     ("collate", "order", "workers"),
-    all_pairs([as_they_are, drawing, of_all_kinds, tidy], ["shuffle", "listed"], WORKERS),
+    rarely(
+        all_pairs([as_they_are, drawing, of_all_kinds, tidy], ["shuffle", "listed"], WORKERS),
+        (as_they_are, "listed", "workers"),
+        (of_all_kinds, "shuffle", "workers"),
+        (drawing, "shuffle", "persistent workers"),
+    ),
 )
 def test_a_collate_function_of_the_users(collate: Any, order: str, workers: str) -> None:
     _as_torchs(
@@ -140,7 +146,13 @@ def test_a_collate_function_of_the_users(collate: Any, order: str, workers: str)
 
 
 @pytest.mark.parametrize(
-    ("collate", "order", "workers"), all_pairs([None, as_they_are, drawing], ["shuffle", "listed"], WORKERS)
+    ("collate", "order", "workers"),
+    rarely(
+        all_pairs([None, as_they_are, drawing], ["shuffle", "listed"], WORKERS),
+        (drawing, "shuffle", "workers"),
+        (as_they_are, "shuffle", "workers"),
+        (None, "listed", "persistent workers"),
+    ),
 )
 def test_batch_size_none_equals_torchs(collate: Any, order: str, workers: str) -> None:
     """``batch_size=None``, with ``default_convert`` and with functions of the user's."""
@@ -149,8 +161,10 @@ def test_batch_size_none_equals_torchs(collate: Any, order: str, workers: str) -
     )
 
 
-@pytest.mark.parametrize("workers", ["no workers", "workers"])
-@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(
+    ("batched", "workers"),
+    rarely(itertools.product([True, False], ["no workers", "workers"]), (True, "workers")),
+)
 def test_with_live_transforms(batched: bool, workers: str) -> None:
     _as_torchs(
         lambda data: {
@@ -296,8 +310,15 @@ PASSES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    rarely(
+        itertools.product(PASSES, [0, 2]),
+        ("without a cache, one by one", 2),
+        ("without a cache, other batches", 2),
+        ("one by one", 2),
+    ),
+)
 def test_a_pass_is_summed_up_whichever_way_it_took(kind: str, workers: int) -> None:
     if kind.endswith("other batches"):
         collate: dict[str, Any] = {"collate_fn": as_they_are}
@@ -318,8 +339,15 @@ def test_a_pass_is_summed_up_whichever_way_it_took(kind: str, workers: int) -> N
 # ---- going on -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", ["a collate function", "one by one", "lists"])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    rarely(
+        itertools.product(["a collate function", "one by one", "lists"], WORKERS),
+        ("one by one", "workers"),
+        ("a collate function", "persistent workers"),
+        ("lists", "persistent workers"),
+    ),
+)
 def test_a_resumed_pass_equals_an_uninterrupted_one(kind: str, workers: str) -> None:
     """Bit for bit, with what live transforms and the collate function itself draw."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate_fn": drawing_only}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import rng_states, seed_everything
+from helpers import rarely, rng_states, seed_everything
 from live import draw_all
 from resuming import (
     BATCHES,
@@ -124,11 +125,11 @@ def test_a_pass_over_subset_and_concatenation_resumes(caches: Caches) -> None:
         (1, False, 2, 2, []),
         (1, True, 4, None, [None]),
         (2, False, 1, 3, [None]),
-        (2, False, 4, 1, []),
+        pytest.param(2, False, 4, 1, [], marks=pytest.mark.chaos),
         (2, False, 2, None, [None]),
         (2, True, 1, 3, [None]),
         (2, True, 2, 0, [None]),
-        (2, True, 2, BATCHES, [None]),
+        pytest.param(2, True, 2, BATCHES, [None], marks=pytest.mark.chaos),
         (2, True, 2, None, [None]),
         (3, True, 1, 4, []),
     ],
@@ -144,14 +145,24 @@ def test_a_pass_resumes_with_workers(
     check(lambda: hotset.DataLoader(caches.again(), batch_size=4, shuffle=True, **options), stop, earlier)
 
 
-@pytest.mark.parametrize("order", ["weighted", "shuffle, generator=", "with a state", "eager batches"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("order", "persistent"),
+    rarely(
+        itertools.product(
+            ["weighted", "shuffle, generator=", "with a state", "eager batches"], [False, True]
+        ),
+        ("shuffle, generator=", False),
+        ("eager batches", False),
+        ("weighted", True),
+        ("with a state", True),
+    ),
+)
 def test_a_pass_in_any_order_resumes_with_workers(order: str, persistent: bool, caches: Caches) -> None:
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
     check(lambda: hotset.DataLoader(caches.again(), **options, **ORDERS[order]()), 2, [None])
 
 
-@pytest.mark.parametrize(("left", "stop"), [(3, 0), (1, 1), (0, 1)])
+@pytest.mark.parametrize(("left", "stop"), rarely([(3, 0), (1, 1), (0, 1)], (3, 0)))
 def test_draws_for_unconsumed_batches_of_persistent_workers_are_repeated(
     left: int, stop: int, caches: Caches
 ) -> None:

@@ -7,6 +7,7 @@ dropout does. torchdata's loader passes the same table: it does what users expec
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import all_pairs, difference, seed_everything
+from helpers import all_pairs, difference, rarely, seed_everything
 from resuming import Remembering, same, through_a_checkpoint, training
 from samples import image_and_label
 from sources import Samples
@@ -108,7 +109,20 @@ def run(make: Callable[[], Any], save: Callable[[Any], Any]) -> tuple[dict[str, 
     return {name: states[at] for name, at in MOMENTS.items()}, after
 
 
-@pytest.mark.parametrize(("workers", "order", "data"), all_pairs(WORKERS, ORDERS, DATA), indirect=["data"])
+# Five states, three passes of workers after each: two seconds of processor time for one.
+TAKES_LONG = [
+    ("workers", "shuffle, generator=", "plain"),
+    ("workers", "DistributedSampler", "cached"),
+    ("persistent workers", "shuffle", "cached, live"),
+    ("persistent workers", "shuffle, generator=", "cached, live"),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "order", "data"),
+    rarely(all_pairs(WORKERS, ORDERS, DATA), *TAKES_LONG),
+    indirect=["data"],
+)
 def test_a_state_of_any_moment_resumes_in_any_process(workers: str, order: str, data: Any) -> None:
     def make() -> Any:
         return hotset.DataLoader(data, **WORKERS[workers], **{"batch_size": 4, **ORDERS[order](data)})
@@ -145,7 +159,9 @@ def test_torchdatas_loader_passes_the_same_table(workers: str) -> None:
             same([training(loader) for _ in after[name]], after[name])
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("workers", "data"), rarely(itertools.product(WORKERS, DATA), ("workers", "plain")), indirect=["data"]
+)
 def test_a_state_taken_after_break_is_that_of_the_interrupted_pass(workers: str, data: Any) -> None:
     def make() -> Any:
         return hotset.DataLoader(data, batch_size=4, shuffle=True, **WORKERS[workers])
@@ -236,7 +252,10 @@ def of_format_1(state: dict[str, Any], live_here: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("workers", "order", "data"),
-    all_pairs(["no workers", "workers"], ["shuffle", "shuffle, generator=", "with a state"], DATA),
+    rarely(
+        all_pairs(["no workers", "workers"], ["shuffle", "shuffle, generator=", "with a state"], DATA),
+        ("workers", "shuffle, generator=", "plain"),
+    ),
     indirect=["data"],
 )
 def test_a_state_of_format_1_is_read(workers: str, order: str, data: Any) -> None:
