@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import often, rng_states
+from helpers import often, rarely, rng_states
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
@@ -223,22 +223,27 @@ def zoo() -> dict[str, Any]:
 
 
 def print_digests() -> None:
-    print(json.dumps({name: of(value) for name, value in zoo().items()}))
+    print(digests())
+
+
+def digests() -> str:
+    return json.dumps({name: of(value) for name, value in zoo().items()})
 
 
 # ---- stability -------------------------------------------------------------------------------------------
 
 
-def in_another_process(hash_seed: str) -> Any:
+def in_another_process(hash_seed: str) -> str:
     code = "import test_fingerprint; test_fingerprint.print_digests()"
     path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    return json.loads(run.stdout)
+    return run.stdout.decode().strip()
 
 
 def test_the_same_in_every_process_and_under_every_hash_seed() -> None:
-    assert in_another_process("1") == in_another_process("2")
+    """This process has a seed of its own, or none."""
+    assert digests() == in_another_process("1" if os.environ.get("PYTHONHASHSEED") != "1" else "2")
 
 
 @pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support will be removed from itertools")
@@ -462,8 +467,10 @@ DIFFERENT: list[tuple[str, Any, Any]] = [
 
 
 def test_values_that_look_alike_have_different_fingerprints() -> None:
-    unstable = [name for name, one, other in DIFFERENT if of(one) != of(one) or of(other) != of(other)]
-    mistaken = [name for name, one, other in DIFFERENT if of(one) == of(other)]
+    found = [(name, of(one), of(other)) for name, one, other in DIFFERENT]
+    again = [(name, of(one), of(other)) for name, one, other in DIFFERENT]
+    unstable = [one for one, other in zip(found, again, strict=True) if one != other]
+    mistaken = [name for name, one, other in found if one == other]
     inside = [name for name, one, other in DIFFERENT if of({"held": [one]}) == of({"held": [other]})]
     assert (unstable, mistaken, inside) == ([], [], [])
 
@@ -781,8 +788,9 @@ def test_objects_that_share_much_are_described_once_each() -> None:
     assert of(shared) == of(shared)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("library", [np, torch])
+@pytest.mark.parametrize(
+    ("library", "transposed"), rarely(itertools.product([np, torch], [False, True]), (np, True))
+)
 def test_every_byte_of_a_huge_array_counts(library: Any, transposed: bool) -> None:
     side = 1 << often(12, 13)
     array = library.zeros((side, side), dtype=library.uint8)
@@ -811,7 +819,7 @@ def test_two_rows_of_a_large_array_that_change_places_count() -> None:
 
 def test_the_order_of_a_large_arrays_dimensions_in_memory_does_not_count() -> None:
     array = np.random.default_rng(1).integers(0, 255, (50, 1200, 1301), np.uint8)
-    for axes in ((0, 2, 1), (2, 1, 0), (1, 0, 2)):
+    for axes in ((0, 2, 1), (2, 1, 0), (1, 0, 2))[: often(2, 3)]:
         assert of(array.transpose(axes)) == of(np.ascontiguousarray(array.transpose(axes)))
         tensor = torch.from_numpy(array)
         assert of(tensor.permute(axes)) == of(tensor.permute(axes).contiguous())

@@ -498,6 +498,7 @@ def oom_kills(group: Path) -> int:
 TORCHS_OWN = 256 * MIB if torch.version.cuda is not None else 0
 
 
+@pytest.mark.chaos  # a loader in a control group of that size, below, fills the same store
 def test_a_control_group_too_small_for_the_data_kills_nobody() -> None:
     with control_group(400 * MIB + TORCHS_OWN) as group:
         cached, why = run_in(group, _STORE, KIB=1024).split("|")

@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-from helpers import Walkers, difference, equal_batches, is_a_sentence, often, recorded, seed_everything
+from helpers import (
+    Walkers,
+    difference,
+    equal_batches,
+    is_a_sentence,
+    often,
+    rarely,
+    recorded,
+    seed_everything,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -544,7 +553,10 @@ def test_a_full_disk_is_told_with_a_knob_that_can_be_turned(folder: Path) -> Non
     assert "lower `spill=`" not in told()
 
 
-@pytest.mark.parametrize("make", [samples.kilobyte, samples.jpeg_like, samples.big_image_and_label])
+@pytest.mark.parametrize(
+    "make",
+    rarely([samples.kilobyte, samples.jpeg_like, samples.big_image_and_label], samples.big_image_and_label),
+)
 def test_a_file_that_outgrows_the_disk_is_no_sigbus(make: Make, folder: Path) -> None:
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=2m", "hotset-test", folder], capture_output=True, text=True

@@ -167,7 +167,7 @@ def _deaths(body: Callable[[], object], points: int) -> Iterator[int]:
 
 def test_a_process_killed_at_any_line_of_a_fill_is_not_felt() -> None:
     with opened(sample, N) as store, attached(store) as other:
-        for _ in _deaths(lambda: store.fill(ids(2, 3), sample), often(45, 90)):
+        for _ in _deaths(lambda: store.fill(ids(2, 3), sample), often(30, 90)):
             survives(store, other)
             assert other.clear()
 
@@ -175,7 +175,7 @@ def test_a_process_killed_at_any_line_of_a_fill_is_not_felt() -> None:
 def test_a_process_killed_at_any_line_of_a_clear_is_not_felt() -> None:
     with opened(sample, N) as store, attached(store) as other:
         other.fill(np.arange(N), sample)
-        for _ in _deaths(store.clear, 25):
+        for _ in _deaths(store.clear, often(16, 50)):
             survives(store, other)
 
 
@@ -191,7 +191,7 @@ def test_a_process_killed_with_an_exception_of_the_source_on_its_way_is_not_felt
             with pytest.raises(KeyError):
                 store.fill(ids(2, 3, 4), broken)
 
-        for _ in _deaths(fail, 25):
+        for _ in _deaths(fail, often(16, 50)):
             survives(store, other)
             assert other.clear()
 
@@ -264,7 +264,7 @@ def test_reads_beside_clears_are_whole_or_nothing() -> None:
 
         writers = [child(lambda seed=seed: fill_and_clear(seed)) for seed in range(2)]  # type: ignore[misc]
         readers = [
-            child(lambda seed=seed: _read_rows(store, seed, 100_000, done, total))  # type: ignore[misc]
+            child(lambda seed=seed: _read_rows(store, seed, often(40_000, 200_000), done, total))  # type: ignore[misc]
             for seed in range(2)
         ]
         codes = [ended(pid) for pid in readers]
@@ -378,7 +378,7 @@ def test_flipped_bits_in_a_file_are_misses_and_never_wrong_samples(tmp_path: Pat
 
     def damage_and_use() -> None:
         draw = random.Random(region)
-        for trial in range(often(40, 160)):
+        for trial in range(often(24, 160)):
             damaged = bytearray(sound)
             bits = _flips(draw, size, region in ("index", "live words", "slots"))
             for bit in bits:
