@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import difference, equal_batches, is_a_sentence, recorded, rng_states, seed_everything
+from helpers import difference, equal_batches, is_a_sentence, rarely, recorded, rng_states, seed_everything
 from samples import image_and_label
 from sources import FolderLike, ReadLog, Samples, TextFiles, Transformed
 
@@ -60,8 +61,7 @@ def warm(dataset: Any, **loader: Any) -> hotset.DataLoader[Any]:
     return made
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize(("live", "workers"), rarely(itertools.product([False, True], [0, 2]), (False, 2)))
 def test_a_frozen_transform_is_named_and_the_cache_stops_serving(
     tmp_path: Path, workers: int, live: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, rng_states, seed_everything
+from helpers import equal_batches, rarely, rng_states, seed_everything
 from sources import ReadLog
 from torch.utils.data import DataLoader, Dataset
 
@@ -82,8 +83,9 @@ def log(tmp_path: Path) -> ReadLog:
     return ReadLog(tmp_path / "reads")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Table, Shared, Drawing])
+@pytest.mark.parametrize(
+    ("kind", "workers"), rarely(itertools.product([Table, Shared, Drawing], [0, 2]), (Table, 2))
+)
 def test_batches_and_draws_are_those_of_torch(kind: type[Table], workers: int, log: ReadLog) -> None:
     seen: list[list[Any]] = []
     for make in (lambda: kind(log), lambda: hotset.cache(kind(log), memory="64MiB")):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Walkers, equal_batches, eventually, finish, in_threads
+from helpers import Walkers, equal_batches, eventually, finish, in_threads, rarely
 from kills import child, ended, gone
 from live import draw_all
 from samples import constant_row, image_and_label, mapping, ragged
@@ -32,7 +32,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+@pytest.mark.parametrize("order", rarely(["sequential", "shuffled"], "sequential"))
 def test_four_processes_in_one_order_read_each_sample_once(order: str, tmp_path: Path) -> None:
     """Without claims four of them read it 3.99 times."""
     log = ReadLog(tmp_path / "reads")

@@ -84,7 +84,7 @@ class Held:
 # Filling
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.chaos), "forkserver"])
 def test_samples_come_in_the_order_asked_for(method: str, log: ReadLog) -> None:
     order = random.Random(1).sample(range(N), 60)
     with opened(image_and_label, N) as store:

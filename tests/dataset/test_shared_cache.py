@@ -551,6 +551,7 @@ print(int((cache.aux_array == 1).sum()), len(caught), caught[0].message, sep="|"
 """
 
 
+@pytest.mark.chaos  # `store/test_allocator.py` has a loader in such a group
 def test_a_control_group_too_small_for_the_limit_kills_nobody() -> None:
     with control_group(400 << 20) as group:
         held, warned, sentence = run_in(group, _IN_A_GROUP).split("|")
@@ -939,7 +940,13 @@ class Cached(Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize(
     ("method", "workers", "persistent"),
-    [(None, 0, False), ("fork", 2, False), ("fork", 2, True), ("spawn", 1, True), ("forkserver", 1, False)],
+    [
+        (None, 0, False),
+        ("fork", 2, False),
+        ("fork", 2, True),
+        pytest.param("spawn", 1, True, marks=pytest.mark.chaos),
+        ("forkserver", 1, False),
+    ],
 )
 def test_a_loader_loads_each_sample_once(
     method: str | None, workers: int, persistent: bool, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import rarely
 from observed import compare, record
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -89,8 +91,13 @@ LIVE: dict[str, Callable[[], Dataset[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", LIVE)
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    rarely(
+        itertools.product(LIVE, [0, 2]),
+        *[(kind, 2) for kind in ("LeRobot, one camera", "another name", "one of two", "two views")],
+    ),
+)
 def test_the_random_part_runs_live_and_draws_as_without_a_cache(kind: str, workers: int) -> None:
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": workers}
     expected = record(lambda: DataLoader(LIVE[kind](), **options))
