@@ -49,8 +49,8 @@ gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -s tests/gpu
 
 # Files that try something often, and more often here than in `make test`.
-THOROUGH := tests/store tests/session/test_session_budgets.py tests/dataset/test_shared_cache.py \
-	tests/determinism/test_fingerprint.py
+THOROUGH := tests/store tests/session/test_session_budgets.py tests/session/test_runtime_dir.py \
+	tests/dataset/test_shared_cache.py tests/dataset/test_interrupts.py tests/determinism/test_fingerprint.py
 
 chaos: $(VENV)/.installed
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[chaos]'

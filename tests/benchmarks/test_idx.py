@@ -216,6 +216,7 @@ def test_all_of_it_is_cached_and_nothing_is_changed(digits: Any, tmp_path: Path)
         equal_batches(warm, expected)
 
 
+@pytest.mark.chaos  # another test runs it without a folder, and those above read folders
 def test_it_runs_on_a_folder(tmp_path: Path) -> None:
     put(put(tmp_path), "t10k")
     done = subprocess.run(

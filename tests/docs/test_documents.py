@@ -27,6 +27,7 @@ EXAMPLES = sorted(
     for path in (ROOT / "examples").glob("*.py")
     if path.stem not in ELSEWHERE and "__main__" in path.read_text()
 )
+SMALL = {"frozen_encoder": ["--samples", "32", "--epochs", "2"]}
 # The demo trains; JAX starts threads, after which no process may be forked: its own tests run its example.
 SEPARATE = ("demo", "integrations.jax")
 MODULES = sorted(
@@ -54,7 +55,7 @@ def run() -> Iterator[Run]:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run_and_print(run: Run, example: Path, tmp_path: Path) -> None:
-    assert run([str(example)], tmp_path).strip()
+    assert run([str(example), *SMALL.get(example.stem, [])], tmp_path).strip()
 
 
 @pytest.mark.chaos

@@ -121,6 +121,7 @@ def is_a_plot(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.chaos  # tests below run the script, with a training that fails
 def test_the_quick_start_goes_step_by_step(place: Place) -> None:
     folder = place.folder / "put"
     rng = np.random.default_rng(0)

@@ -57,7 +57,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("first", ["", "import dill"])
+@pytest.mark.parametrize("first", ["", pytest.param("import dill", marks=pytest.mark.chaos)])
 def test_a_program_that_closes_nothing_ends_silently(first: str, tmp_path: Path) -> None:
     """dill keeps the main module alive, so its objects die after the modules that they need."""
     if first:

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import equal_batches, eventually, failure, is_a_sentence, recorded
+from helpers import equal_batches, eventually, failure, is_a_sentence, rarely, recorded
 from samples import image_and_label, mapping
 from samples import number as its_number
 from sources import PlainError, ReadLog, Samples, Stalling
@@ -430,9 +430,11 @@ def test_a_parent_that_has_become_rank_0_takes_what_its_children_made(
 # Death
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize(
+    "order", rarely([[*order] for order in itertools.permutations(range(3))], [0, 2, 1], [1, 0, 2], [2, 0, 1])
+)
 def test_the_cache_lives_with_whichever_rank_is_left(
-    order: tuple[int, ...], start: Callable[..., Rank], tmp_path: Path, folder: Path
+    order: list[int], start: Callable[..., Rank], tmp_path: Path, folder: Path
 ) -> None:
     log = ReadLog(tmp_path / "reads")
     ranks = [start(number) for number in range(3)]
@@ -646,7 +648,7 @@ def test_a_listing_that_leads_elsewhere_is_not_attached_to(start: Callable[..., 
 # Hands that the cache passes through
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", rarely(["fork", "spawn"], "spawn"))
 def test_a_ranks_loader_workers_use_its_cache(
     method: str, start: Callable[..., Rank], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import shutil
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Walkers, equal_batches, eventually, is_a_sentence, recorded, seed_everything
+from helpers import Walkers, equal_batches, eventually, is_a_sentence, rarely, recorded, seed_everything
 from kills import child, ended, in_child, kill
 from live import draw_all, halve
 from samples import big_image_and_label, image_and_label, jpeg_like, kilobyte, mapping
@@ -139,8 +140,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
-@pytest.mark.parametrize("spill", [False, True])
-@pytest.mark.parametrize("order", ["one order", "own orders"])
+@pytest.mark.parametrize(
+    ("order", "spill"),
+    rarely(
+        itertools.product(["one order", "own orders"], [False, True]),
+        ("one order", True),
+        ("own orders", False),
+    ),
+)
 def test_four_jobs_at_once_read_each_sample_about_once(
     order: str, spill: bool, log: ReadLog, disk: str
 ) -> None:
@@ -209,6 +216,7 @@ def test_a_cache_of_a_session_pickles(who: str, log: ReadLog) -> None:
     assert reads() == 0
 
 
+@pytest.mark.chaos  # forked ones do in many tests; a program of its own does in the test above
 def test_spawned_workers_reach_a_session(log: ReadLog, disk: str) -> None:
     sessions.create("shared", memory=3000, spill=disk)
     in_child(lambda: job(mapping, log))

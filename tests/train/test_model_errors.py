@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import eventually, seed_everything
+from helpers import eventually, rarely, seed_everything
 from torch import nn
 from training import BATCHES, Recorder, loader_of, model_of, one_thread
 
@@ -284,8 +285,9 @@ def test_an_exception_over_a_loader_without_a_length_ends_its_thread() -> None:
     check_ended(threads, raised)
 
 
-@pytest.mark.parametrize("kind", ["hotset", "torch"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "workers"), rarely(itertools.product(["hotset", "torch"], [0, 2]), ("torch", 2))
+)
 def test_ctrl_c_in_the_midst_of_a_sink(kind: str, workers: int) -> None:
     """The steps that were done count, and the same call again does those that are left."""
     seed_everything(1)
