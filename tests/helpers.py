@@ -211,23 +211,6 @@ def in_threads(count: int, body: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-def in_fork(body: Callable[[], None]) -> None:
-    """Run ``body`` in a forked child and fail unless it returns there."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)  # the parent's team is not there: OpenMP would wait for it for ever
-            body()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0, "the forked child failed; its traceback is on stderr"
-
-
 def finish(*processes: Any, within: float = 60.0) -> None:
     """Join child processes within a bound, and fail unless each exited with 0."""
     for process in processes:

@@ -223,7 +223,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         access = current.access
         if current.window is not None:
             current.window.count(len(ids), access.ring, access.warn)
-        return access.records(access.numbers(ids))
+        return access.records(access.sample_ids(ids))
 
     def _from_dataset(self, index: Any) -> Any:
         """What the dataset returns for an index that is not an integer."""

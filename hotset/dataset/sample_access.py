@@ -129,7 +129,7 @@ class SampleAccess:
         store = self.store
         return store is not None and store.spill is not None
 
-    def numbers(self, positions: Ids) -> Ids:
+    def sample_ids(self, positions: Ids) -> Ids:
         """The sample ids at these positions of the epoch; without a window they are the same."""
         return positions if self._window is None else self._window.entries(positions, self.ring)
 

@@ -101,7 +101,7 @@ class Route:
 
     def sample_ids(self, indices: Indices) -> Ids:
         """The sample ids, in the single cache's store, of indices that :meth:`resolve` returned."""
-        return self.caches[0]._access.numbers(self._inner_indices(indices))
+        return self.caches[0]._access.sample_ids(self._inner_indices(indices))
 
     @property
     def spills(self) -> bool:
@@ -121,7 +121,7 @@ class Route:
         inner = self._inner_indices(indices)
         for number, cached in enumerate(self.caches):
             mine = inner if len(self.caches) == 1 else inner[self._which[indices] == number]
-            cached._access.prefetch(cached._access.numbers(mine))
+            cached._access.prefetch(cached._access.sample_ids(mine))
 
     def _inner_indices(self, indices: Indices) -> Indices:
         """The indices of the same samples in their cached datasets."""
@@ -144,7 +144,7 @@ class Route:
         records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():
             access = self.caches[number]._access
-            records[number] = access.records(access.numbers(inside[which == number]))
+            records[number] = access.records(access.sample_ids(inside[which == number]))
         # Live parts run in the batch's order, as they draw random numbers.
         return [self.caches[number]._source.finish(next(records[number])) for number in which.tolist()]
 

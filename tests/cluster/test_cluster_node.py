@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,24 +67,34 @@ def test_a_node_outlives_what_goes_wrong_in_a_beat(
         made.destroy()
 
 
+@contextlib.contextmanager
+def node_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, of: tuple[Any, str], error: Exception, beat: Any
+) -> Iterator[Node]:
+    """A node of which one function raises at each call, once it knows which machines are there."""
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(*of, fail)
+    with Node("one", 1 << 20, "127.0.0.1", beat) as made:
+        assert eventually(lambda: read_membership(made.session.number) is not None)
+        yield made
+        made.destroy()
+
+
 def test_machines_hear_of_a_node_whose_counters_cannot_be_read(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise ValueError("a file that is cut off")
-
-    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(nodes, "read_peer_stats", fail)
-    directory = Directory(lambda: 1)
-    with Node("one", 1 << 20, "127.0.0.1", directory.beat) as made:
-        assert eventually(lambda: read_membership(made.session.number) is not None)
+    directory, error = Directory(lambda: 1), ValueError("a file that is cut off")
+    with node_with_an_error(monkeypatch, (nodes, "read_peer_stats"), error, directory.beat) as made:
         [said] = directory.status()
         assert said["name"] == made.member.name
         assert said["error"] == "ValueError: a file that is cut off"
         printed = io.StringIO()
         Console(file=printed, width=200).print(described({"one": [said]}))
         assert f"{made.member.name}: ValueError: a file that is cut off" in printed.getvalue()
-        made.destroy()
 
 
 class Handle:
@@ -139,14 +151,9 @@ class Strange(Alone):
 def test_a_node_that_cannot_make_a_cache_knows_who_is_there(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("whatever the import of a sample's type may raise")
-
-    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(Node, "_make", fail)
-    with Node("one", 1 << 20, "127.0.0.1", Strange().beat) as made:
-        assert eventually(lambda: read_membership(made.session.number) is not None)
-        made.destroy()
+    error = RuntimeError("whatever the import of a sample's type may raise")
+    with node_with_an_error(monkeypatch, (Node, "_make"), error, Strange().beat):
+        pass
 
 
 def test_a_session_that_has_expired_is_made_anew(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import Walkers, difference, equal_batches, eventually, in_fork, recorded
+from helpers import Walkers, difference, equal_batches, eventually, recorded
+from kills import in_child
 from live import draw_all
 from samples import kilobyte, mapping, number, ragged
 from sources import Counting, ReadLog, Samples
@@ -184,7 +185,7 @@ def test_a_child_that_ends_leaves_its_parents_cache(tmp_path: Path) -> None:
             cached[1]
             cached.close()
 
-        in_fork(child)
+        in_child(child)
         walkers = Walkers(cached, [range(20)], mapping)
         walkers.go()
         walkers.finish()

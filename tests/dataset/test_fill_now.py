@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import failure, in_fork, is_a_sentence, rng_states, seed_everything
+from helpers import failure, is_a_sentence, rng_states, seed_everything
+from kills import in_child
 from samples import image_and_label
 from sources import Armed, Counting, ReadLog, Samples
 
@@ -45,7 +46,7 @@ def test_each_sample_is_read_once_and_no_generator_moves(workers: int, log: Read
 def test_two_processes_share_the_work(log: ReadLog) -> None:
     with hotset.cache(Counting(image_and_label, N, log, seconds=0.002), memory="64MiB", key="x") as cached:
         log.reset()
-        children = threading.Thread(target=in_fork, args=(cached.fill,))
+        children = threading.Thread(target=in_child, args=(cached.fill,))
         children.start()
         cached.fill()
         children.join()

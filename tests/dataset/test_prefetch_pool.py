@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import eventually, failure, in_fork, is_a_sentence, rng_states, seed_everything
-from kills import child, gone, kill
+from helpers import eventually, failure, is_a_sentence, rng_states, seed_everything
+from kills import child, gone, in_child, kill
 from samples import image_and_label, opaque
 from sources import Counting, PlainError, ReadLog, Stalling, TwoArgumentError
 from stores import count, ids, opened, stored, wrong
@@ -431,7 +431,7 @@ def test_a_forked_child_does_not_use_its_parents_helpers(tmp_path: Path) -> None
             pool.raise_errors()
             pool.close()
 
-        in_fork(in_child)
+        in_child(in_child)
         pool.request(ids(range(20)))
         assert settled(pool)
         assert store.holds()
@@ -450,7 +450,7 @@ def test_a_forked_child_starts_helpers_of_its_own() -> None:
             assert store.holds()
             pool.close()
 
-        in_fork(in_child)
+        in_child(in_child)
         assert len(pids()) == 1
 
 
@@ -501,7 +501,7 @@ def test_a_worker_gets_no_helpers_and_one_warning() -> None:
                     pool.request(ids(range(9)))
                 pool.request(ids(range(9)))
 
-        in_fork(in_worker)
+        in_child(in_worker)
 
 
 def test_an_index_beyond_the_dataset_is_an_error() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import all_pairs, equal_batches, in_fork, rarely, recorded
+from helpers import all_pairs, equal_batches, rarely, recorded
+from kills import in_child
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 
 import hotset
@@ -343,5 +344,5 @@ def test_a_pickled_copy_follows_as_well() -> None:
             assert float(cached[3][0][0]) == 21.0
             cached.close()
 
-        in_fork(child)
+        in_child(child)
         assert float(cached[3][0][0]) == 15.0

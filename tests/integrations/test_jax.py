@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import failure, in_fork, is_a_sentence
+from helpers import failure, is_a_sentence
+from kills import in_child
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotset
@@ -46,7 +47,7 @@ def alone(test: Callable[..., None]) -> Callable[..., None]:
             test(*args, **kwargs)
             gc.collect()  # the child ends without the usual farewells of caches
 
-        in_fork(body)
+        in_child(body)
 
     return run
 

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from helpers import check_from_queue, difference, equal_batches, finish, in_fork, leaves, rarely, scribble
+from helpers import check_from_queue, difference, equal_batches, finish, leaves, rarely, scribble
+from kills import in_child
 from live import draw_all
 from samples import big_image_and_label, image_and_label, mapping, named, poster_and_label, ragged
 from sources import Counting, ReadLog, Samples
@@ -182,7 +183,7 @@ def test_batches_stay_right_across_a_fork(loader: DataLoader[Any], request: pyte
         kept.clear()  # a child that gives its copies up must not give the parent's blocks back
         gc.collect()
 
-    in_fork(child)
+    in_child(child)
     run_on(loader)
     for held in kept:
         held.check()
@@ -223,7 +224,7 @@ def test_a_forked_child_reads_the_cache_and_runs_loaders_of_its_own() -> None:
             run_on(loader, 2)
             equal_batches(cached[5], big_image_and_label(5))
 
-        in_fork(child)
+        in_child(child)
         for batch in iterator:
             check(batch)
         held.check()

@@ -21,6 +21,10 @@ def _patched(text: object) -> bool:
     return isinstance(text, str) and text.startswith("hotset.") and any(map(is_private, text.split(".")))
 
 
+def _is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
 def imported_privates(tree: ast.Module) -> set[str]:
     """The names under which a file's imports bind privates of the library."""
     return {
@@ -33,22 +37,20 @@ def imported_privates(tree: ast.Module) -> set[str]:
 
 
 def reached(function: ast.AST, imported: set[str]) -> Iterator[str]:
-    """The privates that a function reaches: another object's, imported ones, and those it replaces by name."""
+    """The privates that a function reaches: another object's, imported ones, those it replaces by name."""
     for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-                yield node.attr
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not _is_own(node):
+            yield node.attr
         elif isinstance(node, ast.Name) and node.id in imported:
             yield node.id
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hotset":
             yield from (alias.name for alias in node.names if is_private(alias.name))
         elif isinstance(node, ast.Constant) and _patched(node.value):
             yield str(node.value)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "setattr" and len(node.args) > 1:
-                name = node.args[1]
-                if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
-                    yield name.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr" and node.args[1:]:
+            name = getattr(node.args[1], "value", "")
+            if isinstance(name, str) and is_private(name):
+                yield name
 
 
 def functions_of(path: Path) -> Iterator[tuple[str, list[str]]]:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import all_pairs, difference, equal_batches, in_fork, is_a_sentence, rarely, recorded
+from helpers import all_pairs, difference, equal_batches, is_a_sentence, rarely, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kills import in_child
 from samples import Colour, Opaque, Pair, Record
 from session_places import reboot
 from sources import Counting, ReadLog, Samples
@@ -210,7 +211,7 @@ def test_another_process_has_hits_too(tmp_path: Path) -> None:
         for i in range(N):
             cached[i]
         before = log.total()
-        in_fork(lambda: equal_batches([cached[i] for i in range(N)], [nested(i) for i in range(N)]))
+        in_child(lambda: equal_batches([cached[i] for i in range(N)], [nested(i) for i in range(N)]))
         assert log.total() - before <= 2
 
 

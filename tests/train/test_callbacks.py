@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import in_fork, seed_everything
+from helpers import seed_everything
+from kills import in_child
 from torch import distributed
 from training import Recorder, Step, loader_of, model_of, one_thread
 
@@ -207,7 +208,7 @@ def test_metrics_are_of_all_ranks(tmp_path: Any) -> None:
             rank(1)
         finally:
             os._exit(0)
-    in_fork(lambda: rank(0))
+    in_child(lambda: rank(0))
     os.waitpid(pid, 0)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import in_fork, rng_states
+from helpers import rng_states
+from kills import in_child
 from torch import nn
 from training import BATCHES, WAYS, check_resumed, model_of, one_thread, resumed, trained
 
@@ -63,7 +64,7 @@ def test_a_full_disk_raises_and_leaves_what_was_there(tmp_path: Path) -> None:
         with pytest.raises((OSError, RuntimeError)):
             checkpoint.write(first, {"large": torch.zeros(len(before))})
 
-    in_fork(body)
+    in_child(body)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
     assert first.read_bytes() == before
 
