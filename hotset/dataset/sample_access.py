@@ -93,6 +93,7 @@ class SampleAccess:
         if plan.audited and declared(source.dataset) != "deterministic":
             attachment.watch = DrawWatch([source.dataset, source.prefix])
         self._job = _job_word()  # of the main process, also in its workers
+        self._read_ahead: set[int] = set()  # samples that this process has cached and not used yet
         self._ended = False  # whether the user was warned that the session was destroyed
         self.warn: Callable[..., None] = Warner()
         self.uncached = 0
@@ -212,6 +213,20 @@ class SampleAccess:
         """
         records, uncached = self.bring(ids, keep=keep, read=read)
         return {**self.taken_apart(records), **uncached}
+
+    def fill_ahead(self, ids: Ids) -> bool:
+        """Fill the cache with samples that this process will use later; their first use is no hit then.
+
+        Returns:
+            Whether none of them was read in vain.
+        """
+        store = self.store
+        if store is None:
+            return False
+        self.fill(ids, keep=False)
+        stored = store.present(ids)
+        self._read_ahead.update(ids[stored].tolist())
+        return bool((stored | store.index.drawing(ids)).all())
 
     def bring(
         self, ids: Ids, *, keep: bool = True, read: Read | None = None
@@ -344,6 +359,10 @@ class SampleAccess:
         store = self.store
         if store is None:
             return
+        if self._read_ahead:
+            used = self._read_ahead.intersection(ids.tolist())
+            self._read_ahead -= used
+            less += len(used)
         store.count_hits(len(ids) - less)
         due = self._audit.due(len(ids) - less, self._audited) if self._audit is not None else None
         if due is not None:

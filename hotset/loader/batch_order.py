@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["BatchOrder", "draw_base_seed", "whole_epoch"]
+__all__ = ["BatchOrder", "WholeEpoch", "draw_base_seed", "whole_epoch"]
 
 
 class BatchOrder:
@@ -90,7 +90,7 @@ class BatchOrder:
         """The indices of a later batch, 0 for the next one; None if that is not known without a draw."""
         if distance < len(self._drawn):
             return self._drawn[distance]
-        if isinstance(self._batches, _WholeEpoch):
+        if isinstance(self._batches, WholeEpoch):
             return self._batches.peek(distance - len(self._drawn))
         return None
 
@@ -100,17 +100,21 @@ def draw_base_seed(generator: torch.Generator | None) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=generator).item()
 
 
-class _WholeEpoch:
-    """Batches of torch's own samplers, cut from one array; the array is drawn with the first batch."""
+class WholeEpoch:
+    """Batches of torch's own samplers, cut from one array; the array is drawn with the first batch.
+
+    Attributes:
+        batch_size: of all but perhaps the last.
+    """
 
     def __init__(self, draw: Callable[[], Any], batch_size: int, drop_last: bool, start: int) -> None:
         self._draw_order = draw
         self._order: Any = None
         self._at = start
-        self._size = batch_size
+        self.batch_size = batch_size
         self._drop_last = drop_last
 
-    def __iter__(self) -> _WholeEpoch:
+    def __iter__(self) -> WholeEpoch:
         return self
 
     def begin(self) -> None:
@@ -128,14 +132,14 @@ class _WholeEpoch:
     def peek(self, distance: int) -> Any | None:
         if self._order is None:
             return None
-        start = self._at + distance * self._size
-        batch = self._order[start : start + self._size]
-        if len(batch) == 0 or (self._drop_last and len(batch) < self._size):
+        start = self._at + distance * self.batch_size
+        batch = self._order[start : start + self.batch_size]
+        if len(batch) == 0 or (self._drop_last and len(batch) < self.batch_size):
             return None
         return batch
 
 
-def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
+def whole_epoch(batches: Any, start: int = 0) -> WholeEpoch | None:
     """The epoch's batches from sample ``start`` on, cut from one array that is drawn with the first batch.
 
     None for a sampler that may draw later in the epoch, as the order of draws matters.
@@ -145,13 +149,13 @@ def whole_epoch(batches: Any, start: int = 0) -> _WholeEpoch | None:
     sampler: Any = batches.sampler
     if type(sampler) is SequentialSampler:
         count = len(sampler.data_source)
-        return _WholeEpoch(lambda: np.arange(count), batches.batch_size, batches.drop_last, start)
+        return WholeEpoch(lambda: np.arange(count), batches.batch_size, batches.drop_last, start)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
         count = len(sampler.data_source)
         if sampler.num_samples == count:
-            return _WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last, start)
+            return WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last, start)
     if type(sampler) is DistributedSampler:  # it draws all at once, from a generator of its own
-        return _WholeEpoch(
+        return WholeEpoch(
             lambda: np.fromiter(sampler, np.int64, len(sampler)), batches.batch_size, batches.drop_last, start
         )
     return None

@@ -43,6 +43,7 @@ from hotset.loader.collate import bound, is_known
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import Route, route_to
 from hotset.loader.local_batches import LocalBatches
+from hotset.loader.look_ahead import IdleWork, context_with
 from hotset.loader.remaining_batches import RemainingBatches, cut_of
 from hotset.loader.rng_state import Beginning, LocalGenerators
 from hotset.loader.state import (
@@ -435,20 +436,22 @@ class DataLoader(TorchDataLoader[T]):
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._buffers is None:
             self._buffers = self._make_buffers(route)
-        buffers = self._buffers
+        buffers, idle = self._buffers, IdleWork()
+        workers = self.num_workers if self.in_order else 0
+        prefetch = route.prefetch if route.spills else None
         with warnings.catch_warnings():
             # The outer loader has warned of too many workers already.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             return TorchDataLoader(
-                BatchMaker(self.dataset, self.collate_fn, batched=self.batch_sampler is not None),
+                BatchMaker(self.dataset, self.collate_fn, batched=self.batch_sampler is not None, idle=idle),
                 batch_size=None,
-                sampler=TaskSampler(self._order, buffers, route.prefetch if route.spills else None),
+                sampler=TaskSampler(self._order, buffers, prefetch, workers),
                 num_workers=self.num_workers,
                 collate_fn=_unchanged,  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,
                 timeout=self.timeout,
                 worker_init_fn=WorkerInit(self.worker_init_fn),
-                multiprocessing_context=self.multiprocessing_context,
+                multiprocessing_context=context_with(idle, self.multiprocessing_context),
                 generator=self.generator,
                 prefetch_factor=self.prefetch_factor,
                 persistent_workers=self.persistent_workers,

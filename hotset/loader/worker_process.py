@@ -29,8 +29,10 @@ from hotset.dataset.parent_death import parent_death_signal
 from hotset.determinism.rng import Generators
 from hotset.loader.batch_buffer import BatchBuffer
 from hotset.loader.batch_builder import BatchBuilder, make_gather
+from hotset.loader.batch_order import WholeEpoch, whole_epoch
 from hotset.loader.collate import bound, is_known
 from hotset.loader.index_route import Route, route_to, samples_in
+from hotset.loader.look_ahead import Ahead, IdleWork, Upcoming, batches_ahead
 from hotset.loader.rng_state import pack, restore
 from hotset.loader.worker_messages import BatchMessage, TensorRef, WorkerReport, message_pool
 from hotset.store.blocks import BlockPool, SharedBlocks
@@ -60,6 +62,7 @@ class Task(NamedTuple):
         idle: whether the task has no batch, and only takes the worker's turn.
         pool, block_bytes, block: the block for the batch.
         states: states to restore the worker's generators to first; None to leave them.
+        ahead: what comes later; None if that is not known.
     """
 
     indices: Any
@@ -68,6 +71,7 @@ class Task(NamedTuple):
     block_bytes: int
     block: int
     states: Any = None
+    ahead: Ahead | None = None
 
 
 class BatchBuffers:
@@ -106,10 +110,14 @@ class TaskSampler:
         batches: the user's batch sampler.
         buffers: gives the blocks.
         prefetch: called with each batch's indices when they are drawn, some batches before they are needed.
+        workers: how many workers take turns; 0 to tell them nothing of later batches.
     """
 
-    def __init__(self, batches: Any, buffers: BatchBuffers, prefetch: Callable[[Any], None] | None) -> None:
+    def __init__(
+        self, batches: Any, buffers: BatchBuffers, prefetch: Callable[[Any], None] | None, workers: int = 0
+    ) -> None:
         self._batches = batches
+        self._workers = workers
         self._buffers = buffers
         self._prefetch = prefetch
         self._out: dict[tuple[int, int], BlockPool] = {}
@@ -128,7 +136,8 @@ class TaskSampler:
         self._batches, self._idle, self._states = batches, idle, states
 
     def __iter__(self) -> Iterator[Task]:
-        return self._tasks(iter(self._batches))
+        whole = whole_epoch(self._batches) if self._workers else None
+        return self._tasks(iter(self._batches) if whole is None else whole)
 
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
         # The workers take turns, so the number of each first task is the number of its worker.
@@ -140,7 +149,10 @@ class TaskSampler:
             idle = turn < self._idle
             if self._prefetch is not None and not idle:
                 self._prefetch(indices)
-            yield Task(indices, idle, address, pool.block_bytes, number, self._states.get(turn))
+            ahead = None
+            if self._workers and isinstance(batches, WholeEpoch) and not idle:
+                ahead = batches_ahead(batches, turn - self._idle, self._workers)
+            yield Task(indices, idle, address, pool.block_bytes, number, self._states.get(turn), ahead)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -163,10 +175,14 @@ class BatchMaker(Dataset[Any]):
         dataset: the user's dataset, with caches behind it.
         collate_fn: the user's.
         batched: whether the order gives lists of indices; if not, each sample is collated alone.
+        idle: gets what the worker does while it has no task.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool, idle: IdleWork
+    ) -> None:
         self.dataset = dataset
+        self._idle = idle
         self._collate_fn = collate_fn
         self._batched = batched
         self._made: _InWorker | None = None
@@ -174,6 +190,7 @@ class BatchMaker(Dataset[Any]):
     def __getitem__(self, task: Task) -> BatchMessage:
         if self._made is None:
             self._made = _InWorker(self.dataset, self._collate_fn, self._batched)
+            self._idle.step = self._made.upcoming.fill_some if self._made.upcoming is not None else None
         return self._made.answer(task)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,8 +217,14 @@ class _InWorker:
         self._worker = info.id if info is not None else 0
         for cached in route.caches:
             cached._access.warn = self._report_warning
+        single = route.single
+        self.upcoming: Upcoming | None = None
+        if single is not None and single._window is None and single._remote is None:
+            self.upcoming = Upcoming(single._access, route.sample_ids)
 
     def answer(self, task: Task) -> BatchMessage:
+        if task.ahead is not None and self.upcoming is not None:
+            self.upcoming.note(task.ahead)
         if task.states is not None:
             self._draws = True
             restore(self._drawn_from(), task.states)
