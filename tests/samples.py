@@ -244,6 +244,16 @@ def ragged(index: int) -> dict[str, Any]:
     }
 
 
+def token_ids(index: int) -> dict[str, Any]:
+    """Lists of numbers, of which collating makes a tensor for each position."""
+    return {
+        "ids": [index * 100 + place for place in range(20)],
+        "box": tuple(index / (place + 1) for place in range(9)),
+        "mask": [(index + place) % 3 == 0 for place in range(11)],
+        "label": index,
+    }
+
+
 def of_many_forms(index: int) -> dict[str, Any]:
     """Most without a caption, and some with lists of boxes."""
     sample: dict[str, Any] = {

@@ -130,6 +130,10 @@ class LocalGather:
         """About how many bytes a batch takes."""
         return self._sample_bytes * count
 
+    def holds(self, ids: Ids) -> bool:
+        """Whether the cache has these samples now."""
+        return self.gather.holds(ids)
+
     def prepare(self, ids: Ids, loose: Sequence[ReceivedRecords] = ()) -> Copy | None:
         """Look up a batch; None if one of its samples is neither cached nor among the received records."""
         return self.gather.prepare(ids, self._memory, loose)

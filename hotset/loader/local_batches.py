@@ -275,6 +275,8 @@ class LocalBatches:
     def _gather_here(self, ids: Ids) -> Any | None:
         """The batch; if it is small, the next ones are gathered with it."""
         assert self._gather is not None
+        if not self._gather.holds(ids):
+            return None  # to look for the next ones takes longer
         start = time.perf_counter()
         run = [ids, *self._known(self._gather.run_length(len(ids), self._longest) - 1)]
         copy = self._gather.prepare(ids if len(run) == 1 else np.concatenate(run))

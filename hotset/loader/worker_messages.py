@@ -45,10 +45,28 @@ class TensorRef:
     def __reduce__(self) -> Any:
         return _tensor_at, (self.offset, self.dtype, self.shape)
 
+    def unbind(self) -> _RowsRef:
+        """Return what becomes a list of the tensor's rows."""
+        return _RowsRef(self)
+
 
 def _tensor_at(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     count = math.prod(shape)
     return torch.frombuffer(_opening.array, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+class _RowsRef:
+    """Where in the block a tensor lies; unpickled, it is a list of the rows of that tensor."""
+
+    def __init__(self, tensor: TensorRef) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return _rows_of, (self._tensor,)
+
+
+def _rows_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return list(tensor.unbind())
 
 
 class _BlockRef:

@@ -48,6 +48,8 @@ class Column:
         shape: of one sample in it.
         lies: the stored shape, and the permutation back from it, if samples are stored in the order of their
             memory (:mod:`hotset.store.leaves`); otherwise None.
+        numbers: whether it is a list of numbers, of which collating makes a list: a tensor for each position.
+            The column of a batch is that of shape (positions, samples).
     """
 
     offset: int
@@ -55,6 +57,25 @@ class Column:
     dtype: torch.dtype
     shape: tuple[int, ...]
     lies: tuple[tuple[int, ...], tuple[int, ...]] | None
+    numbers: bool = False
+
+    @property
+    def turns(self) -> bool:
+        """Whether its elements are copied once more, in another order, after they were gathered."""
+        return self.numbers or self.lies is not None
+
+    def turned(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Gathered samples, whose bytes these are, as a view in the batch's order."""
+        values = gathered.view(self.dtype)
+        if self.numbers:
+            return values.t()
+        assert self.lies is not None
+        stored, back = self.lies
+        return values.view(len(values), *stored).permute(0, *back)
+
+    def batched(self, count: int) -> tuple[int, ...]:
+        """The shape of a batch of so many samples."""
+        return (*self.shape, count) if self.numbers else (count, *self.shape)
 
 
 class BatchTree:
@@ -136,13 +157,10 @@ class BatchTree:
         """Collating makes a list of a tensor for each position."""
         if node.length is None:
             raise NotGathered("the lengths of its lists vary")
-        first, size = len(self.columns), node.itemsize
-        self.columns += [
-            Column(offset + position * size, size, _DTYPES[node.kind], (), None)
-            for position in range(node.length)
-        ]
-        last = len(self.columns)
-        return lambda columns, variables: columns[first:last]
+        column = Column(offset, node.fixed_bytes or 0, _DTYPES[node.kind], (node.length,), None, numbers=True)
+        number = len(self.columns)
+        self.columns.append(column)
+        return lambda columns, variables: columns[number]
 
     def _compile_group(self, group: Group, places: Iterator[int]) -> Part:
         if group.kind == "object":

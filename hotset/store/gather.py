@@ -245,8 +245,8 @@ class Gather:
         for column, view, offset in zip(self._tree.columns, found.views, offsets, strict=True):
             out = block.tensor(offset, count * column.width)
             copy.columns.append((out, offset))
-            if column.lies is not None:
-                # Stored in the samples' memory order: selected to memory of its own, then copied in C order.
+            if column.turns:
+                # Stored in another order: selected to memory of its own, then copied in the batch's.
                 out = torch.empty_like(out)
                 copy.lying[len(copy.columns) - 1] = out
             if column.width:
@@ -313,7 +313,8 @@ class Gather:
 
         Args:
             copy: that was run.
-            place: what becomes of a finished column, and its offset in the block.
+            place: what becomes of a finished column, and its offset in the block: the tensor, or an object
+                with a method ``unbind`` that stands for it.
             start, stop: which of the copy's samples the batch has.
         """
         if not copy.sound or not self._store.unchanged(copy.words, copy.clear_generation):
@@ -324,18 +325,22 @@ class Gather:
         columns = []
         for number, (column, (out, offset)) in enumerate(zip(tree.columns, copy.columns, strict=True)):
             if whole:
-                done = out.view(column.dtype).view(count, *column.shape)
+                done = out.view(column.dtype).view(column.batched(count))
             else:
                 offset += start * column.width
                 done = copy.block.tensor(offset, count * column.width, column.dtype)
-                done = done.view(count, *column.shape) if column.shape else done
-            if column.lies is not None and column.width:
-                stored, back = column.lies
-                lying = copy.lying[number].view(column.dtype).view(copy.count, *stored)
-                done.copy_(lying[start:stop].permute(0, *back))
-            columns.append(place(done, offset))
+                done = done.view(column.batched(count)) if column.shape else done
+            if column.turns and column.width:
+                gathered = copy.lying[number].view(copy.count, column.width)[start:stop]
+                done.copy_(column.turned(gathered))
+            placed = place(done, offset)
+            columns.append(_positions(placed) if column.numbers else placed)
         variables = self._variables(copy, start, stop) if copy.tails is not None else []
         return tree.assemble(columns, variables)
+
+    def holds(self, ids: Ids) -> bool:
+        """Whether the store has these samples now."""
+        return self._store.holds(ids)
 
     def is_current(self, copy: Copy) -> bool:
         """Whether the records of a copy have stayed the same since they were looked up."""
@@ -441,6 +446,11 @@ class _Found(NamedTuple):
 
 # What becomes of a variable array's ragged batch: itself, or a padded tensor.
 Variable = Callable[[Ragged], Any]
+
+
+def _positions(placed: Any) -> Any:
+    """A list with a tensor for each position, or what becomes that: ``placed`` has a row for each."""
+    return list(placed.unbind()) if isinstance(placed, torch.Tensor) else placed.unbind()
 
 
 class _Fresh:

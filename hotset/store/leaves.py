@@ -227,7 +227,7 @@ class NumbersLeaf(Leaf):
         if not set(map(type, value)) <= {_PYTHON_NUMBERS[self.kind]}:
             raise SchemaMismatch(f"a {self.container} that does not hold {self.kind} alone")
         try:
-            return np.array(value, _NUMPY_NAMES[self.kind])
+            return np.fromiter(value, _NUMPY_NAMES[self.kind], len(value))
         except OverflowError:
             raise SchemaMismatch("an int of more than 64 bits") from None
 

@@ -40,6 +40,7 @@ from samples import (
     same_content,
     small_float,
     text,
+    token_ids,
 )
 from sources import Batched, Counting, GlobalDraws, Listed, ListedBatches, ReadLog, Samples, Transformed
 from torch.utils.data import (
@@ -147,6 +148,11 @@ SINGLE = [
 @pytest.mark.parametrize(("sampler", "suffix"), rarely(IN_PROCESS, *SINGLE))
 def test_equal_in_process(sampler: str, suffix: str) -> None:
     check_equal(lambda: Samples(image_and_label, N), SUFFIXES[suffix], SAMPLERS[sampler])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lists_of_numbers_are_equal(workers: int) -> None:
+    check_equal(lambda: Samples(token_ids, N), list, SAMPLERS["shuffle"], num_workers=workers)
 
 
 FORKED = [(sampler, "no suffix") for sampler in SAMPLERS] + [

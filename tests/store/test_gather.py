@@ -165,6 +165,7 @@ SCHEMAS = [
         samples.ordered_mapping,
     ),
     *(samples.named, samples.constant_row, two_tensors, numbers, containers, arrays, empties, strided, text),
+    samples.token_ids,
     *(permuted, tv_tensors, samples.same_content, samples.mapping),
 ]
 
