@@ -64,6 +64,9 @@ _FIRST = (
 )
 _FOLDERS = ("docs", "cluster", "session", "loader", "dataset", "store", "demo", "server", "cli")
 _LAST = (
+    *("dataset/test_cache_sources.py", "dataset/test_set_attributes.py", "dataset/test_stale.py"),
+    *("dataset/test_batched.py", "dataset/test_transform_attributes.py", "docs/test_docstrings.py"),
+    *("loader/test_loader_subclasses.py",),
     *("store/test_gather.py", "store/test_schema.py", "dataset/test_audit.py", "dataset/test_cut_search.py"),
     *("dataset/test_cache_dataset.py", "determinism/test_chain.py", "determinism/test_libraries.py"),
 )

@@ -33,7 +33,7 @@ class Unread:
         >>> import types
         >>> dataset = types.SimpleNamespace(file=None)
         >>> held = Unread(dataset)
-        >>> dataset.file = open("/dev/null")
+        >>> dataset.file = "an open file"
         >>> held.put_back()
         >>> dataset
         namespace(file=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 from collections.abc import Callable
@@ -14,12 +15,20 @@ from helpers import rarely
 from observed import compare, record
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision import datasets as vision
-from torchvision.transforms import v2
 
 import hotset
 
 N = 14
+v2: Any = None
+vision: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchvision() -> None:
+    """Imported as tests begin, not as files are collected: a process with it takes twice as long to fork."""
+    global v2, vision
+    v2 = importlib.import_module("torchvision.transforms.v2")
+    vision = importlib.import_module("torchvision.datasets")
 
 
 def crop() -> Any:

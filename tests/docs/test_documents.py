@@ -1,11 +1,8 @@
-"""Everything that the documents show runs: their programs, docstring examples, and the files in examples/."""
+"""Everything that the documents show runs: their programs, and the files in examples/."""
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import os
-import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,13 +25,6 @@ EXAMPLES = sorted(
     if path.stem not in ELSEWHERE and "__main__" in path.read_text()
 )
 SMALL = {"frozen_encoder": ["--samples", "32", "--epochs", "2"]}
-# The demo trains; JAX starts threads, after which no process may be forked: its own tests run its example.
-SEPARATE = ("demo", "integrations.jax")
-MODULES = sorted(
-    module.name
-    for module in pkgutil.walk_packages(hotset.__path__, "hotset.")
-    if not any(name in module.name for name in SEPARATE)
-)
 
 
 Run = Callable[[list[str], Path], str]
@@ -121,21 +111,6 @@ def test_each_machine_has_a_window_over_its_own_subset(
         parts.append(set(indices.split()))
     assert [len(part) for part in parts] == [300, 300]
     assert parts[0].isdisjoint(parts[1])
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples_are_true(name: str) -> None:
-    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert failed == 0
-
-
-def test_there_are_docstring_examples() -> None:
-    finder = doctest.DocTestFinder()
-    with_examples = [
-        test.name for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples
-    ]
-    for public in ("build.cache", "loader.DataLoader", "codecs.register_codec", "collate.pad"):
-        assert any(name.endswith(public) for name in with_examples), public
 
 
 def test_every_relative_link_leads_somewhere() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -270,15 +269,6 @@ KINDS = [mapping, ordered_mapping, named, text, bfloat_and_half, permuted]
 )
 def test_equal_for_every_kind_of_sample(make: Callable[[int], Any], workers: int) -> None:
     check_equal(lambda: Samples(make, N), list, SAMPLERS["shuffle"], num_workers=workers)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_equal_for_tensor_subclasses(workers: int) -> None:
-    from subclasses import boxes_and_masks, meta_tensors
-
-    for make in (boxes_and_masks, meta_tensors):
-        make(0)  # libraries draw as they are imported
-        check_equal(partial(Samples, make, 9), list, SAMPLERS["shuffle"], num_workers=workers)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -29,3 +30,18 @@ def test_every_public_name_is_in_the_table() -> None:
     table = PAGE.split("## Public names")[1].split("\n## ")[0]
     first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", " ".join(first_cells))) == sorted(hotset.__all__)
+
+
+LARGE = {"torchvision", "monai", "kornia", "albumentations", "timm", "lightning", "accelerate", "datasets"}
+
+
+def test_no_large_library_is_imported_as_tests_are_collected() -> None:
+    """A process with torchvision takes twice as long to fork, one with MONAI three times."""
+    apart = {TESTS / folder for folder in ("integrations", "chaos", "gpu")}
+    for path in TESTS.rglob("*.py"):
+        if not apart & {*path.parents}:
+            for node in ast.parse(path.read_text()).body:
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                large = LARGE & {name.partition(".")[0] for name in modules}
+                assert not large, f"{path.relative_to(TESTS)}: import {large} in the tests that need it"
