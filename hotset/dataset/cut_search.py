@@ -31,6 +31,7 @@ from hotset.dataset.pipeline import (
     passes_shared_objects,
     recorded,
 )
+from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.aliasing import copied
 from hotset.determinism.batch_transform import BatchTransform
@@ -220,6 +221,9 @@ class _CutSearch:
             with contextlib.suppress(Exception):
                 self._read_one(index)
         self._read_seconds = typical(self._times)
+        in_groups = getattr(self._pipeline.dataset, "__getitems__", None)
+        if in_groups is not None and not self._pipeline.attributes:
+            self._read_seconds = seconds_in_groups(in_groups, self._read_seconds, length)
 
     def _read_one(self, index: int) -> tuple[Any, list[Recorder]]:
         begun = time.perf_counter()

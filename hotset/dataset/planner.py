@@ -30,6 +30,7 @@ from hotset.dataset.format_transform import format_of
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, file_bytes, remedies
+from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.window import Sizes, Window
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import changeable, same
@@ -370,7 +371,10 @@ def _probe(source: Source, length: int) -> Probe:
     held = (source.dataset, source.prefix)
     timed = Timed(source.read)
     found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
-    return replace(found, seconds=timed.seconds)
+    seconds = timed.seconds
+    if getattr(source.dataset, "__getitems__", None) and not found.moved:
+        seconds = seconds_in_groups(lambda indices: list(source.read_many(indices)), seconds, length)
+    return replace(found, seconds=seconds)
 
 
 def _spread(length: int) -> list[int]:

@@ -349,6 +349,11 @@ class SampleAccess:
         sums = store.segment.slots.sum(axis=0).tolist()
         return sums[Slot.HITS] + sums[Slot.PEER_HITS], sums[Slot.MISSES]
 
+    def stored(self) -> int:
+        """How many samples all processes have stored so far."""
+        store = self.store
+        return int(store.segment.slots[:, Slot.STORED].sum()) if store is not None else 0
+
     def count_hits(self, ids: Ids, less: int = 0) -> None:
         """Count samples that this process has served from the store, and now and then audit one of them.
 

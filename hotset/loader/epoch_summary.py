@@ -1,4 +1,8 @@
-"""A summary of one epoch, in one line: samples per second, hit rate, and how long the trainer waited."""
+"""A summary of one epoch, in one line: samples per second, hit rate, and how long the trainer waited.
+
+While an epoch fills the cache, a line every half minute says how far that is, and when it will be done. All
+lines go to the logger ``hotset``, at level INFO.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ import logging
 import time
 from typing import Any
 
+from hotset.units import format_bytes, format_seconds
+
 __all__ = ["EpochSummary"]
 
 _WORTH_TELLING = 0.05
+_FILLING_SECONDS = 30.0  # between two lines about filling; a shorter epoch has none
 
 _log = logging.getLogger("hotset")
 
@@ -36,12 +43,16 @@ class EpochSummary:
         self._told = 0.0  # how much of ``waited`` is in the cache's counters
         self._before = self._served()
         self._begin = time.perf_counter()
+        self._filling = self._begin, self._stored()  # when that was looked at last, and how many were stored
         self._seconds: float | None = None
         self._hit_rate: float | None = None
 
     def _served(self) -> tuple[int, int]:
         served = [cached._access.served() for cached in self._caches]
         return sum(hits for hits, _ in served), sum(misses for _, misses in served)
+
+    def _stored(self) -> int:
+        return sum(cached._access.stored() for cached in self._caches)
 
     @property
     def seconds(self) -> float:
@@ -62,6 +73,8 @@ class EpochSummary:
         self.waited += waited
         if self.waited - self._told > _WORTH_TELLING:
             self._tell()
+        if time.perf_counter() - self._filling[0] >= _FILLING_SECONDS:
+            self._tell_of_filling()
         if self.batches == self.batches_expected:
             self._end()  # a consumer that knows the length may not ask for a batch after the last
 
@@ -80,6 +93,25 @@ class EpochSummary:
         if self._caches:
             self._caches[0]._access.count_waiting(self.waited - self._told)
         self._told = self.waited
+
+    def _tell_of_filling(self) -> None:
+        """Log how far the caches are filled, if samples were stored since this was looked at last."""
+        (since, before), self._filling = self._filling, (time.perf_counter(), self._stored())
+        now, stored = self._filling
+        done = [cached.stats() for cached in self._caches]
+        cached, size = sum(each.cached for each in done), sum(each.bytes for each in done)
+        plans = [cached.plan for cached in self._caches]
+        aims = [round(plan.used * (1.0 - plan.refused if plan.spill else plan.fits)) for plan in plans]
+        rate = (stored - before) / (now - since)
+        if rate <= 0.0 or cached >= sum(aims):
+            return
+        wanted = sum(aim * plan.sample_bytes for aim, plan in zip(aims, plans, strict=True))
+        _log.info(
+            "epoch %d: %s of %s samples are cached (%s of about %s), %s more a second; "
+            "the cache is filled in about %s",
+            *(self.number, f"{cached:,}", f"{sum(aims):,}", format_bytes(size), format_bytes(wanted)),
+            *(f"{rate:,.3g}", format_seconds((sum(aims) - cached) / rate)),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of ``number, batches_expected, batches, samples, seconds, waited, hit_rate``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,34 @@ def test_rows_that_are_the_datasets_own_are_not_changed(log: ReadLog) -> None:
                 ]
     assert [float(row["x"][0]) for row in dataset.rows] == list(map(float, range(N)))
     assert [row["ids"][0] for row in dataset.rows] == list(range(N))
+
+
+class InGroups(Dataset[Any]):
+    """A call takes five milliseconds, for however many samples."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        time.sleep(0.005)
+        if self.bad in indices:
+            raise LookupError(self.bad)
+        return [float(index) for index in indices]
+
+
+@pytest.mark.parametrize("transform", [None, abs])
+def test_the_plan_says_what_a_sample_takes_in_a_group(transform: Any) -> None:
+    states = rng_states()
+    plan = hotset.cache(InGroups(), memory="1MiB", transform=transform).plan
+    assert plan.sample_seconds < 0.0025, "at least two in a group"
+    assert plan.rows[0].seconds is not None
+    assert plan.rows[0].seconds < 0.0025
+    assert rng_states() == states
+    # A group that cannot be read says nothing.
+    assert hotset.cache(InGroups(bad=200), memory="1MiB").plan.sample_seconds > 0
