@@ -11,6 +11,8 @@ at the pace of the last one, it will end in time. The number of candidates that 
 digest, and a note tells it. Two processes agree unless one of them is right at the limit, or only one finds
 the network's answers cached; then they have two caches where one would do, and neither is wrong.
 
+The versions of files that a library reads over a network are asked for in the same rounds.
+
 A folder is searched only if the state does not name a file in it: an ``ImageFolder`` names all of its files,
 a dataset that keeps ``root`` and bare names does not. Hidden files and locks do not count, as reading a
 dataset may make them. Nor do folders into which any program writes: the home directory, the temporary
@@ -24,7 +26,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 __all__ = ["Files"]
@@ -48,6 +50,8 @@ class Files:
     def __init__(self) -> None:
         self._single: dict[str, bool] = {}
         self._columns: list[list[str]] = []
+        self._remote: dict[str, Callable[[], bytes]] = {}
+        self.unreachable: list[str] = []
 
     def add(self, text: str, *, folder: bool = True) -> None:
         """Add one candidate. ``folder=False``: a constant in code, which may name a file but not a folder."""
@@ -57,6 +61,13 @@ class Files:
     def add_column(self, texts: list[str]) -> None:
         """Add many candidates of one kind."""
         self._columns.append(texts)
+
+    def add_remote(self, name: str, version: Callable[[], bytes]) -> None:
+        """Add a file that is not on this machine: ``version`` asks for what changes when it does.
+
+        If it raises, ``unreachable`` gets a phrase that says so.
+        """
+        self._remote[name] = version
 
     def texts(self) -> list[str]:
         """The candidates that came singly, sorted."""
@@ -75,6 +86,7 @@ class Files:
         folders = [path for column in columns for path in column.folders if self._single.get(path, True)]
         known = [path for column in columns for path in _spread(column.files, _ROUNDS[-1])]
         columns.append(_Column(_inside(folders, known, notes), deadline))
+        columns.append(_Remote(sorted(self._remote), deadline, self._version))
         # The candidates of a set come in another order in each process.
         digests = sorted(column.digest for column in columns)
         asked = sum(len(column.asked) for column in columns if column.files)
@@ -82,6 +94,13 @@ class Files:
         if asked < total:
             notes.append(f"the sizes and dates of {asked:,} of {total:,} files were compared")
         return hashlib.blake2b(b"".join(digests), digest_size=16).digest(), notes
+
+    def _version(self, name: str) -> bytes:
+        try:
+            return self._remote[name]()
+        except Exception as error:  # of a library's or a server's
+            self.unreachable.append(f"the version of {name} could not be asked for ({error})")
+            return os.urandom(16)
 
 
 class _Column:
@@ -126,6 +145,23 @@ class _Column:
                 digest.update(name)
             elif stat.S_ISDIR(found.st_mode):
                 self.folders.append(path)
+        self.digest = digest.digest()
+
+
+class _Remote(_Column):
+    """Files that are not on this machine, each with a function that asks for its version."""
+
+    def __init__(self, names: Sequence[str], deadline: float, version: Callable[[str], bytes]) -> None:
+        self._version = version
+        self.files = list(names)
+        super().__init__(names, deadline)
+
+    def _ask(self) -> None:
+        self.folders = []
+        digest = hashlib.blake2b(len(self.asked).to_bytes(8, "little"), digest_size=16)
+        for name in self.asked:
+            for part in (name.encode("utf-8", "surrogatepass"), self._version(name)):
+                digest.update(len(part).to_bytes(8, "little") + part)
         self.digest = digest.digest()
 
 

@@ -40,6 +40,7 @@ _COLUMN = 256
 _COLUMN_LEVELS = 8
 _CHUNK = 1 << 16
 _MARSHALLED = frozenset({type(None), bool, int, float, complex, str, bytes})
+_VERSION = "__hotset_version__"
 _SORTED = ({str}, {int}, {bytes})
 
 
@@ -121,10 +122,10 @@ class Describer:
         """Put how many parts follow."""
         self.put(number.to_bytes(8, "little"))
 
-    def unknown(self, value: object) -> None:
+    def unknown(self, value: object, why: str = "could not be described") -> None:
         """Put random bytes for a value that cannot be described, so that no other fingerprint is equal."""
         kind = type(value)
-        self.put(self._nonce(f"a {kind.__module__}.{kind.__qualname__} could not be described"))
+        self.put(self._nonce(f"a {kind.__module__}.{kind.__qualname__} {why}"))
 
     def _nonce(self, why: str) -> bytes:
         self.unknowns[why] = None
@@ -321,6 +322,11 @@ def _atom_subclass(plain: Callable[[Any], Any]) -> Handler:
 
 def _object(to: Describer, value: Any) -> None:
     to.add(type(value))
+    if any(_VERSION in vars(kind) for kind in type(value).__mro__):
+        try:
+            to.add(value.__hotset_version__())
+        except Exception as error:
+            to.unknown(value, f"has a {_VERSION} that raised {type(error).__name__} ({error})")
     if solid_base(type(value)) is object:
         to.state(value)
     else:

@@ -19,6 +19,8 @@ function                code, constants, defaults, closure; the user's, the glob
 text that is a path     also the file's size and date: :mod:`hotset.determinism.data_files`
 Arrow table             its rows, or the large file that it maps: :mod:`hotset.determinism.arrow_tables`
 open file, mapping, ..  the file, or content: :mod:`hotset.determinism.handles`
+file of `fsspec`        file system, path and version: :mod:`hotset.determinism.remote_files`
+``__hotset_version__``  what this method of an object returns, besides its attributes
 what code reads else    variables of the environment, torch's defaults: :mod:`.environment`
 ======================  ===========================================================================
 
@@ -78,7 +80,7 @@ def fingerprint(
     It is the same in every process and run, under every hash seed, for the same code and parameters, the same
     versions of libraries, files of the same sizes and dates, and the same environment. It is another one
     otherwise, and wherever something could not be described. Only attributes are read (and ``__reduce_ex__``
-    of objects written in C); no random number is drawn.
+    of objects written in C, and ``__hotset_version__``); no random number is drawn.
 
     State that changes while samples are read (a count of the calls, a log file that the dataset names)
     changes the fingerprint: take it before reading, or give ``hotset.cache`` a ``key=``.
@@ -107,4 +109,5 @@ def fingerprint(
     digest = hashlib.blake2b(_ENCODING, digest_size=16)
     for part in (*described, environment, files):
         digest.update(len(part).to_bytes(8, "little") + part)
-    return Fingerprint(digest.hexdigest(), (*notes_on_files, *notes), tuple(to.unknowns))
+    unknowns = (*to.unknowns, *to.files.unreachable)
+    return Fingerprint(digest.hexdigest(), (*notes_on_files, *notes), unknowns)

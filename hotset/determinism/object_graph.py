@@ -8,7 +8,7 @@ object, and never copies.
 :func:`attributes` reads one object from outside: its own ``__getattr__``, properties and ``__eq__`` do not
 run. An object written in Python *is* its attributes: its ``__dict__`` and its slots. One with a base written
 in C (``datetime``, ``Decimal``, a pyarrow table) also holds data that only that base can read.
-:func:`solid_base` tells the two apart, as ``copyreg`` does: it is the first base that was not made by a
+:func:`solid_base` tells the two apart, much as ``copyreg`` does: it is the first base that was not made by a
 ``class`` statement.
 """
 
@@ -196,5 +196,8 @@ def solid_base(cls: type) -> type:
         # A type that C code made at run time is a heap type as well, but has an allocator of its own.
         new = vars(base).get("__new__")
         if isinstance(new, types.BuiltinMethodType) and new.__self__ is base:
+            return base
+        # Some of these have no constructor; a `class` statement gives attributes or slots.
+        if base.__base__ is object and not vars(base).keys() & {"__dict__", "__slots__"}:
             return base
     return object

@@ -31,6 +31,7 @@ from hotset.determinism.arrow_tables import OF_ARROW
 from hotset.determinism.content_hash import digest_of_bytes, file_behind, integers_of
 from hotset.determinism.describe import Describer, Handler
 from hotset.determinism.handles import OF_HANDLES, by_type, with_own_state
+from hotset.determinism.remote_files import OF_REMOTE_FILES
 
 __all__ = ["HANDLERS"]
 
@@ -322,6 +323,7 @@ def _all(handler: Handler, kinds: Iterable[type | str]) -> dict[type | str, Hand
 HANDLERS: dict[type | str, Handler] = {
     **OF_HANDLES,
     **OF_ARROW,
+    **OF_REMOTE_FILES,
     **_all(with_own_state(by_type), _NO_IDENTITY),
     **_all(_by_text, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype)),
     **_all(_by_text, (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))),

@@ -20,6 +20,8 @@ arguments over the same dataset without the cache.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -427,6 +429,13 @@ class DataLoader(TorchDataLoader[T]):
     def _from_workers(
         self, route: Route, run: EpochProgress, batches: Any, summary: EpochSummary
     ) -> Iterator[Any]:
+        if self._inner is None and _lost_by_fork(self.multiprocessing_context):
+            route.caches[0]._access.warn(
+                "this process has threads of tokio, which libraries in Rust (obstore, for one) start as they "
+                "read first, and which a forked worker lacks: it would wait for them forever. Pass "
+                'multiprocessing_context="spawn" to the loader.',
+                "tokio",
+            )
         inner = self._inner if self._inner is not None else self._make_inner(route)
         if self.persistent_workers:
             self._inner = inner
@@ -474,6 +483,19 @@ class DataLoader(TorchDataLoader[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**{k: v for k, v in self.__dict__.items() if k not in _MADE}, "_iterator": None}
+
+
+def _lost_by_fork(context: Any) -> bool:
+    """Whether workers are forked, and this process has threads that their libraries would wait for."""
+    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+    if method != "fork":
+        return False
+    with contextlib.suppress(OSError):  # no /proc
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:
+                if name.read().startswith("tokio"):
+                    return True
+    return False
 
 
 def _unchanged(message: BatchMessage) -> BatchMessage:

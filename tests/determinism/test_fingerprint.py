@@ -10,6 +10,7 @@ import datetime
 import decimal
 import enum
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import io
@@ -1038,3 +1039,99 @@ def test_an_environment_of_lmdb_counts_by_its_file(folder: Path) -> None:
 
 def test_without_candidates_digests_are_equal() -> None:
     assert Files().compare(1.0) == Files().compare(1.0)
+
+
+# ---- files of object stores ------------------------------------------------------------------------------
+
+
+class Versioned:
+    """Reads objects of a store, and tells their versions."""
+
+    def __init__(self, told: Any) -> None:
+        self._hotset_told = told
+
+    def __hotset_version__(self) -> Any:
+        if isinstance(self._hotset_told, Exception):
+            raise self._hotset_told
+        return self._hotset_told
+
+
+class VersionedAlso(Versioned):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Versioned, VersionedAlso])
+def test_what_a_source_tells_of_its_version_counts(kind: Any) -> None:
+    assert of([kind({"a": '"e1"'})]) == of([kind({"a": '"e1"'})]) != of([kind({"a": '"e2"'})])
+    found = fingerprint(kind(OSError("no route")))
+    assert "__hotset_version__ that raised OSError (no route)" in found.unknowns[0]
+
+
+class Store:
+    """As a file system of fsspec: made from arguments, with state that differs from process to process."""
+
+    __module__ = "fsspec.spec"
+    __qualname__ = "AbstractFileSystem"
+
+    def __init__(self, *storage_args: Any, **storage_options: Any) -> None:
+        self.storage_args = storage_args
+        self.storage_options = storage_options
+        self.pid = random.random()
+        self.etag = '"1"'
+        self.asked = 0
+
+    def info(self, path: str) -> dict[str, Any]:
+        self.asked += 1
+        if self.etag is None:
+            raise ConnectionError("no route")
+        return {"name": path, "ETag": self.etag, "type": "file", "atime": self.asked, "size": 3}
+
+
+class StoredFile:
+    __module__ = "fsspec.core"
+    __qualname__ = "OpenFile"
+
+    def __init__(self, fs: Store, path: str, mode: str = "rb") -> None:
+        self.fs = fs
+        self.path = path
+        self.mode = mode
+
+
+def test_a_file_of_fsspec_counts_by_its_store_path_and_version() -> None:
+    def file(etag: str = '"1"', path: str = "a", *args: Any, **options: Any) -> str:
+        store = Store(*args, **options)
+        store.etag = etag
+        return of([StoredFile(store, path)])
+
+    assert file() == file() == file(token="secret")
+    others = [file('"2"'), file(path="b"), file('"1"', "a", "root"), file(endpoint="http://there")]
+    assert len({file(), *others}) == 5
+    assert of([Store()]) == of([Store(secret="hidden")]) != of([Store(bucket="other")])
+
+
+def test_a_file_of_fsspec_that_is_only_written_to_is_not_asked_for() -> None:
+    store = Store()
+    fingerprint([StoredFile(store, "log", "wb")])
+    assert store.asked == 0
+
+
+def test_a_version_that_cannot_be_asked_for_makes_the_fingerprint_unique_and_is_named() -> None:
+    store = Store()
+    store.etag = None  # type: ignore[assignment]
+    found = fingerprint([StoredFile(store, "data/a")])
+    assert "data/a" in found.unknowns[0]
+    assert "no route" in found.unknowns[0]
+    assert found.digest != fingerprint([StoredFile(store, "data/a")]).digest
+
+
+def test_versions_of_many_files_are_asked_for_in_rounds_and_a_note_says_how_many() -> None:
+    store = Store()
+    files = [StoredFile(store, str(number)) for number in range(3000)]
+    found = fingerprint(files, seconds=0.0)
+    assert store.asked == 64
+    assert found.notes == ("the sizes and dates of 64 of 3,000 files were compared",)
+
+
+def test_an_object_of_compiled_code_without_a_constructor_is_not_described_by_its_type() -> None:
+    hashes = [hashlib.sha256(content) for content in (b"a", b"b")]
+    assert all("could not be described" in fingerprint(each).unknowns[0] for each in hashes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, failure, rarely, recorded, rng_states, seed_everything, taken_apart
+from helpers import (
+    equal_batches,
+    failure,
+    is_a_sentence,
+    rarely,
+    recorded,
+    rng_states,
+    seed_everything,
+    taken_apart,
+)
 from samples import (
     image_and_label,
     none_inside,
@@ -33,7 +43,7 @@ from sources import (
     Samples,
     SlowInWorkers,
 )
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hotset
 
@@ -304,3 +314,29 @@ def test_a_generator_that_is_none_of_torchs_is_refused_where_the_loader_is_made(
             loader.generator = generator
         loader.generator = None
         assert len(list(loader)) == N
+
+
+def test_threads_of_tokio_which_forked_workers_lack_are_warned_of() -> None:
+    cached = hotset.cache(TensorDataset(torch.arange(8)), memory="1MiB")
+    begun, ended = threading.Event(), threading.Event()
+
+    def run() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("tokio-rt-worker")
+        begun.set()
+        ended.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        begun.wait()
+        with pytest.warns(hotset.HotsetWarning, match='multiprocessing_context="spawn"') as told:
+            list(hotset.DataLoader(cached, batch_size=4, num_workers=1))
+        assert len(told) == 1
+        cached.clear()
+        list(hotset.DataLoader(cached, batch_size=4, num_workers=1))  # it is said once
+        assert is_a_sentence(str(told[0].message))
+    finally:
+        ended.set()
+        thread.join()
+        cached.close()
+    list(hotset.DataLoader(cached, batch_size=4, num_workers=1))
