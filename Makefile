@@ -48,14 +48,15 @@ stress: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -s tests/gpu
 
-# Files that try something often, and more often here than in `make test`.
+# Files that try something often, and more often here than in `make test`; then what is marked `chaos`, among it
+# variants of tests that `make test` has; then ten minutes of deaths.
 THOROUGH := tests/store tests/session/test_session_budgets.py tests/session/test_runtime_dir.py \
 	tests/dataset/test_shared_cache.py tests/dataset/test_interrupts.py tests/determinism/test_fingerprint.py
 
 chaos: $(VENV)/.installed
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[chaos]'
 	HOTSET_THOROUGH=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile $(THOROUGH)
-	$(BIN)/python -m pytest -q -m chaos
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m chaos
 	$(BIN)/python -m tests.chaos --kills 50 --seconds 600
 
 clean:
