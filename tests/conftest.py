@@ -59,14 +59,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # Files that take longest come first, so that no worker is left alone with one of them at the end. Then comes
 # what forks most, as long as processes are small, and last what imports many libraries and makes them large.
 _FIRST = (
-    *("docs/test_example_cluster.py", "docs/test_examples_sessions.py", "server/test_server_connections.py"),
+    *("docs/test_example_cluster.py", "server/test_server_connections.py"),
     "cluster/test_cluster_ray.py",
 )
 _FOLDERS = ("docs", "cluster", "session", "loader", "dataset", "store", "demo", "server", "cli")
 _LAST = (
     *("dataset/test_cache_sources.py", "dataset/test_set_attributes.py", "dataset/test_stale.py"),
     *("dataset/test_batched.py", "dataset/test_transform_attributes.py", "docs/test_docstrings.py"),
-    *("loader/test_loader_subclasses.py",),
+    *("loader/test_loader_subclasses.py", "docs/test_examples_sessions.py"),
     *("store/test_gather.py", "store/test_schema.py", "dataset/test_audit.py", "dataset/test_cut_search.py"),
     *("dataset/test_cache_dataset.py", "determinism/test_chain.py", "determinism/test_libraries.py"),
 )
