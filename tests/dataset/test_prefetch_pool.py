@@ -426,12 +426,12 @@ def test_a_forked_child_does_not_use_its_parents_helpers(tmp_path: Path) -> None
         assert settled(pool)
         helpers = pids()
 
-        def in_child() -> None:
+        def use_the_pool() -> None:
             assert pool.idle
             pool.raise_errors()
             pool.close()
 
-        in_child(in_child)
+        in_child(use_the_pool)
         pool.request(ids(range(20)))
         assert settled(pool)
         assert store.holds()
@@ -443,14 +443,14 @@ def test_a_forked_child_starts_helpers_of_its_own() -> None:
         pool.request(ids(range(9)))
         assert settled(pool)
 
-        def in_child() -> None:
+        def use_the_pool() -> None:
             pool.request(ids(range(20)))
             assert len(pids()) == 1
             assert settled(pool)
             assert store.holds()
             pool.close()
 
-        in_child(in_child)
+        in_child(use_the_pool)
         assert len(pids()) == 1
 
 
