@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := tests/constraints/pinned.txt
 
-.PHONY: demo test matrix check bench gpu stress chaos clean
+.PHONY: demo test matrix check bench compatibility gpu stress chaos clean
 
 # torch comes first: with it in place no other package pulls in another one.
 # All of it is compiled at the end, on all cores; pip would do so on one. (Some files are no valid Python.)
@@ -40,6 +40,11 @@ check: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m benchmark
 	$(BIN)/python -m benchmarks
+
+# Programs over other libraries' data, as tests; then their figures, which it writes to docs/compatibility.md.
+compatibility: $(VENV)/.installed
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[compatibility]'
+	$(BIN)/python -m tests.compatibility
 
 stress: $(VENV)/.installed
 	$(BIN)/python -m tests.stress --seconds 300

@@ -52,7 +52,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Do not import a file all of whose tests are left out, for the sake of what it imports."""
     if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
         return None
-    found = re.search(r"^pytestmark = .*pytest\.mark\.(benchmark|chaos)\b", collection_path.read_text(), re.M)
+    found = re.search(
+        r"^pytestmark = .*pytest\.mark\.(benchmark|chaos|compatibility)\b", collection_path.read_text(), re.M
+    )
     return True if found and f"not {found[1]}" in config.option.markexpr else None
 
 

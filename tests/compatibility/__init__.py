@@ -1,0 +1,1 @@
+"""Programs as users of other libraries write them: docs/compatibility.md lists them."""
