@@ -37,7 +37,7 @@ LARGE = {"torchvision", "monai", "kornia", "albumentations", "timm", "lightning"
 
 def test_no_large_library_is_imported_as_tests_are_collected() -> None:
     """A process with torchvision takes twice as long to fork, one with MONAI three times."""
-    apart = {TESTS / folder for folder in ("integrations", "chaos", "gpu")}
+    apart = {TESTS / folder for folder in ("integrations", "compatibility", "chaos", "gpu")}
     for path in TESTS.rglob("*.py"):
         if not apart & {*path.parents}:
             for node in ast.parse(path.read_text()).body:
