@@ -40,7 +40,7 @@ _DEPTH = 16
 _OF_ONE_CONTAINER = 256
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray})
 # Classes of these hold none of the objects that are looked for, and have thousands of attributes.
-_LIBRARIES = sys.stdlib_module_names | {"builtins", "numpy", "torch"}
+_LIBRARIES = sys.stdlib_module_names | {"builtins", "datasets", "numpy", "pyarrow", "torch"}
 
 
 def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str, object]]:

@@ -295,22 +295,26 @@ class Filler:
     def _store(self, values: dict[int, Any], stored: set[int]) -> None:
         """Write and publish these claimed samples as far as there is room; enters which were stored."""
         fitting = forms.prepare_all(self._schema, values, self._note_mismatch)
+        tails = [prepared.tail_lines for _, prepared in fitting]
         if fitting:
-            longest = max(prepared.tail_lines for _, prepared in fitting)
-            self._bytes = self._schema.stride + longest * fmt.LINE
-        while fitting and (written := self._write(fitting)):
+            self._bytes = self._schema.stride + max(tails) * fmt.LINE
+        while fitting and (written := self._write(fitting, tails)):
             stored.update(sample for sample, _ in fitting[:written])
-            del fitting[:written]
+            del fitting[:written], tails[:written]
         self._participant.row[Slot.REJECTED] += len(values) - len(stored)
 
     def _note_mismatch(self, sample: int, mismatch: SchemaMismatch) -> None:
         if len(self.mismatches) < _MOST_MISMATCHES:
             self.mismatches.setdefault(sample, str(mismatch))
 
-    def _write(self, fitting: list[tuple[int, forms.Taken]]) -> int:
-        """Write and publish as many of these as room is given for at once; returns how many."""
-        samples = np.fromiter((sample for sample, _ in fitting), np.int64)
-        written = self._write_to_memory(samples, fitting)
+    def _write(self, fitting: list[tuple[int, forms.Taken]], tails: list[int]) -> int:
+        """Write and publish as many of these, whose tails have so many lines, as room is given for at once.
+
+        Returns:
+            How many.
+        """
+        samples = np.array([sample for sample, _ in fitting], np.int64)
+        written = self._write_to_memory(samples, fitting, tails)
         if self.spill is not None and (self.spill.keeps_all or not written):
             some = samples[: written or None]
             prepared = [one for _, one in fitting[: len(some)]]
@@ -320,16 +324,15 @@ class Filler:
                 self._index.put(samples[:written], words)
         counters = self._participant.row
         counters[Slot.STORED] += written
-        lines = sum(one.tail_lines for _, one in fitting[:written])
-        counters[Slot.STORED_BYTES] += written * self._schema.stride + lines * fmt.LINE
+        counters[Slot.STORED_BYTES] += written * self._schema.stride + sum(tails[:written]) * fmt.LINE
         return written
 
-    def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, forms.Taken]]) -> int:
-        places, tails = self._index.places(samples), [prepared.tail_lines for _, prepared in fitting]
+    def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, forms.Taken]], tails: list[int]) -> int:
+        places = self._index.places(samples).tolist()
         with self._participant.one_thread:
-            given = self._room.reserve(places.tolist(), tails)
+            given = self._room.reserve(places, tails)
             try:
-                return self._publish(samples, places.tolist(), fitting, given)
+                return self._publish(samples, places, fitting, given)
             finally:
                 self._room.settle()
 

@@ -18,6 +18,7 @@ single samples are wanted, and *as they count*, in C order, where whole batches 
 from __future__ import annotations
 
 import math
+import operator
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -224,7 +225,7 @@ class NumbersLeaf(Leaf):
         assert isinstance(value, (list, tuple))
         if self.length is not None and len(value) != self.length:
             raise SchemaMismatch("other keys or another length than in the first samples")
-        if not set(map(type, value)) <= {_PYTHON_NUMBERS[self.kind]}:
+        if operator.countOf(map(type, value), _PYTHON_NUMBERS[self.kind]) != len(value):
             raise SchemaMismatch(f"a {self.container} that does not hold {self.kind} alone")
         try:
             return np.fromiter(value, _NUMPY_NAMES[self.kind], len(value))

@@ -12,7 +12,7 @@ A record is whole before its index word names it; publishing is the caller's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,19 +57,24 @@ class Records:
         self._schema = schema
         self._scratch = _Scratch()
 
-    def write(self, records: Iterable[Record]) -> list[int]:
+    def write(self, records: Sequence[Record]) -> list[int]:
         """Write records to their places; returns the index words that publish them.
 
         Raises:
             OSError: the file cannot be written (a disk that fails).
         """
         words: list[int] = []
-        for run in self._runs(records):
+        for run in self._runs(records) if records else ():
             words += self._write_run(run)
         return words
 
-    def _runs(self, records: Iterable[Record]) -> Iterator[list[Record]]:
+    def _runs(self, records: Sequence[Record]) -> Iterator[list[Record]]:
         """Records in runs that are contiguous in the file, and small enough for the scratch buffer."""
+        if not self._schema.has_tail and len(records) * self._segment.geometry.stride <= _SCRATCH:
+            rows = [record.row for record in records]
+            if rows == list(range(rows[0], rows[0] + len(rows))) and all(map(_is_common, records)):
+                yield list(records)
+                return
         run: list[Record] = []
         size = 0
         for record in records:
@@ -87,7 +92,9 @@ class Records:
         rows_at = geometry.rows_at + run[0].row * geometry.stride
         tails_at = geometry.lines_at + run[0].line * fmt.LINE
         rows = len(run) * geometry.stride
-        size = rows + sum(record.prepared.tail_lines for record in run) * fmt.LINE
+        size = rows
+        if self._schema.has_tail or not all(map(_is_common, run)):
+            size += sum(record.prepared.tail_lines for record in run) * fmt.LINE
         if size > _SCRATCH:
             return self._lay_out(run, segment.buffer, rows_at, tails_at)
         scratch = self._scratch.bytes
@@ -103,7 +110,7 @@ class Records:
     def _lay_out(self, run: list[Record], buffer: Any, row_at: int, tail_at: int) -> list[int]:
         stride = self._segment.geometry.stride
         view = memoryview(buffer)
-        if len(run) > 1 and not self._schema.has_tail and all(type(one.prepared) is Prepared for one in run):
+        if len(run) > 1 and not self._schema.has_tail and all(map(_is_common, run)):
             stamps = _lay_out_rows(self._schema, view, row_at, run)
             return [
                 PRESENT | stamp << fmt.GENERATION_SHIFT | one.row
@@ -160,6 +167,10 @@ def _lay_out_rows(schema: Schema, view: memoryview, row_at: int, run: Sequence[R
     headers[:, 2], headers[:, 3] = fmt.checksums(places, lengths, stamps, rows), 0
     found: list[int] = stamps.tolist()
     return found
+
+
+def _is_common(record: Record) -> bool:
+    return type(record.prepared) is Prepared
 
 
 def _follows(one: Record, other: Record) -> bool:

@@ -193,6 +193,8 @@ class Schema:
         columns: list[list[Any]] = []
         flatten(self.tree, samples, "", columns)
         values = list(zip(*columns, strict=True)) if columns else [()] * len(samples)
+        if not self.variable and self.stride <= LARGEST_RECORD:
+            return [Prepared(each, (), 0) for each in values]
         return [self._measured(each) for each in values]
 
     def _measured(self, values: tuple[Any, ...]) -> Prepared:
