@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -12,7 +14,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress, Task
     from rich.text import Text
 
-__all__ = ["counted", "filled", "progress_bar"]
+__all__ = ["counted", "filled", "import_rich", "progress_bar"]
+
+
+def import_rich() -> None:
+    """Import rich, which draws from Python's global generator as it is imported: that is put back.
+
+    Not at the top, as it takes a while, and most processes show no bar.
+    """
+    state = random.getstate()
+    importlib.import_module("rich.progress")
+    random.setstate(state)
 
 
 def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Progress:
@@ -25,7 +37,7 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
         fields: names of a task's fields, each shown in a column of its own. With ``"size"`` the time that is
             left is shown, and not the time that has passed.
     """
-    # Imported here, as importing rich takes a while, and most processes show no bar.
+    import_rich()
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -60,6 +72,7 @@ def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda done: None
         return
+    import_rich()
     from rich.console import Console
 
     with progress_bar(Console(stderr=True, highlight=False), unit, 5.0) as progress:
@@ -73,6 +86,7 @@ def filled(what: str, total: int, shown: bool) -> Iterator[Callable[[int, int], 
     if not shown or sys.stderr is None:
         yield lambda done, size: None
         return
+    import_rich()
     from rich.console import Console
 
     with progress_bar(Console(stderr=True, highlight=False), "samples", 30.0, "size") as progress:

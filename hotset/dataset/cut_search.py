@@ -35,7 +35,7 @@ from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.aliasing import copied
 from hotset.determinism.batch_transform import BatchTransform
-from hotset.determinism.batched import Batched
+from hotset.determinism.batched import Batched, same_but_for_rounding
 from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import same
@@ -342,6 +342,7 @@ class _CutSearch:
                 verdict = replace(found.verdicts[0], kind="random", evidence=why)
                 verdicts = (verdict, *found.verdicts[1:])
                 found = Split((), self._pipeline.given, verdicts, 0, (), ())
+        _try_together(leaves(self._pipeline.given), found, samples)
         self._given = _ChainFindings(self._pipeline.given, found, samples)
 
     def _samples(self) -> list[Any]:
@@ -591,6 +592,28 @@ class _CutSearch:
             rows.append(Row(verdict.name, verdict.kind, verdict.evidence, seconds, size, number < count))
             value = output
         return rows
+
+
+def _try_together(steps: Sequence[Any], found: Split, samples: Sequence[Any]) -> None:
+    """Try each ``hotset.batched`` on several samples at once, as a fill will.
+
+    Raises:
+        NotCacheable: its result for a sample depends on the others, by more than rounding.
+        Exception: what it raises for several samples; an ArgumentError if it returns another number of rows.
+    """
+    inputs = samples
+    for step, outputs in zip(steps, found.outputs, strict=False):
+        if isinstance(step, Batched) and step.size > 1 and declared(step) != "deterministic":
+            count = min(step.size, max(len(inputs), 2))
+            some = [n % len(inputs) for n in range(count)]
+            together = step.many(copied([inputs[n] for n in some]))
+            if not same_but_for_rounding([outputs[n] for n in some], together):
+                raise NotCacheable(
+                    f"{step!r} must return the same row for a sample whatever else is in its batch, got "
+                    f"other rows for {count} samples at once than for each alone; leave padding and "
+                    "normalising over the batch to collate_fn, or give it size=1."
+                )
+        inputs = outputs
 
 
 def _mixes_rows(step: BatchTransform, rows: list[Any], alone: list[Any]) -> str | None:

@@ -38,7 +38,7 @@ from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, applied, cut, leaves
 from hotset.determinism.equality import changeable
-from hotset.errors import ArgumentError
+from hotset.errors import ArgumentError, NotCacheable
 
 __all__ = [
     "UNUSED",
@@ -299,6 +299,8 @@ def _together(step: Batched, samples: Iterator[Any]) -> Iterator[Any]:
 def _rows_of(step: Batched, group: list[Any]) -> Iterator[Any]:
     try:
         rows = step.many(group) if group else []
+    except (ArgumentError, NotCacheable):
+        raise
     except Exception as error:
         if len(group) == 1:
             raise

@@ -25,10 +25,14 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 from hotset.determinism.batch_transform import TakesBatches
+from hotset.determinism.declare import declared
+from hotset.determinism.equality import same
 from hotset.determinism.object_graph import within_reach
-from hotset.errors import ArgumentError
+from hotset.errors import ArgumentError, NotCacheable
 
-__all__ = ["Batched", "batched"]
+__all__ = ["Batched", "batched", "same_but_for_rounding"]
+
+_ROUNDING = 0.01
 
 
 def batched(transform: Callable[[Any], Any], size: int = 64) -> Batched:
@@ -84,10 +88,19 @@ class Batched(TakesBatches):
 
         Raises:
             ArgumentError: the samples cannot be collated, or there is not one row for each.
+            NotCacheable: a module that the function reaches was put into training mode since the cache was
+                made, as ``model.train()`` does with all parts of a model.
             RuntimeError: the function's module is on a device, and this is a worker process; or it is on a
                 device that cannot be used.
             Exception: what the function raises.
         """
+        module = self.in_training
+        if module is not None and declared(self) != "deterministic":
+            raise NotCacheable(
+                f"{self!r} must be called in evaluation mode, got {module} in training mode, and its results "
+                "would be cached; call .eval() on it after model.train(), or give hotset.batched a copy of "
+                "its own: copy.deepcopy(encoder).eval()."
+            )
         device = self.device
         if device is not None and get_worker_info() is not None:
             raise RuntimeError(
@@ -142,6 +155,8 @@ class Batched(TakesBatches):
 
     def _rows(self, made: Any, count: int) -> list[Any]:
         """Take what the function returned apart, into one row for each sample."""
+        if isinstance(made, torch.Tensor) and made.layout is not torch.strided:
+            raise ArgumentError(f"{self!r} must return dense tensors, got one of layout {made.layout}.")
         if isinstance(made, Mapping):
             columns = {name: self._rows(column, count) for name, column in made.items()}
             if columns:
@@ -153,7 +168,10 @@ class Batched(TakesBatches):
             if len(made) == count:
                 return list(made)
             got = f"{len(made)} rows for {count} samples"
-            raise ArgumentError(f"{self!r} must return one row for each sample, got {got}.")
+            raise ArgumentError(
+                f"{self!r} must return one row for each sample, got {got}; return a tuple if these are "
+                "several columns, as a list has one item for each sample."
+            )
         raise ArgumentError(
             f"{self!r} must return a tensor or array whose first dimension counts the samples, a list with "
             f"one item for each, or a dict or tuple of these, got {type(made).__name__}."
@@ -163,6 +181,28 @@ class Batched(TakesBatches):
         transform = self.transform
         name = getattr(transform, "__qualname__", type(transform).__qualname__).rpartition("<locals>.")[2]
         return f"hotset.batched({name})"
+
+
+def same_but_for_rounding(one: Any, other: Any) -> bool:
+    """Whether two results are the same but for the rounding of floating-point numbers.
+
+    A network may round otherwise for a batch of another size, by less than a hundredth of the largest value.
+    """
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_but_for_rounding(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_but_for_rounding, one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "biufc":
+        return same_but_for_rounding(torch.from_numpy(one.copy()), torch.from_numpy(other.copy()))
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return same(one, other) is None
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() and one.numel()):
+        return torch.equal(one, other)
+    exact, found = one.detach().double(), other.detach().double()
+    largest = exact[exact.isfinite()].abs().max().item() if exact.isfinite().any() else 0.0
+    return torch.allclose(found, exact, rtol=0.0, atol=_ROUNDING * largest, equal_nan=True)
 
 
 def _on(value: Any, device: torch.device) -> Any:

@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hotset._progress import progress_bar
+from hotset._progress import import_rich, progress_bar
 from hotset._warnings import warn
 from hotset.errors import ArgumentError, LossNotFinite
 from hotset.train.checkpoint import UNFINISHED
@@ -436,7 +436,7 @@ class Bar(Callback):
     """
 
     def __init__(self) -> None:
-        # Not above: most processes show no bar, and rich takes a while to be imported.
+        import_rich()
         from rich.console import Console
 
         self._progress = progress_bar(Console(highlight=False), "steps", 5.0, "loss")

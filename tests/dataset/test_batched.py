@@ -230,6 +230,42 @@ def test_a_module_in_training_mode_is_refused() -> None:
         assert cached[3].shape == (2,)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_module_that_is_put_into_training_mode_later_is_refused_and_nothing_is_frozen(workers: int) -> None:
+    """``model.train()`` before each epoch reaches the encoder too, if it is a part of the model."""
+    encoder = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout()).eval()
+    model = torch.nn.ModuleDict({"encoder": encoder, "head": torch.nn.Linear(8, 2)})
+    with hotset.cache(Rows(), transform=[hotset.batched(model["encoder"])], memory="4MiB") as cached:
+        model.train()
+        statistics = encoder[1].running_mean.clone()
+        found = failure(lambda: list(hotset.DataLoader(cached, 10, num_workers=workers)))
+        assert found.kind is hotset.NotCacheable
+        assert "evaluation mode" in found.text
+        assert cached.stats().cached == 0
+        assert torch.equal(encoder[1].running_mean, statistics)
+        encoder.eval()
+        assert len(list(hotset.DataLoader(cached, 10, num_workers=workers))) == 10
+
+
+def centred(batch: torch.Tensor) -> torch.Tensor:
+    return batch - batch.mean(0)
+
+
+def test_rows_that_depend_on_their_batch_are_refused() -> None:
+    with pytest.raises(hotset.NotCacheable, match="whatever else is in its batch") as raised:
+        hotset.cache(Rows(), transform=[hotset.batched(centred)], memory="4MiB")
+    assert is_a_sentence(str(raised.value))
+    with hotset.cache(Rows(), transform=[hotset.batched(centred, size=1)], memory="4MiB") as cached:
+        assert torch.equal(cached[3], torch.zeros(4))
+
+
+def test_a_list_of_columns_is_not_taken_for_rows() -> None:
+    samples = [(torch.arange(4.0) + index,) for index in range(N)]
+    with pytest.raises(hotset.ArgumentError, match="return a tuple if these are several columns") as raised:
+        hotset.cache(samples, transform=[hotset.batched(lambda batch: [batch[0] * 2])], memory="4MiB")
+    assert is_a_sentence(str(raised.value))
+
+
 def drop(batch: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.dropout(batch, training=True)
 
@@ -302,6 +338,7 @@ def test_something_that_cannot_be_called() -> None:
         (lambda batch: batch.sum(), "first dimension"),
         (lambda batch: None, "NoneType"),
         (lambda batch: {}, "dict"),
+        (lambda batch: batch.to_sparse(), "dense"),
     ],
 )
 def test_a_function_that_returns_another_number_of_rows(function: Any, why: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -85,6 +87,19 @@ def test_what_the_dataset_raises_is_raised(workers: int, tmp_path: Path) -> None
         source.disarm()
         cached.fill(num_workers=workers)
         assert cached.stats().cached == N
+
+
+def test_a_bar_moves_no_generator(tmp_path: Path) -> None:
+    """In a process of its own: the library that draws it moves Python's generator as it is first imported."""
+    program = """
+import random, hotset
+cached = hotset.cache([float(number) for number in range(20)], memory="1MiB")
+before = random.getstate()
+cached.fill(progress=True)
+print(random.getstate() == before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize("workers", [0, 1])
