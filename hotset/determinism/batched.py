@@ -128,8 +128,9 @@ class Batched(TakesBatches):
     def in_training(self) -> str | None:
         """The name of a module in training mode that the function reaches; None if there is none."""
         for path, module in within_reach([self.transform], (torch.nn.Module,)):
-            if module.training:  # type: ignore[attr-defined]
-                return path
+            for name, part in module.named_modules():  # type: ignore[attr-defined]
+                if part.training:
+                    return f"{path}.{name}" if name else path
         return None
 
     def _collated(self, samples: Sequence[Any]) -> Any:

@@ -244,6 +244,10 @@ def test_a_module_that_is_put_into_training_mode_later_is_refused_and_nothing_is
         assert cached.stats().cached == 0
         assert torch.equal(encoder[1].running_mean, statistics)
         encoder.eval()
+        encoder[2].train()  # only a part of it
+        found = failure(lambda: list(hotset.DataLoader(cached, 10, num_workers=workers)))
+        assert found.kind is hotset.NotCacheable
+        encoder.eval()
         assert len(list(hotset.DataLoader(cached, 10, num_workers=workers))) == 10
 
 
