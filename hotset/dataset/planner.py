@@ -31,7 +31,9 @@ from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, file_bytes, remedies
 from hotset.dataset.source_reader import seconds_in_groups
+from hotset.dataset.unread import Unread
 from hotset.dataset.window import Sizes, Window
+from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import changeable, same
 from hotset.determinism.probe import Probe, probe
@@ -176,6 +178,8 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
             "part to transform=, after the part that may be cached."
         )
     held = _held_by_others(options.session, limit)
+    own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
+    unread = Unread(dataset, [*own, *leaves(pipeline.given)])
     choice, source, probed = _decide(pipeline, options, limit - held)
     judged, believed = _judge(dataset, source, probed)
     if not believed and not probed.drawing:
@@ -203,6 +207,7 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     rows = choice.rows
     if len(rows) == 1:  # without transforms, nothing was measured yet
         rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
+    unread.put_back()
     found = identity.fingerprint(pipeline, choice.cuts, source)
     if found.unknowns and options.session is not None:
         raise NotShared(unshareable(found.unknowns))

@@ -5,16 +5,21 @@ such a handle cannot be pickled, and is often not to be used after a fork. With 
 process of a program with workers reads nothing. Planning reads a few samples there, and would leave an open
 handle behind: a spawned worker could not be started, and a forked one would share it with all others.
 
-The attributes of the dataset, and of the datasets that it wraps, are set to what they were. An object is left
-alone if one of its containers has grown or shrunk meanwhile, as its attributes may describe the container.
+The attributes of the dataset, and of the datasets that it wraps, are set to what they were. So are those of
+its transforms, before the cache gets its fingerprint: a transform that counts its calls, or loads a network
+when it is called first, would have another one in the process that plans than in all others. An object is
+left alone if one of its containers has grown or shrunk meanwhile, as its attributes may describe the
+container.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
+
+from hotset.determinism.batch_transform import TakesBatches
 
 __all__ = ["Unread"]
 
@@ -28,6 +33,7 @@ class Unread:
 
     Args:
         dataset: the dataset, before it is read.
+        transforms: its transforms, before they are called.
 
     Example:
         >>> import types
@@ -39,8 +45,9 @@ class Unread:
         namespace(file=None)
     """
 
-    def __init__(self, dataset: Any) -> None:
-        owners = {id(owner): owner for owner in _owners(dataset, 0)}
+    def __init__(self, dataset: Any, transforms: Iterable[Any] = ()) -> None:
+        holders = [dataset, *map(_holder, transforms)]
+        owners = {id(owner): owner for holder in holders for owner in _owners(holder, 0)}
         self._held = [(owner, dict(vars(owner)), _lengths(vars(owner))) for owner in owners.values()]
 
     def put_back(self) -> None:
@@ -71,6 +78,13 @@ def _owners(dataset: Any, depth: int) -> Iterator[Any]:
         for part in parts:
             if isinstance(part, Dataset):
                 yield from _owners(part, depth + 1)
+
+
+def _holder(transform: Any) -> Any:
+    """The object whose attributes a transform uses."""
+    if isinstance(transform, TakesBatches):
+        transform = transform.transform
+    return getattr(transform, "__self__", transform)
 
 
 def _lengths(attributes: dict[str, Any]) -> list[int]:

@@ -276,6 +276,31 @@ class Changing(Samples):
         return super().__getitem__(index)
 
 
+@hotset.deterministic
+class Loading:
+    """Counts its calls, and makes what it needs when it is called first."""
+
+    def __init__(self) -> None:
+        self.calls, self.weights = 0, None
+
+    def __call__(self, sample: Any) -> Any:
+        self.calls += 1
+        self.weights = torch.ones(1) if self.weights is None else self.weights
+        return sample
+
+
+def make_with(state: dict[str, Any], transform: Any) -> Any:
+    state["cached"] = hotset.cache(Samples(mapping, N), transform=[transform])
+    return nonce(state)
+
+
+def test_a_transform_that_is_another_once_it_was_called_does_not_part_the_ranks(
+    start: Callable[..., Rank],
+) -> None:
+    first, second = start(0), start(1)
+    assert first.do(make_with, Loading()) == second.do(make_with, Loading())
+
+
 def test_what_differs_is_not_shared(start: Callable[..., Rank]) -> None:
     one = start(0).do(make_and_tell, Samples(mapping, N))
     assert start(1).do(make_and_tell, Samples(mapping, N)) == one
