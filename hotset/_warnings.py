@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Callable, Iterator
 
 from hotset.errors import HotsetWarning
 
-__all__ = ["Warner", "printable", "warn"]
+__all__ = ["Warner", "printable", "warn", "warnings_to"]
 
+_here = threading.local()
 _OURS = os.path.dirname(__file__) + os.sep
 # Libraries that call hotset on the user's behalf: none of their lines is the user's.
 _BETWEEN = ("torch", "typer", "click", "contextlib", "multiprocessing", "concurrent.futures", "threading")
@@ -20,6 +24,10 @@ def warn(sentence: str) -> None:
 
     (``skip_file_prefixes`` of :func:`warnings.warn` does this from Python 3.12 on.)
     """
+    say = getattr(_here, "say", None)
+    if say is not None:
+        say(sentence)
+        return
     theirs = (_OURS, *filter(None, map(_code_of, _BETWEEN)))
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(theirs):
@@ -31,6 +39,23 @@ def _code_of(module: str) -> str:
     """The folder or the file of a module's code, if it is loaded; else an empty string."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return os.path.dirname(file) + os.sep if os.path.basename(file) == "__init__.py" else file
+
+
+@contextlib.contextmanager
+def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Give what this thread would warn of to ``say``: for programs that do not know that they use hotset.
+
+    Example:
+        >>> with warnings_to(print):
+        ...     warn("there is no room.")
+        there is no room.
+    """
+    before = getattr(_here, "say", None)
+    _here.say = say
+    try:
+        yield
+    finally:
+        _here.say = before
 
 
 class Warner:

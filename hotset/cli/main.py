@@ -119,6 +119,50 @@ def explain(
     )
 
 
+@app.command(
+    "run",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+)
+def run_program(
+    command: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="-- PROGRAM [ARGS]...", help="The program and its arguments.", show_default=False
+        ),
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="Memory limit of all that is kept: 64GiB, or 50% of what is free.")
+    ] = "auto",
+    session: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="Session to keep it in for later jobs."),
+    ] = None,
+    spill: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Folder for what memory has no room for."),
+    ] = None,
+    memo: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="MODULE:FUNCTION", help="One more function to memoise; may be repeated."),
+    ] = None,
+    evict: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="lru: new values take the place of those used least recently."),
+    ] = None,
+) -> None:
+    """Run a program so that each file is decoded once; no line of it is changed.
+
+    The well-known decoders (cv2.imread, PIL, torchvision.io and others) are memoised in all of its Python
+    processes. A report goes to stderr at the end.
+    """
+    from hotset.cli.run import run
+    from hotset.run.environment import Options
+    from hotset.run.program import die_as
+
+    options = Options(memory=memory, spill=spill, session=session, evict=evict, functions=tuple(memo or ()))
+    die_as(run(options, command or []))
+
+
 @app.command()
 def check() -> None:
     """List the caches on this machine and verify every record in them; exit code 1 if one is damaged."""

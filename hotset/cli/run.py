@@ -1,0 +1,141 @@
+"""``hotset run``: a program with its decoders memoised, and a report on stderr when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hotset._warnings import printable
+from hotset.errors import ArgumentError
+from hotset.run import loader_wait
+from hotset.run.environment import Options, environment_for, read_left
+from hotset.run.program import run_program
+from hotset.run.report import Outcome, report
+from hotset.session.sessions import find
+from hotset.units import parse_bytes
+
+__all__ = ["run"]
+
+
+def run(options: Options, command: Sequence[str]) -> int:
+    """Run ``command`` with ``options`` and report to stderr.
+
+    Returns:
+        The program's status, as that of :func:`os.waitpid`.
+
+    Raises:
+        SessionError: there is no such session.
+        ArgumentError: an option has no meaning, or there is no command.
+        QuantityError: the memory is no amount.
+    """
+    _check(options, command)
+    ledger = tempfile.mkdtemp(prefix="hotset-run-")
+    job = _Job(options, secrets.token_hex(8))
+    start = time.monotonic()
+    try:
+        environment = environment_for(options, job.name, ledger, os.environ)
+        status = run_program(command, environment, _say, job.attach)
+        seconds = time.monotonic() - start
+        if not job.attached:
+            return status  # the program could not be started
+        outcome = Outcome(
+            command=printable(shlex.join(command), 60),
+            seconds=seconds,
+            functions=job.functions(),
+            left=read_left(ledger),
+            waits=loader_wait.read_waits(ledger),
+            unreached=_lines(os.path.join(ledger, "unreached")),
+            reached=os.path.exists(os.path.join(ledger, "reached")),
+        )
+        sys.stderr.write("".join(f"{printable(line)}\n" for line in report(outcome)))
+        return status
+    finally:
+        job.close()
+        shutil.rmtree(ledger, ignore_errors=True)
+
+
+def _check(options: Options, command: Sequence[str]) -> None:
+    if not command:
+        raise ArgumentError("hotset run needs a program; write hotset run -- python train.py.")
+    if options.memory != "auto":
+        parse_bytes(options.memory, whole=lambda: 1 << 30)
+    if options.evict not in (None, "lru"):
+        raise ArgumentError(
+            f'--evict must be "lru", got {options.evict!r}; leave it out to keep what is kept.'
+        )
+    for place in options.functions:
+        module, colon, name = place.partition(":")
+        if not colon or not module or not name:
+            raise ArgumentError(f"{place!r} names no function; use --memo module:function.")
+    if options.session is not None:
+        if options.spill is not None:
+            raise ArgumentError("a session has a spill folder of its own; leave out --spill or --session.")
+        find(options.session)
+    if options.spill is not None and not Path(options.spill).is_dir():
+        raise ArgumentError(f"--spill must be a folder, got {options.spill!r}; create it.")
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"hotset: {sentence}\n")
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+class _Job:
+    """The memos' store, held in this process: what workers have kept stays when they end.
+
+    It is attached by a thread while the program starts, as that imports torch.
+    """
+
+    def __init__(self, options: Options, name: str) -> None:
+        self.name = name
+        self._options = options
+        self._store: Any = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def attached(self) -> bool:
+        return self._thread is not None
+
+    def attach(self) -> None:
+        os.environ["HOTSET_JOB"] = self.name
+        self._thread = threading.Thread(target=self._attach, name="hotset-attach", daemon=True)
+        self._thread.start()
+
+    def _attach(self) -> None:
+        try:
+            from hotset.run.kept import attach
+
+            self._store = attach(self._options)
+        except Exception as error:
+            _say(f"the memos' store cannot be held here ({type(error).__name__}: {printable(str(error))}).")
+
+    def functions(self) -> list[tuple[str, Any]]:
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            found = self._store.functions() if self._store is not None else []
+            return [(name, stats if isinstance(stats, dict) else stats._asdict()) for name, stats in found]
+        except Exception as error:
+            _say(f"there are no figures ({type(error).__name__}: {printable(str(error))}).")
+            return []
+
+    def close(self) -> None:
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self._store.leave()

@@ -1,0 +1,303 @@
+"""The functions that are memoised as their module is imported, and what makes two of their calls the same.
+
+A function is here if what it returns follows from one file and plain arguments. Its identity is the file
+(:mod:`hotset.memo` looks at its size, time of change and inode), the other arguments with their defaults, and
+the versions of the libraries that decode. A call whose identity is not certain is left alone; the report of
+``hotset run`` says how often and why.
+
+Built-in functions are replaced by an object without ``__get__``: as a class's attribute it binds no
+``self``, and neither did they. Python's functions are replaced by a function.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import inspect
+import os
+import stat
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hotset.run.environment import Options, left_alone, options_here
+from hotset.run.import_hook import Hook
+from hotset.run.kept import Kept, is_computing, memo_of
+
+__all__ = ["LeftAlone", "check_age", "file_identity", "hooks", "plain", "versions"]
+
+# Longer than the clock by which file systems write times.
+_MOMENT_SECONDS = 0.05
+
+# The file that a call reads, and what else tells it from others.
+Identify = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Path, tuple[Any, ...]]"]
+
+
+class LeftAlone(Exception):
+    """This call is not memoised; the text says why."""
+
+
+class Decoder(NamedTuple):
+    """One function.
+
+    Attributes:
+        module: the module whose attribute is replaced; others import it from there.
+        name: the attribute.
+        libraries: the modules whose versions are part of the identity.
+        identify: makes, of the function, what gives a call's identity or raises LeftAlone.
+    """
+
+    module: str
+    name: str
+    libraries: tuple[str, ...]
+    identify: Callable[[Callable[..., Any]], Identify]
+
+
+def hooks(more: tuple[str, ...] = ()) -> Iterator[tuple[str, Hook]]:
+    """Every module to wait for, and what to do when it has been imported."""
+    for decoder in TABLE:
+        yield decoder.module, functools.partial(_replace, decoder)
+    for place in more:
+        module, _, name = place.partition(":")
+        yield module, functools.partial(_replace_users, name)
+
+
+def _replace(decoder: Decoder, module: Any) -> None:
+    function = getattr(module, decoder.name, None)
+    if function is None or hasattr(function, "__hotset__"):
+        return
+    wrapped = _wrapped(function, f"{decoder.module}.{decoder.name}", decoder)
+    setattr(module, decoder.name, wrapped)
+
+
+def _wrapped(function: Callable[..., Any], name: str, decoder: Decoder) -> Any:
+    kept = Kept(name)
+    identify = decoder.identify(function)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        if is_computing():
+            return function(*args, **keywords)
+        identity = _identity(identify, name, args, keywords)
+        if identity is None:
+            return function(*args, **keywords)
+        file, rest = identity
+        ok, value = kept.call(file, (versions(decoder.libraries), rest), function, args, keywords)
+        if ok:
+            return value
+        try:
+            raise value
+        finally:
+            del value  # its traceback has this frame
+
+    if isinstance(function, types.FunctionType):
+        functools.update_wrapper(call, function)
+        call.__hotset__ = True  # type: ignore[attr-defined]
+        return call
+    # A class for each, whose __call__ is ``call`` itself: one line in a traceback, not two.
+    return type(_BuiltIn.__name__, (_BuiltIn,), {"__call__": staticmethod(call)})(function)
+
+
+def _identity(
+    identify: Identify, name: str, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Path, tuple[Any, ...]] | None:
+    try:
+        return identify(args, keywords)
+    except LeftAlone as error:
+        left_alone(name, str(error))
+        return None
+
+
+class _BuiltIn:
+    """Stands for a built-in function: the same name, documentation and place, and it binds nothing."""
+
+    __hotset__ = True
+
+    def __init__(self, function: Any) -> None:
+        self.__wrapped__ = function
+        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
+        self.__module__, self.__doc__ = function.__module__, function.__doc__
+
+    def __reduce__(self) -> str:
+        return str(self.__qualname__)  # as functions are pickled: by their name
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+
+def _replace_users(path: str, module: Any) -> None:
+    """Memoise ``--memo module:function``: by all of its arguments, as ``hotset.memo`` does it."""
+    *parents, name = path.split(".")
+    owner = functools.reduce(getattr, parents, module)
+    function = inspect.getattr_static(owner, name)
+    setattr(owner, name, _WhenCalled(function))
+
+
+class _WhenCalled:
+    """Stands for the user's function until it is called; then it is the memo, whose module imports torch."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__wrapped__ = function
+        functools.update_wrapper(self, function)
+        self._memo: Any = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self._memo is None:
+            try:
+                self._memo = memo_of(self.__wrapped__, options_here() or Options())
+            except Exception as error:
+                left_alone(self.__wrapped__.__qualname__, f"hotset.memo: {type(error).__name__}: {error}")
+                self._memo = self.__wrapped__
+        return self._memo(*args, **keywords)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __reduce__(self) -> Any:
+        return str(self.__wrapped__.__qualname__)
+
+
+# What makes an identity
+
+
+@functools.cache
+def versions(libraries: tuple[str, ...]) -> tuple[str, ...]:
+    """Name and version of each of the libraries that is there."""
+    found = []
+    for name in libraries:
+        module = sys.modules.get(name)
+        if module is None:
+            try:
+                module = importlib.import_module(name)
+            except ImportError:
+                continue
+        found.append(f"{name} {getattr(module, '__version__', '?')}")
+        if name == "cv2":
+            found.append(module.getBuildInformation())
+    return tuple(found)
+
+
+def file_identity(path: Any) -> Path:
+    """The file that ``path`` names.
+
+    Raises:
+        LeftAlone: it is no path, or names no regular file.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise LeftAlone("the file is given as an open file or as bytes")
+    name = os.fspath(path)
+    if not isinstance(name, str):
+        raise LeftAlone("the path is given as bytes")
+    try:
+        status = os.stat(name)
+    except (OSError, ValueError):
+        raise LeftAlone("there is no such file (a URL, or the call fails)") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise LeftAlone("the path is not that of a regular file")
+    check_age(status)
+    return Path(os.path.abspath(name))
+
+
+def check_age(status: os.stat_result) -> None:
+    """Refuse a file that was written a moment ago: written once more, it may have the same time of change.
+
+    Raises:
+        LeftAlone: it was.
+    """
+    if abs(time.time() - status.st_mtime) < _MOMENT_SECONDS:
+        raise LeftAlone("the file was written a moment ago")
+
+
+def plain(value: Any, what: str) -> Any:
+    """An argument as part of an identity.
+
+    Raises:
+        LeftAlone: it is no number, string, enum, dtype, slice or tuple, list or dict of them.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes):
+        return value
+    if kind in (tuple, list):
+        return (kind.__name__, *(plain(one, what) for one in value))
+    if kind is dict:
+        return ("dict", *((plain(name, what), plain(one, what)) for name, one in value.items()))
+    if kind is slice:
+        return ("slice", *(plain(one, what) for one in (value.start, value.stop, value.step)))
+    if isinstance(value, enum.Enum):
+        return (f"{kind.__module__}.{kind.__qualname__}", value.name)
+    if isinstance(value, type):
+        return ("type", f"{value.__module__}.{value.__qualname__}")
+    if (kind.__module__.split(".")[0], kind.__name__.lower().endswith("dtype")) in _DTYPES:
+        return ("dtype", str(value))
+    raise LeftAlone(f"argument {what} is a {kind.__module__}.{kind.__qualname__}")
+
+
+_DTYPES = {("numpy", True), ("torch", True)}
+
+
+def _by_signature(path: str, *absent: str, check: Callable[[str], None] | None = None) -> Any:
+    """By the argument ``path``, a file, and all others, of which those in ``absent`` must be None.
+
+    ``check`` is given the path and raises LeftAlone.
+    """
+
+    def identify(function: Callable[..., Any]) -> Identify:
+        signature = inspect.signature(function)
+
+        def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Path, tuple[Any, ...]]:
+            try:
+                bound = signature.bind(*args, **keywords)
+            except TypeError:
+                raise LeftAlone("the arguments do not fit, and the call fails") from None
+            bound.apply_defaults()
+            given = bound.arguments
+            for name in absent:
+                if given.get(name) is not None:
+                    raise LeftAlone(f"argument {name} is given")
+            file = file_identity(given[path])
+            if check is not None:
+                check(str(file))
+            rest = ((name, plain(value, name)) for name, value in sorted(given.items()) if name != path)
+            return file, tuple(rest)
+
+        return identity
+
+    return identify
+
+
+def _cv2_imread(function: Callable[..., Any]) -> Identify:
+    """``imread(filename[, flags])``: the built-in function has no signature."""
+    default = sys.modules["cv2"].IMREAD_COLOR if hasattr(sys.modules.get("cv2"), "IMREAD_COLOR") else 1
+
+    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Path, tuple[Any, ...]]:
+        more = {**dict(zip(("filename", "flags"), args, strict=False)), **keywords}
+        if len(args) > 2 or not {"filename"} <= set(more) <= {"filename", "flags"}:
+            raise LeftAlone("it has other arguments than a file and flags")
+        flags = more.get("flags", default)
+        if type(flags) is not int:
+            raise LeftAlone("the flags are not an int")
+        return file_identity(more["filename"]), (flags,)
+
+    return identity
+
+
+def _not_by_pillow(path: str) -> None:
+    """What Ultralytics reads with PIL's plugins may warn, and does so in each call."""
+    if path.lower().endswith((".avif", ".heic", ".heif")):
+        raise LeftAlone("Ultralytics reads AVIF and HEIF with PIL")
+
+
+TABLE = (
+    Decoder("cv2", "imread", ("cv2",), _cv2_imread),
+    Decoder(
+        "ultralytics.utils.patches",
+        "imread",
+        ("ultralytics", "cv2"),
+        _by_signature("filename", check=_not_by_pillow),
+    ),
+    Decoder("torchvision.io.image", "read_image", ("torchvision",), _by_signature("path")),
+    Decoder("torchvision.io.image", "decode_image", ("torchvision",), _by_signature("input")),
+)

@@ -1,0 +1,141 @@
+"""What ``hotset run`` tells the processes below it, through their environment, and what they tell it.
+
+=================  ======================================================================================
+``HOTSET_JOB``     a random name, by which the memos of all processes find one store
+``HOTSET_RUN``     the options of the command, as JSON
+``HOTSET_LEDGER``  a private folder: what processes did, in files that need no process to end well
+``PYTHONPATH``     ``inject`` first, so that each Python process starts with ``inject/sitecustomize.py``
+=================  ======================================================================================
+
+The ledger has three kinds of files. ``left`` has a line of JSON for what was left alone: process, function,
+reason, how many calls so far; it is written at the first call, the second, the fourth and so on, so that the
+sum over processes is at least half of the truth without any work at a process's end. ``wait-<pid>`` has two
+doubles, the seconds a main process has waited for its loaders and the number of batches, which the process
+changes in place. ``reached`` and ``unreached`` say whether Python processes could be reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+
+__all__ = [
+    "JOB",
+    "LEDGER",
+    "Options",
+    "environment_for",
+    "left_alone",
+    "options_here",
+    "reached",
+    "read_left",
+]
+
+JOB, RUN, LEDGER = "HOTSET_JOB", "HOTSET_RUN", "HOTSET_LEDGER"
+_INJECT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of ``hotset run``.
+
+    Attributes:
+        memory: the limit of all memos of the job together.
+        spill: the folder for what memory has no room for.
+        session: the session whose caches outlive the job.
+        evict: "lru" if new values may take the place of those used least recently.
+        functions: ``module:function`` of functions to memoise beside the well-known ones.
+    """
+
+    memory: str = "auto"
+    spill: str | None = None
+    session: str | None = None
+    evict: str | None = None
+    functions: tuple[str, ...] = ()
+
+
+def environment_for(
+    options: Options, job: str, ledger: str, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of the program."""
+    before = environment.get("PYTHONPATH")
+    return {
+        **environment,
+        JOB: job,
+        RUN: json.dumps(dataclasses.asdict(options)),
+        LEDGER: ledger,
+        "PYTHONPATH": _INJECT + (os.pathsep + before if before else ""),
+    }
+
+
+def options_here() -> Options | None:
+    """The options of the ``hotset run`` above this process, None if there is none."""
+    text = os.environ.get(RUN)
+    if not text or not os.environ.get(JOB):
+        return None
+    try:
+        found = json.loads(text)
+        return Options(**{**found, "functions": tuple(found["functions"])})
+    except (ValueError, TypeError, KeyError):
+        return None  # another version's
+
+
+def reached() -> None:
+    """Note that a Python process was reached."""
+    with contextlib.suppress(OSError):
+        os.close(
+            os.open(os.path.join(os.environ.get(LEDGER, ""), "reached"), os.O_WRONLY | os.O_CREAT, 0o600)
+        )
+
+
+_counts: dict[tuple[str, str], int] = {}
+_lock = threading.Lock()
+
+
+def _forget_counts() -> None:
+    """A forked child counts what it does itself; and no thread holds its lock."""
+    global _lock
+    _counts.clear()
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_counts)
+
+
+def left_alone(function: str, reason: str) -> None:
+    """Note that a call of a decoder was not memoised, and why."""
+    with _lock:
+        count = _counts[function, reason] = _counts.get((function, reason), 0) + 1
+    folder = os.environ.get(LEDGER)
+    if not folder or count & (count - 1):
+        return
+    line = json.dumps([os.getpid(), function, reason, count]) + "\n"
+    with contextlib.suppress(OSError):
+        # One write at the file's end: lines of several processes do not mix.
+        file = os.open(os.path.join(folder, "left"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+
+
+def read_left(ledger: str) -> dict[tuple[str, str], int]:
+    """Function and reason of what was left alone, with the least number of calls."""
+    counts: dict[tuple[int, str, str], int] = {}
+    for pid, function, reason, count in _lines(os.path.join(ledger, "left")):
+        counts[pid, function, reason] = max(count, counts.get((pid, function, reason), 0))
+    sums: dict[tuple[str, str], int] = {}
+    for (_, function, reason), count in counts.items():
+        sums[function, reason] = sums.get((function, reason), 0) + count
+    return sums
+
+
+def _lines(path: str) -> Iterator[tuple[int, str, str, int]]:
+    with contextlib.suppress(OSError), open(path) as file:
+        for line in file:
+            with contextlib.suppress(ValueError):  # a process that died in the midst of it
+                pid, function, reason, count = json.loads(line)
+                yield pid, function, reason, count

@@ -1,0 +1,44 @@
+"""Imported by Python as it starts, because ``hotset run`` puts this folder first in PYTHONPATH.
+
+It installs the import hook of hotset, takes its folder off ``sys.path`` and runs the ``sitecustomize`` that
+Python would have found without it. What stays visible: ``PYTHONPATH`` and ``HOTSET_*`` in the environment,
+which the processes that this one starts need, and a finder in ``sys.meta_path``.
+"""
+
+import os
+import sys
+
+__all__ = []  # an older Python may read this file
+
+
+def _without_this_folder() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != here]
+
+
+def _start() -> None:
+    try:
+        from hotset.run.start import start
+    except ImportError as error:
+        _say_missing(error)
+        return
+    start()
+
+
+def _say_missing(error: ImportError) -> None:
+    """Tell `hotset run` that this interpreter has no hotset; the program runs as it is."""
+    folder = os.environ.get("HOTSET_LEDGER")
+    if folder and not (error.name or "").startswith("hotset."):
+        try:
+            with open(os.path.join(folder, "unreached"), "a") as file:
+                file.write(sys.executable + "\n")
+        except OSError:
+            pass
+
+
+_without_this_folder()
+_start()
+# Python removes this module, and looks no further, if importing it fails with an ImportError of its name.
+# So where the user has no sitecustomize, the next line leaves everything as if this one had not been there.
+del sys.modules["sitecustomize"]
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401

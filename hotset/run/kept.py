@@ -1,0 +1,269 @@
+"""Calls of other people's functions through a memo, such that nobody notices.
+
+A memo keeps what a function returns. What a caller notices beside that is held here:
+
+- an exception is the function's own, and its traceback has one line more: that of the wrapper;
+- the first caller gets the very object that the function returned, later ones an equal one of their own. Of
+  an array that means dtype, shape, strides, whether it owns its memory; of a tensor dtype, shape, strides;
+- what is not an array, a tensor, a number, a string, None or a tuple of them is handed on and not kept;
+- while one function is computed, decoders that it calls itself are not memoised a second time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hotset._warnings import warnings_to
+from hotset.run.environment import Options, left_alone, options_here
+
+__all__ = ["Kept", "NotKept", "attach", "is_computing", "memo_of"]
+
+# Imported when something is decoded: torch comes with it.
+_MEMO, _STORE = "hotset.dataset.memo", "hotset.dataset.memo_store"
+_here = threading.local()
+
+
+def is_computing() -> bool:
+    """Whether this thread is inside a function that a memo computes."""
+    return getattr(_here, "computing", False)
+
+
+class NotKept(Exception):
+    """Leaves a memo's computation without a value to keep."""
+
+
+class Kept:
+    """One function's memo, made when it is first needed: then ``hotset.memo`` is imported, and not before.
+
+    Args:
+        name: what people call the function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._memo: Any = None
+        self._lock = threading.Lock()
+        _all.append(self)
+
+    def get(self, file: Path, rest: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """What is kept, or what ``compute`` returns: arrays may be read-only views.
+
+        Args:
+            file: counts with its size, time of change and inode.
+            rest: what else tells one call from another: None, numbers, strings, bytes and tuples of them.
+            compute: computes it.
+
+        Raises:
+            NotKept: as ``compute`` does, or because the memo cannot be used.
+        """
+        if self._memo is None:
+            self.prepare()
+        if self._memo is False:
+            raise NotKept
+        # As bytes: a memo looks whether a string names a file.
+        identity = (repr(rest).encode("utf-8", "surrogatepass"), file)
+        with warnings_to(self._note):
+            return self._memo.get(identity, lambda: _computed(compute))
+
+    def prepare(self) -> None:
+        """Make the memo."""
+        with self._lock:
+            if self._memo is not None:
+                return
+            try:
+                with warnings_to(self._note):
+                    self._memo = memo_of(_stand_in(self.name), options_here() or Options(), key=self.name)
+            except Exception as error:
+                self._note(f"{type(error).__name__}: {error}")
+                self._memo = False
+
+    def after_fork(self) -> None:
+        """In a child: no thread holds the lock."""
+        self._lock = threading.Lock()
+
+    def _note(self, sentence: str) -> None:
+        left_alone(self.name, sentence)
+
+    def call(
+        self,
+        file: Path,
+        rest: tuple[Any, ...],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> tuple[bool, Any]:
+        """Call ``function``, or return what it returned before.
+
+        Returns:
+            ``(True, the value)`` or ``(False, the error)``.
+
+        The caller raises the error itself, so that the traceback has the caller's line and no others of ours.
+        """
+        made: list[tuple[bool, Any]] = []
+
+        def compute() -> Any:
+            try:
+                value = function(*args, **keywords)
+            except BaseException as error:
+                trace = error.__traceback__
+                made.append((False, error.with_traceback(trace.tb_next if trace else None)))
+                raise NotKept from None
+            made.append((True, value))
+            return _stored(value)
+
+        try:
+            found = self.get(file, rest, compute)
+            return made[0] if made else (True, _restored(found))
+        except NotKept:
+            pass
+        except Exception as error:  # the memo's own: the program must not know
+            self._note(f"{type(error).__name__}: {error}")
+        if not made:
+            return _plainly(function, args, keywords)
+        if made[0][0]:
+            self._note(f"it returned a {_kind(made[0][1])}")
+        return made[0]
+
+
+def _plainly(
+    function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[bool, Any]:
+    try:
+        return True, function(*args, **keywords)
+    except BaseException as error:
+        trace = error.__traceback__
+        return False, error.with_traceback(trace.tb_next if trace else None)
+
+
+def _computed(compute: Callable[[], Any]) -> Any:
+    _here.computing = True
+    try:
+        return compute()
+    finally:
+        _here.computing = False
+
+
+def memo_of(function: Callable[..., Any], options: Options, *, key: str | None = None) -> Any:
+    """A memo of ``function`` in the job's store; with ``key``, one that gives views where that can be."""
+    return import_module(_MEMO).memo(
+        function,
+        memory=options.memory,
+        spill=options.spill,
+        session=options.session,
+        evict=options.evict,
+        key=key,
+        # Memory that is used again cannot be looked at.
+        copy=key is None or options.session is not None or options.evict is not None,
+    )
+
+
+def _stand_in(name: str) -> Callable[..., Any]:
+    """What the memo takes for the function, in its statistics: the function's name."""
+
+    def decoder() -> None: ...
+
+    decoder.__module__, _, decoder.__qualname__ = name.rpartition(".")
+    return decoder
+
+
+def attach(options: Options) -> Any:
+    """The job's store, held until it is left: ``functions()`` are its statistics."""
+    return import_module(_STORE).open_store(options.memory, options.spill, options.session)
+
+
+_all: list[Kept] = []
+
+
+def _before_fork() -> None:
+    """Make memos before workers are forked: each of them would have to import what they need."""
+    if "torch" in sys.modules and not is_computing():
+        for each in _all:
+            each.prepare()
+
+
+def _after_fork() -> None:
+    _here.computing = False
+    for each in _all:
+        each.after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# A value as it is kept: None, numbers, strings and usual arrays as they are; a tuple as ("tuple", ...);
+# another array as ("array", axes, is a view, the array in C order), a tensor as ("tensor", axes, an array).
+
+
+def _stored(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is tuple:
+        return ("tuple", *map(_stored, value))
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and type(value) is numpy.ndarray and _is_usual(value):
+        if value.flags.c_contiguous and value.flags.owndata:
+            return value
+        axes = _axes(value.strides, value.shape)
+        return ("array", axes, not value.flags.owndata, _in_order(value.transpose(axes)))
+    if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
+        axes = _axes(value.stride(), tuple(value.shape))
+        return ("tensor", axes, _in_order(value.permute(axes).numpy()))
+    raise NotKept
+
+
+def _is_usual(array: Any) -> bool:
+    return bool(array.flags.writeable and not array.dtype.hasobject and array.dtype.metadata is None)
+
+
+def _is_plain(tensor: Any, torch: Any) -> bool:
+    return bool(
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dtype is not torch.bfloat16
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_pinned())
+        and not vars(tensor)
+    )
+
+
+def _axes(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes from the slowest to the fastest; axes of one element keep their place among equals."""
+    return tuple(sorted(range(len(shape)), key=lambda axis: (-strides[axis], axis)))
+
+
+def _in_order(array: Any) -> Any:
+    if not array.flags.c_contiguous:
+        raise NotKept  # gaps, or steps backwards: its strides could not be given again
+    return array
+
+
+def _restored(kept: Any) -> Any:
+    """A value of the caller's own."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and type(kept) is numpy.ndarray:
+        return numpy.array(kept, order="C", copy=True)
+    if type(kept) is not tuple:
+        return kept
+    if kept[0] == "tuple":
+        return tuple(map(_restored, kept[1:]))
+    axes, array = kept[1], kept[-1]
+    back = sorted(range(len(axes)), key=axes.__getitem__)
+    if kept[0] == "tensor":
+        torch = sys.modules["torch"]
+        own = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+        own.numpy()[...] = array
+        return own if back == sorted(back) else own.permute(back)
+    own = _restored(array)
+    if back != sorted(back):
+        own = own.transpose(back)
+    return own[...] if kept[2] and own.flags.owndata else own

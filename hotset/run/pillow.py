@@ -1,0 +1,353 @@
+"""Pictures that PIL decodes: PIL does all of it but the decoding of the pixels.
+
+``PIL.Image.open`` reads a header. The pixels are decoded when they are needed, in ``ImageFile.load``, which
+asks ``Image._getdecoder`` for a decoder, feeds it the file and changes the image in many small ways: its file
+is closed, its list of tiles emptied, its palette applied, texts after the pixels added to its info, it is
+turned as its orientation says. All of that differs by format and version. So ``load`` is PIL's own, in every
+case. Only ``_getdecoder`` is replaced. It looks who calls it: if that is ``load``, and the image is of one
+tile of a file, the decoder that it returns puts kept pixels into the image and asks for no data.
+
+What is kept is a function of the file and of what a decoder gets: its name and arguments, mode, size,
+configuration (which ``draft`` changes), the offset in the file. On a miss, the decoder reads a second handle
+of the file into an image of its own, so that the caller's image is as ``load`` wants it in either case; if
+anything goes wrong there, PIL's decoder does its work as always, its errors included.
+
+========  ======================================================================================
+jpeg      JPEG and MPO (the pictures of phones). The file is not read on a hit.
+zip       PNG but for animations. The file is read on a hit, as chunks after the pixels count.
+libtiff   compressed TIFF, each frame
+========  ======================================================================================
+
+Left alone: formats whose pixels are not compressed (BMP, PPM, TIFF as it is), as reading them is copying
+them; formats that decode a frame onto another (GIF, APNG); files that are neither opened by their path nor by
+Python's ``open``.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import stat
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hotset.run.decoders import LeftAlone, check_age
+from hotset.run.environment import left_alone
+from hotset.run.import_hook import Hook
+from hotset.run.kept import Kept, NotKept, is_computing
+
+__all__ = ["hooks"]
+
+NAME = "PIL.Image.Image.load"
+# Modes whose bytes in a file of raw pixels are all that there is.
+_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I", "I;16", "I;16B", "F"}
+_END_BYTES = 8
+_UNCOMPRESSED = "its pixels are not compressed"
+_REASONS = {"raw": _UNCOMPRESSED, "bit": _UNCOMPRESSED, "gif": "a GIF's frame is decoded onto another"}
+
+
+def hooks() -> Iterator[tuple[str, Hook]]:
+    """The hook that replaces ``_getdecoder``."""
+    yield "PIL.ImageFile", _replace
+
+
+def _replace(module: Any) -> None:
+    image_module = module.Image
+    plain = image_module._getdecoder
+    if hasattr(plain, "__hotset__"):
+        return
+    kept = Kept(NAME)
+    caches = _Decoders(plain, image_module, kept)
+    loads = {module.ImageFile.load.__code__: "offset"}
+
+    def _getdecoder(mode: str, decoder_name: str, args: Any, extra: tuple[Any, ...] = ()) -> Any:
+        decoder = plain(mode, decoder_name, args, extra)
+        frame = sys._getframe(1)
+        # Anyone else's decoder, such as that of Image.frombytes, is no business of ours.
+        if frame.f_code in loads or frame.f_code.co_name == "_load_libtiff":
+            image = frame.f_locals.get("self")
+            if isinstance(image, module.ImageFile) and not is_computing():
+                return caches.decoder_for(image, decoder, (mode, decoder_name, args, extra))
+        return decoder
+
+    _getdecoder.__hotset__ = True  # type: ignore[attr-defined]
+    image_module._getdecoder = _getdecoder
+
+
+Call = tuple[str, str, Any, "tuple[Any, ...]"]
+
+
+class _Decoders:
+    """Makes decoders that know what is kept."""
+
+    def __init__(self, plain: Callable[..., Any], image_module: Any, kept: Kept) -> None:
+        self.plain = plain
+        self.core = image_module.core
+        self.encoder = image_module._getencoder
+        self.kept = kept
+        self.known = (
+            "PIL",
+            image_module.__version__,
+            *sorted(
+                f"{name} {getattr(self.core, name)}" for name in dir(self.core) if name.endswith("version")
+            ),
+        )
+
+    def decoder_for(self, image: Any, decoder: Any, call: Call) -> Any:
+        try:
+            source = _Source.of(image, call)
+        except LeftAlone as error:
+            left_alone(NAME, str(error))
+            return decoder
+        return _Decoder(self, image, decoder, call, source)
+
+
+class _Source:
+    """The file under an image and what of it is decoded.
+
+    Attributes:
+        path: the file's path.
+        status: what tells it from other files, by its open descriptor.
+        identity: what the pixels follow from, beside the file's content.
+    """
+
+    def __init__(self, path: str, status: tuple[int, ...], identity: tuple[Any, ...]) -> None:
+        self.path, self.status, self.identity = path, status, identity
+
+    @classmethod
+    def of(cls, image: Any, call: Call) -> _Source:
+        mode, name, args, extra = call
+        if name not in ("jpeg", "zip", "libtiff"):
+            raise LeftAlone(_REASONS.get(name, f"it is a picture of PIL's decoder {name!r}"))
+        if len(image.tile) != 1 or getattr(image, "tile_prefix", None):
+            raise LeftAlone("the picture has more than one tile")
+        if mode not in _MODES:
+            raise LeftAlone(f"pixels of mode {mode}")
+        if name == "zip" and (getattr(image, "png", None) is None or image.is_animated):
+            raise LeftAlone("an animated PNG's frame is decoded onto another")
+        _, extents, offset, in_tile = image.tile[0]
+        if name == "libtiff":
+            args = in_tile  # without the descriptor, which is another each time
+        if extents is None or extents[:2] != (0, 0):
+            raise LeftAlone("the tile is not the whole picture")
+        path, status = _file_of(image)
+        more = (_PNG.state(image),) if name == "zip" else ()
+        identity = (mode, name, _plain(args), _plain(extra), extents, offset, image.decodermaxblock, *more)
+        return cls(path, status, identity)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    raise LeftAlone(f"a decoder's argument is a {type(value).__name__}")
+
+
+def _file_of(image: Any) -> tuple[str, tuple[int, ...]]:
+    """Path and status of the regular file that the image reads.
+
+    Raises:
+        LeftAlone: it reads something else, or the path leads to another file by now.
+    """
+    file = image.fp
+    if type(file) is not io.BufferedReader or type(file.raw) is not io.FileIO:
+        raise LeftAlone("the picture is not read from a file, but from bytes or an object")
+    path = file.name
+    if not isinstance(path, str):
+        raise LeftAlone("the file was opened without a path")
+    status = os.fstat(file.fileno())
+    check_age(status)
+    here = _status(status)
+    try:
+        there = _status(os.stat(path))
+    except OSError:
+        raise LeftAlone("the file is gone since it was opened") from None
+    if here != there:
+        raise LeftAlone("the file has changed since it was opened")
+    return path, here
+
+
+def _status(status: os.stat_result) -> tuple[int, ...]:
+    if not stat.S_ISREG(status.st_mode):
+        raise LeftAlone("the path is not that of a regular file")
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+class _Decoder:
+    """A decoder as ``ImageFile.load`` and ``TiffImageFile._load_libtiff`` use it.
+
+    With ``pulls_fd``, ``load`` calls ``setfd`` and ``decode(b"")`` once and reads nothing itself.
+    """
+
+    def __init__(self, all_: _Decoders, image: Any, decoder: Any, call: Call, source: _Source) -> None:
+        self._all, self._image, self._decoder = all_, image, decoder
+        self._call, self._source = call, source
+        self._filled = False
+
+    @property
+    def pulls_fd(self) -> Any:
+        return self._filled or self._decoder.pulls_fd
+
+    def setimage(self, core: Any, extents: Any) -> None:
+        """Fill the image with what is kept; or else let PIL's decoder do so later."""
+        try:
+            if tuple(extents or ()) == (0, 0, *core.size) and core.mode == self._call[0]:
+                self._fill(core, extents)
+        except (NotKept, LeftAlone):
+            left_alone(NAME, "the file is damaged, or changed meanwhile")
+        except Exception as error:  # the memo's own: the program must not know
+            left_alone(NAME, f"{type(error).__name__}: {error}")
+        if not self._filled:
+            self._decoder.setimage(core, extents)
+
+    def _fill(self, core: Any, extents: Any) -> None:
+        source = self._source
+        rest = (self._all.known, source.status, source.identity)
+        found = self._all.kept.get(Path(os.path.abspath(source.path)), rest, lambda: self._decoded(core.size))
+        pixels, end = found[:-_END_BYTES], int.from_bytes(found[-_END_BYTES:].tobytes(), "little")
+        mode = self._call[0]
+        raw = self._all.plain(mode, "raw", (mode, 0, 1))
+        raw.setimage(core, extents)
+        _, status = raw.decode(pixels)
+        if status < 0:
+            raise NotKept
+        self._end = end
+        self._filled = True
+
+    def _decoded(self, size: tuple[int, int]) -> Any:
+        """Decode into an image of our own: its pixels and, in the last bytes, where that ended."""
+        mode, name, args, extra = self._call
+        image = self._all.core.new(mode, size)
+        try:
+            with open(self._source.path, "rb") as file:
+                self._check(file)
+                if name == "libtiff":
+                    end = _decode_libtiff(self._all.plain, self._call, image, self._image, file)
+                else:
+                    end = _decode(self._all.plain(mode, name, args, extra), image, self._image, file)
+                self._check(file)
+            return self._bytes_of(image, size, end)
+        except (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error):
+            raise NotKept from None  # the file is damaged: PIL's decoder will say so
+
+    def _check(self, file: Any) -> None:
+        if _status(os.fstat(file.fileno())) != self._source.status:
+            raise NotKept
+
+    def _bytes_of(self, image: Any, size: tuple[int, int], end: int) -> Any:
+        import numpy as np
+
+        mode = self._call[0]
+        encoder = self._all.encoder(mode, "raw", (mode, 0, 1))
+        encoder.setimage(image, (0, 0, *size))
+        _, status, content = encoder.encode(size[1] * (4 * size[0] + 8) + 1024)
+        encoder.cleanup()
+        if status < 0 or status == 0:
+            raise NotKept
+        whole = np.empty(len(content) + _END_BYTES, np.uint8)
+        whole[:-_END_BYTES] = np.frombuffer(content, np.uint8)
+        whole[-_END_BYTES:] = np.frombuffer(end.to_bytes(_END_BYTES, "little"), np.uint8)
+        return whole
+
+    def setfd(self, file: Any) -> None:
+        if not self._filled:
+            self._decoder.setfd(file)
+
+    def decode(self, data: bytes) -> tuple[int, int]:
+        if not self._filled:
+            return self._decoder.decode(data)  # type: ignore[no-any-return]
+        name = self._call[1]
+        if name == "jpeg":
+            self._image.fp.seek(self._end)
+        elif name == "zip":
+            _PNG.skip(self._image, self._end)
+        return -1, 0
+
+    def cleanup(self) -> Any:
+        return self._decoder.cleanup()
+
+
+def _decode(decoder: Any, image: Any, owner: Any, file: Any) -> int:
+    """Feed ``decoder`` as ``ImageFile.load`` does.
+
+    Returns:
+        Where in the file the reading ended; of a PNG how many reads it took.
+
+    Raises:
+        NotKept: the decoder found an error, or the end of the file too early.
+    """
+    decoder.setimage(image, owner.tile[0][1])
+    is_png = getattr(owner, "png", None) is not None
+    file.seek(owner.fp.tell())
+    read = _PNG.reader(owner, file) if is_png else file.read
+    block, rest, reads = owner.decodermaxblock, b"", 0
+    try:
+        while True:
+            data = read(block)
+            reads += 1
+            if not data:
+                raise NotKept
+            rest += data
+            used, status = decoder.decode(rest)
+            if used < 0:
+                break
+            rest = rest[used:]
+    finally:
+        decoder.cleanup()
+    if status < 0:
+        raise NotKept
+    return reads if is_png else file.tell()
+
+
+def _decode_libtiff(plain: Callable[..., Any], call: Call, image: Any, owner: Any, file: Any) -> int:
+    """Decode as ``TiffImageFile._load_libtiff`` does: libtiff reads the descriptor itself.
+
+    Raises:
+        NotKept: libtiff found an error, or gets its descriptor in another way than it did.
+    """
+    mode, name, args, extra = call
+    in_tile = owner.tile[0][3]
+    where = [place for place, (a, b) in enumerate(zip(args, in_tile, strict=True)) if a is not b]
+    if len(where) != 1 or args[where[0]] != owner.fp.fileno():
+        raise NotKept
+    own = (*args[: where[0]], file.fileno(), *args[where[0] + 1 :])
+    decoder = plain(mode, name, own, extra)
+    try:
+        decoder.setimage(image, (0, 0, *image.size))
+        _, status = decoder.decode(b"fpfp")
+    finally:
+        decoder.cleanup()
+    if status < 0:
+        raise NotKept
+    return 0
+
+
+class _PNG:
+    """The chunks of a PNG: its pixels are in some of them, one after another."""
+
+    @staticmethod
+    def state(image: Any) -> int:
+        """How much of the first chunk is left to read."""
+        return image._PngImageFile__idat  # type: ignore[no-any-return]
+
+    @staticmethod
+    def reader(image: Any, file: Any) -> Callable[[int], bytes]:
+        """``load_read`` of a copy of ``image`` that reads another file and changes nothing of the image."""
+        twin = object.__new__(type(image))
+        twin.__dict__.update(vars(image))
+        twin.fp = file
+        twin.png = copy.copy(image.png)
+        twin.png.fp = file
+        twin.png.queue = list(image.png.queue or ())
+        return twin.load_read  # type: ignore[no-any-return]
+
+    @staticmethod
+    def skip(image: Any, reads: int) -> None:
+        """Read what the decoder would have read: ``load`` goes on with what follows."""
+        for _ in range(reads):
+            image.load_read(image.decodermaxblock)

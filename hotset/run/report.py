@@ -1,0 +1,141 @@
+"""What ``hotset run`` says in the end, to stderr.
+
+::
+
+    hotset: python train.py ran for 132 s
+      function         calls    hits   seconds saved   kept
+      cv2.imread      12,000   9,000           45.2   2.3 GiB
+      left alone: numpy.load 12 times: its file is an archive
+      DataLoader: the loop waited 12.1 s of 132 s for 1,200 batches
+      ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hotset.run.pillow import NAME as _PILLOW
+from hotset.units import format_bytes, format_seconds
+
+__all__ = ["Outcome", "report"]
+
+_SHOWN = 6  # lines of what was left alone
+
+
+class Outcome(NamedTuple):
+    """What is known when the program has ended.
+
+    Attributes:
+        command: the program.
+        seconds: how long it ran.
+        functions: name and statistics of each memo.
+        left: function and reason, with the least number of calls.
+        waits: seconds waited for loaders and their batches, of each process that had loaders.
+        unreached: interpreters that have no hotset.
+        reached: whether any Python process below was reached.
+    """
+
+    command: str
+    seconds: float
+    functions: Sequence[tuple[str, Mapping[str, Any]]]
+    left: Mapping[tuple[str, str], int]
+    waits: Sequence[tuple[float, int]]
+    unreached: Sequence[str]
+    reached: bool
+
+
+def report(outcome: Outcome) -> list[str]:
+    """The lines of the report."""
+    lines = [f"hotset: {outcome.command} ran for {format_seconds(outcome.seconds)}"]
+    called = [(name, stats) for name, stats in outcome.functions if stats.get("calls")]
+    if called:
+        lines += _table(called)
+    lines += _left_lines(outcome.left)
+    if outcome.waits:
+        lines.append("  " + _waited(outcome))
+    lines += [f"  {sentence}" for sentence in _advice(outcome, called)]
+    return lines
+
+
+def _table(called: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    rows = [("function", "calls", "hits", "time saved", "kept")]
+    for name, stats in sorted(called, key=lambda one: -float(one[1].get("seconds_saved", 0))):
+        rows.append(
+            (
+                _PILLOW if name.endswith("ImageFile.load") else name,
+                f"{stats['calls']:,}",
+                f"{stats['hits']:,}",
+                format_seconds(stats.get("seconds_saved", 0.0)),
+                format_bytes(stats.get("bytes", 0)),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
+
+
+def _left_lines(left: Mapping[tuple[str, str], int]) -> list[str]:
+    ordered = sorted(left.items(), key=lambda one: -one[1])
+    lines = [
+        f"  left alone: {name}, {'once' if count == 1 else f'at least {count:,} times'}: {reason}"
+        for (name, reason), count in ordered[:_SHOWN]
+    ]
+    if len(ordered) > _SHOWN:
+        lines.append(f"  left alone: {len(ordered) - _SHOWN} more kinds of calls")
+    return lines
+
+
+def _waited(outcome: Outcome) -> str:
+    waited, batches = outcome.waits[0]
+    who = (
+        "the loop"
+        if len(outcome.waits) == 1
+        else f"the one of {len(outcome.waits)} processes that waited most"
+    )
+    return (
+        f"DataLoader: {who} waited {format_seconds(waited)} of {format_seconds(outcome.seconds)} "
+        f"for {batches:,} batches"
+    )
+
+
+def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """What would help more: at most two sentences, each of which follows from a figure above."""
+    if outcome.unreached:
+        found = ", ".join(sorted(set(outcome.unreached)))
+        return [f"hotset is not installed for {found}: what runs there ran as without it."]
+    if not outcome.reached:
+        return [
+            "No Python process was reached: the program is none, or it ignores PYTHONPATH "
+            "(python -I, -E or -S)."
+        ]
+    if not called:
+        return [
+            "Nothing was decoded by functions that hotset knows; name the function that reads your files "
+            "with --memo module:function."
+        ]
+    sentences = []
+    hits = sum(stats["hits"] for _, stats in called)
+    calls = sum(stats["calls"] for _, stats in called)
+    uncached = sum(stats.get("uncached", 0) for _, stats in called)
+    waited = outcome.waits[0][0] if outcome.waits else None
+    if uncached > calls // 100:
+        sentences.append(
+            f"{uncached:,} calls found no room for their value or could not keep it: more --memory, "
+            "or --spill DIR, may help."
+        )
+    elif hits < calls // 10:
+        sentences.append(
+            "Nearly every file was decoded for the first time: what helps is a second epoch, "
+            "or --session NAME, which keeps the pictures for the next job."
+        )
+    if waited is not None and waited < 0.05 * outcome.seconds:
+        sentences.append("Training hardly waited for data: a faster loader would change little.")
+    elif waited is not None and hits >= calls // 2 and waited > 0.2 * outcome.seconds:
+        sentences.append(
+            "Most was decoded already, so what the loop waits for is other work on the samples: "
+            "hotset.cache(dataset) keeps the deterministic transforms as well."
+        )
+    return sentences[:2]

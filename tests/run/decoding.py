@@ -1,0 +1,80 @@
+"""What the tests of decoders share: a job's environment in this process, and programs below ``hotset run``.
+
+A decoder is replaced in a process of its own, as nobody can put back what other modules have imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = str(Path(__file__).parent)
+
+
+class Ran(NamedTuple):
+    """What a program printed, line by line as JSON, and the report on its stderr."""
+
+    said: list[Any]
+    report: str
+    code: int
+
+
+def run(program: str, *args: str, hotset: tuple[str, ...] | None = ("--memory", "256MiB")) -> Ran:
+    """Run Python code below ``hotset run`` with these options, or without it if they are None."""
+    command = [sys.executable, "-c", program, *args]
+    if hotset is not None:
+        command = [sys.executable, "-m", "hotset", "run", *hotset, "--", *command]
+    path = os.pathsep.join(filter(None, [HERE, os.path.dirname(HERE), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": path}
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "{", '"'))]
+    return Ran([json.loads(line) for line in lines], done.stderr, done.returncode)
+
+
+def calls(report: str, name: str) -> tuple[int, int]:
+    """Calls and hits of a function in a report; none if it is not there."""
+    for line in report.splitlines():
+        words = line.split()
+        if words[:1] == [name]:
+            return int(words[1].replace(",", "")), int(words[2].replace(",", ""))
+    return 0, 0
+
+
+# Each program prints digests of what it gets in several rounds; they are compared with those of a plain run.
+PRELUDE = """
+LINES = 1
+import hashlib, json, os, re, sys, threading, multiprocessing
+
+def digest(value):
+    import numpy, torch
+    if isinstance(value, numpy.ndarray):
+        flags = value.flags
+        facts = (str(value.dtype), value.shape, value.strides, flags.owndata, flags.writeable, flags.aligned,
+                 type(value).__name__, hashlib.sha256(value.tobytes()).hexdigest()[:16])
+        return repr(facts)
+    if isinstance(value, torch.Tensor):
+        return repr((str(value.dtype), tuple(value.shape), value.stride(), type(value).__name__,
+                     hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]))
+    if isinstance(value, (tuple, list)):
+        return [type(value).__name__, *map(digest, value)]
+    return repr(value)
+
+def outcome(function, *args, **keywords):
+    import traceback
+    try:
+        return digest(function(*args, **keywords))
+    except Exception as error:
+        frames = [f.name for f in traceback.extract_tb(error.__traceback__)
+                  if "hotset" in f.filename and "/tests/" not in f.filename]
+        said = re.sub("0x[0-9a-f]+", "", str(error))
+        # A wrapped function that calls a wrapped function has two lines.
+        return [type(error).__name__, said, repr(error.__context__), len(frames) <= LINES]
+
+def say(value):
+    print(json.dumps(value), flush=True)
+"""

@@ -1,0 +1,183 @@
+"""Functions of other libraries below ``hotset run``: what they give, say and raise is their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decoding import PRELUDE, Ran, calls, run
+
+pytest.importorskip("hotset.dataset.memo", reason="hotset.memo is not there")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures that several libraries read."""
+    from PIL import Image
+
+    place = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(1)
+    colour = Image.fromarray(rng.integers(0, 255, (40, 60, 3), np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    colour.save(place / "colour.jpg")
+    colour.save(place / "turned.jpg", exif=exif)
+    colour.save(place / "colour.png")
+    colour.convert("L").save(place / "grey.png")
+    colour.convert("RGBA").save(place / "alpha.png")
+    Image.fromarray(rng.integers(0, 65535, (40, 60), np.uint16)).save(place / "deep.png")
+    (place / "not.jpg").write_bytes(b"nothing")
+    return place
+
+
+def compared(program: str, files: Path, *options: str) -> Ran:
+    """Run ``program`` without and with ``hotset run``; what they print is the same. Returns the latter."""
+    plain = run(PRELUDE + program, str(files), hotset=None)
+    ours = run(PRELUDE + program, str(files), hotset=("--memory", "256MiB", *options))
+    assert ours.code == plain.code == 0, plain.report + ours.report
+    for got, expected in zip(ours.said, plain.said, strict=True):
+        assert got == expected, ours.report
+    assert plain.said
+    return ours
+
+
+def rounds(lines: str, count: int = 3) -> str:
+    return f"root = sys.argv[1] + '/'\nfor _ in range({count}):\n" + "".join(
+        f"    say({line})\n" for line in lines.strip().splitlines()
+    )
+
+
+def test_cv2_imread(files: Path) -> None:
+    pytest.importorskip("cv2")
+    program = "import cv2\nfrom pathlib import Path\n" + rounds("""
+outcome(cv2.imread, root + "colour.jpg")
+outcome(cv2.imread, root + "turned.jpg")
+outcome(cv2.imread, root + "turned.jpg", cv2.IMREAD_IGNORE_ORIENTATION | cv2.IMREAD_COLOR)
+outcome(cv2.imread, root + "deep.png")
+outcome(cv2.imread, root + "deep.png", cv2.IMREAD_UNCHANGED)
+outcome(cv2.imread, root + "alpha.png", flags=cv2.IMREAD_UNCHANGED)
+outcome(cv2.imread, filename=root + "colour.png", flags=0)
+outcome(cv2.imread, root + "missing.png")
+outcome(cv2.imread, root + "not.jpg")
+outcome(cv2.imread, Path(root) / "colour.png")
+outcome(cv2.imread, 3)
+outcome(cv2.imread)
+outcome(cv2.imread, root + "colour.png", "red")
+[cv2.imread.__name__, cv2.imread.__doc__[:20], cv2.imread.__module__]
+""")
+    ours = compared(program, files)
+    made, hits = calls(ours.report, "cv2.imread")
+    assert (made - hits) <= 9
+    assert hits >= 14
+
+
+def test_a_built_in_function_binds_nothing_and_pickles(files: Path) -> None:
+    pytest.importorskip("cv2")
+    program = """
+import cv2, pickle, copy
+class Reader:
+    read = cv2.imread
+    def __init__(self, path): self.path = path
+for _ in range(2): say(outcome(Reader("x").read, sys.argv[1] + "/colour.jpg"))
+say([pickle.loads(pickle.dumps(cv2.imread)) is cv2.imread, copy.deepcopy(cv2.imread) is cv2.imread])
+"""
+    assert calls(compared(program, files).report, "cv2.imread") == (2, 1)
+
+
+def test_what_the_caller_does_to_an_array_stays_with_the_caller(files: Path) -> None:
+    pytest.importorskip("cv2")
+    program = """
+import cv2
+for _ in range(3):
+    picture = cv2.imread(sys.argv[1] + "/colour.jpg")
+    say(digest(picture))
+    picture[:] = 7
+"""
+    assert calls(compared(program, files).report, "cv2.imread") == (3, 2)
+
+
+def test_torchvision(files: Path) -> None:
+    pytest.importorskip("torchvision")
+    program = """
+LINES = 2
+from benchmarks.operators import define_torchvision_operators
+define_torchvision_operators()
+import torch, torchvision
+import torchvision.io.image as functions
+if not functions._has_image_ops():  # torchvision without its extension: the same functions, with PIL
+    import io, numpy
+    from PIL import Image, ImageOps
+    def decode(data, mode, turn=False):
+        picture = Image.open(io.BytesIO(data.numpy().tobytes()))
+        picture = (ImageOps.exif_transpose(picture) if turn else picture).convert("L" if mode == 1 else "RGB")
+        array = numpy.array(picture)
+        return torch.from_numpy(array[None].copy() if array.ndim == 2 else array.transpose(2, 0, 1).copy())
+    library = torch.library.Library("image", "FRAGMENT")
+    library.define("read_file(str path) -> Tensor")
+    library.define("decode_image(Tensor data, int mode, bool turn=False) -> Tensor")
+    read = lambda path: torch.from_numpy(numpy.fromfile(path, numpy.uint8))
+    library.impl("read_file", read, "CompositeImplicitAutograd")
+    library.impl("decode_image", decode, "CompositeImplicitAutograd")
+    functions._has_image_ops = lambda: True
+from torchvision.io import ImageReadMode, decode_image, read_file, read_image
+import inspect
+say(str(inspect.signature(read_image)))
+""" + rounds("""
+outcome(read_image, root + "colour.jpg")
+outcome(read_image, path=root + "colour.png", mode=ImageReadMode.GRAY)
+outcome(torchvision.io.read_image, root + "turned.jpg", apply_exif_orientation=True)
+outcome(decode_image, root + "colour.jpg", "RGB")
+outcome(decode_image, read_file(root + "colour.jpg"))
+outcome(read_image, root + "missing.png")
+outcome(read_image, root + "not.jpg")
+outcome(read_image)
+""")
+    ours = compared(program, files)
+    assert calls(ours.report, "torchvision.io.image.read_image")[1] == 6
+    assert calls(ours.report, "torchvision.io.image.decode_image")[1] == 2
+
+
+def test_functions_of_the_user(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "reading.py").write_text(
+        "count = 0\ndef load(path, scale=1):\n    global count\n    count += 1\n"
+        "    import numpy\n    return numpy.full(4, scale)\n"
+    )
+    program = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+import reading
+say([outcome(reading.load, "a", scale) for scale in (1, 2, 1, 2)])
+"""
+    ours = compared(program, files, "--memo", "reading:load")
+    assert calls(ours.report, "reading.load") == (4, 2)
+
+
+def test_a_traceback_has_one_line_of_ours_at_most(files: Path) -> None:
+    program = """
+import sys, traceback
+sys.path.insert(0, sys.argv[1])
+open(sys.argv[1] + "/failing.py", "w").write("def load(path): raise ValueError(path)")
+from hotset.run.decoders import Decoder, _by_signature, _wrapped
+import failing
+failing.load = _wrapped(failing.load, "failing.load", Decoder("failing", "load", (), _by_signature("path")))
+for _ in range(2):
+    try: failing.load(sys.argv[1] + "/colour.jpg")
+    except ValueError as error:
+        frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        say([frames, repr(error.__context__), repr(error.__cause__), error.__suppress_context__])
+"""
+    assert (
+        run(PRELUDE + program, str(files)).said == [[["<module>", "call", "load"], "None", "None", False]] * 2
+    )
+
+
+def test_a_random_state_moves_as_without_us(files: Path) -> None:
+    pytest.importorskip("cv2")
+    program = """
+import cv2, random, numpy, torch
+random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
+for _ in range(3):
+    cv2.imread(sys.argv[1] + "/colour.jpg")
+    say([random.random(), numpy.random.rand(), torch.rand(1).item()])
+"""
+    compared(program, files)

@@ -1,0 +1,89 @@
+"""The command ``hotset run`` as a whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from decoding import run
+from helpers import is_a_sentence
+
+pytest.importorskip("hotset.dataset.memo", reason="hotset.memo is not there")
+
+
+def hotset(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "hotset", "run", *args], capture_output=True, text=True)
+
+
+def test_the_output_is_the_programs_and_the_report_goes_to_stderr() -> None:
+    done = hotset("--memory", "64MiB", "--", sys.executable, "-c", "print('mine'); raise SystemExit(5)")
+    assert (done.returncode, done.stdout) == (5, "mine\n")
+    assert done.stderr.startswith("hotset: ")
+    assert "Nothing was decoded by functions that hotset knows" in done.stderr
+
+
+def test_a_traceback_is_the_programs() -> None:
+    command = [sys.executable, "-c", "import json; json.loads('{')"]
+    plain = subprocess.run(command, capture_output=True, text=True)
+    done = hotset("--", *command)
+    assert done.returncode == plain.returncode == 1
+    assert done.stderr.startswith(plain.stderr)
+
+
+def test_a_program_that_is_no_python_runs() -> None:
+    done = hotset("echo", "hello")
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    assert "No Python process was reached" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "telling"),
+    [
+        (["--memory", "12 parsecs"], "amount of memory"),
+        (["--evict", "random"], "--evict"),
+        (["--memo", "nothing"], "module:function"),
+        (["--spill", "/no/such/folder"], "--spill"),
+    ],
+)
+def test_wrong_options_are_sentences(options: list[str], telling: str) -> None:
+    done = hotset(*options, "--", "echo", "hello")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert telling in done.stderr
+    assert is_a_sentence(done.stderr.strip())
+
+
+def test_without_a_program_it_says_what_to_write() -> None:
+    done = hotset()
+    assert done.returncode == 2
+    assert "hotset run -- python train.py" in done.stderr
+
+
+def test_nothing_stays_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert hotset("--", sys.executable, "-c", "import sys, os; os.kill(os.getpid(), 9)").returncode == -9
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hotset-run-")] == []
+
+
+WAITS = """
+import time, torch, traceback, warnings, json, sys
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        if index == 7: raise ValueError("mine")
+        return index
+try:
+    for batch in torch.utils.data.DataLoader(Slow(), batch_size=2): pass
+except ValueError as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    print(json.dumps([frame.filename.rsplit("/", 1)[-1] for frame in frames]))
+"""
+
+
+def test_the_loaders_wait_is_measured_without_a_line_in_a_traceback() -> None:
+    plain, ours = run(WAITS, hotset=None), run(WAITS)
+    assert ours.said == plain.said != []
+    assert "DataLoader: the loop waited" in ours.report
+    assert "for 3 batches" in ours.report
