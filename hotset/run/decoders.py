@@ -11,9 +11,10 @@ Built-in functions are replaced by an object without ``__get__``: as a class's a
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
-import importlib
+import importlib.metadata
 import inspect
 import os
 import stat
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from hotset.run.environment import Options, left_alone, options_here
 from hotset.run.import_hook import Hook
-from hotset.run.kept import Kept, is_computing, memo_of
+from hotset.run.kept import Kept, memo_of
 
 __all__ = ["LeftAlone", "check_age", "file_identity", "hooks", "plain", "versions"]
 
@@ -38,7 +39,7 @@ Identify = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Path, tuple[Any, .
 
 
 class LeftAlone(Exception):
-    """This call is not memoised; the text says why."""
+    """This call is not memoised; the text says why, or nothing where the function below it is."""
 
 
 class Decoder(NamedTuple):
@@ -49,12 +50,14 @@ class Decoder(NamedTuple):
         name: the attribute.
         libraries: the modules whose versions are part of the identity.
         identify: makes, of the function, what gives a call's identity or raises LeftAlone.
+        check: given the file once it was read; raises an exception if the value must not be kept.
     """
 
     module: str
     name: str
     libraries: tuple[str, ...]
     identify: Callable[[Callable[..., Any]], Identify]
+    check: Callable[[str], None] | None = None
 
 
 def hooks(more: tuple[str, ...] = ()) -> Iterator[tuple[str, Hook]]:
@@ -67,11 +70,12 @@ def hooks(more: tuple[str, ...] = ()) -> Iterator[tuple[str, Hook]]:
 
 
 def _replace(decoder: Decoder, module: Any) -> None:
-    function = getattr(module, decoder.name, None)
+    *parents, name = decoder.name.split(".")
+    owner = functools.reduce(getattr, parents, module)
+    function = getattr(owner, name, None)
     if function is None or hasattr(function, "__hotset__"):
         return
-    wrapped = _wrapped(function, f"{decoder.module}.{decoder.name}", decoder)
-    setattr(module, decoder.name, wrapped)
+    setattr(owner, name, _wrapped(function, f"{decoder.module}.{decoder.name}", decoder))
 
 
 def _wrapped(function: Callable[..., Any], name: str, decoder: Decoder) -> Any:
@@ -79,13 +83,12 @@ def _wrapped(function: Callable[..., Any], name: str, decoder: Decoder) -> Any:
     identify = decoder.identify(function)
 
     def call(*args: Any, **keywords: Any) -> Any:
-        if is_computing():
+        if not kept.is_worth_it():
             return function(*args, **keywords)
-        identity = _identity(identify, name, args, keywords)
+        identity = _identity(decoder, identify, args, keywords)
         if identity is None:
             return function(*args, **keywords)
-        file, rest = identity
-        ok, value = kept.call(file, (versions(decoder.libraries), rest), function, args, keywords)
+        ok, value = kept.call(*identity, function, args, keywords, decoder.check)
         if ok:
             return value
         try:
@@ -102,13 +105,18 @@ def _wrapped(function: Callable[..., Any], name: str, decoder: Decoder) -> Any:
 
 
 def _identity(
-    identify: Identify, name: str, args: tuple[Any, ...], keywords: dict[str, Any]
+    decoder: Decoder, identify: Identify, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Path, tuple[Any, ...]] | None:
     try:
-        return identify(args, keywords)
+        file, rest = identify(args, keywords)
+        return file, (versions(decoder.libraries), rest)
     except LeftAlone as error:
-        left_alone(name, str(error))
-        return None
+        reason = str(error)
+    except Exception as error:  # arguments, or a version of the library, that nobody thought of
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        left_alone(f"{decoder.module}.{decoder.name}", reason)
+    return None
 
 
 class _BuiltIn:
@@ -165,18 +173,18 @@ class _WhenCalled:
 
 @functools.cache
 def versions(libraries: tuple[str, ...]) -> tuple[str, ...]:
-    """Name and version of each of the libraries that is there."""
+    """Name and version of each of the libraries."""
     found = []
     for name in libraries:
         module = sys.modules.get(name)
-        if module is None:
-            try:
-                module = importlib.import_module(name)
-            except ImportError:
-                continue
-        found.append(f"{name} {getattr(module, '__version__', '?')}")
+        version = getattr(module, "__version__", None)
+        if version is None:
+            # Not imported for this: the program may have no use for it.
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                version = importlib.metadata.version(name)
+        found.append(f"{name} {version}")
         if name == "cv2":
-            found.append(module.getBuildInformation())
+            found.append(getattr(module, "getBuildInformation", str)())
     return tuple(found)
 
 
@@ -238,10 +246,10 @@ def plain(value: Any, what: str) -> Any:
 _DTYPES = {("numpy", True), ("torch", True)}
 
 
-def _by_signature(path: str, *absent: str, check: Callable[[str], None] | None = None) -> Any:
+def _by_signature(path: str, *absent: str, check: Callable[[str, dict[str, Any]], None] | None = None) -> Any:
     """By the argument ``path``, a file, and all others, of which those in ``absent`` must be None.
 
-    ``check`` is given the path and raises LeftAlone.
+    ``check`` is given the path and the arguments, and may raise LeftAlone.
     """
 
     def identify(function: Callable[..., Any]) -> Identify:
@@ -257,9 +265,9 @@ def _by_signature(path: str, *absent: str, check: Callable[[str], None] | None =
             for name in absent:
                 if given.get(name) is not None:
                     raise LeftAlone(f"argument {name} is given")
-            file = file_identity(given[path])
             if check is not None:
-                check(str(file))
+                check(str(given[path]), given)
+            file = file_identity(given[path])
             rest = ((name, plain(value, name)) for name, value in sorted(given.items()) if name != path)
             return file, tuple(rest)
 
@@ -284,10 +292,63 @@ def _cv2_imread(function: Callable[..., Any]) -> Identify:
     return identity
 
 
-def _not_by_pillow(path: str) -> None:
+def _not_by_pillow(path: str, given: dict[str, Any]) -> None:
     """What Ultralytics reads with PIL's plugins may warn, and does so in each call."""
     if path.lower().endswith((".avif", ".heic", ".heif")):
         raise LeftAlone("Ultralytics reads AVIF and HEIF with PIL")
+
+
+def _video_alone(path: str, given: dict[str, Any]) -> None:
+    """What imageio reads with PIL or tifffile is memoised there, with all that it reads beside the pixels."""
+    if given.get("plugin") != "pyav":
+        raise LeftAlone("")
+
+
+def _numpy_load(function: Callable[..., Any]) -> Identify:
+    """A file of one array: not an archive of many, which is read when it is used, nor a mapped one."""
+    by_signature = _by_signature("file", "mmap_mode")(function)
+
+    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Path, tuple[Any, ...]]:
+        file, rest = by_signature(args, keywords)
+        with open(file, "rb") as opened:
+            if opened.read(6) != b"\x93NUMPY":
+                raise LeftAlone("the file is an archive, or has pickled objects")
+        return file, rest
+
+    return identity
+
+
+def _nibabel_proxy(function: Callable[..., Any]) -> Identify:
+    """``ArrayProxy._get_scaled(self, dtype, slicer)``: what ``get_fdata`` and ``dataobj`` read."""
+
+    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Path, tuple[Any, ...]]:
+        proxy = args[0]
+        given = {**dict(zip(("dtype", "slicer"), args[1:], strict=False)), **keywords}
+        if type(proxy).__qualname__ != "ArrayProxy" or set(given) != {"dtype", "slicer"}:
+            raise LeftAlone("it is a kind of image that is read in its own way")
+        file = file_identity(proxy.file_like)
+        if not file.name.endswith((".gz", ".bz2")):
+            raise LeftAlone("the file is not compressed, and nibabel maps it")
+        if proxy._persist_opener:
+            raise LeftAlone("nibabel keeps the file open")
+        form = (proxy._shape, proxy._dtype.str, proxy._offset, proxy._mmap, proxy.order)
+        scale = tuple((type(one).__name__, repr(one)) for one in (proxy._slope, proxy._inter))
+        asked = tuple(plain(given[name], name) for name in ("dtype", "slicer"))
+        return file, (plain(tuple(form), "spec"), scale, asked)
+
+    return identity
+
+
+def _of_one_file(path: str) -> None:
+    """Refuse a TIFF whose pictures may lie in other files as well."""
+    with sys.modules["tifffile"].TiffFile(path) as file:
+        if file.is_ome or file.is_mmstack or file.is_ndtiff or file.is_stk:
+            raise LeftAlone("its pictures may be in several files")
+
+
+def _read_by_soundfile(path: str) -> None:
+    """Refuse what librosa reads in another way, with a warning."""
+    sys.modules["soundfile"].info(path)
 
 
 TABLE = (
@@ -300,4 +361,29 @@ TABLE = (
     ),
     Decoder("torchvision.io.image", "read_image", ("torchvision",), _by_signature("path")),
     Decoder("torchvision.io.image", "decode_image", ("torchvision",), _by_signature("input")),
+    Decoder("imageio.v3", "imread", ("imageio", "av"), _by_signature("uri", check=_video_alone)),
+    Decoder(
+        "tifffile.tifffile",
+        "imread",
+        ("tifffile", "imagecodecs"),
+        _by_signature("files", "out", "imread", "sort"),
+        _of_one_file,
+    ),
+    Decoder("nibabel.arrayproxy", "ArrayProxy._get_scaled", ("nibabel", "numpy"), _nibabel_proxy),
+    Decoder("soundfile", "read", ("soundfile",), _by_signature("file", "out")),
+    Decoder("torchaudio", "load", ("torchaudio", "torchcodec"), _by_signature("uri")),
+    Decoder(
+        "librosa.core.audio",
+        "load",
+        ("librosa", "soundfile", "soxr", "numpy"),
+        _by_signature("path"),
+        _read_by_soundfile,
+    ),
+    Decoder("numpy", "load", ("numpy",), _numpy_load),
+    Decoder(
+        "lerobot.datasets.video_utils",
+        "decode_video_frames",
+        ("lerobot", "torchcodec", "torchvision", "av"),
+        _by_signature("video_path"),
+    ),
 )

@@ -26,6 +26,8 @@ __all__ = ["Kept", "NotKept", "attach", "is_computing", "memo_of"]
 
 # Imported when something is decoded: torch comes with it.
 _MEMO, _STORE = "hotset.dataset.memo", "hotset.dataset.memo_store"
+# A process that decodes a few files, and has no other use for torch, must not wait for it.
+_CALLS_WITHOUT_TORCH = 100
 _here = threading.local()
 
 
@@ -48,6 +50,7 @@ class Kept:
     def __init__(self, name: str) -> None:
         self.name = name
         self._memo: Any = None
+        self._calls = 0
         self._lock = threading.Lock()
         _all.append(self)
 
@@ -70,6 +73,15 @@ class Kept:
         identity = (repr(rest).encode("utf-8", "surrogatepass"), file)
         with warnings_to(self._note):
             return self._memo.get(identity, lambda: _computed(compute))
+
+    def is_worth_it(self) -> bool:
+        """Whether a call is to be memoised: the first ones are not where that would have to import torch."""
+        if self._memo is None and "torch" not in sys.modules:
+            self._calls += 1
+            if self._calls <= _CALLS_WITHOUT_TORCH:
+                self._note("the process has not imported torch")
+                return False
+        return not is_computing()
 
     def prepare(self) -> None:
         """Make the memo."""
@@ -97,8 +109,11 @@ class Kept:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         keywords: dict[str, Any],
+        check: Callable[[str], None] | None = None,
     ) -> tuple[bool, Any]:
         """Call ``function``, or return what it returned before.
+
+        What it returns is kept if ``check``, which is given the file, raises nothing.
 
         Returns:
             ``(True, the value)`` or ``(False, the error)``.
@@ -115,7 +130,10 @@ class Kept:
                 made.append((False, error.with_traceback(trace.tb_next if trace else None)))
                 raise NotKept from None
             made.append((True, value))
-            return _stored(value)
+            stored = _stored(value)
+            if check is not None:
+                _checked(check, str(file))
+            return stored
 
         try:
             found = self.get(file, rest, compute)
@@ -127,8 +145,15 @@ class Kept:
         if not made:
             return _plainly(function, args, keywords)
         if made[0][0]:
-            self._note(f"it returned a {_kind(made[0][1])}")
+            self._note(f"it returned what cannot be kept: {_kind(made[0][1])}")
         return made[0]
+
+
+def _checked(check: Callable[[str], None], file: str) -> None:
+    try:
+        check(file)
+    except Exception:
+        raise NotKept from None
 
 
 def _plainly(
@@ -202,7 +227,7 @@ def _kind(value: Any) -> str:
 
 
 # A value as it is kept: None, numbers, strings and usual arrays as they are; a tuple as ("tuple", ...);
-# another array as ("array", axes, is a view, the array in C order), a tensor as ("tensor", axes, an array).
+# another array as ("array", axes, strides, is a view, it in C order), a tensor as ("tensor", axes, an array).
 
 
 def _stored(value: Any) -> Any:
@@ -215,7 +240,11 @@ def _stored(value: Any) -> Any:
         if value.flags.c_contiguous and value.flags.owndata:
             return value
         axes = _axes(value.strides, value.shape)
-        return ("array", axes, not value.flags.owndata, _in_order(value.transpose(axes)))
+        stored = ("array", axes, value.strides, not value.flags.owndata, _in_order(value.transpose(axes)))
+        again = _restored(stored)
+        if again.strides != value.strides or again.flags.owndata != value.flags.owndata:
+            raise NotKept
+        return stored
     if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
         axes = _axes(value.stride(), tuple(value.shape))
         return ("tensor", axes, _in_order(value.permute(axes).numpy()))
@@ -263,7 +292,8 @@ def _restored(kept: Any) -> Any:
         own = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
         own.numpy()[...] = array
         return own if back == sorted(back) else own.permute(back)
-    own = _restored(array)
-    if back != sorted(back):
-        own = own.transpose(back)
-    return own[...] if kept[2] and own.flags.owndata else own
+    own = numpy.array(array.transpose(back), order="K", copy=True)  # type: ignore[union-attr]
+    if not kept[3]:
+        return own
+    # An axis of one element may have any stride, and has none if it is a new one.
+    return numpy.lib.stride_tricks.as_strided(own, own.shape, kept[2])  # type: ignore[union-attr]

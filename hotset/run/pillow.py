@@ -38,7 +38,7 @@ from typing import Any
 from hotset.run.decoders import LeftAlone, check_age
 from hotset.run.environment import left_alone
 from hotset.run.import_hook import Hook
-from hotset.run.kept import Kept, NotKept, is_computing
+from hotset.run.kept import Kept, NotKept
 
 __all__ = ["hooks"]
 
@@ -70,7 +70,7 @@ def _replace(module: Any) -> None:
         # Anyone else's decoder, such as that of Image.frombytes, is no business of ours.
         if frame.f_code in loads or frame.f_code.co_name == "_load_libtiff":
             image = frame.f_locals.get("self")
-            if isinstance(image, module.ImageFile) and not is_computing():
+            if isinstance(image, module.ImageFile) and kept.is_worth_it():
                 return caches.decoder_for(image, decoder, (mode, decoder_name, args, extra))
         return decoder
 

@@ -48,14 +48,15 @@ def calls(report: str, name: str) -> tuple[int, int]:
 # Each program prints digests of what it gets in several rounds; they are compared with those of a plain run.
 PRELUDE = """
 LINES = 1
-import hashlib, json, os, re, sys, threading, multiprocessing
+import hashlib, json, os, re, sys, threading, torch, multiprocessing
 
 def digest(value):
     import numpy, torch
     if isinstance(value, numpy.ndarray):
         flags = value.flags
+        content = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
         facts = (str(value.dtype), value.shape, value.strides, flags.owndata, flags.writeable, flags.aligned,
-                 type(value).__name__, hashlib.sha256(value.tobytes()).hexdigest()[:16])
+                 type(value).__name__, hashlib.sha256(content).hexdigest()[:16])
         return repr(facts)
     if isinstance(value, torch.Tensor):
         return repr((str(value.dtype), tuple(value.shape), value.stride(), type(value).__name__,

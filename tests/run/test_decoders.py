@@ -138,6 +138,166 @@ outcome(read_image)
     assert calls(ours.report, "torchvision.io.image.decode_image")[1] == 2
 
 
+def test_imageio_and_skimage_read_with_pil(files: Path) -> None:
+    pytest.importorskip("imageio")
+    pytest.importorskip("skimage")
+    program = "import imageio.v2, imageio.v3, skimage.io\n" + rounds("""
+outcome(imageio.v2.imread, root + "colour.jpg")
+outcome(imageio.v3.imread, root + "colour.png")
+outcome(skimage.io.imread, root + "grey.png")
+outcome(skimage.io.imread, root + "colour.jpg", as_gray=True)
+""")
+    assert calls(compared(program, files).report, "PIL.Image.Image.load")[1] >= 8
+
+
+def test_tifffile(files: Path) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    stack = np.random.default_rng(2).integers(0, 255, (5, 30, 40), np.uint8)
+    tifffile.imwrite(files / "stack.tif", stack, compression="zlib")
+    tifffile.imwrite(files / "big.tif", stack.astype(">u2"), byteorder=">")
+    tifffile.imwrite(files / "one.ome.tif", stack, metadata={"axes": "ZYX"})
+    program = "import tifffile, skimage.io\n" + rounds("""
+outcome(tifffile.imread, root + "stack.tif")
+outcome(tifffile.imread, root + "stack.tif", key=2)
+outcome(tifffile.imread, root + "stack.tif", key=slice(0, 3))
+outcome(tifffile.imread, root + "big.tif")
+outcome(tifffile.imread, root + "one.ome.tif")
+outcome(tifffile.imread, [root + "stack.tif", root + "stack.tif"])
+outcome(skimage.io.imread, root + "stack.tif")
+outcome(tifffile.imread, root + "not.jpg")
+""")
+    ours = compared(program, files)
+    assert calls(ours.report, "tifffile.tifffile.imread")[1] in (8 + 3, 8 + 2)
+    assert "what cannot be kept" in ours.report  # the picture that may be in several files
+
+
+def test_numpy_load(files: Path) -> None:
+    array = np.random.default_rng(3).normal(size=(20, 30))
+    np.save(files / "c.npy", array)
+    np.save(files / "f.npy", np.asfortranarray(array))
+    np.save(files / "scalar.npy", np.float32(3))
+    np.save(files / "objects.npy", np.array([{}, None], object), allow_pickle=True)
+    np.save(files / "records.npy", np.zeros(3, [("a", "i4"), ("b", "U5")]))
+    np.savez(files / "many.npz", a=array, b=array)
+    program = "import numpy\n" + rounds("""
+outcome(numpy.load, root + "c.npy")
+outcome(numpy.load, root + "f.npy")
+outcome(numpy.load, root + "scalar.npy")
+outcome(numpy.load, root + "records.npy")
+outcome(numpy.load, root + "objects.npy")
+outcome(numpy.load, root + "objects.npy", allow_pickle=True)
+outcome(lambda path: dict(numpy.load(path)), root + "many.npz")
+outcome(numpy.load, root + "c.npy", mmap_mode="r")
+outcome(numpy.load, root + "missing.npy")
+outcome(numpy.load, open(root + "c.npy", "rb"))
+""")
+    ours = compared(program, files)
+    assert calls(ours.report, "numpy.load")[1] == 8
+    assert "archive" in ours.report
+
+
+def test_nibabel(files: Path) -> None:
+    nibabel = pytest.importorskip("nibabel")
+    volume = np.random.default_rng(4).integers(0, 900, (9, 10, 11)).astype(np.int16)
+    scaled = nibabel.Nifti1Image(volume, np.eye(4))
+    scaled.header.set_slope_inter(0.5, 3)
+    nibabel.save(scaled, files / "scaled.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), files / "plain.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), files / "plain.nii")
+    program = "import nibabel, numpy\ndef load(name): return nibabel.load(sys.argv[1] + '/' + name)\n"
+    program += rounds("""
+outcome(lambda: load("scaled.nii.gz").get_fdata())
+outcome(lambda: load("scaled.nii.gz").get_fdata(dtype=numpy.float32))
+outcome(lambda: numpy.asanyarray(load("plain.nii.gz").dataobj))
+outcome(lambda: load("plain.nii.gz").dataobj[2:5, :, 3])
+outcome(lambda: load("plain.nii").get_fdata())
+outcome(lambda: load("plain.nii.gz").dataobj.get_unscaled())
+outcome(lambda: sorted(load("scaled.nii.gz").header.keys()))
+""")
+    ours = compared(program, files)
+    assert calls(ours.report, "nibabel.arrayproxy.ArrayProxy._get_scaled")[1] == 6  # the slice has gaps
+
+
+def test_sounds(files: Path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    rng = np.random.default_rng(5)
+    soundfile.write(files / "mono.flac", rng.normal(size=4000) / 9, 16000)
+    soundfile.write(files / "stereo.wav", rng.normal(size=(4000, 2)) / 9, 22050)
+    program = "import soundfile\n" + rounds("""
+outcome(soundfile.read, root + "mono.flac")
+outcome(soundfile.read, root + "stereo.wav", dtype="float32", always_2d=True)
+outcome(soundfile.read, root + "stereo.wav", frames=100, start=50)
+outcome(soundfile.read, root + "not.jpg")
+""")
+    assert calls(compared(program, files).report, "soundfile.read")[1] == 6
+
+
+def test_librosa(files: Path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    pytest.importorskip("librosa")
+    soundfile.write(files / "sound.wav", np.random.default_rng(6).normal(size=(4000, 2)) / 9, 22050)
+    program = "import librosa\n" + rounds("""
+outcome(librosa.load, root + "sound.wav", sr=None)
+outcome(librosa.load, root + "sound.wav", sr=16000, mono=False)
+""")
+    assert calls(compared(program, files).report, "librosa.core.audio.load")[1] == 4
+
+
+def test_torchaudio(files: Path, tmp_path: Path) -> None:
+    """By its signature, as torchaudio itself needs libraries that are not everywhere."""
+    (tmp_path / "torchaudio.py").write_text(
+        "import torch\n"
+        "def load(uri, frame_offset=0, num_frames=-1, normalize=True, channels_first=True, format=None,\n"
+        "         buffer_size=4096, backend=None):\n"
+        "    sound = torch.arange(float(frame_offset), 20.0).reshape(-1, 2)\n"
+        "    return (sound.T if channels_first else sound), 16000\n"
+    )
+    program = f"sys.path.insert(0, {str(tmp_path)!r})\nimport torchaudio\n" + rounds("""
+outcome(torchaudio.load, root + "colour.jpg")
+outcome(torchaudio.load, root + "colour.jpg", channels_first=False)
+outcome(torchaudio.load, root + "colour.jpg", 4)
+""")
+    assert calls(compared(program, files).report, "torchaudio.load") == (9, 6)
+
+
+def test_frames_of_a_video_by_imageio(files: Path) -> None:
+    av = pytest.importorskip("av")
+    pytest.importorskip("imageio")
+    rng = np.random.default_rng(7)
+    with av.open(str(files / "video.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for _ in range(12):
+            picture = rng.integers(0, 255, (48, 64, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    program = "import imageio.v3\n" + rounds("""
+[outcome(imageio.v3.imread, root + "video.mp4", index=number, plugin="pyav") for number in (0, 5, 11)]
+outcome(imageio.v3.imread, root + "video.mp4", plugin="pyav", index=3, format="gray")
+""")
+    assert calls(compared(program, files).report, "imageio.v3.imread") == (12, 8)
+
+
+def test_ultralytics_reads_with_its_own_imread(files: Path) -> None:
+    pytest.importorskip("ultralytics")
+    program = """
+os.environ["YOLO_CONFIG_DIR"] = sys.argv[1]
+from benchmarks.operators import define_torchvision_operators
+define_torchvision_operators()
+import cv2
+from ultralytics.utils.patches import imread
+from ultralytics.data.base import imread as used
+from pathlib import Path
+say([cv2.imread.__name__, imread is used])
+""" + rounds("""
+outcome(used, root + "colour.jpg")
+outcome(used, Path(root) / "grey.png", flags=cv2.IMREAD_GRAYSCALE)
+outcome(used, root + "missing.png")
+""")
+    ours = compared(program, files)
+    assert calls(ours.report, "ultralytics.utils.patches.imread")[1] == 4
+
+
 def test_functions_of_the_user(files: Path, tmp_path: Path) -> None:
     (tmp_path / "reading.py").write_text(
         "count = 0\ndef load(path, scale=1):\n    global count\n    count += 1\n"
