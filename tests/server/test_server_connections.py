@@ -14,13 +14,13 @@ from helpers import eventually
 from server_process import Server, running
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """As a shell starts it that allows 256 descriptors."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     try:
-        made = running(tmp_path)
+        made = running(tmp_path_factory.mktemp("server"))
         server = made.__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -58,18 +58,11 @@ def test_status_is_told_beside_300_idle_connections(server: Server, sent: bytes)
         connection.close()
 
 
-def test_a_request_that_does_not_come_whole_is_given_up(server: Server) -> None:
+def test_a_request_that_does_not_come_whole_is_given_up_though_bytes_trickle(server: Server) -> None:
     half = b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 20\r\n"
     authorized = f"Authorization: Bearer {server.token}\r\n".encode()
     kinds = [b"", half, half + authorized + b"\r\n", half + authorized + b'\r\n{"name": "ha']
     waiting = [connected(server, sent) for sent in kinds]
-    assert [is_closed(connection) for connection in waiting] == [True] * len(kinds)
-    assert server.ask("GET", "/api/sessions").json == []
-    for connection in waiting:
-        connection.close()
-
-
-def test_a_trickle_of_bytes_does_not_keep_a_connection(server: Server) -> None:
     trickle = connected(server, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
 
     def gone() -> bool:
@@ -80,7 +73,10 @@ def test_a_trickle_of_bytes_does_not_keep_a_connection(server: Server) -> None:
         return False
 
     assert eventually(gone)
-    trickle.close()
+    assert [is_closed(connection) for connection in waiting] == [True] * len(kinds)
+    assert server.ask("GET", "/api/sessions").json == []
+    for connection in [*waiting, trickle]:
+        connection.close()
 
 
 def test_a_connection_is_used_again_and_closed_when_nothing_more_is_asked(server: Server) -> None:
