@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import Walkers, difference, equal_batches, eventually, recorded
+from helpers import Walkers, difference, equal_batches, eventually, rarely, recorded
 from kills import in_child
 from live import draw_all
 from samples import kilobyte, mapping, number, ragged
@@ -30,7 +30,7 @@ N = 120
 # Pickling
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn"))
 def test_a_child_shares_the_cache_however_it_is_started(method: str, tmp_path: Path) -> None:
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(mapping, 40, log)) as cached:

@@ -234,7 +234,7 @@ class KillsItsMaker:
         assert eventually(lambda: gone(self.maker))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn"))
 def test_a_worker_ends_if_its_parent_is_killed_as_it_starts(method: str, tmp_path: Path) -> None:
     """torch's own worker then takes the process that adopts it for its parent, and waits for ever."""
     told = tmp_path / "worker"
@@ -278,16 +278,17 @@ def test_a_worker_with_unread_batches_ends_if_its_parent_is_killed(tmp_path: Pat
     assert recovery.gc(), "what a killed process leaves is found"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn"))
 def test_a_worker_that_reads_ends_if_its_parent_is_killed(method: str, tmp_path: Path) -> None:
     told = tmp_path / "worker"
+    count = 2 if method == "fork" else 1  # others import torch
 
     def job() -> None:
         cached = hotset.cache(Samples(mapping, 8), transform=[Hanging(told)])
         context = multiprocessing.get_context(method)
-        batches = hotset.DataLoader(cached, batch_size=4, num_workers=2, multiprocessing_context=context)
+        batches = hotset.DataLoader(cached, batch_size=4, num_workers=count, multiprocessing_context=context)
         held = iter(batches)
-        assert eventually(lambda: told.exists() and len(told.read_text().split()) == 2)
+        assert eventually(lambda: told.exists() and len(told.read_text().split()) == count)
         os.kill(os.getpid(), signal.SIGKILL)
         del held
 

@@ -195,7 +195,7 @@ def test_equal_with_spawned_workers(sampler: str, suffix: str) -> None:
         lambda: Samples(image_and_label, N),
         SUFFIXES[suffix],
         SAMPLERS[sampler],
-        num_workers=2,
+        num_workers=1,
         multiprocessing_context="spawn",
         persistent_workers=True,
         reference={"multiprocessing_context": "fork"},

@@ -70,7 +70,9 @@ def loader_over(dataset: Any, kind: Any = hotset.DataLoader, **options: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "context", [None, "spawn", multiprocessing.get_context("fork")], ids=["default", "name", "context"]
+    "context",
+    [None, "fork", multiprocessing.get_context("fork"), pytest.param("spawn", marks=pytest.mark.chaos)],
+    ids=["default", "name", "context", "spawned"],
 )
 def test_while_the_consumer_does_something_else_all_is_cached(context: Any, log: ReadLog) -> None:
     seed_everything()
