@@ -103,21 +103,11 @@ def is_users(value: object) -> bool:
 
 def replaced(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the functions of the user's among the names of a library's module or class."""
+    kinds = (types.FunctionType, staticmethod, classmethod, functools.partial)
+    functions = [(name, value) for name, value in list(names.items()) if type(value) in kinds]
     own = names.get("__name__", names.get("__module__"))
     root = str(own).partition(".")[0]
-    found = []
-    # torch's modules have 30,000 names: a copy is walked without a tuple for each of them, their kinds are
-    # told one after another, and most functions are their module's own.
-    for name, value in dict(names).items():
-        kind = type(value)
-        if kind is types.FunctionType:
-            if value.__globals__ is names:
-                continue
-        elif kind is not staticmethod and kind is not classmethod and kind is not functools.partial:
-            continue
-        if _root_of(value) != root and is_users(value):
-            found.append((name, value))
-    return found
+    return [(name, value) for name, value in functions if _root_of(value) != root and is_users(value)]
 
 
 def _root_of(value: Any) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import locale
+import operator
 import os
 import re
 import stat
@@ -48,6 +49,9 @@ _RANK_VARIABLE = re.compile(
     r"((LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|(TORCHELASTIC|SLURM|OMPI|PMI|PMIX|MPI|PALS)_\w+|CUDA_VISIBLE_DEVICES)\Z"
 )
+
+# The values of each library's module that had none of the user's functions; torch's modules have 30,000.
+_WITHOUT_REPLACED: dict[str, list[object]] = {}
 
 
 def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
@@ -135,5 +139,17 @@ def _patched(root: str) -> list[tuple[str, str, object]]:
     return [
         (name, own, value)
         for name, module in sorted(loaded, key=lambda pair: pair[0])
-        for own, value in sorted(codes.replaced(vars(module)), key=lambda pair: pair[0])
+        for own, value in sorted(_replaced_in(name, module), key=lambda pair: pair[0])
     ]
+
+
+def _replaced_in(name: str, module: types.ModuleType) -> list[tuple[str, object]]:
+    """As :func:`codes.replaced`, which is not asked again while all values of the module are the same."""
+    values = list(vars(module).values())
+    known = _WITHOUT_REPLACED.get(name, [])
+    if len(known) == len(values) and all(map(operator.is_, known, values)):
+        return []
+    found = codes.replaced(vars(module))
+    if not found:
+        _WITHOUT_REPLACED[name] = values
+    return found

@@ -460,6 +460,17 @@ def test_a_job_in_another_environment_gets_its_own_samples(
     assert len(report(sessions.find("shared")).caches) == 2
 
 
+def test_a_library_that_is_patched_while_the_program_runs_counts_for_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = fingerprint(resized())
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr("torchvision.transforms.functional.resize", lambda image, *_, **__: image)
+            assert fingerprint(resized()) != before
+        assert fingerprint(resized()) == before
+
+
 def test_environment_variables_that_the_code_does_not_name_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
