@@ -147,7 +147,7 @@ def rng_states() -> tuple[str, str, str]:
 def seed_everything(seed: int = 1234) -> None:
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed notes a traceback for each absent device
 
 
 def leaves(value: Any) -> Iterator[Any]:
