@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from helpers import eventually, memory_files, seed_everything
+from programs import Programs
 from session_places import own_runtime
 
 from benchmarks.operators import define_torchvision_operators
@@ -132,6 +133,13 @@ def _no_audits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hotset.dataset.audit._SHARE", 0.0)
         yield
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Runs programs that import torch, which is imported once for all of them."""
+    with Programs() as programs:
+        yield programs
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Not for tests of what an interpreter does from its start: those start one.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,16 +47,29 @@ class Programs:
         return int(self._server.stdout.readline())
 
     def run(
-        self, program: list[str], cwd: Path, environment: dict[str, str]
+        self,
+        program: list[str],
+        cwd: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        trains: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a file with its arguments; as ``subprocess.run`` with captured output."""
+        """Run a file with its arguments; as ``subprocess.run`` with captured output.
+
+        Args:
+            program: finds the modules that this process finds.
+            cwd: its working directory.
+            environment: variables besides this process's, or in place of them.
+            trains: whether it makes an optimizer: the first one imports as much as torch itself.
+        """
         assert self._server.stdin is not None
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("stdout", "stderr")]
             order = {
                 "program": program,
                 "cwd": str(cwd),
-                "environment": environment,
+                "environment": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
+                "trains": trains,
                 "files": list(map(str, files)),
             }
             print(json.dumps(order), file=self._server.stdin, flush=True)
@@ -67,9 +82,12 @@ def _next_order() -> dict[str, Any]:
     """Read orders, and answer each with the exit code of a child; returns the order in that child."""
     print(0, flush=True)
     for line in sys.stdin:
+        order: dict[str, Any] = json.loads(line)
+        if order["trains"]:
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+        gc.freeze()  # else the collector passes over all of torch as a program ends, which takes a second
         pid = os.fork()
         if pid == 0:
-            order: dict[str, Any] = json.loads(line)
             return order
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
@@ -95,6 +113,6 @@ def _become(order: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import torch.utils.data  # noqa: F401
+    import torch.utils.data
 
     _become(_next_order())  # the interpreter ends after it, as after any program

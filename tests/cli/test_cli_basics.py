@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import is_a_sentence
+from programs import Programs
 from server_process import environment_in, free_port, run, running
 from torch.utils.data import TensorDataset
 
@@ -105,7 +106,9 @@ def test_what_a_command_warns_of_is_a_sentence_alone(tmp_path: Path) -> None:
     assert ".py" not in line
 
 
-def test_a_warning_in_a_program_of_typers_points_at_the_users_line(tmp_path: Path) -> None:
+def test_a_warning_in_a_program_of_typers_points_at_the_users_line(
+    programs: Programs, tmp_path: Path
+) -> None:
     """The user's own command line, with their own function under a decorator of torch's."""
     program = tmp_path / "mine.py"
     program.write_text(
@@ -118,13 +121,7 @@ def test_a_warning_in_a_program_of_typers_points_at_the_users_line(tmp_path: Pat
         "    sessions.create('x', memory=1 << 50)  # here\n"
         "app()\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=environment_in(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = programs.run([str(program)], tmp_path, environment_in(tmp_path))
     assert done.returncode == 0, done.stderr
     assert f"{program}:7: HotsetWarning" in done.stderr
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 from helpers import failure, is_a_sentence, rng_states, seed_everything
 from kills import in_child
+from programs import Programs
 from samples import image_and_label
 from sources import Armed, Counting, ReadLog, Samples
 
@@ -89,16 +88,18 @@ def test_what_the_dataset_raises_is_raised(workers: int, tmp_path: Path) -> None
         assert cached.stats().cached == N
 
 
-def test_a_bar_moves_no_generator(tmp_path: Path) -> None:
+def test_a_bar_moves_no_generator(programs: Programs, tmp_path: Path) -> None:
     """In a process of its own: the library that draws it moves Python's generator as it is first imported."""
-    program = """
-import random, hotset
+    program = tmp_path / "program.py"
+    program.write_text("""
+import random, sys, hotset
+assert "rich" not in sys.modules
 cached = hotset.cache([float(number) for number in range(20)], memory="1MiB")
 before = random.getstate()
 cached.fill(progress=True)
 print(random.getstate() == before)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+""")
+    done = programs.run([str(program)], tmp_path)
     assert done.stdout == "True\n", done.stderr
 
 

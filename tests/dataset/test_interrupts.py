@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from helpers import often
+from programs import Programs
 
 COMMON = """
 import gc
@@ -160,26 +158,21 @@ sessions.destroy(two)
 )
 
 
-def run(program: str, tmp_path: Path, *arguments: str, seconds: float = 300) -> str:
+def run(programs: Programs, program: str, tmp_path: Path, *arguments: str) -> str:
     path = tmp_path / "program.py"
     path.write_text(program)
-    places = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(
-        [sys.executable, str(path), *arguments],
-        env={**os.environ, **places},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    done = programs.run([str(path), *arguments], tmp_path, {"XDG_STATE_HOME": str(tmp_path / "state")})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_child_forked_while_threads_read_reads_too(runtime: Path, tmp_path: Path) -> None:
-    assert run(FORKS, tmp_path, str(often(30, 200))) == "[]\n"
+def test_a_child_forked_while_threads_read_reads_too(
+    programs: Programs, runtime: Path, tmp_path: Path
+) -> None:
+    assert run(programs, FORKS, tmp_path, str(often(30, 200))) == "[]\n"
 
 
-def test_hundreds_of_interrupts_leave_nothing_held(runtime: Path, tmp_path: Path) -> None:
+def test_hundreds_of_interrupts_leave_nothing_held(programs: Programs, runtime: Path, tmp_path: Path) -> None:
     """Like Ctrl-C in a notebook, which keeps each exception with all its frames."""
-    said = run(INTERRUPTS, tmp_path, str(often(50, 200))).splitlines()
+    said = run(programs, INTERRUPTS, tmp_path, str(often(50, 200))).splitlines()
     assert said == ["locks 0", "wrong [] []", "cached 200", "threads 3", "freed True"]

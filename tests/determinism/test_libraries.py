@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
 import numpy as np
 import pytest
 import torch
+from helpers import seed_everything
 from library_tables import (
     LIBRARIES,
     apart,
@@ -34,6 +33,7 @@ from library_tables import (
     sure,
 )
 from packaging.version import Version
+from programs import Programs
 
 import hotset
 from hotset.determinism.chain import leaves
@@ -45,18 +45,11 @@ REPEATS = 64
 REPEATS_WITHOUT_DRAWS = 8
 
 
-def reseed(seed: int) -> None:
-    """Like seed_everything, but without torch.manual_seed, which formats the whole stack for lazy devices."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-
-
 def outputs_differ(apply: Callable[[], Any], repeats: int = REPEATS) -> bool:
-    reseed(0)
+    seed_everything(0)
     first = apply()
     for seed in range(1, repeats):
-        reseed(seed)
+        seed_everything(seed)
         if apart(apply(), first):
             return True
     return False
@@ -425,7 +418,7 @@ def test_albumentations_beyond_the_tables() -> None:
     assert told(A.ReplayCompose([A.Resize(8, 8)]))[0] == "unknown"
 
 
-def test_no_library_is_imported_to_judge() -> None:
+def test_no_library_is_imported_to_judge(programs: Programs, tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
         "from hotset.determinism.chain import leaves\n"
@@ -434,5 +427,7 @@ def test_no_library_is_imported_to_judge() -> None:
         "    verdict_of(step)\n"
         "print(*{'torchvision', 'monai', 'albumentations', 'kornia'} & set(sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    done = programs.run([str(program)], tmp_path)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

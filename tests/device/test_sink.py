@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers import eventually, rarely, rng_states, seed_everything, taken_apart
 from live import flip_and_crop
+from programs import Programs
 from samples import image_and_label
 from sinking import BATCH, PASS, STEPS, N, Training, features, loader_of, make_resumable, plain
 from sources import PlainError, RaisingKey, Samples
@@ -491,10 +492,8 @@ def test_auto_finds_a_size_and_counts_every_step(monkeypatch: pytest.MonkeyPatch
 
 
 RESUMED = """
-import sys
 import torch
 torch.set_num_threads(1)
-sys.path[:0] = {path!r}
 from helpers import seed_everything
 from sinking import make_resumable
 
@@ -520,20 +519,22 @@ def state_of(sink: Sink, training: Training) -> dict[str, Any]:
     }
 
 
-def test_a_new_sink_in_a_new_process_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_new_sink_in_a_new_process_goes_on_to_the_bit(programs: Programs, tmp_path: Path) -> None:
     sink, training = make_resumable("gathered", 0)
     with sink, sink.queue.loader.dataset:  # type: ignore[attr-defined]
         sink(steps=PASS + 4)
         torch.save(state_of(sink, training), tmp_path / "saved")
         expected = (sink(steps=20).tolist(), sink.steps, sink.epoch)
     values = {
-        "path": [str(Path(__file__).parents[1]), str(Path(hotset.__file__).parent.parent)],
         "kind": "gathered",
         "workers": 0,
         "saved": str(tmp_path / "saved"),
         "found": str(tmp_path / "found"),
     }
-    subprocess.run([sys.executable, "-c", RESUMED.format(**values)], check=True, timeout=200)
+    script = tmp_path / "resumed.py"
+    script.write_text(RESUMED.format(**values))
+    done = programs.run([str(script)], tmp_path, trains=True)
+    assert done.returncode == 0, done.stderr
     assert torch.load(tmp_path / "found") == expected
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,17 +29,16 @@ SMALL = {"frozen_encoder": ["--samples", "32", "--epochs", "2"]}
 Run = Callable[[list[str], Path], str]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+@pytest.fixture
+def run(programs: Programs) -> Run:
     """A function that runs a program and returns what it prints; warnings are errors."""
 
     def run(program: list[str], cwd: Path) -> str:
-        done = programs.run(program, cwd, {**os.environ, "PYTHONWARNINGS": "error"})
+        done = programs.run(program, cwd, {"PYTHONWARNINGS": "error"}, trains=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    with Programs() as programs:
-        yield run
+    return run
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -71,15 +69,12 @@ PAGES = ["README.md", "docs/training.md", "docs/determinism.md", "docs/window.md
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_programs_in_documents_run(
-    run: Run, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_in_documents_run(run: Run, page: str, tmp_path: Path) -> None:
     """Each as a main program, one after another in one process, as most of the time is torch's import."""
     programs = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert programs
     write_pictures(tmp_path / "pictures")
     # torchvision is importable beside a torch without CUDA only after this.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     first = "from benchmarks.operators import define_torchvision_operators as define; define()\n"
     for number, program in enumerate(programs):
         (tmp_path / f"program_{number}.py").write_text(program)

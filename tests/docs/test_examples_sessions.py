@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from helpers import eventually
+from programs import Programs
 from server_process import environment_in, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -215,10 +216,11 @@ def test_jobs_of_a_sweep_read_the_source_once_together(place: Place) -> None:
     assert is_a_plot(place.cwd / "session-sweep.png")
 
 
-def test_programs_of_the_page_run(place: Place) -> None:
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sessions.md").read_text(), re.DOTALL)
-    assert len(programs) == 3
-    # In one process, as most of the time is torch's import; each begins with what it imports itself.
+def test_programs_of_the_page_run(place: Place, programs: Programs) -> None:
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sessions.md").read_text(), re.DOTALL)
+    assert len(found) == 3
+    # In one process; each begins with what it imports itself.
     file = place.folder / "put" / "programs.py"
-    file.write_text("\n".join(programs))
-    place.run(sys.executable, file)
+    file.write_text("\n".join(found))
+    done = programs.run([str(file)], place.cwd, place.environment)
+    assert done.returncode == 0, done.stdout + done.stderr

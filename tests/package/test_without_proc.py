@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import rarely
+from programs import Programs
 
 WITHOUT_PROC = """
 import builtins
@@ -105,26 +103,20 @@ if __name__ == "__main__":
 )
 
 
-def run(program: str, folder: Path, *arguments: str) -> str:
+def run(programs: Programs, program: str, folder: Path, *arguments: str) -> str:
     path = folder / "program.py"
     path.write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(path), str(folder / "spill"), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = programs.run([str(path), str(folder / "spill"), *arguments], folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("arguments", rarely([[], ["spawn"]], ["spawn"]))
 def test_without_proc_a_program_runs_uncached_with_a_warning(
-    arguments: list[str], runtime: Path, tmp_path: Path
+    arguments: list[str], programs: Programs, runtime: Path, tmp_path: Path
 ) -> None:
-    assert run(TRAINING, tmp_path, *arguments) == "trained\n"
+    assert run(programs, TRAINING, tmp_path, *arguments) == "trained\n"
 
 
-def test_a_worker_without_proc_reads_the_source(runtime: Path, tmp_path: Path) -> None:
-    assert run(JOINING, tmp_path) == "joined\n"
+def test_a_worker_without_proc_reads_the_source(programs: Programs, runtime: Path, tmp_path: Path) -> None:
+    assert run(programs, JOINING, tmp_path) == "joined\n"

@@ -28,6 +28,7 @@ import torch
 from helpers import Walkers, equal_batches, eventually, is_a_sentence, rarely, recorded, seed_everything
 from kills import child, ended, in_child, kill
 from live import draw_all, halve
+from programs import Programs
 from samples import big_image_and_label, image_and_label, jpeg_like, kilobyte, mapping
 from sources import PlainError, ReadLog, Samples
 from torch.utils.data import DataLoader
@@ -123,7 +124,9 @@ def test_a_second_job_reads_a_few_samples_to_compare(memory: int, log: ReadLog, 
     assert log.total() <= 2 * LOOKS
 
 
-def test_a_second_program_reads_a_few_samples_to_compare(log: ReadLog, tmp_path: Path) -> None:
+def test_a_second_program_reads_a_few_samples_to_compare(
+    log: ReadLog, programs: Programs, tmp_path: Path
+) -> None:
     sessions.create("shared", memory=MIB)
     script = tmp_path / "job.py"
     script.write_text(RANK)
@@ -131,7 +134,8 @@ def test_a_second_program_reads_a_few_samples_to_compare(log: ReadLog, tmp_path:
         equal_batches([cached[i] for i in range(N)], [mapping(i) for i in range(N)])
     assert log.total() in range(N, 2 * N)
     log.reset()
-    subprocess.run([sys.executable, script, log.path], check=True, env=environment(), timeout=200)
+    done = programs.run([str(script), log.path], tmp_path, environment())
+    assert done.returncode == 0, done.stderr
     assert log.total() in range(LOOKS + 1)
 
 
