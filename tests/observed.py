@@ -13,11 +13,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 EPOCHS = 3
 
 
-def record(make_loader: Callable[[], DataLoader[Any]], epochs: int = EPOCHS) -> list[tuple[str, Any, Any]]:
-    """Record all that can be observed of some epochs: ``(moment, RNG states, batch)``, from equal seeds."""
+def record(make_loader: Callable[[], DataLoader[Any]]) -> list[tuple[str, Any, Any]]:
+    """Record all that can be observed of some epochs: ``(moment, RNG states, batch)``, from equal seeds.
+
+    Two epochs of workers that end with each of them, a cold one and a warm one; else a second warm one.
+    """
     seed_everything(4321)
     random.random()
     loader = make_loader()
+    epochs = 2 if loader.num_workers and not loader.persistent_workers else EPOCHS
     observed: list[tuple[str, Any, Any]] = [("making the loader", rng_states(), len(loader))]
 
     def observe(moment: str, batch: Any = None) -> None:
