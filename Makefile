@@ -56,7 +56,8 @@ gpu: $(VENV)/.installed
 # Files that try something often, and more often here than in `make test`; then what is marked `chaos`, among it
 # variants of tests that `make test` has; then ten minutes of deaths.
 THOROUGH := tests/store tests/session/test_session_budgets.py tests/session/test_runtime_dir.py \
-	tests/dataset/test_shared_cache.py tests/dataset/test_interrupts.py tests/determinism/test_fingerprint.py
+	tests/dataset/test_shared_cache.py tests/dataset/test_interrupts.py tests/dataset/test_cache_processes.py \
+	tests/determinism/test_fingerprint.py
 
 chaos: $(VENV)/.installed
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[chaos]'

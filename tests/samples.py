@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Sequence
 from decimal import Decimal
@@ -59,9 +60,14 @@ class Colour(enum.Enum):
     GREEN = 1
 
 
+# Multiples of 31, modulo 251.
+_CYCLE = torch.from_numpy(np.resize((np.arange(251) * 31 % 251).astype(np.uint8), 1 << 14))
+
+
 def _pattern(shape: Sequence[int], index: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    count = int(np.prod(shape))
-    return ((torch.arange(count) * 31 + index * 17 + 1) % 251).reshape(tuple(shape)).to(dtype)
+    """The numbers ``31 k + 17 index + 1``, modulo 251."""
+    start = (index * 17 + 1) * pow(31, -1, 251) % 251
+    return _CYCLE[start : start + math.prod(shape)].reshape(tuple(shape)).to(dtype, copy=True)
 
 
 def image_and_label(index: int) -> tuple[torch.Tensor, int]:

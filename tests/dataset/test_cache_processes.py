@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Walkers, equal_batches, eventually, finish, in_threads, rarely
+from helpers import Walkers, equal_batches, eventually, finish, in_threads, often, rarely
 from kills import child, ended, gone
 from live import draw_all
 from samples import constant_row, image_and_label, mapping, ragged
@@ -96,7 +96,7 @@ def test_ten_threads_share_a_cache() -> None:
     with hotset.cache(Samples(mapping, N)) as cached:
 
         def read(number: int) -> None:
-            order = [random.Random(number).randrange(N) for _ in range(500)]
+            order = [random.Random(number).randrange(N) for _ in range(often(100, 500))]
             for i in order:
                 equal_batches(cached[i], mapping(i))
 
