@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hotset import collate
     from hotset.dataset.build import cache
     from hotset.dataset.cached_dataset import CachedDataset
+    from hotset.dataset.memo import Memo, memo
     from hotset.dataset.shared_cache import SharedCache, get_shm_size
     from hotset.dataset.window import Window
     from hotset.determinism.batched import batched
@@ -58,6 +59,8 @@ _HOMES = {
     "batched": "hotset.determinism.batched",
     "cache": "hotset.dataset.build",
     "data_sink": "hotset.device.sink",
+    "Memo": "hotset.dataset.memo",
+    "memo": "hotset.dataset.memo",
     "deterministic": "hotset.determinism.declare",
     "get_shm_size": "hotset.dataset.shared_cache",
     "nondeterministic": "hotset.determinism.declare",
@@ -103,6 +106,7 @@ __all__ = [
     "Loss",
     "LossMonitor",
     "LossNotFinite",
+    "Memo",
     "Model",
     "ModelCheckpoint",
     "NotCacheable",
@@ -121,6 +125,7 @@ __all__ = [
     "data_sink",
     "deterministic",
     "get_shm_size",
+    "memo",
     "nondeterministic",
     "register_codec",
     "split",

@@ -32,12 +32,13 @@ from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Pipeline, chain_of
 from hotset.dataset.planner import CacheOptions, PlanResult, found_plan, joined_plan, make_plan, own_memory
 from hotset.dataset.sample_access import SampleAccess
+from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.unread import Unread
 from hotset.dataset.window import Window
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
-from hotset.errors import ArgumentError, FolderError, SegmentError, SessionError, UnsupportedPlatform
+from hotset.errors import ArgumentError, SegmentError, UnsupportedPlatform
 from hotset.session.find_or_create import (
     CacheLocation,
     Shared,
@@ -48,11 +49,9 @@ from hotset.session.job import is_rank, this_job
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session
 from hotset.session.sessions import find
-from hotset.session.spill_dirs import open_spill, spill_path
 from hotset.store.locks import can_reopen
 from hotset.store.ring import Ring, attach_store
 from hotset.store.segment import Address
-from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 from hotset.units import parse_bytes
 
@@ -187,7 +186,7 @@ def cache(
         )
     _check_arguments(session, window, spill, cluster, replicate)
     _check_concurrency(concurrency, window)
-    spill = _folder(spill)
+    spill = checked_folder(spill)
     arguments = {
         "transform": transform,
         "memory": memory,
@@ -420,25 +419,6 @@ def _is_steady(dataset: object) -> bool:
     return isinstance(dataset, CachedDataset) or declared(dataset) == "deterministic"
 
 
-def _folder(spill: Any) -> str | Literal[False] | None:
-    """The path of a spill folder; None and False are returned as they are.
-
-    Raises:
-        ArgumentError: it is not a path, or its parent does not exist.
-    """
-    if spill is None or spill is False:
-        return spill
-    path = os.fspath(spill) if isinstance(spill, (str, os.PathLike)) else b""
-    if not isinstance(path, str) or not path:
-        raise ArgumentError(f"spill= must be the path of a folder on a disk of this machine, got {spill!r}.")
-    if not os.path.isdir(above := os.path.dirname(os.path.abspath(path))):
-        raise ArgumentError(
-            f"spill={spill!r} cannot be made, as the folder {above} does not exist; correct the path, mount "
-            "the disk, or make that folder."
-        )
-    return path
-
-
 def _check_concurrency(concurrency: object, window: Window | None) -> None:
     if type(concurrency) is not int or not 1 <= concurrency <= _MOST_THREADS:
         raise ArgumentError(
@@ -508,7 +488,10 @@ def _create(result: PlanResult, options: CacheOptions, location: CacheLocation |
             ring.path = location.name if location is not None else None
             ring.room.knob = "`resident=`"
             return ring
-        path, spill = location.path if location is not None else None, _spill_to(plan.name, options, location)
+        path, spill = (
+            location.path if location is not None else None,
+            spill_to(plan.name, options.spill, location),
+        )
         store = Store.create(
             schema, plan.samples, _limit(result, options, location), about=about, path=path, spill=spill
         )
@@ -529,25 +512,6 @@ def _limit(result: PlanResult, options: CacheOptions, location: CacheLocation | 
     if location is None:
         return result.plan.limit
     return location.limit if options.memory == "auto" else min(own_memory(options), location.limit)
-
-
-def _spill_to(name: str, options: CacheOptions, location: CacheLocation | None) -> SpillTo | None:
-    if location is not None:
-        if location.spill is None or options.spill is False:
-            return None
-        return SpillTo(location.folder, location.spill, keeps_all=location.persist)
-    if not isinstance(options.spill, str):
-        return None
-    folder = os.path.abspath(options.spill)
-    try:
-        os.close(open_spill(folder, make=True))
-    except (SessionError, FolderError) as error:
-        warn(
-            f"{name}: nothing is spilled, and samples that do not fit into memory come from the source: "
-            f"{error}"
-        )
-        return None
-    return SpillTo(str(spill_path(folder)))
 
 
 def _active_window(result: PlanResult, window: Window | None, store: Store | None) -> ActiveWindow | None:

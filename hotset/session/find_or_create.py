@@ -44,7 +44,7 @@ from hotset._warnings import warn
 from hotset.errors import SegmentError, SessionError
 from hotset.session import catalog
 from hotset.session.file_names import CACHE, is_retired, is_there, member_of, runtime
-from hotset.session.job import this_job
+from hotset.session.job import Job, this_job
 from hotset.session.named_lock import NamedLocks
 from hotset.session.runtime_dir import KNOB
 from hotset.session.session_cache import SessionCacheHandle
@@ -141,7 +141,12 @@ def _find_or_create(caches: _Caches[S]) -> Shared[S]:
 
 
 def find_or_create_in_job(
-    key: str, name: str, *, create: Callable[[], S | None], attach: Callable[[Address], S]
+    key: str,
+    name: str,
+    *,
+    create: Callable[[], S | None],
+    attach: Callable[[Address], S],
+    job: Job | None = None,
 ) -> Shared[S]:
     """Return what another rank of this job has created for ``key`` here; if none has, create and list it.
 
@@ -153,6 +158,7 @@ def find_or_create_in_job(
         create: creates it, or returns None if that cannot be done: then the next rank tries. No other process
             of the job creates for this key meanwhile.
         attach: attaches to one that lives.
+        job: with which processes to share; None: with the ranks of :func:`this_job`.
 
     Returns:
         The value, and this process's share in it.
@@ -163,7 +169,7 @@ def find_or_create_in_job(
     Warns:
         HotsetWarning: the ranks could not meet, so that this one created its own, or it could not be listed.
     """
-    caches = _JobCaches(key, name, create, attach)
+    caches = _JobCaches(key, name, create, attach, job or this_job())
     return _find_or_create(caches) if caches.lock_names else caches.create()
 
 
@@ -171,9 +177,14 @@ class _JobCaches(Generic[S]):
     """The caches for one key that ranks of this job have listed."""
 
     def __init__(
-        self, key: str, name: str, create: Callable[[], S | None], attach: Callable[[Address], S]
+        self,
+        key: str,
+        name: str,
+        create: Callable[[], S | None],
+        attach: Callable[[Address], S],
+        job: Job,
     ) -> None:
-        self._job = this_job()
+        self._job = job
         self._key, self._name = _digest(key), name
         self._create, self._attach = create, attach
         self._why = ""
@@ -418,6 +429,8 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         if second.live[Live.INVALIDATED]:
             raise SegmentError("an audit had found that the source no longer gives what is in it.")
         distrust_allocator(participant)
+        if second.metadata.get("keyed"):
+            raise SegmentError("the keys of functions' results were in memory.")
         old = second.geometry
         metadata = {**second.metadata, "spill": {"path": spilled, "keeps_all": session.persist}}
         encoded = json.dumps(metadata).encode()

@@ -19,16 +19,25 @@ that were launched together with it, and those that it may launch itself.
 
 Processes that are not ranks (a notebook, a script) take no other process's cache. A loader's worker inherits
 its rank's environment, but gets the cache by fork or pickle and does not look for one.
+
+Results of functions (:func:`hotset.memo`) are shared more widely, as any process may come to need them: a
+spawned worker that imports the module anew, for example. So besides ranks, all processes share them that
+``multiprocessing`` has started from one program, which it gives one key (``authkey``), and all below one
+``hotset run``, which sets ``HOTSET_JOB`` (:func:`this_program`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Job", "is_rank", "pid_namespace", "this_job"]
+__all__ = ["JOB", "Job", "is_rank", "pid_namespace", "this_job", "this_program"]
+
+# Names the job that all processes below belong to.
+JOB = "HOTSET_JOB"
 
 _RENDEZVOUS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 
@@ -76,6 +85,29 @@ def this_job(environment: Mapping[str, str] = os.environ) -> Job:
         takes=(together, _name(parent), _name(own, *meeting)),
         launchers=(_name(parent), _name(own)),
     )
+
+
+def this_program(environment: Mapping[str, str] = os.environ) -> Job:
+    """Return the groups with which this process shares results of functions.
+
+    Example:
+        >>> one, other = this_program({"HOTSET_JOB": "a"}), this_program({"HOTSET_JOB": "b"})
+        >>> one.takes == one.offers, set(one.takes) & set(other.takes)
+        (True, set())
+        >>> rank = this_program({"LOCAL_RANK": "0"})
+        >>> set(this_job({"LOCAL_RANK": "0"}).takes) < set(rank.takes)
+        True
+    """
+    if environment.get(JOB):
+        group = _name(("job", environment[JOB]))
+        return Job(offers=(group,), takes=(group,), launchers=(group,))
+    # All processes that multiprocessing has started from one have its key, and no other process has.
+    own = _name(("program", bytes(multiprocessing.current_process().authkey).hex()))
+    # A worker's parent is a rank, and not the ranks' launcher.
+    is_worker = multiprocessing.parent_process() is not None
+    job = Job((), (), ()) if is_worker else this_job(environment)
+    launchers = job.launchers if job.takes else ()
+    return Job((own, *job.offers), (own, *job.takes), (*launchers, own))
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:

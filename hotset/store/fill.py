@@ -198,6 +198,17 @@ class Filler:
         finally:
             self.claims.release(_without(ids, np.fromiter(stored, np.int64)))
 
+    def put(self, sample: int, prepared: forms.Taken) -> bool:
+        """Write and publish the record of one claimed sample; False without room: the claim is given back."""
+        written = 0
+        try:
+            written = self._write([(sample, prepared)], [prepared.tail_lines])
+        finally:
+            if not written:
+                self._participant.row[Slot.REJECTED] += 1
+                self.claims.release(np.array([sample], np.int64))
+        return written > 0
+
     @property
     def is_full(self) -> bool:
         """Whether room was refused less than half a second ago, in memory and on the disk."""

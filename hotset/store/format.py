@@ -12,6 +12,7 @@ is as large as it could ever need to be, and memory is taken extent by extent.
     index_at          index         samples x 8 B
     rows_at           rows          rows x stride: the fixed part of each record
     lines_at          lines         lines x 256 B: the tails, each a run of lines
+    keys_at           keys          in a keyed segment only: see :mod:`hotset.store.key_table`
 
 Every region begins on a page. All integers are little-endian.
 
@@ -77,10 +78,14 @@ __all__ = [
     "CLAIMED",
     "DESTROYED",
     "DRAWS",
+    "FUNCTIONS",
+    "FUNCTION_BYTES",
+    "FUNCTION_WORDS",
     "GENERATION_MASK",
     "GENERATION_SHIFT",
     "HEADER_BYTES",
     "INCARNATION_MASK",
+    "KEY_WORDS",
     "LINE",
     "LIVE_AT",
     "LIVE_WORDS",
@@ -91,6 +96,7 @@ __all__ = [
     "PAGE",
     "PRESENT",
     "RECORD",
+    "RECORD_AND_TAIL",
     "RECORD_HEADER",
     "ROW_MASK",
     "SLOTS",
@@ -115,11 +121,15 @@ PAGE = 4096
 HEADER_BYTES = PAGE
 METADATA_CRC_AT = 256
 LIVE_AT = 512
-LIVE_WORDS = 16
+LIVE_WORDS = 24
 LINE = 256
 SLOTS = 1024
 SLOT_WORDS = 24
 RECORD_HEADER = 16
+KEY_WORDS = 5
+FUNCTIONS = 256
+FUNCTION_BYTES = 256
+FUNCTION_WORDS = 8
 
 PRESENT = 1 << 62
 CLAIMED = 1 << 61
@@ -138,9 +148,11 @@ STAMP_MASK = GENERATION_MASK | OWN_STAMP
 
 # magic, version, flags, samples, stride, rows, lines, metadata bytes, nonce; then the CRC of all that.
 _HEADER = struct.Struct("<8sIIQQQQQ16s")
+_KEYED = 1  # the only flag
 _CRC = struct.Struct("<I")
 RECORD = struct.Struct("<III4x")  # length, stamp, checksum
 TAIL = struct.Struct("<Q")  # the tail word, behind that
+RECORD_AND_TAIL = struct.Struct("<IIIIQ")  # length, stamp, checksum, run; tail word
 _RECORD_PREFIX = struct.Struct("<QII")  # as long as a record's header
 _RECORD_PREFIX_DTYPE = np.dtype([("sample", "<u8"), ("length", "<u4"), ("stamp", "<u4")])
 
@@ -168,6 +180,9 @@ class Live:
     CLEARS = 13  # of a cluster: how often its machines were told to clear this cache, as far as is known
     DRAWS_TOLD = 14  # a number of the job that was told last which samples draw random numbers
     VAIN = 15  # 1 once another cache's memory was freed, and the control group had no more room after it
+    KEYS = 16  # of a keyed segment: how many sample ids were given to keys
+    FUNCTIONS = 17  # of a keyed segment: how many functions are entered
+    FREED = 18  # of a keyed segment: 1 once records were forgotten, until no free run is long enough
 
 
 DESTROYED = 2  # in INVALIDATED: the cache's session was destroyed, or the cache was dropped
@@ -211,6 +226,7 @@ class Geometry:
         rows: number of rows there is address space for.
         lines: number of 256-byte lines there is address space for.
         metadata: bytes of the metadata.
+        keyed: whether sample ids are given to keys as they come (:mod:`hotset.store.key_table`).
     """
 
     samples: int
@@ -218,6 +234,7 @@ class Geometry:
     rows: int
     lines: int
     metadata: int
+    keyed: bool = False
 
     @cached_property
     def slots_at(self) -> int:
@@ -236,8 +253,29 @@ class Geometry:
         return _page_up(self.rows_at + self.rows * self.stride)
 
     @cached_property
-    def size(self) -> int:
+    def keys_at(self) -> int:
         return _page_up(self.lines_at + self.lines * LINE)
+
+    @cached_property
+    def counters_at(self) -> int:
+        return self.keys_at + _page_up(8 * KEY_WORDS * self.samples)
+
+    @cached_property
+    def functions_at(self) -> int:
+        return self.counters_at + SLOTS * FUNCTIONS * FUNCTION_WORDS * 8
+
+    @cached_property
+    def table_at(self) -> int:
+        return self.functions_at + FUNCTIONS * FUNCTION_BYTES
+
+    @cached_property
+    def table_words(self) -> int:
+        """Length of the hash table, which is at most half full: all its levels together."""
+        return 2 << (2 * self.samples - 1).bit_length()
+
+    @cached_property
+    def size(self) -> int:
+        return self.table_at + _page_up(4 * self.table_words) if self.keyed else self.keys_at
 
     def taken(self, rows: int, lines: int) -> int:
         """Bytes that this many rows and lines take."""
@@ -249,7 +287,7 @@ def pack_header(geometry: Geometry, nonce: bytes) -> bytes:
     fixed = _HEADER.pack(
         MAGIC,
         VERSION,
-        0,
+        _KEYED if geometry.keyed else 0,
         geometry.samples,
         geometry.stride,
         geometry.rows,
@@ -283,10 +321,10 @@ def unpack_header(page: bytes, size: int, name: str) -> tuple[Geometry, bytes]:
         raise refuse("its header's checksum does not match")
     if version != VERSION:
         raise refuse(f"it has format version {version}, and this hotset reads version {VERSION}")
-    geometry = Geometry(samples, stride, rows, lines, metadata)
+    geometry = Geometry(samples, stride, rows, lines, metadata, flags == _KEYED)
     if not (stride >= RECORD_HEADER + 8 and stride % 8 == 0 and rows <= ROW_MASK and lines <= ROW_MASK):
         raise refuse("its header names impossible sizes")
-    if flags:
+    if flags not in (0, _KEYED):
         raise refuse("its header has unknown flags")
     if geometry.size != size:
         raise refuse(f"its header says {geometry.size} bytes, and the file has {size}")

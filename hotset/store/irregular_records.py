@@ -41,10 +41,10 @@ import numpy.typing as npt
 
 from hotset.errors import SegmentError
 from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL, tail_word
-from hotset.store.leaves import SchemaMismatch
-from hotset.store.schema import LARGEST_RECORD, Prepared, Schema, infer, to_json, varied
+from hotset.store.leaves import ArrayLeaf, SchemaMismatch
+from hotset.store.schema import LARGEST_RECORD, Group, Node, Prepared, Schema, infer, to_json, varied
 
-__all__ = ["Own", "Taken", "prepare", "prepare_all", "read", "stamp", "write"]
+__all__ = ["Own", "Taken", "prepare", "prepare_all", "read", "stamp", "unpack", "viewable", "write"]
 
 _LENGTH = struct.Struct("<I")
 _HEAD = RECORD_HEADER + TAIL.size
@@ -204,7 +204,7 @@ def read(
             found += schema.read(buffer, at, tails)
             continue
         packed = [_packed(buffer, at + i * stride, stride, tail) for i, tail in enumerate(tails)]
-        found += map(_unpacked, packed) if decode else packed
+        found += [unpack(own.body) for own in packed] if decode else packed
     return found
 
 
@@ -221,16 +221,41 @@ def _packed(buffer: Any, row_at: int, stride: int, tail_at: int) -> Own:
     return Own(body.data, tail_bytes)
 
 
-def _unpacked(packed: Own) -> Any:
-    """The sample; its arrays share the body's memory."""
-    body = packed.body
+def unpack(body: Any) -> Any:
+    """The sample whose record has this body; its arrays share the body's memory.
+
+    Raises:
+        SegmentError: the form cannot be read, or does not describe the body.
+    """
     try:
-        (form_bytes,) = _LENGTH.unpack_from(body)
-        own = _schema_of(bytes(body[_LENGTH.size : _LENGTH.size + form_bytes]))
+        form_bytes, own = _form_of(body)
         row_at, tail_at = _places(form_bytes, own)
         return own.read(body, row_at, [tail_at])[0]
     except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
         raise SegmentError(f"a sample's form does not describe its record: {error!r}.") from error
+
+
+def viewable(body: memoryview) -> bool:
+    """Whether a sample can be built over memory that must not be written to: its arrays are all numpy's.
+
+    torch knows no read-only tensors, and other objects would be made from tensors or arrays of their own.
+    """
+    try:
+        return _is_plain(_form_of(body)[1].tree)
+    except (SegmentError, struct.error):
+        return False
+
+
+def _is_plain(node: Node) -> bool:
+    if isinstance(node, Group):
+        return node.codec is None and all(map(_is_plain, node.children))
+    return not isinstance(node, ArrayLeaf) or node.library == "numpy"
+
+
+def _form_of(body: Any) -> tuple[int, Schema]:
+    """How many bytes a body's form has, and the form."""
+    (form_bytes,) = _LENGTH.unpack_from(body)
+    return form_bytes, _schema_of(bytes(body[_LENGTH.size : _LENGTH.size + form_bytes]))
 
 
 @functools.lru_cache(_FORMS)

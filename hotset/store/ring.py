@@ -33,34 +33,27 @@ that needs it may claim it; but reading it has failed once, so the window does n
 (:meth:`Ring.settled`). Nor does the window wait for an entry whose word says that it draws random numbers,
 which no process may claim.
 
-**Room for tails** is searched for under the short lock: the runs of all records and the extents of living
-processes are in use, and all other lines are free. There is no free list that a killed process could leave
-wrong, and its extent is free again. In order of preference an extent comes from
+**Room for tails** is searched for as :mod:`hotset.store.fixed_rows` says. In order of preference an extent
+comes from
 
 1. the widest gap between runs; since entries leave in the order in which they came, gaps grow together;
 2. lines never used so far, as far as limit and memory go;
 3. the runs of entries that have left, oldest first, no more than needed. Their words are cleared first.
 
-One search serves as many records as fit into the extent. Two orders of effects keep a record from being
-overwritten: a process moves the beginning of its extent only *after* it has published what it wrote there,
-and the search reads the extents *before* the words. So each run is seen in an extent, or in a record, or in
-both.
+One search serves as many records as fit into the extent.
 """
 
 from __future__ import annotations
 
 import bisect
-import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import SegmentError
-from hotset.store import memory_limits as memory
-from hotset.store.allocator import Allocator
 from hotset.store.claims import Ids, Index, Participant
+from hotset.store.fixed_rows import FixedRowAllocator
 from hotset.store.format import (
     CLAIMED,
     DRAWS,
@@ -69,11 +62,8 @@ from hotset.store.format import (
     LINE,
     OWN_FORM,
     PRESENT,
-    RECORD,
-    RECORD_HEADER,
     ROW_MASK,
     Live,
-    Slot,
     split_tail,
 )
 from hotset.store.schema import Schema
@@ -151,77 +141,12 @@ class RingIndex(Index):
         return np.where(told, (cursor // count + ahead) * count + slots, -1)
 
 
-class RingAllocator(Allocator):
+class RingAllocator(FixedRowAllocator):
     """Allocates a ring's memory: the row of each slot is fixed, and lines go where no record needs them."""
 
     def __init__(self, participant: Participant) -> None:
         super().__init__(participant)
-        # A dead predecessor's extent counts as free, so it may hold other records by now.
-        participant.inherits = False
-        segment, geometry = participant.segment, participant.segment.geometry
-        self._index = RingIndex(segment)
-        at = geometry.rows_at + RECORD_HEADER
-        self._tails: Words = np.ndarray((geometry.rows,), np.int64, segment.buffer, at, (geometry.stride,))
-        # The next line of this process's extent, and its end.
-        self._extent = 0, 0
-
-    def has_room(self) -> bool:
-        return not self.is_full  # whether there is room depends on the entry
-
-    def place(self, row: int) -> bool:
-        if row >= self._geometry.rows:
-            return self.refuse(self._limit_reached())
-        at, stride = self._geometry.rows_at + row * self._geometry.stride, self._geometry.stride
-        (length, *_) = RECORD.unpack(os.pread(self._segment.fd, RECORD_HEADER, at))  # touches no page
-        if length:
-            return True  # a record was written here before
-        # Where no file system bounds the segment, the check of the headroom was enough.
-        if self._segment.bounded and not self._segment.reserve(at, stride):
-            return self.refuse(self._file_system_full())
-        return super().place(row)
-
-    # ---- lines ---------------------------------------------------------------------------------------
-
-    def reserve(self, places: Sequence[int], tails: Sequence[int]) -> list[tuple[int, int]]:
-        """Row and first line for as many of these records as have rows and fit into one extent."""
-        given: list[tuple[int, int]] = []
-        for row, lines in zip(places, tails, strict=True):
-            # A new extent only for the first: the others in the old extent are not published yet.
-            if lines and not self._fits(lines) and (given or not self._extend_to(lines)):
-                break
-            # Last, as a row counts once it was placed.
-            if not self.place(row):
-                break
-            first, end = self._extent
-            given.append((row, first if lines else 0))
-            self._extent = first + lines, end
-        return given
-
-    def _fits(self, lines: int) -> bool:
-        """Whether this process still has an extent, with this many lines left in it."""
-        first, end = self._extent
-        # After a clear, or in another slot (that of a forked child), there is none.
-        return int(self._participant.row[Slot.LINE_END]) == end and end - first >= lines
-
-    def settle(self) -> None:
-        """Move the extent's beginning past the reserved lines: their records are published, or given up."""
-        if self._fits(0):
-            self._participant.row[Slot.LINE_NEXT] = self._extent[0]
-
-    def _extend_to(self, count: int) -> bool:
-        """Find an extent of ``count`` lines or more; this process has nothing unpublished in its old one."""
-        if self.is_full or self._participant.slot < 0:
-            return False
-        with self._participant.short_lock() as held:
-            if not held:
-                return False
-            first, lines = self._find(count)
-            if not lines:
-                return False
-            row = self._participant.row
-            row[Slot.LINE_NEXT], row[Slot.LINE_END] = first, first + lines
-            self._extent = first, first + lines
-        return True
+        self._index = RingIndex(participant.segment)
 
     def _find(self, count: int) -> tuple[int, int]:
         """First line and length of a new extent, 0 without room; the caller has the short lock."""
@@ -243,21 +168,6 @@ class RingAllocator(Allocator):
             return 0, 0
         return first, min(lines, most)
 
-    def _grow(self, lines: int) -> str | None:
-        """Raise the number of lines in use to this many; returns what prevents that, or None."""
-        live, geometry = self._segment.live, self._geometry
-        now = int(live[Live.LINES_NEXT])
-        size = (lines - now) * LINE
-        if size <= 0:
-            return None
-        free = memory.headroom()
-        if size > free.bytes - geometry.rows_at:
-            return self._no_memory(free)
-        if not self._segment.reserve(geometry.lines_at + now * LINE, size):
-            return self._file_system_full()
-        live[Live.LINES_NEXT] = lines
-        return None
-
     def _give_up(self, runs: _Runs, left: Ids, needed: int) -> tuple[int, int]:
         """Forget the fewest entries that have left, oldest first, that free this many lines, if any do."""
         high = int(self._segment.live[Live.LINES_NEXT])
@@ -271,18 +181,14 @@ class RingAllocator(Allocator):
     def _runs(self) -> tuple[_Runs, Ids]:
         """The lines in use, and the slots of entries that have left, the oldest first."""
         # Extents before words: a record that is published meanwhile is seen twice, not missed.
-        extents = self._segment.slots[:, Slot.LINE_NEXT : Slot.LINE_END + 1].copy()
-        extents[self._participant.slot] = 0
-        own = np.flatnonzero(extents[:, 1] > extents[:, 0])
-        own = own[[self._participant.is_alive(slot) for slot in own.tolist()]]
+        begins, ends = self._extents_of_others()
         slots, left = self._index.records()
         firsts, counts = split_tail(self._tails[slots])
         ages = np.minimum(np.arange(len(slots)), len(left))
-        begins, ends = extents[own].T
         return _Runs(
             np.concatenate([firsts, begins]),
             np.concatenate([firsts + counts, ends]),
-            np.concatenate([ages, np.full(len(own), len(left))]),
+            np.concatenate([ages, np.full(len(begins), len(left))]),
         ), left
 
 
@@ -371,7 +277,7 @@ class Ring(Store):
 
 
 def attach_store(where: Address | str) -> Store:
-    """Attach to a store, a ring or not.
+    """Attach to a dataset's store, a ring or not.
 
     Raises:
         SegmentError: it is gone, or damaged.

@@ -81,6 +81,7 @@ class Store:
     _index_type: type[Index] = Index
     _room_type: type[Allocator] = Allocator
     _is_ring = False  # entered in the metadata, for processes that attach or check
+    _is_keyed = False  # entered in the geometry
 
     def __init__(self, segment: Segment, schema: Schema, spill: Spill | None = None) -> None:
         self.segment = segment
@@ -137,7 +138,15 @@ class Store:
         """
         space = cls._address_space(schema, samples, limit, about)
         with new_tiers(
-            schema, samples, space, limit, ring=cls._is_ring, about=about, path=path, spill=spill
+            schema,
+            samples,
+            space,
+            limit,
+            ring=cls._is_ring,
+            keyed=cls._is_keyed,
+            about=about,
+            path=path,
+            spill=spill,
         ) as (segment, second):
             store = cls(segment, schema, second)
         store.path = path
@@ -518,7 +527,7 @@ class Clearing:
         segment.slots[:, Slot.STORED_BYTES] = 0
         if self._spill is not None:
             self._spill.clear()
-        told = [Live.TOLD, Live.DRAWS_TOLD]
+        told = [Live.TOLD, Live.DRAWS_TOLD, Live.KEYS, Live.FUNCTIONS, Live.FREED]
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED, Live.FULL, *told]] = 0
         if self._participant.unread(_READERS_SECONDS):  # else its pages are written again as they are
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)

@@ -42,6 +42,7 @@ def new_tiers(
     limit: int,
     *,
     ring: bool,
+    keyed: bool = False,
     about: dict[str, Any],
     path: str | None,
     spill: SpillTo | None,
@@ -54,6 +55,7 @@ def new_tiers(
         space: how many rows and lines there may ever be in memory.
         limit: bytes that these may take.
         ring: whether its rows are used again.
+        keyed: whether its sample ids are given to keys.
         about: further metadata; JSON's types only.
         path: a new file for the first tier; a memfd if None.
         spill: where the second tier is to be made; None: there is none.
@@ -67,7 +69,7 @@ def new_tiers(
         if spill is not None and second is not None:
             about = {**about, "spill": spill.said(second)}
         metadata = json.dumps(about).encode()
-        geometry = Geometry(samples, schema.stride, *space, len(metadata))
+        geometry = Geometry(samples, schema.stride, *space, len(metadata), keyed)
         require_index_room(geometry)
         yield Segment.create(geometry, metadata, path=path, limit=limit), second
     except BaseException:

@@ -1,0 +1,307 @@
+"""The identity of a call's arguments: bytes that two calls share only if they must give the same result.
+
+======================  ===========================================================================
+argument                is described by
+======================  ===========================================================================
+None, bool, int, float, type and value: ``1``, ``1.0`` and ``True`` are three; -0.0 and 0.0 are two
+complex, str, bytes
+path, or a str that is  its text, and as the *version* of what it names: size, time of change, inode
+the path of a file
+tuple, list, dict, set  type, length, parts; a set's in the order of their own descriptions
+dataclass, enum, slice, type and parts
+range, namedtuple
+array, tensor           dtype, shape, strides, all bytes (up to 64 KiB)
+numpy scalar            dtype and bytes
+dtype, device, class,   module and name
+function of a module
+======================  ===========================================================================
+
+Anything else has no identity: an open file, an object of a class of the user's own, a lambda. So has an
+argument that is larger than that, or nested too deep.
+
+Every description begins with a tag and says how long it is, so that no two things have one description.
+Arguments are bound to the function's parameters first, so that ``f(1)``, ``f(a=1)`` and ``f(1, b=default)``
+are one. A function that has no signature (many of those written in C) is called with its arguments as given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import inspect
+import os
+import struct
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["ArgumentKey", "NoIdentity", "Parameters", "describe_arguments"]
+
+_LARGEST_ARRAY = 64 << 10
+_DEEPEST = 20
+_LONGEST_PATH = 4096
+_FLOAT, _STAT = struct.Struct("<d"), struct.Struct("<QQqQ")
+
+
+class NoIdentity(Exception):
+    """An argument that has no identity; the message is a phrase that says which."""
+
+
+class ArgumentKey(NamedTuple):
+    """What tells one call from another.
+
+    Attributes:
+        key: bytes of the arguments.
+        version: of the files that they name: 0 where they name none, else a hash of their sizes and times.
+        fixed: whether the arguments cannot change while the function runs.
+    """
+
+    key: bytes
+    version: int
+    fixed: bool
+
+
+class _Description:
+    """Collects the description of one call."""
+
+    __slots__ = ("files", "fixed", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.files: list[bytes] = []
+        self.fixed = True
+
+    def add(self, value: Any, depth: int = 0) -> None:
+        describe = _EXACT.get(type(value))
+        if describe is not None and depth < _DEEPEST:
+            describe(self, value, depth)
+        else:
+            self._add_other(value, depth)
+
+    def _add_other(self, value: Any, depth: int) -> None:
+        if depth >= _DEEPEST:
+            raise NoIdentity(f"something nested more than {_DEEPEST} deep")
+        kind = type(value)
+        if isinstance(value, PurePath):
+            self._add_name(b"p", kind)
+            _add_str(self, str(value), depth)
+        elif isinstance(value, np.generic) and not isinstance(value, np.object_):
+            self._add_bytes(b"n" + value.dtype.str.encode(), value.tobytes())
+        elif isinstance(value, enum.Enum):
+            self._add_name(b"e", kind)
+            self._add_bytes(b"", value.name.encode())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            self._add_name(b"@", kind)
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            extra = getattr(value, "__dict__", {})
+            self._add_mapping({**fields, **extra}, depth)
+        elif isinstance(value, tuple) and hasattr(kind, "_fields"):
+            self._add_name(b"=", kind)
+            _add_sequence(self, tuple(value), depth)
+        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            self._add_global(value)
+        else:
+            raise NoIdentity(f"{_a(kind.__qualname__)}")
+
+    def _add_global(self, value: Any) -> None:
+        """A class or function by its name, if that leads to it."""
+        module, name = getattr(value, "__module__", None), value.__qualname__
+        found: Any = sys.modules.get(module or "")
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is not value:
+            raise NoIdentity(f"a function or class that its module does not have by its name ({name})")
+        self._add_bytes(b"g", f"{module}:{name}".encode())
+
+    def _add_name(self, tag: bytes, kind: type) -> None:
+        self._add_bytes(tag, f"{kind.__module__}:{kind.__qualname__}".encode())
+
+    def _add_bytes(self, tag: bytes, content: bytes) -> None:
+        self.parts.append(b"%b%d:" % (tag, len(content)))
+        self.parts.append(content)
+
+    def _add_mapping(self, value: Mapping[Any, Any], depth: int) -> None:
+        self.parts.append(b"{%d:" % len(value))
+        for name, part in value.items():
+            self.add(name, depth + 1)
+            self.add(part, depth + 1)
+        self.fixed = False
+
+    def _add_array(self, library: bytes, array: np.ndarray[Any, Any]) -> None:
+        if array.nbytes > _LARGEST_ARRAY or array.dtype.hasobject:
+            raise NoIdentity(f"an array of {array.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
+        said = f"{array.dtype.str}{array.shape}{array.strides}".encode()
+        self._add_bytes(b"a" + library + said, array.tobytes())
+        self.fixed = False
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _add_str(to: _Description, value: str, depth: int) -> None:
+    to._add_bytes(b"s", value.encode("utf-8", "surrogatepass"))
+    if value and len(value) <= _LONGEST_PATH and "\0" not in value:
+        try:
+            found = os.stat(value)
+        except (OSError, ValueError):
+            return
+        to.files.append(_STAT.pack(found.st_ino, found.st_size, found.st_mtime_ns, found.st_dev))
+
+
+def _add_sequence(to: _Description, value: Sequence[Any], depth: int) -> None:
+    to.parts.append(b"(%d:" % len(value) if type(value) is tuple else b"[%d:" % len(value))
+    if type(value) is not tuple:
+        to.fixed = False
+    for part in value:
+        to.add(part, depth + 1)
+
+
+def _add_set(to: _Description, value: Any, depth: int) -> None:
+    described = []
+    for part in value:
+        one = _Description()
+        one.add(part, depth + 1)
+        described.append(b"".join(one.parts))
+        to.files += one.files
+    to.parts.append(b"%b%d:" % (b"<" if type(value) is set else b">", len(value)))
+    to.parts += sorted(described)
+    to.fixed &= type(value) is frozenset
+
+
+def _add_bounds(to: _Description, value: Any, depth: int) -> None:
+    to.parts.append(b"|" if type(value) is slice else b"-")
+    to.add((value.start, value.stop, value.step), depth + 1)
+
+
+def _add_tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
+    if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
+        raise NoIdentity(f"a tensor on {value.device}, or of a layout that is not dense")
+    if value.nbytes > _LARGEST_ARRAY:
+        raise NoIdentity(f"a tensor of {value.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
+    flags = f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.requires_grad}".encode()
+    plain = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b""
+    to._add_bytes(b"at" + flags, bytes(plain))
+    to.fixed = False
+
+
+_EXACT: dict[type, Callable[[_Description, Any, int], object]] = {
+    type(None): lambda to, value, depth: to.parts.append(b"N"),
+    bool: lambda to, value, depth: to.parts.append(b"T" if value else b"F"),
+    int: lambda to, value, depth: to.parts.append(b"i%d;" % value),
+    float: lambda to, value, depth: to.parts.append(b"f" + _FLOAT.pack(value)),
+    complex: lambda to, value, depth: to.parts.append(
+        b"c" + _FLOAT.pack(value.real) + _FLOAT.pack(value.imag)
+    ),
+    str: _add_str,
+    bytes: lambda to, value, depth: to._add_bytes(b"b", value),
+    tuple: _add_sequence,
+    list: _add_sequence,
+    dict: lambda to, value, depth: to._add_mapping(value, depth),
+    set: _add_set,
+    frozenset: _add_set,
+    slice: _add_bounds,
+    range: _add_bounds,
+    type(...): lambda to, value, depth: to.parts.append(b"."),
+    np.ndarray: lambda to, value, depth: to._add_array(b"n", value),
+    torch.Tensor: _add_tensor,
+    torch.dtype: lambda to, value, depth: to._add_bytes(b"y", str(value).encode()),
+    torch.device: lambda to, value, depth: to._add_bytes(b"v", str(value).encode()),
+}
+
+
+def describe_arguments(arguments: Sequence[Any]) -> ArgumentKey:
+    """Return the identity of arguments.
+
+    Raises:
+        NoIdentity: one of them has none.
+
+    Example:
+        >>> describe_arguments((1,)) == describe_arguments((1.0,))
+        False
+        >>> describe_arguments(("a", 2)).version
+        0
+    """
+    to = _Description()
+    for value in arguments:
+        to.add(value)
+    version = 0
+    if to.files:
+        digest = hashlib.blake2b(b"".join(to.files), digest_size=8).digest()
+        version = int.from_bytes(digest, "little") or 1
+    return ArgumentKey(b"".join(to.parts), version, to.fixed)
+
+
+def _has_identity(value: Any) -> bool:
+    try:
+        _Description().add(value)
+    except NoIdentity:
+        return False
+    return True
+
+
+class Parameters:
+    """Binds the arguments of calls to a function's parameters.
+
+    Args:
+        function: whose parameters.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._names: list[str] | None = None
+        self._defaults: list[Any] = []
+        self._signature: inspect.Signature | None = None
+        self._opaque: dict[int, tuple[str, str]] = {}
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return
+        parameters = list(signature.parameters.values())
+        for parameter in parameters:
+            if parameter.default is not inspect.Parameter.empty and not _has_identity(parameter.default):
+                self._opaque[id(parameter.default)] = ("the default of", parameter.name)
+        kinds = {parameter.kind for parameter in parameters}
+        if kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}:
+            self._names = [parameter.name for parameter in parameters]
+            self._defaults = [parameter.default for parameter in parameters]
+        self._signature = signature
+
+    def bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
+        """The arguments in one order, defaults included.
+
+        A default without an identity (an object that marks "not given") is replaced by its parameter's name:
+        the function's own identity covers it.
+
+        Raises:
+            TypeError: the function cannot be called with them.
+        """
+        bound = self._bind(given, named)
+        if self._opaque:
+            return [self._opaque.get(id(value), value) for value in bound]
+        return bound
+
+    def _bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
+        names = self._names
+        if names is not None and not named and len(given) <= len(names):
+            rest = self._defaults[len(given) :]
+            if inspect.Parameter.empty not in rest:
+                return (*given, *rest) if rest else given
+        if self._signature is None:
+            return (given, tuple(sorted(named.items())))
+        bound = self._signature.bind(*given, **named)
+        bound.apply_defaults()
+        if names is not None:
+            return tuple(bound.arguments.values())
+        # A dict of keywords in whatever order they were given is one and the same.
+        return tuple(
+            tuple(sorted(value.items()))
+            if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            else value
+            for name, value in bound.arguments.items()
+        )

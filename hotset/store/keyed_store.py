@@ -1,0 +1,370 @@
+"""The keyed store: results of functions in one segment, found by keys (:mod:`hotset.store.key_table`).
+
+A sample id is given to each new key. Claims, index words, records, the spill and the check are as in any
+store, with three differences.
+
+**Each record has a form of its own** (:mod:`hotset.store.irregular_records`), as results of different
+functions have nothing in common. Its row holds the header and the tail's place only.
+
+**Records are written again**: when what their key names has got another version (a file was changed), and
+when their lines are given up for others. Each record of a row has a higher generation than the one before,
+and the index word holds it. So a reader loads the word, copies the record, and loads the word again::
+
+    absent ── claim ──> claimed ── version, record, word ──> present, version v, generation g + 1
+       ^                   │ ^                                  │   │
+       ├── failed, died ───┘ └── another version is wanted ─────┘   │
+       └── its lines are given up, or the function is cleared <─────┘
+
+**Room.** Results are kept until there is no room for more: while every epoch asks for all of them, replacing
+one by another gains nothing. Without room these go: results of functions whose code has changed (another
+function of that name was entered since), then, of functions that asked for it (``EVICTABLE``), the least
+recently used. A search looks for a run of lines of which as few records as possible must go, and those that
+were unused for longest: of all runs that are long enough, the one whose latest use is the earliest. Results
+of functions whose callers hold views (``VIEWED``) never go.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotset.errors import SegmentError
+from hotset.store import format as fmt
+from hotset.store import irregular_records as forms
+from hotset.store import memory_limits
+from hotset.store.claims import Ids, Index, Participant
+from hotset.store.fixed_rows import FixedRowAllocator
+from hotset.store.format import DRAWS, LINE, ON_DISK, PRESENT, RECORD_HEADER, Live
+from hotset.store.key_table import EVICTABLE, VIEWED, KeyTable
+from hotset.store.schema import Schema
+from hotset.store.segment import Segment, Words
+from hotset.store.spill import Spill, SpillTo
+from hotset.store.store import Store
+
+__all__ = ["MISSING", "KeyedAllocator", "KeyedIndex", "KeyedStore"]
+
+MISSING = object()
+_STRIDE = RECORD_HEADER + fmt.TAIL.size
+_FEWEST, _MOST = 1 << 16, 1 << 23
+_BYTES_A_KEY = 1024  # for each of these many bytes of the limit there may be a key
+_SHARES = 256  # an extent is at most this part of all lines, unless one record needs more
+_LARGEST_EXTENT = (4 << 20) // LINE  # of lines that were never used before
+_LARGE = 64 << 10
+
+
+class KeyedIndex(Index):
+    """The index words of a keyed segment, whose records are written again."""
+
+    def generations(self, ids: Ids) -> Words:
+        segment, geometry = self._segment, self._segment.geometry
+        at = geometry.rows_at + 4
+        stamps: npt.NDArray[np.uint32] = np.ndarray(
+            (geometry.rows,), np.uint32, segment.buffer, at, (geometry.stride,)
+        )
+        before = stamps[ids].astype(np.int64) & fmt.GENERATION_MASK
+        after = (np.maximum(before, int(segment.live[Live.CLEAR_GENERATION])) + 1) & fmt.GENERATION_MASK
+        return np.maximum(after, 1)
+
+
+class KeyedAllocator(FixedRowAllocator):
+    """Allocates lines: first those never used, then those that no record needs, or that records give up."""
+
+    def __init__(self, participant: Participant) -> None:
+        super().__init__(participant)
+        self.keys = KeyTable(participant)
+
+    def _find(self, count: int) -> tuple[int, int]:
+        live, geometry = self._segment.live, self._geometry
+        limit = self._limit() - geometry.taken(int(live[Live.ROWS_NEXT]), 0)
+        capacity = max(min(geometry.lines, limit // LINE), 0)
+        used, share = int(live[Live.LINES_NEXT]), max(count, capacity // _SHARES)
+        why = self._limit_reached()
+        if not live[Live.FREED]:
+            for wanted in (max(count, min(share, _LARGEST_EXTENT)), count):
+                refused = why if used + wanted > capacity else self._grow(used + wanted)
+                if refused is None:
+                    return used, wanted
+                why = refused
+        for wanted in (share, count):
+            first, lines = self._give_up(wanted, min(used, capacity))
+            if lines:
+                return first, lines
+        if live[Live.FREED]:
+            live[Live.FREED] = 0  # no run is long enough: take new lines from now on
+            return self._find(count)
+        self.refuse(why)
+        return 0, 0
+
+    def _grow(self, lines: int) -> str | None:
+        total = self._geometry.taken(int(self._segment.live[Live.ROWS_NEXT]), lines)
+        if self.allowance is not None and not self.allowance.take(total):
+            return self._limit_reached()
+        return super()._grow(lines)
+
+    def _give_up(self, needed: int, high: int) -> tuple[int, int]:
+        """Forget the records in the best run of so many lines; its first line and length, 0 if there is none.
+
+        Args:
+            needed: lines.
+            high: the line after the last that may be used.
+        """
+        firsts, ends, ages, samples = self._runs()
+        # A run may begin where a record ends, and ends where a later record begins, or at the highest line.
+        begins = np.append(0, np.maximum.accumulate(ends))
+        last = np.searchsorted(firsts, begins + needed)
+        fits = np.append(firsts, high)[last] - begins >= needed
+        starts = np.flatnonzero(fits)
+        if not len(starts):
+            return 0, 0
+        # Runs overlap; where each covers many records, only some of them are compared.
+        step = max(1, int(np.median(last[starts] - starts)) // 4)
+        starts = starts[::step]
+        costs = np.array([ages[i:j].max(initial=-1.0) for i, j in zip(starts, last[starts], strict=True)])
+        best = int(costs.argmin())
+        if math.isinf(costs[best]):
+            return 0, 0
+        i = int(starts[best])
+        j = int(last[i])
+        self._segment.index[samples[i:j]] = 0
+        end = int(np.append(firsts, high)[j])
+        return int(begins[i]), end - int(begins[i])
+
+    def _runs(self) -> tuple[Words, Words, npt.NDArray[np.float64], Ids]:
+        """Runs of lines in use, in order: first line, end, when it was last used, sample id.
+
+        Infinity for what must stay. Extents come before words: a record that is published meanwhile is seen
+        twice, not missed.
+        """
+        begins, ends = self._extents_of_others()
+        index = self._segment.index[: len(self.keys)]
+        samples = np.flatnonzero((index >= PRESENT) & (index & ON_DISK == 0))
+        firsts, counts = fmt.split_tail(self._tails[samples])
+        known = self.keys.functions()
+        newest = {function.name: function.number for function in known}
+        ages = self.keys.used(samples).astype(np.float64)
+        of = self.keys.functions_of(samples)
+        for function in known:
+            mine = of == function.number
+            if function.flags & VIEWED:
+                ages[mine] = np.inf
+            elif newest[function.name] != function.number:
+                ages[mine] = 0.0
+            elif not function.flags & EVICTABLE:
+                ages[mine] = np.inf
+        order = np.argsort(np.concatenate([firsts, begins]), kind="stable")
+        return (
+            np.concatenate([firsts, begins])[order],
+            np.concatenate([firsts + counts, ends])[order],
+            np.concatenate([ages, np.full(len(begins), np.inf)])[order],
+            np.concatenate([samples, np.zeros(len(begins), np.int64)])[order],
+        )
+
+
+class KeyedStore(Store):
+    """Results of functions in one segment, as this process sees them.
+
+    Attributes:
+        keys: gives sample ids to keys.
+
+    Example:
+        >>> store = KeyedStore.make(1 << 20, about={})
+        >>> number = store.keys.enter("squares", bytes(16), 0)
+        >>> sample = store.keys.add(b"the key of 7".ljust(16), number)
+        >>> store.get(sample, 0) is MISSING
+        True
+        >>> store.claim(sample, 0)
+        True
+        >>> store.put(sample, 0, number, [49])
+        True
+        >>> store.get(sample, 0)
+        [49]
+        >>> store.close()
+    """
+
+    _index_type = KeyedIndex
+    _room_type = KeyedAllocator
+    _is_keyed = True
+
+    def __init__(self, segment: Segment, schema: Schema, spill: Spill | None = None) -> None:
+        if not segment.geometry.keyed:
+            raise SegmentError("the existing cache holds a dataset, not results of functions.")
+        super().__init__(segment, schema, spill)
+        assert isinstance(self.room, KeyedAllocator)
+        self.keys = self.room.keys
+        whole = memoryview(segment.buffer)
+        geometry = segment.geometry
+        self._whole = whole
+        self._words = whole[geometry.index_at : geometry.index_at + 8 * geometry.samples].cast("q")
+        self._marks = whole[fmt.LIVE_AT : fmt.LIVE_AT + 8 * fmt.LIVE_WORDS].cast("q")
+
+    @classmethod
+    def make(
+        cls, limit: int, *, about: dict[str, Any], path: str | None = None, spill: SpillTo | None = None
+    ) -> KeyedStore:
+        """Make an empty one.
+
+        Args:
+            limit: bytes that records may take.
+            about: what the metadata says: JSON's types only.
+            path: a new file; a memfd if None.
+            spill: where records go that memory has no room for; None: nowhere.
+
+        Raises:
+            OSError: a file cannot be made, or its index alone takes more memory than there is.
+        """
+        keys = min(max(limit // _BYTES_A_KEY, _FEWEST), _MOST)
+        return cls.create(_no_schema(), keys, limit, about=about, path=path, spill=spill)
+
+    @staticmethod
+    def _address_space(schema: Schema, samples: int, limit: int, about: dict[str, Any]) -> tuple[int, int]:
+        # The limit may be raised later.
+        return samples, max(limit, memory_limits.total()) // LINE
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def get(self, sample: int, version: int, *, view: bool = False) -> Any:
+        """A copy of a sample's value; ``MISSING`` if it is not here, or of another version.
+
+        Args:
+            sample: its id.
+            version: which is wanted.
+            view: arrays may be read-only views of the store's memory, which stay valid.
+        """
+        clear_generation, word = self._marks[Live.CLEAR_GENERATION], self._words[sample]
+        if word < PRESENT or clear_generation & 1 or self._marks[Live.INVALIDATED]:
+            return MISSING
+        if self.keys.version(sample) != version:
+            return MISSING
+        if word & ON_DISK or self.soundness.verified is not None:
+            return self._get_verified(sample, word)
+        if self.segment.bounded:
+            with self.participant.reading:
+                body = self._copy(sample, word, clear_generation, False)
+        else:
+            body = self._copy(sample, word, clear_generation, view)
+        if body is None:
+            return MISSING
+        self.keys.use(sample)
+        try:
+            return forms.unpack(body)
+        except SegmentError:
+            return MISSING
+
+    def _copy(self, sample: int, word: int, clear_generation: int, view: bool) -> Any:
+        """A copy of a record's body, or, if that is possible, a view of it; None if it changed meanwhile."""
+        geometry, whole = self.segment.geometry, self._whole
+        at = geometry.rows_at + sample * geometry.stride
+        length, _, _, _, tail = fmt.RECORD_AND_TAIL.unpack_from(whole, at)
+        first, count = fmt.split_tail(tail)
+        size = length - (_STRIDE - RECORD_HEADER)
+        # The header may be half of one record and half of another: it is believed if the word is the same.
+        if self._words[sample] != word or not 0 <= size <= count * LINE or first + count > geometry.lines:
+            return None
+        start = geometry.lines_at + first * LINE
+        there = whole[start : start + size]
+        if view and forms.viewable(there):
+            return there.toreadonly()
+        body: Any
+        if size < _LARGE:
+            body = bytearray(there)
+        else:
+            body = np.empty(size, np.uint8)
+            np.copyto(body, np.frombuffer(there, np.uint8))
+        same = self._words[sample] == word and self._marks[Live.CLEAR_GENERATION] == clear_generation
+        return body if same else None
+
+    def _get_verified(self, sample: int, word: int) -> Any:
+        """The value, by way of what verifies records and reads them from the spill."""
+        ids = np.array([sample], np.int64)
+        if not self.present(ids)[0]:
+            return MISSING
+        found = self.read(ids)
+        if found is None or self._words[sample] != word:
+            return MISSING
+        self.keys.use(sample)
+        return found[0]
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def claim(self, sample: int, version: int) -> bool:
+        """Claim a sample whose value is absent, or of another version; False if that cannot be done.
+
+        It cannot if the value is there, if it is never kept, or if another process is computing it. The
+        caller sees to it that no other thread of this process claims the same sample.
+        """
+        word = self._words[sample]
+        if self.is_left_out(sample) or (word >= PRESENT and self.keys.version(sample) == version):
+            return False
+        before = self.filler.claims.take_one(sample, overwrite=word >= PRESENT)
+        if before is not None and before >= PRESENT and before & ON_DISK and self.spill is not None:
+            self.spill.forget(sample)
+        return before is not None
+
+    def is_left_out(self, sample: int) -> bool:
+        """Whether a sample's value is never kept."""
+        return DRAWS <= self._words[sample] < fmt.CLAIMED
+
+    def leave_out(self, sample: int) -> None:
+        """Note that a sample's value is never to be kept; this process has claimed it."""
+        self.filler.claims.leave_out(np.array([sample], np.int64))
+
+    def release(self, sample: int) -> None:
+        """Give a claim back."""
+        self.filler.claims.release(np.array([sample], np.int64))
+
+    def put(self, sample: int, version: int, function: int, value: Any) -> bool:
+        """Store the value of a claimed sample; False if there is no room: the claim is given back then.
+
+        Raises:
+            SchemaMismatch: it cannot be stored; says why. The claim stays.
+        """
+        if not len(self.filler.claims.own(np.array([sample], np.int64))):
+            return False  # a forked child, whose parent has the claim, goes on with the parent's computation
+        prepared = forms.prepare(self.schema, value)
+        if self.keys.functions_of(np.array([sample]))[0] != function or version:
+            self.keys.set_version(sample, version, function)
+        return self.filler.put(sample, prepared)
+
+    def forget(self, function: int) -> int:
+        """Forget all values of a function, as far as no caller has views of them; returns how many."""
+        with self.participant.short_lock():
+            samples = np.flatnonzero(self.keys.functions_of(np.arange(len(self.keys))) == function)
+            words = self.segment.index[samples]
+            samples = samples[(words >= PRESENT) | ((words >= DRAWS) & (words < fmt.CLAIMED))]
+            if self.keys.flags(function) & VIEWED:
+                self.keys.forget(samples)
+                return len(samples)
+            if self.spill is not None:
+                for sample in samples[self.segment.index[samples] & ON_DISK != 0].tolist():
+                    self.spill.forget(sample)
+            self.segment.index[samples] = 0
+            self.segment.live[Live.FREED] = 1
+        return len(samples)
+
+    def raise_limit(self, limit: int) -> None:
+        """Let records take this many bytes, if that is more than they may take now."""
+        with self.participant.short_lock():
+            self.segment.live[Live.LIMIT] = max(int(self.segment.live[Live.LIMIT]), limit)
+        self.room.reopen()
+
+    def held(self, function: int) -> tuple[int, int]:
+        """How many values of a function are here, and how many bytes their records in memory take."""
+        index = self.segment.index[: len(self.keys)]
+        samples = np.flatnonzero(index >= PRESENT)
+        samples = samples[self.keys.functions_of(samples) == function]
+        in_memory = samples[index[samples] & ON_DISK == 0]
+        assert isinstance(self.room, KeyedAllocator)
+        lines = int(self.room.tails_of(in_memory).sum())
+        return len(samples), len(in_memory) * _STRIDE + lines * LINE
+
+    def check(self) -> list[str]:
+        """Verify every record, every index word and every key; an empty list if all is well."""
+        return [*super().check(), *self.keys.check()]
+
+
+def _no_schema() -> Schema:
+    """A schema that hardly a value has: each is stored in a form of its own."""
+    return Schema.infer([None], as_lies=True)
