@@ -62,7 +62,9 @@ R = TypeVar("R")
 
 _PATIENCE_SECONDS, _NESTED_SECONDS = 30.0, 1.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 5e-3
+_TRIES = 3  # to claim what nobody has claimed
 _AUDITED_SHARE, _AUDIT_KEPT_SECONDS = 0.01, 0.5
+_LEAST_AUDIT_SECONDS = 1e-3  # an audit counts as at least this long: ten a second are enough
 # What a user was told of a function, in all its processes: flags beside those of the key table.
 _TOLD = {"draws": 1 << 8, "identity": 1 << 9, "kind": 1 << 10, "room": 1 << 11, "changed": 1 << 12}
 
@@ -70,12 +72,18 @@ _TOLD = {"draws": 1 << 8, "identity": 1 << 9, "kind": 1 << 10, "room": 1 << 11, 
 class _InUse:
     """What this process needs for a call, while it is attached."""
 
-    __slots__ = ("clear_generation", "counters", "number", "reads", "share", "store")
+    __slots__ = ("clear_generation", "counters", "number", "process", "reads", "share", "store")
 
     def __init__(self, share: MemoStore, store: KeyedStore, number: int, counters: memoryview) -> None:
         self.share, self.store, self.number, self.counters = share, store, number, counters
         self.clear_generation = int(store.segment.live[Live.CLEAR_GENERATION])
         self.reads = store.participant.row.data
+        self.process = os.getpid()
+        self.mark()
+
+    def mark(self) -> None:
+        """Note that this process uses the function: what it returned does not go first."""
+        self.counters[Counter.IN_USE] = self.reads[Slot.INCARNATION]
 
 
 class Memo(Generic[P, R]):
@@ -83,6 +91,11 @@ class Memo(Generic[P, R]):
 
     It can be called anywhere: in ``__getitem__``, a collate function, a live transform, in threads and in
     forked or spawned processes. It pickles as its function does.
+
+    Example:
+        >>> with memo(divmod, memory="1MiB") as kept:
+        ...     kept(7, 2), kept(7, 2), kept.stats().hits
+        ((3, 1), (3, 1), 1)
     """
 
     __wrapped__: Callable[P, R]
@@ -142,9 +155,9 @@ class Memo(Generic[P, R]):
             Exception: whatever ``compute`` raises.
 
         Example:
-            >>> with memo(len, memory="1MiB") as lengths:
-            ...     [lengths.get(("a", 3), lambda: 7), lengths.get(("a", 3), lambda: 8)]
-            [7, 7]
+            >>> with memo(str.upper, memory="1MiB") as upper:
+            ...     upper.get(("a word", 3), lambda: "A word".upper()), upper.stats().entries
+            ('A WORD', 1)
         """
         try:
             described = describe_arguments(identity)
@@ -187,6 +200,7 @@ class Memo(Generic[P, R]):
     ) -> Any:
         store, version = state.store, 0 if self._view else identity.version
         state.reads[Slot.MISSES] += 1
+        state.mark()
         if store.keys.flags(state.number) & WRONG:
             return self._timed(state, compute)
         sample = store.keys.add(key, state.number)
@@ -205,7 +219,7 @@ class Memo(Generic[P, R]):
             kept = may_keep and self._kept(state, sample, version, value)
         finally:
             if not kept:
-                store.release(sample)
+                store.release(sample)  # a forked child has no claim to release
             state.share.computing.pop(sample, None)
         return value
 
@@ -214,7 +228,7 @@ class Memo(Generic[P, R]):
         store, thread = state.store, threading.get_ident()
         nested = getattr(self._depth, "computing", 0) or thread in state.share.computing.values()
         patience = _NESTED_SECONDS if nested else max(_PATIENCE_SECONDS, 5 * self._mean_seconds(state))
-        deadline, pause = time.monotonic() + patience, _FIRST_PAUSE_SECONDS
+        deadline, pause, failed = time.monotonic() + patience, _FIRST_PAUSE_SECONDS, 0
         while True:
             if store.is_left_out(sample):
                 return False, MISSING
@@ -230,8 +244,10 @@ class Memo(Generic[P, R]):
                 finally:
                     if not claimed:
                         del state.share.computing[sample]
-                if store.participant.slot < 0:
-                    return False, MISSING
+                if not store.is_claimed(sample):
+                    failed += 1  # it cannot be claimed, or its record cannot be read here
+            if failed > _TRIES:
+                return False, MISSING
             if time.monotonic() > deadline:
                 return False, MISSING
             time.sleep(pause)
@@ -250,6 +266,8 @@ class Memo(Generic[P, R]):
         try:
             watch.begin()
             value = self._timed(state, compute, kept=True)
+            if state.process != os.getpid():
+                return value, False  # a child that was forked meanwhile: the claim is its parent's
             if watch.drew(value, compute):
                 state.store.leave_out(sample)
                 self._tell(
@@ -326,15 +344,16 @@ class Memo(Generic[P, R]):
         now = time.monotonic()
         left = self._audit_left + _AUDITED_SHARE * (now - self._audited)
         self._audited = now
-        cost = self._mean_seconds(state)
+        cost = max(self._mean_seconds(state), _LEAST_AUDIT_SECONDS)
         self._audit_left = min(left, max(_AUDIT_KEPT_SECONDS, cost))
-        return cost > 0.0 and self._audit_left >= cost
+        return self._audit_left >= cost
 
     def _audit(self, state: _InUse, value: Any, compute: Callable[[], Any]) -> Any:
         """Compute a hit anew, and compare; returns what the caller gets."""
         if self._generators is None:
             self._generators = Generators([self.__wrapped__])
         before, begun = self._generators.states(), time.monotonic()
+        state.counters[Counter.AUDITS] += 1
         try:
             computed = compute()
             differs = same(value, computed, across=True)
@@ -373,6 +392,7 @@ class Memo(Generic[P, R]):
         if counters is None:
             return None
         self._state = _InUse(share, store, number, counters)
+        weakref.finalize(self, _unused, os.getpid(), counters).atexit = False
         return self._state
 
     def _fingerprint(self) -> bytes:
@@ -411,7 +431,7 @@ class Memo(Generic[P, R]):
         """What the function has done so far, in all processes that share its results."""
         state = self._state or self._attached()
         if state is None:
-            return MemoStats(0, 0, 0, 0, 0, 0, 0.0, 0.0)
+            return MemoStats(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
         return stats_of(state.store, state.number)
 
     def check(self) -> list[str]:
@@ -428,6 +448,8 @@ class Memo(Generic[P, R]):
     def close(self) -> None:
         """Detach: the function is computed at each call from now on. What it returned stays valid."""
         self._closed = True
+        if self._state is not None:
+            _unused(os.getpid(), self._state.counters)
         self._state = None
         share, self._share = self._share, None
         if share is not None:
@@ -457,6 +479,12 @@ class Memo(Generic[P, R]):
 
 def _restored(function: Callable[..., Any], options: dict[str, Any]) -> Memo[..., Any]:
     return Memo(function, options)
+
+
+def _unused(process: int, counters: memoryview) -> None:
+    """Note that a process uses a function no longer. It may run as a finalizer, so it takes no lock."""
+    if process == os.getpid():
+        counters[6] = 0  # Counter.IN_USE: module globals may be gone
 
 
 def _name_of(function: Any) -> str:
@@ -594,9 +622,11 @@ def _checked(function: Callable[P, R]) -> Callable[P, R]:
 
 def _check(copy: object, evict: object, session: object, spill: object) -> None:
     if not isinstance(copy, bool):
-        raise ArgumentError(f"copy= must be True or False, got {copy!r}.")
+        raise ArgumentError(f"copy= must be True or False, got {copy!r}; leave it out for copies.")
     if evict not in (None, "lru"):
-        raise ArgumentError(f'evict= must be "lru" or None, got {evict!r}.')
+        raise ArgumentError(
+            f'evict= must be "lru" or None, got {evict!r}; leave it out to keep what is kept.'
+        )
     if not copy and (evict is not None or session is not None):
         other = "evict=" if evict is not None else "session="
         raise ArgumentError(

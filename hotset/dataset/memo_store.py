@@ -51,6 +51,7 @@ class MemoStats(NamedTuple):
         bytes: what their records in memory take.
         seconds: time spent in the function, summed over processes.
         seconds_saved: what the hits would have taken, at the mean time of a computation.
+        audited: hits that were computed anew and compared.
     """
 
     calls: int
@@ -61,6 +62,7 @@ class MemoStats(NamedTuple):
     bytes: int
     seconds: float
     seconds_saved: float
+    audited: int
 
 
 class MemoStore:
@@ -142,7 +144,8 @@ def stats_of(store: KeyedStore, number: int) -> MemoStats:
     hits = counted[Counter.HITS]
     saved = hits * seconds / computed if computed else 0.0
     calls, uncached = counted[Counter.CALLS], counted[Counter.NOT_KEPT]
-    return MemoStats(calls, hits, computed, uncached, entries, size, seconds, saved)
+    audited = counted[Counter.AUDITS]
+    return MemoStats(calls, hits, computed, uncached, entries, size, seconds, saved, audited)
 
 
 def _find_or_make(memory: int | str, spill: str | None, session: str | int | None) -> Shared[KeyedStore]:

@@ -278,8 +278,8 @@ class Geometry:
         return self.table_at + _page_up(4 * self.table_words) if self.keyed else self.keys_at
 
     def taken(self, rows: int, lines: int) -> int:
-        """Bytes that this many rows and lines take."""
-        return rows * self.stride + lines * LINE
+        """Bytes that this many rows and lines take of a limit; rows of a keyed segment count as its index."""
+        return (0 if self.keyed else rows * self.stride) + lines * LINE
 
 
 def pack_header(geometry: Geometry, nonce: bytes) -> bytes:

@@ -44,7 +44,18 @@ from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL, tail_word
 from hotset.store.leaves import ArrayLeaf, SchemaMismatch
 from hotset.store.schema import LARGEST_RECORD, Group, Node, Prepared, Schema, infer, to_json, varied
 
-__all__ = ["Own", "Taken", "prepare", "prepare_all", "read", "stamp", "unpack", "viewable", "write"]
+__all__ = [
+    "Own",
+    "Taken",
+    "lay_out",
+    "prepare",
+    "prepare_all",
+    "read",
+    "stamp",
+    "unpack",
+    "viewable",
+    "write",
+]
 
 _LENGTH = struct.Struct("<I")
 _HEAD = RECORD_HEADER + TAIL.size
@@ -97,7 +108,7 @@ def prepare(schema: Schema, sample: object) -> Taken:
     try:
         return schema.prepare(sample)
     except SchemaMismatch:
-        return _lay_out(sample, schema.stride)
+        return lay_out(sample, schema.stride)
 
 
 def prepare_all(
@@ -122,7 +133,12 @@ def prepare_all(
     return taken
 
 
-def _lay_out(sample: object, stride: int) -> Own:
+def lay_out(sample: object, stride: int) -> Own:
+    """Flatten a sample in a form of its own, for rows of that stride.
+
+    Raises:
+        SchemaMismatch: as :func:`prepare`.
+    """
     form, own, prepared = _recent_form(sample) or _new_form(sample)
     row_at, tail_at = _places(len(form), own)
     body = bytearray(tail_at + prepared.tail_bytes)

@@ -8,7 +8,7 @@ index words, records. Its regions lie at the segment's end, behind the lines::
     keys_at       keys       samples x 40 B, by sample id; five u64:
                              key, high half | key, low half | version | last used, ms | function
     counters_at   counters   1,024 slots x 256 functions x 64 B; eight i64 that only the slot's holder writes:
-                             calls | hits | computed | not kept | ns computing | bytes kept | 0 | 0
+                             calls | hits | computed | not kept | ns computing | audits | in use | 0
     functions_at  functions  256 x 256 B: fingerprint, 16 B | flags, 8 B | length of the name, 8 B | name
     table_at      table      u32 words, in levels: level k is words 2**k up to 2**(k+1)
 
@@ -33,6 +33,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,7 @@ _FUNCTION = struct.Struct("<16sQQ")
 _LONGEST_NAME = FUNCTION_BYTES - _FUNCTION.size
 _FIRST_LEVEL = 10
 _VERSION, _USED, _OF = 2, 3, 4
+_NOBODYS = (1 << 64) - 1
 
 
 class Counter:
@@ -68,7 +70,8 @@ class Counter:
     COMPUTED = 2
     NOT_KEPT = 3  # of those computed
     NS = 4  # spent computing
-    BYTES = 5  # of the records that it has stored
+    AUDITS = 5  # hits that were computed anew and compared; not counted as computed
+    IN_USE = 6  # the slot's incarnation while its holder uses the function
 
 
 class Function(NamedTuple):
@@ -203,7 +206,7 @@ class KeyTable:
     def forget(self, samples: Ids) -> None:
         """Give these samples keys that nobody asks for; their records stay where they are."""
         rows = self.rows()
-        rows[samples, 0] = rows[samples, 1] = np.iinfo(np.uint64).max
+        rows[samples, 0] = rows[samples, 1] = rows[samples, _OF] = _NOBODYS
 
     def used(self, samples: Ids) -> Words:
         """When each of these samples was last used, in milliseconds of the monotonic clock."""
@@ -279,22 +282,34 @@ class KeyTable:
             return None
         return self._counters[at : at + FUNCTION_WORDS]
 
+    def in_use(self, number: int) -> bool:
+        """Whether a living process uses a function."""
+        for slot, words in self._counted_by_slot(number):
+            incarnation = int(self._segment.slots[slot, Slot.INCARNATION])
+            if words[Counter.IN_USE] == incarnation and self._participant.is_alive(slot):
+                return True
+        return False
+
     def counted(self, number: int) -> list[int]:
         """What all processes have counted for a function."""
         counted = np.zeros(FUNCTION_WORDS, np.int64)
+        for _, words in self._counted_by_slot(number):
+            counted += words
+        return [int(each) for each in counted]
+
+    def _counted_by_slot(self, number: int) -> Iterator[tuple[int, Words]]:
+        """What the holders of each slot have counted for a function."""
         # Read from the file, as a touch of a page that no process has written would allocate it.
         for slot in np.flatnonzero(self._segment.slots[:, Slot.INCARNATION]).tolist():
             at = self._geometry.counters_at + 8 * FUNCTION_WORDS * (slot * FUNCTIONS + number)
-            counted += np.frombuffer(os.pread(self._segment.fd, 8 * FUNCTION_WORDS, at), np.int64)
-        return [int(each) for each in counted]
+            yield slot, np.frombuffer(os.pread(self._segment.fd, 8 * FUNCTION_WORDS, at), np.int64)
 
     def check(self) -> list[str]:
         """What is wrong with the table; an empty list if each key is found where it is looked for."""
         problems = []
         for sample, (high, low, *_) in enumerate(self.rows()[: len(self)].tolist()):
             found = self.find(_KEY.pack(high, low))
-            forgotten = high == low == np.iinfo(np.uint64).max
-            if found != sample and not forgotten:
+            if found != sample and not high == low == _NOBODYS:
                 problems.append(f"sample {sample}: its key finds {found if found >= 0 else 'no sample'}")
         return problems
 

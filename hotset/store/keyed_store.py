@@ -16,11 +16,10 @@ and the index word holds it. So a reader loads the word, copies the record, and 
        └── its lines are given up, or the function is cleared <─────┘
 
 **Room.** Results are kept until there is no room for more: while every epoch asks for all of them, replacing
-one by another gains nothing. Without room these go: results of functions whose code has changed (another
-function of that name was entered since), then, of functions that asked for it (``EVICTABLE``), the least
-recently used. A search looks for a run of lines of which as few records as possible must go, and those that
-were unused for longest: of all runs that are long enough, the one whose latest use is the earliest. Results
-of functions whose callers hold views (``VIEWED``) never go.
+one by another gains nothing. Without room these go: results of functions whose code is gone (another function
+of that name was entered since, and no living process uses this one), then, of functions that asked for it
+(``EVICTABLE``), the least recently used. A search compares all runs of lines that are long enough, and takes
+the one whose latest use is the earliest. Results of functions whose callers hold views (``VIEWED``) never go.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class KeyedAllocator(FixedRowAllocator):
 
     def _find(self, count: int) -> tuple[int, int]:
         live, geometry = self._segment.live, self._geometry
-        limit = self._limit() - geometry.taken(int(live[Live.ROWS_NEXT]), 0)
-        capacity = max(min(geometry.lines, limit // LINE), 0)
+        capacity = max(min(geometry.lines, self._limit() // LINE), 0)
         used, share = int(live[Live.LINES_NEXT]), max(count, capacity // _SHARES)
         why = self._limit_reached()
         if not live[Live.FREED]:
@@ -144,16 +142,16 @@ class KeyedAllocator(FixedRowAllocator):
         firsts, counts = fmt.split_tail(self._tails[samples])
         known = self.keys.functions()
         newest = {function.name: function.number for function in known}
-        ages = self.keys.used(samples).astype(np.float64)
-        of = self.keys.functions_of(samples)
+        used, of = self.keys.used(samples), self.keys.functions_of(samples)
+        ages = np.full(len(samples), np.inf)  # of what was forgotten, but is looked at, too
         for function in known:
             mine = of == function.number
             if function.flags & VIEWED:
-                ages[mine] = np.inf
-            elif newest[function.name] != function.number:
+                continue
+            if newest[function.name] != function.number and not self.keys.in_use(function.number):
                 ages[mine] = 0.0
-            elif not function.flags & EVICTABLE:
-                ages[mine] = np.inf
+            elif function.flags & EVICTABLE:
+                ages[mine] = used[mine]
         order = np.argsort(np.concatenate([firsts, begins]), kind="stable")
         return (
             np.concatenate([firsts, begins])[order],
@@ -250,7 +248,8 @@ class KeyedStore(Store):
         self.keys.use(sample)
         try:
             return forms.unpack(body)
-        except SegmentError:
+        except SegmentError as error:
+            self._tell_unreadable(error)
             return MISSING
 
     def _copy(self, sample: int, word: int, clear_generation: int, view: bool) -> Any:
@@ -303,6 +302,10 @@ class KeyedStore(Store):
             self.spill.forget(sample)
         return before is not None
 
+    def is_claimed(self, sample: int) -> bool:
+        """Whether a sample's value is being computed, or was by a process that is dead."""
+        return fmt.CLAIMED <= self._words[sample] < PRESENT
+
     def is_left_out(self, sample: int) -> bool:
         """Whether a sample's value is never kept."""
         return DRAWS <= self._words[sample] < fmt.CLAIMED
@@ -323,7 +326,7 @@ class KeyedStore(Store):
         """
         if not len(self.filler.claims.own(np.array([sample], np.int64))):
             return False  # a forked child, whose parent has the claim, goes on with the parent's computation
-        prepared = forms.prepare(self.schema, value)
+        prepared = forms.lay_out(value, self.schema.stride)
         if self.keys.functions_of(np.array([sample]))[0] != function or version:
             self.keys.set_version(sample, version, function)
         return self.filler.put(sample, prepared)
@@ -358,7 +361,7 @@ class KeyedStore(Store):
         in_memory = samples[index[samples] & ON_DISK == 0]
         assert isinstance(self.room, KeyedAllocator)
         lines = int(self.room.tails_of(in_memory).sum())
-        return len(samples), len(in_memory) * _STRIDE + lines * LINE
+        return len(samples), lines * LINE
 
     def check(self) -> list[str]:
         """Verify every record, every index word and every key; an empty list if all is well."""

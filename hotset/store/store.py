@@ -386,10 +386,14 @@ class Store:
         try:
             return forms.read(self.schema, block, 0, tails_at)
         except SegmentError as error:
-            if not self._told_of_forms:
-                warn(f"{error} Such samples are read from the source.")
-            self._told_of_forms = True
+            self._tell_unreadable(error)
             return None
+
+    def _tell_unreadable(self, error: SegmentError) -> None:
+        """Warn once that a record's own form cannot be read here."""
+        if not self._told_of_forms:
+            warn(f"{error} Such samples are read from the source.")
+        self._told_of_forms = True
 
     def prefetch(self, ids: Ids) -> None:
         """Prefetch these samples: the kernel begins to read those of them that are on the disk."""
