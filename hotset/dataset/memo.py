@@ -109,7 +109,7 @@ class Memo(Generic[P, R]):
         self._closed = False
         self._parameters = Parameters(self.__wrapped__)
         self._digest = b""
-        self._name = f"{self.__wrapped__.__module__}.{_name_of(self.__wrapped__)}"
+        self._name = _name_of(self.__wrapped__)
         self._watches: list[DrawWatch] = []
         self._depth = threading.local()
         self._audited = time.monotonic()
@@ -468,8 +468,8 @@ class Memo(Generic[P, R]):
         return f"hotset.memo({self._name})"
 
     def __reduce__(self) -> Any:
-        name = self.__wrapped__.__qualname__ if hasattr(self.__wrapped__, "__qualname__") else ""
-        found: Any = sys.modules.get(self.__wrapped__.__module__ or "")
+        name = getattr(self.__wrapped__, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self.__wrapped__, "__module__", None) or "")
         for part in name.split("."):
             found = getattr(found, part, None)
         if found is self:  # decorated: the module has it under the function's name
@@ -488,7 +488,10 @@ def _unused(process: int, counters: memoryview) -> None:
 
 
 def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    """Module and name of a function, as far as it has them; those of its class otherwise."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    module = getattr(named, "__module__", None)
+    return f"{module}.{named.__qualname__}" if module else str(named.__qualname__)
 
 
 _memos: weakref.WeakSet[Memo[..., Any]] = weakref.WeakSet()
