@@ -256,6 +256,7 @@ class Parameters:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._names: list[str] | None = None
         self._defaults: list[Any] = []
+        self._required = 0
         self._signature: inspect.Signature | None = None
         self._opaque: dict[int, tuple[str, str]] = {}
         try:
@@ -270,6 +271,7 @@ class Parameters:
         if kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}:
             self._names = [parameter.name for parameter in parameters]
             self._defaults = [parameter.default for parameter in parameters]
+            self._required = [default is inspect.Parameter.empty for default in self._defaults].count(True)
         self._signature = signature
 
     def bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
@@ -288,10 +290,8 @@ class Parameters:
 
     def _bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
         names = self._names
-        if names is not None and not named and len(given) <= len(names):
-            rest = self._defaults[len(given) :]
-            if inspect.Parameter.empty not in rest:
-                return (*given, *rest) if rest else given
+        if names is not None and not named and self._required <= len(given) <= len(names):
+            return (*given, *self._defaults[len(given) :])
         if self._signature is None:
             return (given, tuple(sorted(named.items())))
         bound = self._signature.bind(*given, **named)

@@ -148,6 +148,16 @@ def test_a_default_without_an_identity_is_that_default() -> None:
         assert len(calls) == 1
 
 
+def test_a_default_may_be_an_array() -> None:
+    def add(number: int, mean: Any = np.zeros(3)) -> Any:  # noqa: B008
+        return number + mean
+
+    with memo(add, key="add") as kept:
+        assert difference(kept(1), np.ones(3)) is None
+        assert difference(kept(1, np.zeros(3)), np.ones(3)) is None
+        assert kept.stats().computed == 1
+
+
 def test_a_changed_file_is_read_anew_and_takes_the_old_results_place(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("one")
