@@ -203,11 +203,16 @@ class Memo(Generic[P, R]):
         state.mark()
         if store.keys.flags(state.number) & WRONG:
             return self._timed(state, compute)
-        sample = store.keys.add(key, state.number)
+        thread, computing = threading.get_ident(), state.share.computing
+        sample, claimed = store.claim_new(
+            key, state.number, lambda sample: computing.setdefault(sample, thread) == thread
+        )
         if sample < 0:
             self._tell_full(state)
             return self._timed(state, compute)
-        claimed, value = self._claim(state, sample, version)
+        value = MISSING
+        if not claimed:
+            claimed, value = self._claim(state, sample, version)
         if value is not MISSING:
             state.counters[Counter.HITS] += 1
             return value

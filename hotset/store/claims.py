@@ -269,6 +269,12 @@ class Claims:
             self._index.put(taken, mine)
         return taken
 
+    @property
+    def word(self) -> int:
+        """The index word of samples that this process has claimed; -1 if it has no slot."""
+        slot = self._participant.slot
+        return self._word(slot) if slot >= 0 else -1
+
     def own(self, ids: Ids) -> Ids:
         """Those of these samples that this process has claimed."""
         slot = self._participant.slot

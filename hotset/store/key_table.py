@@ -33,7 +33,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -138,13 +138,24 @@ class KeyTable:
             at = (at + 1) & (base - 1)
         return -1
 
-    def add(self, key: bytes, function: int) -> int:
-        """The sample id of a key, given to it now if it has none; -1 without room, or without the lock."""
+    def add(self, key: bytes, function: int, new: Callable[[int], object] | None = None) -> int:
+        """The sample id of a key, given to it now if it has none; -1 without room, or without the lock.
+
+        Args:
+            key: 16 bytes.
+            function: whose result it is.
+            new: is called with the id, still under the lock, if the key had none.
+        """
         with self._participant.short_lock() as held:
             if not held or self._live[Live.CLEAR_GENERATION] % 2:
                 return -1
             found = self.find(key)
-            return found if found >= 0 else self._enter(key, function)
+            if found >= 0:
+                return found
+            entered = self._enter(key, function)
+            if entered >= 0 and new is not None:
+                new(entered)
+            return entered
 
     def _enter(self, key: bytes, function: int) -> int:
         sample = self._live[Live.KEYS]
@@ -164,7 +175,7 @@ class KeyTable:
         while self._table[base + at]:
             at = (at + 1) & (base - 1)
         self._table[base + at] = sample + 1
-        self._live[Live.KEYS] = sample + 1
+        self._live[Live.ROWS_NEXT] = self._live[Live.KEYS] = sample + 1
         return sample
 
     def _has_level_for(self, count: int) -> bool:
