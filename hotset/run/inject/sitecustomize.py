@@ -36,9 +36,10 @@ def _say_missing(error: ImportError) -> None:
             pass
 
 
-_without_this_folder()
-_start()
-# Python removes this module, and looks no further, if importing it fails with an ImportError of its name.
-# So where the user has no sitecustomize, the next line leaves everything as if this one had not been there.
-del sys.modules["sitecustomize"]
-import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401
+if __name__ == "sitecustomize":  # not where a tool imports all of hotset's modules
+    _without_this_folder()
+    _start()
+    # Python removes this module, and looks no further, if importing it fails with an ImportError of its name.
+    # So where the user has no sitecustomize, the next line leaves all as if this one had not been there.
+    del sys.modules["sitecustomize"]
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
