@@ -21,7 +21,7 @@ Waiting is bounded, as a computing process may be stopped, or wait for this one 
 is computed here. A killed process's claim is void. A forked child computes on its own what its parent was
 computing.
 
-Now and then a hit is computed anew and compared, in a hundredth of the time. If they differ, nothing of this
+Now and then a hit is computed anew and compared, in half a percent of the time. If they differ, nothing of this
 function is served any more.
 """
 
@@ -63,7 +63,7 @@ R = TypeVar("R")
 _PATIENCE_SECONDS, _NESTED_SECONDS = 30.0, 1.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 5e-3
 _TRIES = 3  # to claim what nobody has claimed
-_AUDITED_SHARE, _AUDIT_KEPT_SECONDS = 0.01, 0.5
+_AUDITED_SHARE, _AUDIT_KEPT_SECONDS = 0.005, 0.5
 _LEAST_AUDIT_SECONDS = 1e-3  # an audit counts as at least this long: ten a second are enough
 # What a user was told of a function, in all its processes: flags beside those of the key table.
 _TOLD = {"draws": 1 << 8, "identity": 1 << 9, "kind": 1 << 10, "room": 1 << 11, "changed": 1 << 12}
