@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from typing import NamedTuple
 
 from hotset._warnings import warn
@@ -119,6 +120,7 @@ class MemoStore:
 
 
 _open: dict[str | int | None, MemoStore] = {}
+_opening = threading.Lock()
 
 
 def open_store(memory: int | str, spill: str | None, session: str | int | None) -> MemoStore:
@@ -128,12 +130,21 @@ def open_store(memory: int | str, spill: str | None, session: str | int | None) 
         QuantityError: ``memory`` is not an amount of memory.
         SessionError: there is no such session.
     """
-    known = _open.get(session)
-    if known is None:
-        known = _open[session] = MemoStore(memory, spill, session)
-    else:
-        known.want(memory)
-    return known.enter()
+    with _opening:
+        known = _open.get(session)
+        if known is None:
+            known = _open[session] = MemoStore(memory, spill, session)
+        else:
+            known.want(memory)
+        return known.enter()
+
+
+def _after_fork_in_child() -> None:
+    global _opening
+    _opening = threading.Lock()  # a thread of the parent may hold it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def stats_of(store: KeyedStore, number: int) -> MemoStats:

@@ -40,7 +40,7 @@ _DEPTH = 16
 _OF_ONE_CONTAINER = 256
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray})
 # Classes of these hold none of the objects that are looked for, and have thousands of attributes.
-_LIBRARIES = sys.stdlib_module_names | {"builtins", "datasets", "numpy", "pyarrow", "torch"}
+_LIBRARIES = sys.stdlib_module_names | {"builtins", "datasets", "hotset", "numpy", "pyarrow", "torch"}
 
 
 def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str, object]]:
@@ -160,7 +160,8 @@ def _of_container(node: Any) -> Iterator[tuple[str, Any]]:
 def attributes(obj: object) -> dict[str, Any]:
     """Return the instance attributes of ``obj`` by name, also those in slots; unset slots are left out.
 
-    The dict is new, its values are the object's own; it is empty if ``obj`` has no attributes.
+    The dict is new, its values are the object's own; it is empty if ``obj`` has no attributes. What hotset
+    keeps in the user's objects, or for them, is left out: attributes whose names begin with ``_hotset``.
 
     Example:
         >>> attributes(types.SimpleNamespace(size=3))
@@ -179,7 +180,7 @@ def attributes(obj: object) -> dict[str, Any]:
                     continue
     with contextlib.suppress(AttributeError, TypeError):  # it has only slots, or no attributes
         found.update(object.__getattribute__(obj, "__dict__"))
-    return found
+    return {name: value for name, value in found.items() if not str(name).startswith("_hotset")}
 
 
 def solid_base(cls: type) -> type:

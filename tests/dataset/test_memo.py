@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import io
 import os
@@ -26,6 +27,7 @@ from sources import ReadLog
 from torch.utils.data import DataLoader, Dataset
 
 import hotset
+from hotset.determinism.fingerprint import fingerprint
 from hotset.units import parse_bytes
 
 
@@ -38,7 +40,7 @@ def log(tmp_path: Path) -> ReadLog:
 def _no_audits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Audits call functions once more, and these tests count calls."""
     if "audit" not in request.node.name:
-        monkeypatch.setattr("hotset.dataset.memo._AUDITED_SHARE", 0.0)
+        monkeypatch.setattr("hotset.dataset.memo_calls._AUDITED_SHARE", 0.0)
 
 
 @contextlib.contextmanager
@@ -529,9 +531,9 @@ class Plain(Windows):
 
 PROGRAM = """
 import multiprocessing, os, pickle, sys
-import hotset, hotset.dataset.memo
+import hotset, hotset.dataset.memo_calls
 
-hotset.dataset.memo._AUDITED_SHARE = 0.0  # what follows depends on the process
+hotset.dataset.memo_calls._AUDITED_SHARE = 0.0  # what follows depends on the process
 
 @hotset.memo(memory="8MiB")
 def place(number: int) -> tuple[int, int]:
@@ -607,7 +609,7 @@ def test_a_child_that_ends_at_once_leaves_its_result(log: ReadLog) -> None:
 
 
 def test_a_stopped_process_is_waited_for_boundedly(log: ReadLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotset.dataset.memo._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("hotset.dataset.memo_calls._PATIENCE_SECONDS", 0.2)
     with memo(Decoder(log, 0.01), key="decoder") as decode:
         decode(0)
         decode.__wrapped__.seconds = 30.0
@@ -617,6 +619,34 @@ def test_a_stopped_process_is_waited_for_boundedly(log: ReadLog, monkeypatch: py
         decode.__wrapped__.seconds = 0.0
         assert difference(decode(1), torch.arange(100)) is None
         kill(pid)
+
+
+class Pairs(Dataset[Any]):
+    def __init__(self, decode: Any) -> None:
+        self.decode = decode
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(index) + self.decode((index + 1) % 20)
+
+
+def test_a_dataset_that_holds_a_memoised_function_can_be_cached(log: ReadLog) -> None:
+    with memo(Decoder(log), key="decoder") as decode:
+        first = fingerprint(Pairs(decode))
+        decode(0)
+        assert fingerprint(Pairs(decode)) == first, "what was called does not count"
+        assert fingerprint(Pairs(str.upper)) != first
+        with hotset.cache(Pairs(decode), memory="1MiB") as cached:
+            for _ in range(2):
+                found = list(DataLoader(cached, 5, num_workers=2))
+                plain = DataLoader(Pairs(lambda number: torch.arange(100) * number), 5)
+                assert difference(found, list(plain)) is None
+        copied = copy.deepcopy(Pairs(decode))
+        assert difference(copied[3], torch.arange(100) * 7) is None
+        copied.decode.close()
+        assert log.total() == 20
 
 
 # ---- honesty ---------------------------------------------------------------------------------------------
