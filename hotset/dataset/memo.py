@@ -182,12 +182,10 @@ def memo(
     Example:
         >>> import hotset, numpy as np
         >>> def squares(count):
-        ...     print("computed")
         ...     return np.arange(count) ** 2
         >>> with hotset.memo(squares, memory="1MiB") as kept:
-        ...     kept(4), kept(count=4)
-        computed
-        (array([0, 1, 4, 9]), array([0, 1, 4, 9]))
+        ...     kept(4), kept(count=4), kept.stats().computed
+        (array([0, 1, 4, 9]), array([0, 1, 4, 9]), 1)
     """
     if memory != "auto":
         parse_bytes(memory, whole=lambda: 0)
