@@ -18,9 +18,9 @@ zip       PNG but for animations. The file is read on a hit, as chunks after the
 libtiff   compressed TIFF, each frame
 ========  ======================================================================================
 
-Left alone: formats whose pixels are not compressed (BMP, PPM, TIFF as it is), as reading them is copying
-them; formats that decode a frame onto another (GIF, APNG); files that are neither opened by their path nor by
-Python's ``open``.
+Left alone: WebP and AVIF, whose file is read when it is opened and may be another when it is decoded; formats
+whose pixels are not compressed (BMP, PPM, TIFF as it is), as reading them is copying; formats that decode a
+frame onto another (GIF, APNG); files that are neither opened by their path nor by Python's ``open``.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ NAME = "PIL.Image.Image.load"
 _MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I", "I;16", "I;16B", "F"}
 _END_BYTES = 8
 _UNCOMPRESSED = "its pixels are not compressed"
+# Their file may change before they are decoded, and nothing tells what was read.
+_READ_AT_ONCE = {name: f"a picture of format {name} is read as it is opened" for name in ("WEBP", "AVIF")}
 _REASONS = {"raw": _UNCOMPRESSED, "bit": _UNCOMPRESSED, "gif": "a GIF's frame is decoded onto another"}
 
 
@@ -122,7 +124,10 @@ class _Source:
     def of(cls, image: Any, call: Call) -> _Source:
         mode, name, args, extra = call
         if name not in ("jpeg", "zip", "libtiff"):
-            raise LeftAlone(_REASONS.get(name, f"it is a picture of PIL's decoder {name!r}"))
+            raise LeftAlone(
+                _READ_AT_ONCE.get(image.format)
+                or _REASONS.get(name, f"it is a picture of PIL's decoder {name!r}")
+            )
         if len(image.tile) != 1 or getattr(image, "tile_prefix", None):
             raise LeftAlone("the picture has more than one tile")
         if mode not in _MODES:
