@@ -159,7 +159,13 @@ def run_program(
     from hotset.run.environment import Options
     from hotset.run.program import die_as
 
-    options = Options(memory=memory, spill=spill, session=session, evict=evict, functions=tuple(memo or ()))
+    options = Options(
+        memory=memory,
+        spill=spill,
+        session=session,
+        evict=evict,  # type: ignore[arg-type]  # run() says what is wrong
+        functions=tuple(memo or ()),
+    )
     die_as(run(options, command or []))
 
 

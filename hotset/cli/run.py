@@ -130,7 +130,7 @@ class _Job:
             self._thread.join()
         try:
             found = self._store.functions() if self._store is not None else []
-            return [(name, stats if isinstance(stats, dict) else stats._asdict()) for name, stats in found]
+            return [(name, stats._asdict()) for name, stats in found]
         except Exception as error:
             _say(f"there are no figures ({type(error).__name__}: {printable(str(error))}).")
             return []

@@ -22,6 +22,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 __all__ = [
     "JOB",
@@ -53,7 +54,7 @@ class Options:
     memory: str = "auto"
     spill: str | None = None
     session: str | None = None
-    evict: str | None = None
+    evict: Literal["lru"] | None = None
     functions: tuple[str, ...] = ()
 
 

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from hotset.run.environment import Options, left_alone, options_here
 
 __all__ = ["Kept", "NotKept", "attach", "is_computing", "memo_of"]
 
-# Imported when something is decoded: torch comes with it.
-_MEMO, _STORE = "hotset.dataset.memo", "hotset.dataset.memo_store"
 # A process that decodes a few files, and has no other use for torch, must not wait for it.
 _CALLS_WITHOUT_TORCH = 100
 _here = threading.local()
@@ -176,7 +173,9 @@ def _computed(compute: Callable[[], Any]) -> Any:
 
 def memo_of(function: Callable[..., Any], options: Options, *, key: str | None = None) -> Any:
     """A memo of ``function`` in the job's store; with ``key``, one that gives views where that can be."""
-    return import_module(_MEMO).memo(
+    from hotset.dataset.memo import memo
+
+    return memo(
         function,
         memory=options.memory,
         spill=options.spill,
@@ -199,7 +198,9 @@ def _stand_in(name: str) -> Callable[..., Any]:
 
 def attach(options: Options) -> Any:
     """The job's store, held until it is left: ``functions()`` are its statistics."""
-    return import_module(_STORE).open_store(options.memory, options.spill, options.session)
+    from hotset.dataset.memo_store import open_store
+
+    return open_store(options.memory, options.spill, options.session)
 
 
 _all: list[Kept] = []

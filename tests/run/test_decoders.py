@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from decoding import PRELUDE, Ran, calls, run
 
-pytest.importorskip("hotset.dataset.memo", reason="hotset.memo is not there")
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,8 +10,6 @@ import tifffile
 from decoding import PRELUDE, calls, run
 from PIL import Image, features
 
-pytest.importorskip("hotset.dataset.memo", reason="hotset.memo is not there")
-
 # An orientation of 6: PIL leaves it to who asks for it, and in TIFF turns the pixels itself.
 TURNED = Image.Exif()
 TURNED[0x0112] = 6

@@ -10,8 +10,6 @@ import pytest
 from decoding import run
 from helpers import is_a_sentence
 
-pytest.importorskip("hotset.dataset.memo", reason="hotset.memo is not there")
-
 
 def hotset(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "hotset", "run", *args], capture_output=True, text=True)
