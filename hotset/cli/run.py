@@ -18,7 +18,7 @@ from typing import Any
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run import loader_wait
-from hotset.run.environment import Options, environment_for, read_left
+from hotset.run.environment import Options, environment_for, read_left, say_attached
 from hotset.run.program import run_program
 from hotset.run.report import Outcome, report
 from hotset.session.sessions import find
@@ -40,7 +40,7 @@ def run(options: Options, command: Sequence[str]) -> int:
     """
     _check(options, command)
     ledger = tempfile.mkdtemp(prefix="hotset-run-")
-    job = _Job(options, secrets.token_hex(8))
+    job = _Job(options, secrets.token_hex(8), ledger)
     start = time.monotonic()
     try:
         environment = environment_for(options, job.name, ledger, os.environ)
@@ -102,8 +102,9 @@ class _Job:
     It is attached by a thread while the program starts, as that imports torch.
     """
 
-    def __init__(self, options: Options, name: str) -> None:
+    def __init__(self, options: Options, name: str, ledger: str) -> None:
         self.name = name
+        self._ledger = ledger
         self._options = options
         self._store: Any = None
         self._thread: threading.Thread | None = None
@@ -124,6 +125,8 @@ class _Job:
             self._store = attach(self._options)
         except Exception as error:
             _say(f"the memos' store cannot be held here ({type(error).__name__}: {printable(str(error))}).")
+        finally:
+            say_attached(self._ledger)
 
     def functions(self) -> list[tuple[str, Any]]:
         if self._thread is not None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from hotset.run.environment import Options, left_alone, options_here
 from hotset.run.import_hook import Hook
-from hotset.run.kept import Kept, memo_of
+from hotset.run.kept import Kept, before_fork, memo_of
 
 __all__ = ["LeftAlone", "check_age", "file_identity", "hooks", "plain", "versions"]
 
@@ -151,15 +151,20 @@ class _WhenCalled:
         self.__wrapped__ = function
         functools.update_wrapper(self, function)
         self._memo: Any = None
+        before_fork(self.prepare)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self.prepare()
+        return self._memo(*args, **keywords)
+
+    def prepare(self) -> None:
+        """Make the memo, or do without."""
         if self._memo is None:
             try:
                 self._memo = memo_of(self.__wrapped__, options_here() or Options())
             except Exception as error:
                 left_alone(self.__wrapped__.__qualname__, f"hotset.memo: {type(error).__name__}: {error}")
                 self._memo = self.__wrapped__
-        return self._memo(*args, **keywords)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else types.MethodType(self, owner)

@@ -11,7 +11,8 @@ The ledger has three kinds of files. ``left`` has a line of JSON for what was le
 reason, how many calls so far; it is written at the first call, the second, the fourth and so on, so that the
 sum over processes is at least half of the truth without any work at a process's end. ``wait-<pid>`` has two
 doubles, the seconds a main process has waited for its loaders and the number of batches, which the process
-changes in place. ``reached`` and ``unreached`` say whether Python processes could be reached.
+changes in place. ``reached`` and ``unreached`` say whether Python processes could be reached,
+``attached`` that the store is there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import dataclasses
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -33,8 +35,11 @@ __all__ = [
     "options_here",
     "reached",
     "read_left",
+    "say_attached",
+    "wait_for_store",
 ]
 
+_PATIENCE_SECONDS = 20.0
 JOB, RUN, LEDGER = "HOTSET_JOB", "HOTSET_RUN", "HOTSET_LEDGER"
 _INJECT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
 
@@ -90,6 +95,24 @@ def reached() -> None:
         os.close(
             os.open(os.path.join(os.environ.get(LEDGER, ""), "reached"), os.O_WRONLY | os.O_CREAT, 0o600)
         )
+
+
+def say_attached(ledger: str) -> None:
+    """Let the processes below use the memos' store: this one has it, or never will."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(os.path.join(ledger, "attached"), os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+def wait_for_store() -> None:
+    """Wait until `hotset run` has the store, which starts when the program does.
+
+    A store that a worker made would go with the last worker, and its figures with it.
+    """
+    folder, deadline = os.environ.get(LEDGER, ""), time.monotonic() + _PATIENCE_SECONDS
+    while os.path.isdir(folder) and time.monotonic() < deadline:
+        if os.path.exists(os.path.join(folder, "attached")):
+            return
+        time.sleep(0.005)
 
 
 _counts: dict[tuple[str, str], int] = {}

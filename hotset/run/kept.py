@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hotset._warnings import warnings_to
-from hotset.run.environment import Options, left_alone, options_here
+from hotset.run.environment import Options, left_alone, options_here, wait_for_store
 
-__all__ = ["Kept", "NotKept", "attach", "is_computing", "memo_of"]
+__all__ = ["Kept", "NotKept", "attach", "before_fork", "is_computing", "memo_of"]
 
 # A process that decodes a few files, and has no other use for torch, must not wait for it.
 _CALLS_WITHOUT_TORCH = 100
@@ -50,6 +50,7 @@ class Kept:
         self._calls = 0
         self._lock = threading.Lock()
         _all.append(self)
+        before_fork(self.prepare)
 
     def get(self, file: Path, rest: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """What is kept, or what ``compute`` returns: arrays may be read-only views.
@@ -175,6 +176,7 @@ def memo_of(function: Callable[..., Any], options: Options, *, key: str | None =
     """A memo of ``function`` in the job's store; with ``key``, one that gives views where that can be."""
     from hotset.dataset.memo import memo
 
+    wait_for_store()
     return memo(
         function,
         memory=options.memory,
@@ -204,13 +206,19 @@ def attach(options: Options) -> Any:
 
 
 _all: list[Kept] = []
+_prepares: list[Callable[[], None]] = []
+
+
+def before_fork(prepare: Callable[[], None]) -> None:
+    """Have ``prepare`` called before this process forks, once it has imported torch."""
+    _prepares.append(prepare)
 
 
 def _before_fork() -> None:
     """Make memos before workers are forked: each of them would have to import what they need."""
     if "torch" in sys.modules and not is_computing():
-        for each in _all:
-            each.prepare()
+        for prepare in _prepares:
+            prepare()
 
 
 def _after_fork() -> None:
