@@ -13,15 +13,17 @@ from torch.utils.data import DataLoader, DistributedSampler
 EPOCHS = 3
 
 
-def record(make_loader: Callable[[], DataLoader[Any]]) -> list[tuple[str, Any, Any]]:
+def record(
+    make_loader: Callable[[], DataLoader[Any]], epochs: int | None = None
+) -> list[tuple[str, Any, Any]]:
     """Record all that can be observed of some epochs: ``(moment, RNG states, batch)``, from equal seeds.
 
-    Two epochs of workers that end with each of them, a cold one and a warm one; else a second warm one.
+    Three are enough, a cold one and two warm ones; two of workers that end with each of them.
     """
     seed_everything(4321)
     random.random()
     loader = make_loader()
-    epochs = 2 if loader.num_workers and not loader.persistent_workers else EPOCHS
+    epochs = epochs or (2 if loader.num_workers and not loader.persistent_workers else EPOCHS)
     observed: list[tuple[str, Any, Any]] = [("making the loader", rng_states(), len(loader))]
 
     def observe(moment: str, batch: Any = None) -> None:

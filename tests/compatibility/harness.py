@@ -25,8 +25,19 @@ from PIL import Image
 
 import hotset
 
-__all__ = ["Compatibility", "Figures", "Program", "measured", "photograph", "programs_of"]
+__all__ = [
+    "SPAWNED",
+    "Compatibility",
+    "Figures",
+    "Program",
+    "measured",
+    "numbers_of",
+    "photograph",
+    "programs_of",
+    "write_objects",
+]
 
+SPAWNED = {"multiprocessing_context": "spawn"}  # for Program.loader
 PAIRS = 3
 TESTED = 21
 
@@ -75,10 +86,10 @@ class Compatibility:
         program.write(tmp_path, TESTED)
         options = program.options(workers)
         with program.place(tmp_path) as place:
-            expected = record(lambda: torch.utils.data.DataLoader(program.make(place), **options))
+            expected = record(lambda: torch.utils.data.DataLoader(program.make(place), **options), 3)
             gc.collect()  # some libraries open a database once in a process
             with hotset.cache(program.make(place), memory="1GiB", **program.cache) as cached:
-                compare(record(lambda: hotset.DataLoader(cached, **options)), expected)
+                compare(record(lambda: hotset.DataLoader(cached, **options), 3), expected)
                 stats = cached.stats()
                 assert (stats.cached, stats.misses) == (len(cached), len(cached))
 
@@ -152,3 +163,15 @@ def photograph(number: int, width: int = 320, height: int = 240) -> Image.Image:
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
     noisy = smooth + drawn.integers(-6, 7, smooth.shape, dtype=np.int16)
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def write_objects(folder: Path, count: int) -> None:
+    """Write objects of a thousand equal numbers, and one that says how many there are."""
+    (folder / "count").write_text(str(count))
+    for number in range(count):
+        np.full((20, 50), number, np.float32).tofile(folder / f"{number:05}.bin")
+
+
+def numbers_of(content: Any) -> torch.Tensor:
+    """The numbers in the content of one of these objects."""
+    return torch.frombuffer(bytearray(content), dtype=torch.float32).reshape(20, 50)

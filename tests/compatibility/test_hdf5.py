@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from .harness import Compatibility, Program
+from .harness import SPAWNED, Compatibility, Program
 
 h5py = pytest.importorskip("h5py", reason="the programs over HDF5 need h5py")
 
@@ -56,10 +56,5 @@ class TestHDF5(Compatibility):
     programs = [
         Program("h5py, file opened in `__init__`", write, Opened),
         Program("h5py, file opened when it is read first", write, Lazy),
-        Program(
-            "h5py, file opened when it is read first, spawned workers",
-            write,
-            Lazy,
-            loader={"multiprocessing_context": "spawn"},
-        ),
+        Program("h5py, file opened when it is read first, spawned workers", write, Lazy, loader=SPAWNED),
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from .harness import Compatibility, Program
+from .harness import SPAWNED, Compatibility, Program
 
 lance = pytest.importorskip("lance", reason="the programs over Lance need pylance")
 arrow = pytest.importorskip("pyarrow", reason="the programs over Lance need pyarrow")
@@ -57,6 +57,6 @@ class TestLance(Compatibility):
             write,
             Rows,
             samples=2000,
-            loader={"multiprocessing_context": "spawn"},
+            loader=SPAWNED,
         )
     ]

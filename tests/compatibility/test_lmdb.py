@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from .harness import Compatibility, Program, photograph
+from .harness import SPAWNED, Compatibility, Program, photograph
 
 lmdb = pytest.importorskip("lmdb", reason="the programs over LMDB need lmdb")
 
@@ -85,10 +85,5 @@ class TestLMDB(Compatibility):
         Program("LMDB, environment opened in `__init__`", write, Opened),
         Program("LMDB, environment opened when it is read first", write, Lazy),
         Program("LMDB, random `transform`", write, Augmented),
-        Program(
-            "LMDB, random `transform`, spawned workers",
-            write,
-            Augmented,
-            loader={"multiprocessing_context": "spawn"},
-        ),
+        Program("LMDB, random `transform`, spawned workers", write, Augmented, loader=SPAWNED),
     ]

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -14,19 +13,13 @@ from torch.utils.data import Dataset
 import hotset
 from hotset.determinism.fingerprint import fingerprint
 
-from .harness import Compatibility, Program
+from .harness import SPAWNED, Compatibility, Program, numbers_of, write_objects
 from .object_server import served
 
 obstore = pytest.importorskip("obstore", reason="the programs over obstore need obstore")
 stores = pytest.importorskip("obstore.store", reason="the programs over obstore need obstore")
 
 pytestmark = pytest.mark.compatibility
-
-
-def write(folder: Path, count: int) -> None:
-    (folder / "count").write_text(str(count))
-    for number in range(count):
-        np.full((20, 50), number, np.float32).tofile(folder / f"{number:05}.bin")
 
 
 class Objects(Dataset[Any]):
@@ -38,8 +31,7 @@ class Objects(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        content = obstore.get(self.store, f"{index:05}.bin").bytes()
-        return torch.frombuffer(bytearray(content), dtype=torch.float32).reshape(20, 50)
+        return numbers_of(obstore.get(self.store, f"{index:05}.bin").bytes())
 
 
 class Versioned(Objects):
@@ -65,29 +57,42 @@ class TestObstore(Compatibility):
     programs = [
         Program(
             "obstore over HTTP, 10 ms a request",
-            write,
+            write_objects,
             Objects,
             samples=100,
             place=served,
-            loader={"multiprocessing_context": "spawn"},
+            loader=SPAWNED,
             needs='`multiprocessing_context="spawn"` where there are workers',
         ),
         Program(
             "obstore over HTTP, 10 ms a request, `concurrency=16`",
-            write,
+            write_objects,
             Objects,
             samples=200,
             place=served,
-            loader={"multiprocessing_context": "spawn"},
+            loader=SPAWNED,
             cache={"concurrency": 16},
             needs='`multiprocessing_context="spawn"` where there are workers',
         ),
     ]
 
 
+def test_an_object_that_has_changed_is_another_dataset(tmp_path: Path) -> None:
+    write_objects(tmp_path, 4)
+    with served(tmp_path, 0.0) as address:
+        before = fingerprint(Versioned(address))
+        assert not before.unknowns
+        assert fingerprint(Versioned(address)).digest == before.digest
+        os.utime(tmp_path / "00002.bin", ns=(1, 1))
+        assert fingerprint(Versioned(address)).digest != before.digest
+
+
 def test_forked_workers_would_wait_for_threads_and_the_user_is_told(tmp_path: Path) -> None:
-    """Planning reads in the main process; with torch's loader nothing is read there."""
-    write(tmp_path, 4)
+    """Planning reads in the main process; with torch's loader nothing is read there.
+
+    The last test: after a fork the library may wait for its threads for ever in this process, too.
+    """
+    write_objects(tmp_path, 4)
     with served(tmp_path, 0.0) as address, hotset.cache(Lazy(address), memory="1MiB") as cached:
         loader = hotset.DataLoader(cached, batch_size=2, num_workers=1, timeout=2)
         with (
@@ -95,13 +100,3 @@ def test_forked_workers_would_wait_for_threads_and_the_user_is_told(tmp_path: Pa
             pytest.raises(RuntimeError, match="timed out"),
         ):
             list(loader)
-
-
-def test_an_object_that_has_changed_is_another_dataset(tmp_path: Path) -> None:
-    write(tmp_path, 4)
-    with served(tmp_path, 0.0) as address:
-        before = fingerprint(Versioned(address))
-        assert not before.unknowns
-        assert fingerprint(Versioned(address)).digest == before.digest
-        os.utime(tmp_path / "00002.bin", ns=(1, 1))
-        assert fingerprint(Versioned(address)).digest != before.digest

@@ -84,7 +84,7 @@ KINDS: dict[str, Callable[[], HF]] = {
 
 
 def check_equal(make: Callable[[], HF], workers: int, **options: Any) -> None:
-    """Three epochs of a cached dataset equal torch's over the same dataset, draws included."""
+    """Epochs of a cached dataset equal torch's over the same dataset, draws included."""
     options = {**BATCHES, "num_workers": workers, **options}
     expected = record(lambda: torch.utils.data.DataLoader(make(), **options))
     with hotset.cache(make(), memory="64MiB") as cached:

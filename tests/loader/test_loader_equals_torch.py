@@ -1,8 +1,9 @@
 """A cached run is bit for bit what the same DataLoader gives without the cache.
 
-Three epochs (cold, warm, warm) are recorded from torch's DataLoader on the plain dataset: every batch, and
-the states of ``random``, ``numpy.random``, ``torch`` and the loader's own generator after ``iter()``, after
-each batch and after the epoch. Then the same is recorded from hotset's, and the two must be equal to the bit.
+Three epochs (cold, warm, warm; two of workers that end with an epoch) are recorded from torch's DataLoader
+on the plain dataset: every batch, and the states of ``random``, ``numpy.random``, ``torch`` and the loader's
+own generator after ``iter()``, after each batch and after the epoch. Then the same is recorded from hotset's,
+and the two must be equal to the bit.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def check_equal(
     reference: dict[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """Record three epochs of both loaders, each over a dataset and transforms of its own, and compare.
+    """Record some epochs of both loaders, each over a dataset and transforms of its own, and compare.
 
     ``reference`` are the arguments of torch's loader that differ.
     """
