@@ -96,6 +96,14 @@ def _lines(path: str) -> list[str]:
         return []
 
 
+def _since(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """What was counted since; entries and bytes are what there is."""
+    kept = ("entries", "bytes")
+    return {
+        name: value if name in kept else value - (before or {}).get(name, 0) for name, value in now.items()
+    }
+
+
 class _Job:
     """The memos' store, held in this process: what workers have kept stays when they end.
 
@@ -107,6 +115,7 @@ class _Job:
         self._ledger = ledger
         self._options = options
         self._store: Any = None
+        self._before: dict[str, dict[str, Any]] = {}  # what earlier jobs of a session have counted
         self._thread: threading.Thread | None = None
 
     @property
@@ -122,7 +131,9 @@ class _Job:
         try:
             from hotset.run.kept import attach
 
-            self._store = attach(self._options)
+            store = attach(self._options)
+            self._before = {name: stats._asdict() for name, stats in store.functions()}
+            self._store = store
         except Exception as error:
             _say(f"the memos' store cannot be held here ({type(error).__name__}: {printable(str(error))}).")
         finally:
@@ -133,7 +144,7 @@ class _Job:
             self._thread.join()
         try:
             found = self._store.functions() if self._store is not None else []
-            return [(name, stats._asdict()) for name, stats in found]
+            return [(name, _since(self._before.get(name), stats._asdict())) for name, stats in found]
         except Exception as error:
             _say(f"there are no figures ({type(error).__name__}: {printable(str(error))}).")
             return []

@@ -39,7 +39,7 @@ __all__ = [
     "wait_for_store",
 ]
 
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_SECONDS = 60.0
 JOB, RUN, LEDGER = "HOTSET_JOB", "HOTSET_RUN", "HOTSET_LEDGER"
 _INJECT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from decoding import run
+from decoding import calls, run
 from helpers import is_a_sentence
 
 
@@ -62,6 +62,26 @@ def test_nothing_stays_in_the_temporary_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert hotset("--", sys.executable, "-c", "import sys, os; os.kill(os.getpid(), 9)").returncode == -9
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hotset-run-")] == []
+
+
+def test_a_session_keeps_pictures_for_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cv2")
+    monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "runtime"))
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    create = [sys.executable, "-m", "hotset", "session", "create", "mine", "--memory", "64MiB"]
+    subprocess.run(create, check=True, capture_output=True)
+    program = (
+        "import cv2, torch, numpy, time, sys, os\n"
+        "path = sys.argv[1] + '/a.png'\n"
+        "if not os.path.exists(path): cv2.imwrite(path, numpy.ones((50, 50, 3), 'u1')); time.sleep(0.2)\n"
+        "for _ in range(3): assert cv2.imread(path).sum() == 7500\n"
+    )
+    counted = [
+        calls(run(program, str(tmp_path), hotset=("--session", "mine")).report, "cv2.imread")
+        for _ in range(2)
+    ]
+    assert counted == [(3, 2), (3, 3)]
+    assert hotset("--session", "none", "--", "echo").returncode == 2
 
 
 WAITS = """
