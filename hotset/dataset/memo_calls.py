@@ -34,12 +34,13 @@ from typing import Any
 from hotset._warnings import printable, warn
 from hotset.dataset.memo_store import MemoStats, MemoStore, open_store, stats_of
 from hotset.determinism.argument_key import ArgumentKey, NoIdentity, Parameters, describe_arguments
+from hotset.determinism.bindings import Bindings
 from hotset.determinism.draw_watch import DrawWatch
 from hotset.determinism.equality import same
 from hotset.determinism.fingerprint import fingerprint
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError
-from hotset.store.format import Live, Slot
+from hotset.store.format import FUNCTIONS, Live, Slot
 from hotset.store.key_table import EVICTABLE, VIEWED, WRONG, Counter
 from hotset.store.keyed_store import MISSING, KeyedStore
 from hotset.store.leaves import SchemaMismatch
@@ -58,13 +59,25 @@ _TOLD = {"draws": 1 << 8, "identity": 1 << 9, "kind": 1 << 10, "room": 1 << 11, 
 class _InUse:
     """What this process needs for a call, while it is attached."""
 
-    __slots__ = ("clear_generation", "counters", "number", "process", "reads", "share", "store")
+    __slots__ = (
+        "clear_generation",
+        "counters",
+        "described",
+        "number",
+        "process",
+        "reads",
+        "share",
+        "store",
+        "unsure",
+    )
 
     def __init__(self, share: MemoStore, store: KeyedStore, number: int, counters: memoryview) -> None:
         self.share, self.store, self.number, self.counters = share, store, number, counters
         self.clear_generation = int(store.segment.live[Live.CLEAR_GENERATION])
         self.reads = store.participant.row.data
         self.process = os.getpid()
+        self.described = time.monotonic()  # when the function was described last
+        self.unsure: list[int] = []  # what was stored since
         self.mark()
 
     def mark(self) -> None:
@@ -85,9 +98,12 @@ class Calls:
         "__weakref__",
         "_audit_left",
         "_audited",
+        "_bindings",
         "_closed",
         "_depth",
+        "_describing",
         "_digest",
+        "_full",
         "_function",
         "_generators",
         "_options",
@@ -109,6 +125,9 @@ class Calls:
         self._closed = False
         self._parameters = Parameters(function)
         self._digest = b""
+        self._bindings: Bindings | None = None
+        self._describing = 0.0  # seconds that describing the function took
+        self._full = False  # whether there is no place for this function
         self.name = name_of(function)
         self._watches: list[DrawWatch] = []
         self._depth = threading.local()
@@ -157,6 +176,10 @@ class Calls:
         state = self._state or self._attached()
         if state is None:
             return compute()
+        if self._bindings is not None and self._bindings.changed():
+            state = self._described_anew()
+            if state is None:
+                return compute()
         store, version = state.store, identity.version
         # A record whose memory callers may look at is never written again, so its version is in its key.
         name = identity.key + b"%d" % version if self._view else identity.key
@@ -281,6 +304,8 @@ class Calls:
 
     def _kept(self, state: _InUse, sample: int, version: int, value: Any) -> bool:
         """Store a claimed value; whether that was done."""
+        if not self._is_as_described(state, sample):
+            return False
         try:
             if state.store.put(sample, version, state.number, value):
                 return True
@@ -366,7 +391,7 @@ class Calls:
 
     def _attached(self) -> _InUse | None:
         """Attach in this process, if that can be done."""
-        if self._closed:
+        if self._closed or self._full:
             return None
         if self._share is None:
             self._share = self._opened()
@@ -379,22 +404,62 @@ class Calls:
         number = store.keys.enter(self.name, self._digest, flags)
         counters = store.keys.counters(number) if number >= 0 else None
         if counters is None:
+            self._full = True
+            warn(
+                f"what {self.name} returns is not kept: there are places for {FUNCTIONS:,} functions and "
+                "1,024 processes, and none is left; memoise a function once, outside of what is called again."
+            )
             return None
         self._state = _InUse(share, store, number, counters)
         weakref.finalize(self, _unused, os.getpid(), counters).atexit = False
         return self._state
+
+    def _described_anew(self) -> _InUse | None:
+        """Attach as the function that this one has become: what it reaches is another than it was."""
+        if self._state is not None:
+            _unused(os.getpid(), self._state.counters)
+        self._state, self._digest = None, b""
+        return self._attached()
+
+    def _is_as_described(self, state: _InUse, sample: int) -> bool:
+        """Whether the function still is what it was described as, as far as there is time to find out.
+
+        Objects that it reaches may have been changed in place. To describe it again takes a twentieth of the
+        time at most; if it is another function by now, what was stored since the last time is forgotten.
+        """
+        if self._bindings is None or not self._bindings.mutable:
+            return True
+        state.unsure.append(sample)
+        if time.monotonic() - state.described < 20 * self._describing:
+            return True
+        before = self._digest
+        self._digest = self._fingerprint()
+        state.described = time.monotonic()
+        same_function = self._digest == before
+        if not same_function:
+            for each in state.unsure:
+                state.store.forget_one(each)
+            self._described_anew()
+        state.unsure.clear()
+        return same_function
 
     def _fingerprint(self) -> bytes:
         key = self._options["key"]
         if key is not None:
             text = f"key {key}"
         else:
+            begun = time.monotonic()
+            self._bindings = Bindings(self._function)
             found = fingerprint(self._function)
-            if found.unknowns:
+            self._describing = time.monotonic() - begun
+            if found.unknowns and "unknown" not in self._told:
+                self._told.add("unknown")
                 warn(
-                    f"results of {self.name} are shared with forked processes alone, as it holds "
-                    f"{found.unknowns[0]}; give it a key= that names what it computes."
+                    f"results of {self.name} are shared with forked processes alone: {found.unknowns[0]}. "
+                    "Give it a key= that names what it computes."
                 )
+            if found.unknowns:
+                self._bindings.mutable = False  # described twice, it has two fingerprints
             text = found.digest
         return hashlib.blake2b(f"{self._view} {text}".encode(), digest_size=16).digest()
 
@@ -407,11 +472,12 @@ class Calls:
 
     def _tell_full(self, state: _InUse) -> None:
         why = state.store.why_full or "it has as many results as there are places"
+        hint = "" if self._options["evict"] else ' evict="lru" replaces the least recently used ones.'
         self._tell(
             state,
             "room",
-            f"no more results of {self.name} are kept, and further ones are computed at each call: {why}. "
-            'evict="lru" replaces the least recently used ones.',
+            f"no more results of {self.name} are kept, and further ones are computed at each call: "
+            f"{why}.{hint}",
         )
 
     # ---- looking after it ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ argument                is described by
 ======================  ===========================================================================
 None, bool, int, float, type and value: ``1``, ``1.0`` and ``True`` are three; -0.0 and 0.0 are two
 complex, str, bytes
-path, or a str that is  its text, and as the *version* of what it names: size, time of change, inode
+path, or a str that is  its text, and as the *version* of what it names: size, times of change, inode
 the path of a file
 tuple, list, dict, set  type, length, parts; a set's in the order of their own descriptions
 dataclass, enum, slice, type and parts
@@ -46,7 +46,8 @@ __all__ = ["ArgumentKey", "NoIdentity", "Parameters", "describe_arguments"]
 _LARGEST_ARRAY = 64 << 10
 _DEEPEST = 20
 _LONGEST_PATH = 4096
-_FLOAT, _STAT = struct.Struct("<d"), struct.Struct("<QQqQ")
+_WORD = (1 << 64) - 1
+_FLOAT, _STAT = struct.Struct("<d"), struct.Struct("<QQQQ")
 
 
 class NoIdentity(Exception):
@@ -152,7 +153,8 @@ def _add_str(to: _Description, value: str, depth: int) -> None:
             found = os.stat(value)
         except (OSError, ValueError):
             return
-        to.files.append(_STAT.pack(found.st_ino, found.st_size, found.st_mtime_ns, found.st_dev))
+        times = found.st_mtime_ns ^ found.st_ctime_ns << 1  # a program can set the former, but not both
+        to.files.append(_STAT.pack(found.st_ino, found.st_size, times & _WORD, found.st_dev))
 
 
 def _add_sequence(to: _Description, value: Sequence[Any], depth: int) -> None:
@@ -186,7 +188,11 @@ def _add_tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
     if value.nbytes > _LARGEST_ARRAY:
         raise NoIdentity(f"a tensor of {value.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
     flags = f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.requires_grad}".encode()
-    plain = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b""
+    plain = (
+        value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if value.numel()
+        else b""
+    )
     to._add_bytes(b"at" + flags, bytes(plain))
     to.fixed = False
 

@@ -7,9 +7,9 @@ index words, records. Its regions lie at the segment's end, behind the lines::
 
     keys_at       keys       samples x 40 B, by sample id; five u64:
                              key, high half | key, low half | version | last used, ms | function
-    counters_at   counters   1,024 slots x 256 functions x 64 B; eight i64 that only the slot's holder writes:
+    counters_at   counters   1,024 slots x 1,024 functions x 64 B; eight i64, written by the slot's holder:
                              calls | hits | computed | not kept | ns computing | audits | in use | 0
-    functions_at  functions  256 x 256 B: fingerprint, 16 B | flags, 8 B | length of the name, 8 B | name
+    functions_at  functions  1,024 x 256 B: fingerprint, 16 B | flags, 8 B | length of the name, 8 B | name
     table_at      table      u32 words, in levels: level k is words 2**k up to 2**(k+1)
 
 Live words count the keys and the functions; each is entered before it is counted.

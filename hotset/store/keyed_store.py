@@ -43,6 +43,7 @@ from hotset.store.schema import Schema
 from hotset.store.segment import Segment, Words
 from hotset.store.spill import Spill, SpillTo
 from hotset.store.store import Store
+from hotset.store.strided import with_strides
 
 __all__ = ["MISSING", "KeyedAllocator", "KeyedIndex", "KeyedStore"]
 
@@ -352,7 +353,7 @@ class KeyedStore(Store):
         """
         if self._words[sample] != self.filler.claims.word:
             return False
-        prepared = forms.lay_out(value, self.schema.stride)
+        prepared = forms.lay_out(with_strides(value), self.schema.stride)
         self.keys.set_version(sample, version, function)
         with self.participant.one_thread:
             given = self.room.reserve([sample], [prepared.tail_lines])
@@ -407,6 +408,14 @@ class KeyedStore(Store):
             self.segment.index[samples] = 0
             self.segment.live[Live.FREED] = 1
         return len(samples)
+
+    def forget_one(self, sample: int) -> None:
+        """Forget the value of one sample."""
+        with self.participant.short_lock():
+            if self._words[sample] >= PRESENT:
+                if self._words[sample] & ON_DISK and self.spill is not None:
+                    self.spill.forget(sample)
+                self._words[sample] = 0
 
     def raise_limit(self, limit: int) -> None:
         """Let records take this many bytes, if that is more than they may take now."""

@@ -174,6 +174,11 @@ def test_a_changed_file_is_read_anew_and_takes_the_old_results_place(tmp_path: P
             path.write_text("another")
             assert kept(argument) == kept(argument) == "another"
         assert kept.stats().entries == 2
+        before = path.stat()
+        path.write_text("ANOTHER")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert kept(path) == "ANOTHER", "a program can set the one time, but not the other"
+        path.write_text("another")
         os.replace(tmp_path / "file", tmp_path / "moved")
         with pytest.raises(FileNotFoundError):
             kept(path)
@@ -236,6 +241,49 @@ def test_a_hit_is_what_the_function_returns_and_the_callers_own(value: Any) -> N
                 found["image"][:] = 9
                 value["image"][:] = 0
         assert kept.stats().hits == 2
+
+
+LAYOUTS: list[Callable[[], Any]] = [
+    lambda: np.arange(60.0).reshape(3, 4, 5)[:, 1:3, 2:4],
+    lambda: np.arange(60.0).reshape(3, 4, 5)[..., ::-1],
+    lambda: np.arange(60.0).reshape(3, 4, 5)[::-1, :, ::2],
+    lambda: np.arange(60.0).reshape(3, 4, 5).transpose(1, 0, 2)[1:],
+    lambda: torch.arange(60.0).view(3, 4, 5)[:, 1:3, 2:4],
+    lambda: torch.arange(60.0).view(3, 4, 5).permute(2, 0, 1)[::2],
+    lambda: {"crop": torch.rand(3, 300, 300)[:, 10:210, 20:220], "label": (np.arange(9)[::3], 1)},
+    lambda: np.frombuffer(b"12345678", np.uint8),
+]
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_a_view_comes_back_as_it_lies(make: Callable[[], Any]) -> None:
+    """A sum over a crop adds in another order than one over its dense copy."""
+    value = make()
+    with memo(lambda number: value, key="layout") as kept:
+        for _ in range(3):
+            found = kept(1)
+            assert difference(found, value) is None
+            if isinstance(value, np.ndarray):
+                assert (found.strides, found.flags.writeable) == (value.strides, value.flags.writeable)
+            elif isinstance(value, dict):
+                assert found["crop"].sum((1, 2)).tolist() == value["crop"].sum((1, 2)).tolist()
+        assert kept.stats().hits == 2
+
+
+def test_arrays_that_cannot_be_laid_out_again_are_computed_each_time() -> None:
+    for make in (
+        lambda: np.broadcast_to(np.arange(3), (4, 3)),
+        lambda: np.lib.stride_tricks.sliding_window_view(np.arange(10), 4),
+        lambda: torch.arange(3).expand(4, 3),
+        lambda: np.arange(1_000_000)[::100_000],
+        lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    ):
+        value = make()
+        with memo(lambda number, value=value: value, key="layout") as kept:
+            with pytest.warns(hotset.HotsetWarning, match="cannot be kept") as told:
+                assert kept(1) is value
+            assert is_a_sentence(str(told[0].message))
+            assert kept(1) is value
 
 
 def test_results_differ_in_shape_from_call_to_call() -> None:
@@ -408,6 +456,71 @@ def test_two_functions_of_one_name_have_results_of_their_own() -> None:
     with memo(make(2)) as one, memo(make(3)) as other:
         assert [one(5), other(5), one(5), other(5)] == [10, 15, 10, 15]
         assert one.stats().computed == other.stats().computed == 1
+
+
+SCALE = 2
+TABLE = {1: 10}
+
+
+def scaled(number: int) -> int:
+    return number * SCALE
+
+
+def through_another(number: int) -> int:
+    return scaled(number) + 1
+
+
+def from_table(number: int) -> int:
+    return TABLE[1] + number
+
+
+def test_a_name_that_is_bound_anew_makes_it_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late configuration, a notebook's next cell: neither stale values, nor values for other programs."""
+    with memo(scaled) as kept, memo(through_another) as outer:
+        assert [kept(1), outer(1)] == [2, 3]
+        monkeypatch.setitem(globals(), "SCALE", 3)
+        assert [kept(1), kept(6), outer(1)] == [3, 18, 4]
+        monkeypatch.setitem(globals(), "SCALE", 2)
+        assert [kept(1), kept(6), outer(1)] == [2, 12, 3]
+        monkeypatch.setitem(globals(), "scaled", lambda number: 100)
+        assert outer(1) == 101
+    factor = 2
+
+    def closure(number: int) -> int:
+        return number * factor
+
+    with memo(closure) as kept:
+        assert kept(5) == 10
+        factor = 3
+        assert kept(5) == 15
+
+
+def test_what_is_changed_in_place_leaves_no_wrong_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "TABLE", {1: 10})
+    with memo(from_table) as kept:
+        assert kept(1) == 11
+        TABLE[1] = 20
+        for number in range(2, 200):
+            assert kept(number) == 20 + number
+            time.sleep(1e-3)
+        TABLE[1] = 10
+        with memo(from_table) as other:
+            wrong = [number for number in range(2, 200) if other(number) != 10 + number]
+        assert wrong == []
+
+
+def test_more_functions_than_there_are_places_are_computed_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hotset.store.key_table.FUNCTIONS", 3)
+    with contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(memo(len, key=f"{number}")) for number in range(4)]
+        assert [each("ab") for each in kept[:3]] == [2] * 3
+        with pytest.warns(hotset.HotsetWarning, match="none is left") as told:
+            assert [kept[3]("ab"), kept[3]("ab")] == [2, 2]
+        assert len(told) == 1
 
 
 def test_methods_and_decorated_functions(log: ReadLog) -> None:
