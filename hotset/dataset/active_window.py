@@ -204,6 +204,7 @@ class ActiveWindow:
             due = self._due(ring)
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
         self._move(ring, number, warn)
+        self.raise_errors()  # a sample that entered because a worker has just given it up
         self._here = WindowPosition(epoch, int(live[Live.CURSOR]), int(live[Live.BEHIND]))
         self._publish_position(ring)
         if self._pool is not None:

@@ -3,8 +3,7 @@
 It processes the queue's newest list in order: claim, read, publish. Claims in the store divide the samples
 among prefetch workers, loader workers and other ranks. Samples that another process has claimed are skipped,
 and looked at again at the end: that process may die, or give up. A sample that raises, or cannot be stored,
-    is
-given up for this list; its error is reported in the queue.
+is given up for this list; its error is reported in the queue.
 
 The training has priority over the worker, which is killed when its work or its parent ends: see
 :mod:`hotset.dataset.prefetch_pool`, which starts it.

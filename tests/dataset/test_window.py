@@ -731,6 +731,41 @@ def test_an_error_while_preparing_is_raised_with_the_next_batch(make: Make, tmp_
     assert "prefetch worker" in found.text
 
 
+class RaisingLate(Raising):
+    """Raises once a gate is open, and waits for that."""
+
+    def misbehave(self) -> None:
+        gate = Path(f"{self.marker}.shut")
+        assert eventually(lambda: not gate.exists())
+        super().misbehave()
+
+
+def test_an_error_that_comes_as_the_window_moves_is_raised_before_its_sample_is_used(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = RaisingLate(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[1]), tmp_path / "armed")
+    cached = make(source, hotset.Window(N, replace=0.25))
+    source.arm()
+    gate = Path(f"{source.marker}.shut")
+    gate.touch()
+    loader = loader_over(cached)
+    assert len(numbers(loader)) == N
+    move = residents.ActiveWindow._move
+
+    def move_late(self: Any, *given: Any) -> None:
+        gate.unlink()
+        assert eventually(lambda: self._pool.idle)
+        move(self, *given)
+
+    monkeypatch.setattr(residents.ActiveWindow, "_move", move_late)
+    found = failure(lambda: next(iter(loader)))
+    assert found.kind is PlainError
+    assert "prefetch worker" in found.text
+    source.disarm()
+    monkeypatch.undo()
+    assert len(numbers(loader)) == N
+
+
 def test_a_sample_that_can_never_be_read_does_not_hold_the_window_up(make: Make, tmp_path: Path) -> None:
     """It enters, and raises when it is used, as without a cache; the samples after it enter as well."""
     source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[0]), tmp_path / "armed")
