@@ -170,9 +170,7 @@ def test_an_empty_list_stops_the_helpers_work(log: ReadLog, tmp_path: Path) -> N
     read = Held(log, tmp_path / "held")
     with opened(image_and_label, 5000) as store, filling(store, read, 2) as pool:
         pool.request(ids(range(5000)))
-        assert eventually(
-            lambda: read.held() > 0
-        )  # the other one may wait for a sample that this one claimed
+        assert eventually(lambda: read.held() > 0)  # another may wait for what that one claimed
         pool.request(ids())
         before = log.total()
         read.marker.unlink()
