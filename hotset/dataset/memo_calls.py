@@ -49,6 +49,7 @@ __all__ = ["Calls", "name_of"]
 
 _PATIENCE_SECONDS, _NESTED_SECONDS = 30.0, 1.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 5e-3
+_MOST_CHANGES = 20
 _TRIES = 3  # to claim what nobody has claimed
 _AUDITED_SHARE, _AUDIT_KEPT_SECONDS = 0.005, 0.5
 _LEAST_AUDIT_SECONDS = 1e-3  # an audit counts as at least this long: ten a second are enough
@@ -99,6 +100,7 @@ class Calls:
         "_audit_left",
         "_audited",
         "_bindings",
+        "_changes",
         "_closed",
         "_depth",
         "_describing",
@@ -126,6 +128,7 @@ class Calls:
         self._parameters = Parameters(function)
         self._digest = b""
         self._bindings: Bindings | None = None
+        self._changes = 0  # how often names were bound anew
         self._describing = 0.0  # seconds that describing the function took
         self._full = False  # whether there is no place for this function
         self.name = name_of(function)
@@ -416,16 +419,30 @@ class Calls:
 
     def _described_anew(self) -> _InUse | None:
         """Attach as the function that this one has become: what it reaches is another than it was."""
+        self._changes += 1
+        if self._changes > _MOST_CHANGES:  # a global that counts the calls, for example
+            self._given_up()
+            return None
         if self._state is not None:
             _unused(os.getpid(), self._state.counters)
         self._state, self._digest = None, b""
         return self._attached()
 
+    def _given_up(self) -> None:
+        """Compute at each call from now on, in this process: what the function reaches does not stay."""
+        self._state, self._full = None, True
+        warn(
+            f"{self.name} reaches an object that changes while the program runs, so what it returns is not "
+            "kept any more. Pass that object as an argument; or, if results do not depend on it (a log, a "
+            "counter), name what the function computes by key=."
+        )
+
     def _is_as_described(self, state: _InUse, sample: int) -> bool:
         """Whether the function still is what it was described as, as far as there is time to find out.
 
         Objects that it reaches may have been changed in place. To describe it again takes a twentieth of the
-        time at most; if it is another function by now, what was stored since the last time is forgotten.
+        time at most; if it is another function by now, what was stored since the last time is forgotten, and
+        nothing is kept any more.
         """
         if self._bindings is None or not self._bindings.mutable:
             return True
@@ -435,13 +452,13 @@ class Calls:
         before = self._digest
         self._digest = self._fingerprint()
         state.described = time.monotonic()
-        same_function = self._digest == before
-        if not same_function:
+        as_before = self._digest == before
+        if not as_before:
             for each in state.unsure:
                 state.store.forget_one(each)
-            self._described_anew()
+            self._given_up()
         state.unsure.clear()
-        return same_function
+        return as_before
 
     def _fingerprint(self) -> bytes:
         key = self._options["key"]

@@ -5,12 +5,16 @@ takes milliseconds, so it is not taken at each call. But a notebook's next cell,
 ``importlib.reload`` bind these names anew. So the bindings that the function reads are listed once, and
 comparing them takes a microsecond: the same names must stand for the very same objects.
 
+A name that the function itself binds (a global that counts its calls) does not count: that is its own state.
+
 An object that is changed in place stays the same object. Where the function reaches such objects
 (:attr:`Bindings.mutable`), only another fingerprint tells.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import types
 from collections import deque
 from collections.abc import Callable
@@ -78,14 +82,16 @@ class Bindings:
     def _note_function(self, function: types.FunctionType) -> list[Any]:
         found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._code.append((function, function.__code__, function.__defaults__, function.__kwdefaults__))
-        for cell in function.__closure__ or ():
-            content = _content(cell)
-            self._cells.append((cell, content))
-            found.append(content)
+        own = _bound_by(function.__code__)
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if free not in own:
+                content = _content(cell)
+                self._cells.append((cell, content))
+                found.append(content)
         names = function.__globals__
         for name, *attributes in loaded_globals(function.__code__):
             value = names.get(name, _ABSENT)
-            if value is _ABSENT:
+            if value is _ABSENT or name in own:
                 continue  # a built-in, or not there yet: an error when it is called
             self._globals.append((names, name, value))
             for attribute in attributes:  # what a module of the user's is asked for
@@ -113,6 +119,13 @@ class Bindings:
             if function.__kwdefaults__ is not named:
                 return True
         return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound_by(code: types.CodeType) -> frozenset[str]:
+    """The globals and the enclosing functions' names that code binds itself."""
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF"))
 
 
 def _content(cell: types.CellType) -> Any:

@@ -495,20 +495,46 @@ def test_a_name_that_is_bound_anew_makes_it_another_function(monkeypatch: pytest
         assert kept(5) == 15
 
 
-def test_what_is_changed_in_place_leaves_no_wrong_values(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_changed_in_place_leaves_no_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "TABLE", {1: 10})
     with memo(from_table) as kept:
         assert kept(1) == 11
         TABLE[1] = 20
-        for number in range(2, 200):
-            assert kept(number) == 20 + number
-            time.sleep(1e-3)
+        with pytest.warns(hotset.HotsetWarning, match="reaches an object that changes") as told:  # noqa: PT031
+            for number in range(2, 200):
+                assert kept(number) == 20 + number
+                time.sleep(1e-3)
+        assert is_a_sentence(str(told[0].message))
+        assert [kept(1), kept(2)] == [21, 22]
         TABLE[1] = 10
         with memo(from_table) as other:
             wrong = [number for number in range(2, 200) if other(number) != 10 + number]
         assert wrong == []
+
+
+COUNT = 0
+
+
+def counted(number: int) -> int:
+    global COUNT
+    COUNT += 1
+    return number
+
+
+def test_a_global_that_a_function_binds_itself_is_its_own_state() -> None:
+    with memo(counted) as kept:
+        for number in range(100):
+            assert kept(number % 50) == number % 50
+        assert kept.stats().hits == 50
+
+
+def test_names_that_are_bound_anew_all_the_time_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with memo(scaled) as kept:
+        with pytest.warns(hotset.HotsetWarning, match="reaches an object that changes") as told:  # noqa: PT031
+            for scale in range(1000, 1050):
+                monkeypatch.setitem(globals(), "SCALE", scale)
+                assert kept(1) == scale
+        assert len(told) == 1
 
 
 def test_more_functions_than_there_are_places_are_computed_with_one_sentence(
@@ -528,7 +554,7 @@ def test_methods_and_decorated_functions(log: ReadLog) -> None:
     class Reader:
         scale: int
 
-        @hotset.memo(memory="1MiB")
+        @hotset.memo(memory="1MiB", key="read")
         def read(self, number: int) -> int:
             """Read."""
             log.add(number)
