@@ -63,7 +63,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # what forks most, as long as processes are small, and last what imports many libraries and makes them large.
 _FIRST = (
     *("docs/test_example_cluster.py", "server/test_server_connections.py"),
-    "cluster/test_cluster_ray.py",
+    *("cluster/test_cluster_ray.py", "run/test_decoders.py", "run/test_pillow.py"),
 )
 _FOLDERS = ("docs", "cluster", "session", "loader", "dataset", "store", "demo", "server", "cli")
 _LAST = (

@@ -10,8 +10,6 @@ import os
 import pickle
 import random
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, eventually, in_threads, is_a_sentence, rng_states, seed_everything
+from helpers import difference, eventually, in_threads, is_a_sentence, rarely, rng_states, seed_everything
 from kills import child, in_child, kill, stop
+from programs import Programs
 from sources import ReadLog
 from torch.utils.data import DataLoader, Dataset
 
@@ -650,13 +649,20 @@ class Windows(Dataset[Any]):
         return torch.stack([self.decode(number) for number in range(first, first + 8)])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn"))
 def test_workers_compute_each_result_once(method: str, log: ReadLog) -> None:
     with memo(Decoder(log, 0.001), key="decoder") as decode:
-        loader = DataLoader(Windows(decode, 40), 4, num_workers=2, multiprocessing_context=method)
+        loader = DataLoader(
+            Windows(decode, 40),
+            4,
+            num_workers=2,
+            multiprocessing_context=method,
+            persistent_workers=method != "fork",  # others import torch
+        )
         for _ in range(2):
             batches = list(loader)
             assert difference(batches, list(DataLoader(Plain(40), 4))) is None
+        del loader
         stats = decode.stats()
         assert stats.calls == 2 * 33 * 8
         assert stats.computed == 40
@@ -696,11 +702,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_decorated_function_of_a_program_is_shared_and_pickles_by_its_name(tmp_path: Path) -> None:
+def test_a_decorated_function_of_a_program_is_shared_and_pickles_by_its_name(
+    programs: Programs, tmp_path: Path
+) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=200)
+    run = programs.run([str(path)], tmp_path)
     assert (run.stdout, run.stderr) == ("same\n", "")
 
 

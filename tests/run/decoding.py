@@ -1,18 +1,33 @@
 """What the tests of decoders share: a job's environment in this process, and programs below ``hotset run``.
 
-A decoder is replaced in a process of its own, as nobody can put back what other modules have imported.
+A decoder is replaced in a process of its own, as nobody can put back what other modules have imported. The
+command itself and programs without it are forked from a process that has imported torch; what the command
+starts imports it anew, as a user's program does.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = str(Path(__file__).parent)
+from programs import Programs
+
+COMMAND = "from hotset.cli.main import main; main()"
+
+
+programs: Programs = None  # type: ignore[assignment]  # set by the fixture ``forking``
+
+
+def forked(program: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code as a program."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "program.py")
+        file.write_text(program)
+        return programs.run([str(file), *args], Path.cwd())
 
 
 class Ran(NamedTuple):
@@ -25,13 +40,10 @@ class Ran(NamedTuple):
 
 def run(program: str, *args: str, hotset: tuple[str, ...] | None = ("--memory", "256MiB")) -> Ran:
     """Run Python code below ``hotset run`` with these options, or without it if they are None."""
-    command = [sys.executable, "-c", program, *args]
-    if hotset is not None:
-        command = [sys.executable, "-m", "hotset", "run", *hotset, "--", *command]
-    path = os.pathsep.join(filter(None, [HERE, os.path.dirname(HERE), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": path}
-    )
+    if hotset is None:
+        done = forked(program, *args)
+    else:
+        done = forked(COMMAND, "run", *hotset, "--", sys.executable, "-c", program, *args)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "{", '"'))]
     return Ran([json.loads(line) for line in lines], done.stderr, done.returncode)
 
@@ -48,7 +60,8 @@ def calls(report: str, name: str) -> tuple[int, int]:
 # Each program prints digests of what it gets in several rounds; they are compared with those of a plain run.
 PRELUDE = """
 LINES = 1
-import hashlib, json, os, re, sys, threading, torch, multiprocessing
+import gc, hashlib, json, os, re, sys, threading, torch, multiprocessing
+gc.freeze()  # else the collector passes over torch as the program ends, which takes as long as all else
 
 def digest(value):
     import numpy, torch

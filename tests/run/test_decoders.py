@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from decoding import PRELUDE, Ran, calls, run
 
+pytestmark = pytest.mark.usefixtures("forking")
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -298,8 +300,7 @@ outcome(used, root + "missing.png")
 
 def test_functions_of_the_user(files: Path, tmp_path: Path) -> None:
     (tmp_path / "reading.py").write_text(
-        "count = 0\ndef load(path, scale=1):\n    global count\n    count += 1\n"
-        "    import numpy\n    return numpy.full(4, scale)\n"
+        "def load(path, scale=1):\n    import numpy\n    return numpy.full(4, scale)\n"
     )
     program = f"""
 sys.path.insert(0, {str(tmp_path)!r})

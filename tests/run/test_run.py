@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from decoding import calls, run
+from decoding import COMMAND, calls, forked, run
 from helpers import is_a_sentence
+
+pytestmark = pytest.mark.usefixtures("forking")
 
 
 def hotset(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "hotset", "run", *args], capture_output=True, text=True)
+    return forked(COMMAND, "run", *args)
 
 
 def test_the_output_is_the_programs_and_the_report_goes_to_stderr() -> None:
@@ -96,7 +98,7 @@ try:
     for batch in torch.utils.data.DataLoader(Slow(), batch_size=2): pass
 except ValueError as error:
     frames = traceback.extract_tb(error.__traceback__)
-    print(json.dumps([frame.filename.rsplit("/", 1)[-1] for frame in frames]))
+    print(json.dumps([frame.name for frame in frames]))
 """
 
 
