@@ -5,6 +5,7 @@ Not for tests of what an interpreter does from its start: those start one.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -21,7 +22,10 @@ from typing import Any
 
 
 class Programs:
-    """Runs programs one after another, each as the main program of a process of its own."""
+    """Runs programs one after another, each as the main program of a process of its own.
+
+    They are forked from a server, which is no child of this process: tests look at their children.
+    """
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
@@ -31,6 +35,7 @@ class Programs:
             text=True,
             start_new_session=True,
         )
+        assert self._server.wait() == 0
         assert self._answer() == 0  # it has imported torch
 
     def __enter__(self) -> Programs:
@@ -39,8 +44,13 @@ class Programs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.killpg(self._server.pid, signal.SIGKILL)  # with a program that runs too long
-        self._server.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)  # with a program that runs too long
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.stdout.read()  # it has ended
+        self._server.stdout.close()
 
     def _answer(self) -> int:
         assert self._server.stdout is not None
@@ -113,6 +123,8 @@ def _become(order: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
     import torch.utils.data
 
     _become(_next_order())  # the interpreter ends after it, as after any program
