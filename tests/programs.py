@@ -28,12 +28,7 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._server = self._started()
-        assert self._answer() == 0  # it has imported torch
-
-    @staticmethod
-    def _started() -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        self._server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,9 +72,6 @@ class Programs:
             environment: variables besides this process's, or in place of them.
             trains: whether it makes an optimizer: the first one imports as much as torch itself.
         """
-        if self._server.poll() is not None:  # a test has killed it together with processes of its own
-            self._server = self._started()
-            assert self._answer() == 0
         assert self._server.stdin is not None
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("stdout", "stderr")]
