@@ -52,15 +52,11 @@ def log(tmp_path: Path) -> ReadLog:
 
 
 def pids(of: int | None = None) -> set[int]:
-    """The helpers of a process: its children, without Python's own and the one that forks tests' programs."""
-
-    def is_helper(word: str) -> bool:
-        return not word.endswith("programs.py") and (
-            "from multiprocessing" not in word or "spawn_main" in word
-        )
-
+    """The helpers of a process: its children, without Python's own."""
     return {
-        process.pid for process in psutil.Process(of).children() if all(map(is_helper, process.cmdline()))
+        process.pid
+        for process in psutil.Process(of).children()
+        if not any("from multiprocessing" in word and "spawn_main" not in word for word in process.cmdline())
     }
 
 
