@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := tests/constraints/pinned.txt
 
-.PHONY: demo test matrix check bench compatibility gpu stress chaos clean
+.PHONY: demo test docs matrix check bench compatibility gpu stress chaos clean
 
 # torch comes first: with it in place no other package pulls in another one.
 # All of it is compiled at the end, on all cores; pip would do so on one. (Some files are no valid Python.)
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) torch
-	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[test]'
+	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[test,docs]'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	touch $@
 
@@ -26,6 +26,11 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/integrations \
 		--junitxml $(VENV)/tests.xml
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integrations --junitxml $(VENV)/integrations.xml
+
+# The documentation as pages that work from the file system: site/index.html. A broken link is an error.
+docs: $(VENV)/.installed
+	$(BIN)/python docs/tools/plots.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # The same tests with the oldest and the newest Python, torch and numpy that are promised, in .venv-matrix;
 # the interpreters are found by their names, or given: make matrix OLDEST=/path/to/python3.10.
@@ -66,4 +71,4 @@ chaos: $(VENV)/.installed
 	$(BIN)/python -m tests.chaos --kills 50 --seconds 600
 
 clean:
-	rm -rf $(VENV) .venv-matrix build dist bench-out
+	rm -rf $(VENV) .venv-matrix build dist bench-out site

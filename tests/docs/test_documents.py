@@ -65,13 +65,31 @@ def write_pictures(folder: Path) -> None:
         Image.new("RGB", (300, 280), (40 * number, 90, 160)).save(file)
 
 
-PAGES = ["README.md", "docs/training.md", "docs/determinism.md", "docs/window.md", "docs/sinking.md"]
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("training", "determinism", "window", "sinking", "memo")),
+]
+# Short programs: all of them in one process.
+GUIDES = ["docs/start.md", *(f"docs/guides/{name}.md" for name in ("images", "text", "video", "ranks"))]
+GUIDES += [f"docs/guides/{name}.md" for name in ("remote", "sessions", "sinking")]
+# What other test files run: several machines, sessions, and libraries that do not import here.
+RUN_ELSEWHERE = {"docs/cluster.md", "docs/sessions.md", "docs/clara.md", "docs/guides/volumes.md"}
+RUN_ELSEWHERE |= {"docs/guides/huggingface.md", "docs/guides/lightning.md"}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_programs_in_documents_run(run: Run, page: str, tmp_path: Path) -> None:
+def programs_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_each_page_with_a_program_is_run() -> None:
+    there = {f"docs/{path.relative_to(ROOT / 'docs')}" for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in there if programs_of(page)} == {*PAGES, *GUIDES, *RUN_ELSEWHERE} - {"README.md"}
+
+
+@pytest.mark.parametrize("pages", [*([page] for page in PAGES), GUIDES], ids=lambda pages: pages[0])
+def test_programs_in_documents_run(run: Run, pages: list[str], tmp_path: Path) -> None:
     """Each as a main program, one after another in one process, as most of the time is torch's import."""
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    programs = [program for page in pages for program in programs_of(page)]
     assert programs
     write_pictures(tmp_path / "pictures")
     # torchvision is importable beside a torch without CUDA only after this.
