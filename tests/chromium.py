@@ -124,7 +124,10 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        # With motion, a page that was made wider is measured while its navigation still moves.
+        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        self.call("Emulation.setEmulatedMedia", features=features)
 
     def ask(self, script: str) -> Any:
         """Evaluate an expression on the page; a promise is waited for."""

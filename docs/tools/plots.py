@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 DOCS = Path(__file__).parents[1]
 FOLDER = DOCS / "plots"
-LEFT, RIGHT, WIDTH, ROW = 300, 90, 860, 26
+LEFT, RIGHT, WIDTH, ROW = 310, 110, 880, 26
 STYLE = """  <style>
     svg { --ground: #fbfcfe; --grid: #d8dfe8;
           --ink: #1d2733; --quiet: #47525f; --first: #a86500; --later: #1f5fa8 }
