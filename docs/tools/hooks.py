@@ -93,6 +93,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
 }
 COMMANDS = ("Commands", "What `hotset` and each of its commands print with `--help`.")
 LINK = re.compile(r"(?<!`)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+NAMED = re.compile(r"\[([\w./-]+\.md)\]\(([\w./-]+\.md)")  # shown by its title
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 TABLE = re.compile(r"<table>.*?</table>", re.S)
 PLOTTED = ("benchmarks.md", "compatibility.md")
@@ -132,7 +133,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = posixpath.relpath(site_uri(target), posixpath.dirname(page.file.src_uri) or ".")
         return f"]({uri}{link[2] or ''})"
 
-    return outside_of_fences(markdown, lambda text: LINK.sub(moved, text))
+    def titled(link: re.Match[str]) -> str:
+        target = repository_target(place, link[2])
+        if target is None or not target.endswith(".md"):
+            return link[0]
+        title = re.search(r"^# (.+)$", (ROOT / target).read_text(), re.M)
+        return f"[{title[1]}]({link[2]}" if title is not None else link[0]
+
+    return outside_of_fences(markdown, lambda text: LINK.sub(moved, NAMED.sub(titled, text)))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
