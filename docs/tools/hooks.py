@@ -164,7 +164,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def folded(table: re.Match[str]) -> str:
     """A long table whose figures a plot shows, to be opened by whoever wants the figures."""
     rows = table[0].count("<tr>") - 1
-    if rows < 8:
+    if rows < 9:
         return table[0]
     return f"<details><summary>All {rows} rows as a table</summary>{table[0]}</details>"
 

@@ -77,7 +77,8 @@ def speeds(cell: str) -> list[Speed]:
     for part in cell.split(";"):
         match = re.search(r"([\w ,.']+?) (?:[\d,]+ to )?([\d,]+)/s", part.strip())
         assert match is not None, part
-        found.append(Speed(match[1], float(match[2].replace(",", ""))))
+        name = re.sub(r"^with 0 workers (.+)", r"\1, 0 workers", match[1])
+        found.append(Speed(name, float(match[2].replace(",", ""))))
     return found
 
 
