@@ -120,7 +120,7 @@ def plain(markdown: str) -> str:
     return re.sub(r"`([^`]*)`", r"\1", markdown)
 
 
-def wrapped(name: str, most: int = 42) -> list[str]:
+def wrapped(name: str, most: int = 40) -> list[str]:
     """A name in at most two lines."""
     if len(name) <= most:
         return [name]
