@@ -173,9 +173,11 @@ def test_the_reasons_why_machines_and_room_fail_are_there() -> None:
     from hotset.cluster import client, protocol  # they need an extra
 
     reasons = [*client._ENDS.values(), *(s.sentence for s in protocol.Status if s.name not in ("OK", "BUSY"))]
-    for name, function in functions(modules()["store/allocator.py"]):
-        if name in ("Allocator._limit_reached", "Allocator._file_system_full", "Allocator._no_memory"):
-            reasons += [t for n in own_nodes(function) if isinstance(n, ast.JoinedStr) for t in texts(n, n)]
+    for file in ("store/allocator.py", "store/spill.py"):
+        for name, function in functions(modules()[file]):
+            if name.rpartition(".")[2] in ("_limit_reached", "_file_system_full", "_no_memory"):
+                joined = [node for node in own_nodes(function) if isinstance(node, ast.JoinedStr)]
+                reasons += [text for node in joined for text in texts(node, function)]
     assert len(reasons) > 10
     assert [reason for reason in reasons if reason not in told] == []
 
