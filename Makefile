@@ -50,6 +50,7 @@ bench: $(VENV)/.installed
 compatibility: $(VENV)/.installed
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[compatibility]'
 	$(BIN)/python -m tests.compatibility
+	$(BIN)/python docs/tools/plots.py
 
 stress: $(VENV)/.installed
 	$(BIN)/python -m tests.stress --seconds 300
