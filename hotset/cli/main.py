@@ -169,6 +169,34 @@ def run_program(
     die_as(run(options, command or []))
 
 
+@app.command(
+    "doctor",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+)
+def doctor_program(
+    command: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="-- PROGRAM [ARGS]...", help="The program and its arguments.", show_default=False
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long it is watched, from its first batch.")] = 60.0,
+    keep: Annotated[bool, typer.Option("--keep", help="Let the program go on afterwards.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; the program's own output goes to stderr.")
+    ] = False,
+) -> None:
+    """Tell what a training waits for, and what would help, in samples a second.
+
+    The program runs as it is, for a minute or an epoch of ten seconds or more; then it is ended as by Ctrl-C.
+    The exit code is 0, 3 if it iterates over no DataLoader, and the program's own if it fails by itself.
+    """
+    from hotset.cli.doctor import doctor
+    from hotset.run.program import die_as
+
+    die_as(doctor(command or [], seconds=seconds, keep=keep, as_json_text=as_json))
+
+
 @app.command()
 def check() -> None:
     """List the caches on this machine and verify every record in them; exit code 1 if one is damaged."""

@@ -122,7 +122,8 @@ class _Job:
     def attached(self) -> bool:
         return self._thread is not None
 
-    def attach(self) -> None:
+    def attach(self, group: int) -> None:
+        """Begin to hold the store, while the program's processes start."""
         os.environ["HOTSET_JOB"] = self.name
         self._thread = threading.Thread(target=self._attach, name="hotset-attach", daemon=True)
         self._thread.start()

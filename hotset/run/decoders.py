@@ -29,7 +29,7 @@ from hotset.run.environment import Options, left_alone, options_here
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, before_fork, memo_of
 
-__all__ = ["LeftAlone", "check_age", "file_identity", "hooks", "plain", "versions"]
+__all__ = ["LeftAlone", "check_age", "file_identity", "hooks", "plain", "stand_in", "versions"]
 
 # Longer than the clock by which file systems write times.
 _MOMENT_SECONDS = 0.05
@@ -96,6 +96,11 @@ def _wrapped(function: Callable[..., Any], name: str, decoder: Decoder) -> Any:
         finally:
             del value  # its traceback has this frame
 
+    return stand_in(function, call)
+
+
+def stand_in(function: Callable[..., Any], call: Callable[..., Any]) -> Any:
+    """What takes the place of ``function`` and calls ``call``: of its name and kind."""
     if isinstance(function, types.FunctionType):
         functools.update_wrapper(call, function)
         call.__hotset__ = True  # type: ignore[attr-defined]

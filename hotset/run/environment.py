@@ -3,6 +3,7 @@
 =================  ======================================================================================
 ``HOTSET_JOB``     a random name, by which the memos of all processes find one store
 ``HOTSET_RUN``     the options of the command, as JSON
+``HOTSET_DOCTOR``  the options of ``hotset doctor``, as JSON, the folder for what it asks for among them
 ``HOTSET_LEDGER``  a private folder: what processes did, in files that need no process to end well
 ``PYTHONPATH``     ``inject`` first, so that each Python process starts with ``inject/sitecustomize.py``
 =================  ======================================================================================
@@ -27,9 +28,11 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 __all__ = [
+    "DOCTOR",
     "JOB",
     "LEDGER",
     "Options",
+    "WatchOptions",
     "environment_for",
     "left_alone",
     "options_here",
@@ -37,10 +40,12 @@ __all__ = [
     "read_left",
     "say_attached",
     "wait_for_store",
+    "watch_options_here",
+    "watched_environment",
 ]
 
 _PATIENCE_SECONDS = 60.0
-JOB, RUN, LEDGER = "HOTSET_JOB", "HOTSET_RUN", "HOTSET_LEDGER"
+JOB, RUN, LEDGER, DOCTOR = "HOTSET_JOB", "HOTSET_RUN", "HOTSET_LEDGER", "HOTSET_DOCTOR"
 _INJECT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
 
 
@@ -67,14 +72,48 @@ def environment_for(
     options: Options, job: str, ledger: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of the program."""
-    before = environment.get("PYTHONPATH")
     return {
         **environment,
         JOB: job,
         RUN: json.dumps(dataclasses.asdict(options)),
         LEDGER: ledger,
-        "PYTHONPATH": _INJECT + (os.pathsep + before if before else ""),
+        "PYTHONPATH": _python_path(environment),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchOptions:
+    """What ``hotset doctor`` tells the processes below it.
+
+    Attributes:
+        ledger: the folder for what processes have seen.
+        seconds: how long a program is watched, from its first batch.
+    """
+
+    ledger: str
+    seconds: float = 60.0
+
+
+def watched_environment(options: WatchOptions, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that is watched."""
+    return {
+        **environment,
+        DOCTOR: json.dumps(dataclasses.asdict(options)),
+        "PYTHONPATH": _python_path(environment),
+    }
+
+
+def _python_path(environment: Mapping[str, str]) -> str:
+    before = environment.get("PYTHONPATH")
+    return _INJECT + (os.pathsep + before if before else "")
+
+
+def watch_options_here() -> WatchOptions | None:
+    """The options of the ``hotset doctor`` above this process, None if there is none."""
+    try:
+        return WatchOptions(**json.loads(os.environ[DOCTOR]))
+    except (KeyError, ValueError, TypeError):
+        return None
 
 
 def options_here() -> Options | None:
@@ -91,10 +130,11 @@ def options_here() -> Options | None:
 
 def reached() -> None:
     """Note that a Python process was reached."""
-    with contextlib.suppress(OSError):
-        os.close(
-            os.open(os.path.join(os.environ.get(LEDGER, ""), "reached"), os.O_WRONLY | os.O_CREAT, 0o600)
-        )
+    watched = watch_options_here()
+    for folder in (os.environ.get(LEDGER), watched and watched.ledger):
+        if folder:
+            with contextlib.suppress(OSError):
+                os.close(os.open(os.path.join(folder, "reached"), os.O_WRONLY | os.O_CREAT, 0o600))
 
 
 def say_attached(ledger: str) -> None:

@@ -8,36 +8,47 @@ another meaning; its code is torch's.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
 import sys
 import time
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from hotset.run.environment import LEDGER
 from hotset.run.import_hook import Hook
 
-__all__ = ["hooks", "read_waits"]
+__all__ = ["Observer", "WaitSums", "hooks", "read_waits"]
 
 _FORM = struct.Struct("dd")  # seconds, batches
 
 
-def hooks() -> Iterator[tuple[str, Hook]]:
-    """The hook that measures."""
-    yield "torch.utils.data.dataloader", _measure
+class Observer(Protocol):
+    """What is called around each ``__next__``, with torch's iterator."""
+
+    def before(self, iterator: Any) -> None:
+        """The loop asks for a batch."""
+
+    def after(self, iterator: Any, seconds: float, failed: bool) -> None:
+        """It got one after so many seconds; or ``failed``: the pass ended, or an exception was raised."""
 
 
-def _measure(module: Any) -> None:
+def hooks(observers: Sequence[Observer]) -> Iterator[tuple[str, Hook]]:
+    """The hook that calls the observers."""
+    yield "torch.utils.data.dataloader", functools.partial(_measure, observers)
+
+
+def _measure(observers: Sequence[Observer], module: Any) -> None:
     iterator = module._BaseDataLoaderIter
     plain = iterator.__next__
-    if "record_function" not in plain.__code__.co_names or not os.environ.get(LEDGER):
+    if "record_function" not in plain.__code__.co_names:
         return
     timed = types.FunctionType(
         plain.__code__,
-        {**plain.__globals__, "torch": _Torch()},
+        {**plain.__globals__, "torch": _Torch(observers)},
         plain.__name__,
         plain.__defaults__,
         plain.__closure__,
@@ -52,30 +63,47 @@ def _measure(module: Any) -> None:
 class _Torch:
     """``torch`` as the iterator's ``__next__`` sees it, in which one function is ours."""
 
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
     def __getattr__(self, name: str) -> Any:
         return self if name in ("autograd", "profiler") else getattr(sys.modules["torch"], name)
 
-    @staticmethod
-    def record_function(name: str) -> Any:
-        return _Timed(sys.modules["torch"].autograd.profiler.record_function(name))
+    def record_function(self, name: str) -> Any:
+        inner = sys.modules["torch"].autograd.profiler.record_function(name)
+        return _Timed(inner, self._observers, sys._getframe(1).f_locals["self"])
 
 
 class _Timed:
-    """A context manager around torch's that adds the time in it to the ledger."""
+    """A context manager around torch's that tells the observers of the time in it."""
 
-    __slots__ = ("_inner", "_start")
+    __slots__ = ("_inner", "_iterator", "_observers", "_start")
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, observers: Sequence[Observer], iterator: Any) -> None:
+        self._inner, self._observers, self._iterator = inner, observers, iterator
 
     def __enter__(self) -> Any:
+        for observer in self._observers:
+            observer.before(self._iterator)
         self._start = time.perf_counter()
         return self._inner.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         result = self._inner.__exit__(kind, error, trace)
-        _note(time.perf_counter() - self._start, 0.0 if kind else 1.0)
+        seconds = time.perf_counter() - self._start
+        for observer in self._observers:
+            observer.after(self._iterator, seconds, kind is not None)
         return result
+
+
+class WaitSums:
+    """The observer of ``hotset run``: the sums of a process, in the ledger."""
+
+    def before(self, iterator: Any) -> None:
+        pass
+
+    def after(self, iterator: Any, seconds: float, failed: bool) -> None:
+        _note(seconds, 0.0 if failed else 1.0)
 
 
 _row: tuple[int, mmap.mmap] | None = None  # of the process that has this id

@@ -37,9 +37,18 @@ def run_program(
     command: Sequence[str],
     environment: Mapping[str, str],
     say: Callable[[str], None],
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[int], None] = lambda group: None,
+    *,
+    stdout: int = 1,
 ) -> int:
-    """Run ``command`` until it ends, and call ``meanwhile`` once it runs.
+    """Run ``command`` until it ends, and call ``meanwhile`` with its group of processes once it runs.
+
+    Args:
+        command: the program and its arguments.
+        environment: its environment.
+        say: is called with a sentence if it cannot be run.
+        meanwhile: returns soon.
+        stdout: the descriptor that is its standard output.
 
     Returns:
         A status as that of :func:`os.waitpid`.
@@ -50,7 +59,7 @@ def run_program(
     with _catching(caught.append):
         pid = os.fork()
         if pid == 0:
-            _become(command, environment, terminal, told)
+            _become(command, environment, terminal, told, stdout)
         os.close(told)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # in both processes, as either may be first
@@ -67,13 +76,15 @@ def run_program(
         with _catching(pass_on):
             for number in caught:
                 pass_on(number)
-            meanwhile()
+            meanwhile(pid)
             status = _wait(pid, terminal)
     _take(terminal)
     return status
 
 
-def _become(command: Sequence[str], environment: Mapping[str, str], terminal: int | None, told: int) -> None:
+def _become(
+    command: Sequence[str], environment: Mapping[str, str], terminal: int | None, told: int, stdout: int
+) -> None:
     """In the child: be the program."""
     try:
         parent = os.getppid()
@@ -85,6 +96,8 @@ def _become(command: Sequence[str], environment: Mapping[str, str], terminal: in
         # What Python ignores for itself is the program's to decide; what was ignored before stays so.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        if stdout != 1:
+            os.dup2(stdout, 1)
         os.execvpe(command[0], list(command), dict(environment))
     except OSError as error:
         os.write(told, str(error.errno or 1).encode())

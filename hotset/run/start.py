@@ -5,6 +5,8 @@ Neither torch nor numpy is: a process that decodes nothing must not pay for them
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hotset.run import decoders, environment, loader_wait, pillow
 from hotset.run.import_hook import AfterImport, Hook
 
@@ -12,19 +14,32 @@ __all__ = ["start"]
 
 
 def start() -> None:
-    """Install the hooks, if the process is below ``hotset run``."""
-    options = environment.options_here()
-    if options is None:
-        return
+    """Install the hooks, if the process is below one of them."""
     hooks: dict[str, list[Hook]] = {}
-    for module, hook in (
-        *decoders.hooks(options.functions),
-        *pillow.hooks(),
-        *loader_wait.hooks(),
-    ):
+    for module, hook in _hooks():
         hooks.setdefault(module, []).append(hook)
+    if not hooks:
+        return
     environment.reached()
     AfterImport({module: _each(found) for module, found in hooks.items()}).install()
+
+
+def _hooks() -> Iterator[tuple[str, Hook]]:
+    """The hooks that the command above this process asks for; none below neither."""
+    watched, options = environment.watch_options_here(), environment.options_here()
+    observers: list[loader_wait.Observer] = []
+    if options is not None:
+        yield from decoders.hooks(options.functions)
+        yield from pillow.hooks()
+        observers.append(loader_wait.WaitSums())
+    if watched is not None:
+        # Imported here: a program below `hotset run` alone has no use for it.
+        from hotset.run.doctor import watch
+
+        yield from watch.hooks(watched)
+        observers.append(watch.Observer(watched))
+    if observers:
+        yield from loader_wait.hooks(observers)
 
 
 def _each(hooks: list[Hook]) -> Hook:

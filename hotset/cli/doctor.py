@@ -1,0 +1,160 @@
+"""``hotset doctor``: a program is watched for a minute, ended as by Ctrl-C, and what would help is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hotset._warnings import printable
+from hotset.errors import ArgumentError
+from hotset.run.doctor.advice import advice, as_json, predict
+from hotset.run.doctor.observed import Observed, read
+from hotset.run.doctor.text import lines
+from hotset.run.doctor.watch import DONE, PAUSED
+from hotset.run.environment import WatchOptions, watched_environment
+from hotset.run.program import run_program
+from hotset.units import format_seconds
+
+__all__ = ["NO_LOADER", "doctor"]
+
+NO_LOADER = 3  # the exit code of a program that iterates over no loader
+_LOOK_SECONDS = 0.05
+_PAUSE_SECONDS = 3.0  # a process that is stopped for longer goes on, whatever the program does
+_ENDS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 0.0))  # and the patience after each
+
+
+def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: bool) -> int:
+    """Run ``command``, and say what its training waits for and what would help.
+
+    Args:
+        command: the program and its arguments.
+        seconds: how long it is watched, from its first batch.
+        keep: whether it goes on afterwards.
+        as_json_text: print JSON to stdout, where the program's own output goes to stderr; otherwise text to
+            stderr.
+
+    Returns:
+        The status of the program, as that of :func:`os.waitpid`, if it failed by itself; otherwise that of an
+        exit with 0, or with 3 if it iterated over no loader.
+
+    Raises:
+        ArgumentError: there is no command, or ``seconds`` is not positive.
+    """
+    if not command:
+        raise ArgumentError("hotset doctor needs a program; write hotset doctor -- python train.py.")
+    if not seconds > 0.0:
+        raise ArgumentError(f"--seconds must be more than 0, got {seconds:g}; leave it out for a minute.")
+    ledger = tempfile.mkdtemp(prefix="hotset-doctor-")
+    watcher = _Watcher(ledger, keep)
+    try:
+        environment = watched_environment(WatchOptions(ledger, seconds), os.environ)
+        status = run_program(command, environment, _say, watcher.start, stdout=2 if as_json_text else 1)
+        watcher.stop()
+        if not watcher.ended and status != 0:
+            return status
+        seen = read(ledger)
+        if seen is None:
+            _say(_no_loader(ledger, shlex.join(command)))
+            return NO_LOADER << 8
+        _tell(seen, shlex.join(command), as_json_text)
+        return 0
+    finally:
+        watcher.stop()
+        shutil.rmtree(ledger, ignore_errors=True)
+
+
+def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
+    found, given = predict(seen), advice(seen, command)
+    if as_json_text:
+        sys.stdout.write(json.dumps(as_json(seen, found, given), indent=2) + "\n")
+        return
+    text = lines(seen, found, given, printable(command, 60))
+    sys.stderr.write("".join(f"{printable(line)}\n" for line in text))
+
+
+def _no_loader(ledger: str, command: str) -> str:
+    if not os.path.exists(os.path.join(ledger, "reached")):
+        return (
+            f"no Python process of {printable(command, 60)} was reached: it is no Python program, hotset is "
+            "not installed for its interpreter, or that ignores PYTHONPATH (python -I, -E or -S)."
+        )
+    return (
+        f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, so "
+        "there is nothing to judge; let it train for a few steps."
+    )
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"hotset: {sentence}\n")
+
+
+class _Watcher:
+    """A thread that looks into the ledger while the program runs.
+
+    It ends the program when that was watched for long enough, and continues processes that were stopped for a
+    moment by one that has died since.
+
+    Attributes:
+        ended: whether it has ended the program.
+    """
+
+    def __init__(self, ledger: str, keep: bool) -> None:
+        self.ended = False
+        self._ledger = Path(ledger)
+        self._keep = keep
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, program: int) -> None:
+        """Begin to watch the group of processes ``program``."""
+        self._thread = threading.Thread(target=self._run, args=(program,), name="hotset-doctor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more, and continue all that is stopped."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._resume(0.0)
+
+    def _run(self, program: int) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            self._resume(_PAUSE_SECONDS)
+            if (self._ledger / DONE).exists():
+                break
+        else:
+            return
+        if self._keep:
+            _say("that is enough to judge by; the program goes on, and the report follows when it has ended.")
+            return
+        self.ended = True
+        _say("that is enough to judge by; the program is ended as by Ctrl-C.")
+        for number, patience in _ENDS:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program, number)
+            if self._over.wait(patience):
+                return
+            _say(f"the program did not end within {format_seconds(patience)} of {number.name}.")
+
+    def _resume(self, older: float) -> None:
+        for path, pids in self._paused():
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime >= older:
+                    path.unlink()
+                    for pid in pids:
+                        os.kill(pid, signal.SIGCONT)
+
+    def _paused(self) -> Iterator[tuple[Path, list[int]]]:
+        for path in self._ledger.glob(f"{PAUSED}*"):
+            with contextlib.suppress(OSError, ValueError):
+                yield path, json.loads(path.read_text())

@@ -1,0 +1,159 @@
+"""How many samples a second a training takes, from what a sample costs in its workers and its steps.
+
+A loader feeds a step. Both need processor time; a worker may also wait for a disk or a network, and a step
+for a device. With N workers on C cores, three rates bound the training, all in samples a second::
+
+    workers    N / (cpu + blocked + send)           N samples are made at once
+    main       1 / (receive + step)                 the training process does one thing after the other
+    cores      C / (cpu + send + receive + step_cpu)   nothing runs without a core
+
+The least of them counts. Close to each other they also hinder each other: a queue of finite length runs empty
+now and then, and processes wait for a core that another one has for a moment. So the bounds are combined as
+``(a**-k + b**-k + c**-k) ** (-1/k)`` with k = 8, which is a twelfth less than the least of two equal bounds.
+Without workers nothing overlaps: a sample takes its own time and its step's.
+
+The bounds are those of operational analysis (Denning and Buzen, "The operational analysis of queueing network
+models", 1978); that a pipeline's rate follows from measured costs of its parts is shown by Plumber (Kuchnik
+et al., MLSys 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Fetch", "Loader", "Step", "best_workers", "loader_with", "mixed", "together"]
+
+_SHARPNESS = 8
+# More workers than this share of the best rate are not worth their memory.
+_NEARLY_BEST = 0.98
+_MOST_WORKERS_PER_CORE = 16
+
+
+class Fetch(NamedTuple):
+    """What a sample costs where it is made; seconds.
+
+    Attributes:
+        cpu: processor time to read, decode, transform and collate it.
+        blocked: time in which the process waits for something that is no processor.
+        send: processor time to send it to the training process, in the worker.
+        receive: processor time to receive it there.
+    """
+
+    cpu: float
+    blocked: float = 0.0
+    send: float = 0.0
+    receive: float = 0.0
+
+
+class Loader(NamedTuple):
+    """A loader by itself.
+
+    Attributes:
+        alone: samples a second while nothing else runs.
+        main: seconds a sample in which the training's own thread is busy with it.
+        cpu: seconds of processor time a sample, in all processes.
+        overlaps: whether it goes on while the training computes.
+    """
+
+    alone: float
+    main: float
+    cpu: float
+    overlaps: bool
+
+
+class Step(NamedTuple):
+    """The rest of the training: seconds a sample, and the processor time in them, over all its threads."""
+
+    seconds: float
+    cpu: float
+
+
+def _least(*bounds: float) -> float:
+    """The least of the bounds, and somewhat less where others are close."""
+    least = min(bounds)
+    if least <= 0.0:
+        return 0.0
+    return least * math.pow(sum((least / bound) ** _SHARPNESS for bound in bounds), -1 / _SHARPNESS)
+
+
+def _rate(seconds: float) -> float:
+    return 1.0 / seconds if seconds > 0.0 else float("inf")
+
+
+def loader_with(workers: int, fetch: Fetch, cores: float) -> Loader:
+    """The loader that makes samples of this cost with so many workers.
+
+    Example:
+        >>> two = loader_with(2, Fetch(cpu=1e-3), cores=4)
+        >>> round(two.alone), two.overlaps
+        (1999, True)
+        >>> waits = Fetch(cpu=0.0, blocked=20e-3)  # a source behind a network
+        >>> [round(loader_with(workers, waits, cores=2).alone) for workers in (0, 1, 16)]
+        [50, 50, 800]
+    """
+    busy = fetch.cpu + fetch.blocked
+    if workers == 0:
+        return Loader(_rate(busy), busy, fetch.cpu, overlaps=False)
+    cpu = fetch.cpu + fetch.send + fetch.receive
+    alone = _least(workers * _rate(busy + fetch.send), cores * _rate(cpu), _rate(fetch.receive))
+    return Loader(alone, fetch.receive, cpu, overlaps=True)
+
+
+def together(loader: Loader, step: Step, cores: float) -> float:
+    """Samples a second of a training with this loader.
+
+    Example:
+        >>> made = loader_with(4, Fetch(cpu=4e-3), cores=8)
+        >>> round(together(made, Step(seconds=10e-3, cpu=0.0), cores=8))  # the step is slower
+        100
+        >>> round(together(made._replace(overlaps=False), Step(1e-3, 1e-3), cores=8))
+        500
+    """
+    if not loader.overlaps:
+        return _rate(_seconds(loader.alone) + step.seconds)
+    return _least(loader.alone, _rate(loader.main + step.seconds), cores * _rate(loader.cpu + step.cpu))
+
+
+def _seconds(rate: float) -> float:
+    return 1.0 / rate if rate > 0.0 else float("inf")
+
+
+def mixed(hits: Loader, misses: Loader, share: float) -> Loader:
+    """A loader of which ``share`` of the samples, 0 to 1, are hits.
+
+    Example:
+        >>> hit, miss = Loader(10_000.0, 0.0, 0.0, True), Loader(100.0, 0.0, 0.0, True)
+        >>> round(mixed(hit, miss, 0.9).alone)
+        917
+    """
+    seconds = share * _seconds(hits.alone) + (1.0 - share) * _seconds(misses.alone)
+    main = share * hits.main + (1.0 - share) * misses.main
+    cpu = share * hits.cpu + (1.0 - share) * misses.cpu
+    return Loader(_rate(seconds), main, cpu, overlaps=hits.overlaps or misses.overlaps)
+
+
+def best_workers(fetch: Fetch, step: Step, cores: float, ranks: int = 1) -> tuple[int, float]:
+    """The least number of workers whose rate is nearly the best, and that rate.
+
+    Args:
+        fetch: the cost of a sample.
+        step: the rest of the training.
+        cores: that all ranks have together.
+        ranks: training processes on the machine; the number found is of workers for each.
+
+    Example:
+        >>> best_workers(Fetch(cpu=3e-3, send=0.0), Step(1e-3, 0.0), cores=8)[0]
+        4
+        >>> best_workers(Fetch(cpu=1e-6, send=30e-6, receive=30e-6), Step(1e-3, 0.0), cores=8)[0]
+        0
+    """
+    own = cores / ranks
+    most = max(2, round(own * _MOST_WORKERS_PER_CORE))
+    rates: Sequence[float] = [
+        together(loader_with(count, fetch, own), step, own) for count in range(most + 1)
+    ]
+    enough = _NEARLY_BEST * max(rates)
+    found = next(count for count, rate in enumerate(rates) if rate >= enough)
+    return found, rates[found]

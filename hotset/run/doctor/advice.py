@@ -1,0 +1,270 @@
+"""What would help a training, in samples a second: each thing that could be changed, by arithmetic.
+
+:mod:`hotset.policy.throughput` does the arithmetic with costs that were watched and rates that were tried.
+How far its rate for the program as it is differs from the rate that was measured is a factor of all others in
+which the same loader works, as memory and processors that are shared with other programs are not in it.
+
+What cannot be known is said: see :func:`unknown`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from hotset.policy.throughput import Fetch, Loader, best_workers, loader_with, mixed, together
+from hotset.run.doctor.observed import Observed
+from hotset.units import format_bytes
+
+__all__ = ["WORTH", "Advice", "Prediction", "advice", "predict", "unknown"]
+
+WORTH = 1.05  # a smaller gain is not advised
+_ALIKE = 0.03  # of two gains that differ by less, the one that takes less memory is better
+# What hotset.memo takes for a hit, beside the copy: docs/memo.md.
+_MEMO_HIT_SECONDS, _COPY_BYTES_PER_SECOND = 20e-6, 8e9
+_FACTOR = (0.75, 1.33)  # beyond these the arithmetic has missed what bounds the program
+
+
+class Advice(NamedTuple):
+    """Something to change.
+
+    Attributes:
+        line: what to write.
+        samples_per_second: with it, of all ranks.
+        gain: that, as a multiple of the program as it is.
+        bytes: of memory that it takes more, on the machine; None if that is not known.
+        note: what to know before.
+    """
+
+    line: str
+    samples_per_second: float
+    gain: float
+    bytes: float | None
+    note: str
+
+
+class Prediction(NamedTuple):
+    """What follows from the figures.
+
+    Attributes:
+        modelled: the rate of the program as it is, by arithmetic.
+        limit: the rate of the steps alone: no loader can give more.
+        workers: the best number, for each rank.
+        workers_rate: with it.
+        cached: with hotset.cache, hotset.DataLoader and the program's number of workers; None if not known.
+        cached_bytes: what the cache holds in all.
+        fits: the share of the samples that fit, 0 to 1.
+    """
+
+    modelled: float
+    limit: float
+    workers: int
+    workers_rate: float
+    cached: float | None
+    cached_bytes: int | None
+    fits: float
+
+
+def cores_here() -> int:
+    """The processors that the program may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class _Model:
+    """The rates of one program, with the factor by which arithmetic misses it."""
+
+    def __init__(self, seen: Observed, cores: int) -> None:
+        self.seen = seen
+        self.cores = cores / seen.ranks  # of each rank
+        self.fetch = _with_transport(seen)
+        self.modelled = self._plain(seen.workers, self.fetch)
+        measured = seen.rate / seen.ranks
+        low, high = _FACTOR
+        self.factor = min(max(measured / self.modelled, low), high) if self.modelled else 1.0
+
+    def _plain(self, workers: int, fetch: Fetch) -> float:
+        return together(loader_with(workers, fetch, self.cores), self.seen.step, self.cores)
+
+    def plain(self, workers: int, fetch: Fetch | None = None) -> float:
+        """Samples a second of a rank, with torch's loader."""
+        if fetch is None and workers == self.seen.workers:
+            return self.seen.rate / self.seen.ranks
+        return min(self.factor * self._plain(workers, fetch or self.fetch), self.limit)
+
+    @property
+    def limit(self) -> float:
+        seconds = self.seen.step.seconds
+        return 1.0 / seconds if seconds else float("inf")
+
+    def best(self, fetch: Fetch | None = None) -> int:
+        return best_workers(fetch or self.fetch, self.seen.step, self.cores)[0]
+
+    def cached(self, workers: int, fits: float) -> float | None:
+        """Samples a second of a rank with a cache that holds this share of the samples."""
+        row = self.seen.trial["loaders"].get(f"cached-{workers}")
+        if row is None:
+            return None
+        live = any(not one["cached"] for one in self.seen.trial["plan"]["transforms"])
+        hits = Loader(row["rate"], row["main"], row["cpu"], overlaps=workers > 0 or not live)
+        loader = mixed(hits, loader_with(workers, self.fetch, self.cores), fits) if fits < 1.0 else hits
+        return together(loader, self.seen.step, self.cores)
+
+
+def _with_transport(seen: Observed) -> Fetch:
+    """The cost of a sample, with what it costs to send it, tried if the program has no workers."""
+    if seen.workers:
+        return seen.fetch
+    row = seen.trial["loaders"].get("plain-1")
+    if row is None:
+        return seen.fetch
+    send = max(row["cpu"] - row["main"] - seen.fetch.cpu, 0.0)
+    return seen.fetch._replace(send=send, receive=row["main"])
+
+
+def predict(seen: Observed, cores: int | None = None) -> Prediction:
+    """What the figures say of the program as it is, of other workers, and of a cache."""
+    model = _Model(seen, cores or cores_here())
+    plan, workers = seen.trial.get("plan"), model.best()
+    cached = model.cached(seen.workers, plan["fits"]) if plan else None
+    return Prediction(
+        modelled=seen.ranks * model.modelled,
+        limit=seen.ranks * model.limit,
+        workers=workers,
+        workers_rate=seen.ranks * model.plain(workers),
+        cached=None if cached is None else seen.ranks * cached,
+        cached_bytes=plan["total_bytes"] if plan else None,
+        fits=plan["fits"] if plan else 0.0,
+    )
+
+
+def advice(seen: Observed, command: str, cores: int | None = None) -> list[Advice]:
+    """Everything that could be changed, the best first; those that gain nothing come last."""
+    model = _Model(seen, cores or cores_here())
+    found = [*_of_workers(model), *_of_run(model, command), *_of_cache(model)]
+    best = max((one.samples_per_second for one in found), default=0.0)
+
+    def rank(one: Advice) -> tuple[float, float]:
+        nearly = one.samples_per_second >= (1.0 - _ALIKE) * best
+        return (0.0 if nearly else 1.0 - one.samples_per_second / best, one.bytes or 0.0)
+
+    return sorted(found, key=rank)
+
+
+def _advice(model: _Model, line: str, rate: float, size: float | None, note: str = "") -> Advice:
+    all_ranks = model.seen.ranks * rate
+    return Advice(line, all_ranks, all_ranks / model.seen.rate if model.seen.rate else 1.0, size, note)
+
+
+def _of_workers(model: _Model) -> list[Advice]:
+    workers, seen = model.best(), model.seen
+    if workers == seen.workers:
+        return []
+    more = (workers - seen.workers) * seen.ranks
+    size = None if seen.memory is None else max(0.0, more * seen.memory)
+    return [_advice(model, f"num_workers={workers}", model.plain(workers), size)]
+
+
+def _of_run(model: _Model, command: str) -> list[Advice]:
+    """With the decoders' results kept, of however many workers are best then."""
+    seen = model.seen
+    cpu = sum(one.cpu for one in seen.decoders)
+    if not cpu:
+        return []
+    calls, size = sum(one.calls for one in seen.decoders), sum(one.bytes for one in seen.decoders)
+    hit = calls * _MEMO_HIT_SECONDS + size / _COPY_BYTES_PER_SECOND
+    fetch = model.fetch._replace(cpu=max(model.fetch.cpu - cpu + hit, hit), blocked=0.0)
+    whole = size / max(calls, 1.0) * (seen.length or 0)
+    note = f"from the second epoch on; keeps what {seen.decoders[0].name} returns"
+    return [_advice(model, f"hotset run -- {command}", model.plain(seen.workers, fetch), whole or None, note)]
+
+
+def _of_cache(model: _Model) -> list[Advice]:
+    seen, plan = model.seen, model.seen.trial.get("plan")
+    if not plan:
+        return []
+    found = []
+    size, fits, total = plan["total_bytes"], plan["fits"], plan["total_bytes"]
+    named = format_bytes(1.03 * total).replace(" ", "")
+    for key in sorted(seen.trial["loaders"]):
+        kind, _, number = key.partition("-")
+        if kind != "cached":
+            continue
+        workers = int(number)
+        rate = model.cached(workers, fits)
+        if rate is None:
+            continue
+        line = f'hotset.cache(dataset, memory="{named}"), hotset.DataLoader(..., num_workers={workers})'
+        note = "from the second epoch on"
+        if fits < 1.0:
+            size, note = min(total, plan["room"]), f"{note}; {fits:.0%} of the samples fit"
+        found.append(_advice(model, line, rate, size, note))
+        whole = model.cached(workers, 1.0) if fits < 1.0 else None
+        if whole is not None:
+            found += [
+                _advice(
+                    model,
+                    f'hotset.cache(dataset, spill="/a/disk"), hotset.DataLoader(..., num_workers={workers})',
+                    whole,
+                    size,
+                    f"at most: the disk's speed was not measured; {format_bytes(total - size)} go there",
+                ),
+                _advice(
+                    model,
+                    "hotset.cache(dataset, window=hotset.Window(...))",
+                    whole,
+                    size,
+                    "trains on a part at a time: another order of samples than now",
+                ),
+            ]
+    return found
+
+
+def unknown(seen: Observed) -> list[str]:
+    """Sentences about what is not known."""
+    found = []
+    refused = seen.trial.get("refused")
+    if refused:
+        found.append(f"What hotset.cache would give is not known: {refused.rstrip('.')}.")
+    elif not seen.trial.get("plan"):
+        found.append("What hotset.cache would give is not known: the program ended before it could be tried.")
+    if not seen.decoders:
+        found.append("No decoder that hotset knows was called, so what hotset run would give is not known.")
+    found.append("A DeviceQueue and sunk steps are not judged: no GPU was watched.")
+    return found
+
+
+def as_json(seen: Observed, found: Prediction, given: list[Advice]) -> dict[str, Any]:
+    """What ``--json`` prints; the keys are stable."""
+    return {
+        "now": {
+            "samples_per_second": seen.rate,
+            "modelled_samples_per_second": found.modelled,
+            "waited_fraction": seen.waited,
+            "steps": seen.steps,
+            "step_seconds": seen.step_beside,
+            "wait_seconds": seen.wait,
+            "first_batch_seconds": seen.first_wait,
+            "batch_size": seen.batch_size,
+            "num_workers": seen.workers,
+            "ranks": seen.ranks,
+            "limit_samples_per_second": found.limit,
+        },
+        "sample": {
+            **seen.fetch._asdict(),
+            "collate": seen.collate,
+            "decoders": [one._asdict() for one in seen.decoders],
+            "read_bytes": seen.read_bytes,
+            "disk_bytes": seen.disk_bytes,
+        },
+        "workers": {"bytes": seen.memory, "growth_bytes_per_second": seen.growth},
+        "cached": {
+            "samples_per_second": found.cached,
+            "bytes": found.cached_bytes,
+            "fits": found.fits,
+            "refused": seen.trial.get("refused"),
+            "plan": seen.trial.get("plan"),
+        },
+        "num_workers": {"best": found.workers, "samples_per_second": found.workers_rate},
+        "advice": [one._asdict() for one in given if one.gain >= WORTH],
+        "unknown": unknown(seen),
+    }

@@ -1,0 +1,221 @@
+"""What the processes of a watched program have written, put together: per sample, over all workers.
+
+:mod:`hotset.run.doctor.watch` writes it. A training of several ranks is looked at as one: their rates are
+added up, and what a sample costs is a mean over all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hotset.policy.throughput import Fetch, Step
+from hotset.run.doctor.watch import TRIAL, WATCHED
+
+__all__ = ["Decoder", "Observed", "read"]
+
+
+class Decoder(NamedTuple):
+    """A function that decodes: calls, processor seconds and bytes a sample."""
+
+    name: str
+    calls: float
+    cpu: float
+    bytes: float
+
+
+class Observed(NamedTuple):
+    """A training, as it was watched.
+
+    Attributes:
+        dataset: the name of its class.
+        length: of the dataset; None if it has none.
+        batch_size: samples in a batch.
+        workers: of the loader, for each rank.
+        ranks: processes that train.
+        steps: that were counted.
+        wait: seconds a step in which the loop waited for a batch.
+        step: the rest of a step, a sample, as if no worker ran beside it.
+        step_beside: its seconds a step, as it was beside the workers.
+        first_wait: seconds until the first batch of a pass was there, typically.
+        fetch: what a sample costs in its worker, and to hand over.
+        collate: processor seconds of that which are the collate function's, a sample.
+        decoders: of that, the functions that decode.
+        read_bytes: bytes a sample that were read by calls of the system; None if the kernel does not say.
+        disk_bytes: bytes of them that came from a disk.
+        memory: bytes that each worker has for itself; None without workers.
+        growth: bytes a second by which that grew.
+        trial: what was tried: see :mod:`hotset.run.doctor.trial`.
+    """
+
+    dataset: str
+    length: int | None
+    batch_size: float
+    workers: int
+    ranks: int
+    steps: int
+    wait: float
+    step: Step
+    step_beside: float
+    first_wait: float
+    fetch: Fetch
+    collate: float
+    decoders: tuple[Decoder, ...]
+    read_bytes: float | None
+    disk_bytes: float | None
+    memory: float | None
+    growth: float | None
+    trial: dict[str, Any]
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, of all ranks."""
+        seconds = self.wait + self.step_beside
+        return self.ranks * self.batch_size / seconds if seconds else 0.0
+
+    @property
+    def waited(self) -> float:
+        """The share of the time in which the loop waited, 0 to 1."""
+        seconds = self.wait + self.step_beside
+        return self.wait / seconds if seconds else 0.0
+
+
+def read(ledger: str) -> Observed | None:
+    """What was watched; None if there was no loader, or fewer than three batches."""
+    processes = [json.loads(path.read_text()) for path in sorted(Path(ledger).glob(f"{WATCHED}*.json"))]
+    loops = [loop for process in processes for loop in process["loops"] if loop["sums"].get("steps")]
+    if not loops:
+        return None
+    main = max(loops, key=_seconds)
+    # The other ranks' loops over the same data.
+    mine = [loop for loop in loops if loop["facts"] == main["facts"]]
+    fetching = [process["fetching"] for process in processes if process["fetching"]]
+    trial: dict[str, Any] = {"loaders": {}}
+    with contextlib.suppress(OSError, ValueError):
+        trial = json.loads(Path(ledger, TRIAL).read_text())
+    return _put_together(main["facts"], mine, fetching, trial)
+
+
+def _seconds(loop: dict[str, Any]) -> float:
+    return float(loop["sums"].get("wait", 0.0) + loop["sums"].get("step", 0.0))
+
+
+def _put_together(
+    facts: dict[str, Any], loops: list[dict[str, Any]], fetching: list[dict[str, Any]], trial: dict[str, Any]
+) -> Observed:
+    fetches = _Fetches(fetching, facts["workers"])
+    batch = fetches.batch_size or facts["batch_size"] or 1
+    steps, batches = _sum(loops, "steps"), _sum(loops, "batches")
+    step_beside = _sum(loops, "step") / steps
+    wait = _sum(loops, "wait") / batches if batches else 0.0
+    receive = _sum(loops, "wait_thread") / batches / batch if batches else 0.0
+    if facts["workers"] == 0:
+        # The fetch is in the wait; what is beside it is torch's own, and takes no worker.
+        receive = 0.0
+    seconds, cpu = _step_alone(loops, step_beside, _sum(loops, "step_process") / steps)
+    return Observed(
+        dataset=facts["dataset"],
+        length=facts["length"],
+        batch_size=batch,
+        workers=facts["workers"],
+        ranks=len(loops),
+        steps=round(steps),
+        wait=wait,
+        step=Step(seconds / batch, cpu / batch),
+        step_beside=step_beside,
+        first_wait=statistics.median([wait for loop in loops for wait in loop["first_waits"]] or [0.0]),
+        fetch=fetches.cost._replace(receive=receive),
+        collate=fetches.collate,
+        decoders=fetches.decoders,
+        read_bytes=fetches.figure("rchar"),
+        disk_bytes=fetches.figure("read_bytes"),
+        memory=fetches.memory,
+        growth=fetches.growth,
+        trial=trial,
+    )
+
+
+def _sum(rows: Iterable[dict[str, Any]], name: str) -> float:
+    return sum(float(row["sums"].get(name, 0.0)) for row in rows)
+
+
+def _step_alone(loops: Sequence[dict[str, Any]], seconds: float, cpu: float) -> tuple[float, float]:
+    """A step's length and processor time beside no workers; the mean of all, if none was measured alone.
+
+    The steps that were measured alone are few: they give the ratio to the others, not the length.
+    """
+    alone = [tuple(one) for loop in loops for one in loop["alone"]]
+    beside = [one for loop in loops for one in loop["steps"]]
+    if len(alone) < 3 or not beside:
+        return seconds, cpu
+    typical, busy = (statistics.median(column) for column in zip(*alone, strict=True))
+    share = min(1.0, typical / statistics.median(beside))
+    return seconds * share, busy * seconds * share / typical if typical else cpu
+
+
+class _Fetches:
+    """What making samples costs, over all processes that make them."""
+
+    def __init__(self, processes: Sequence[dict[str, Any]], workers: int) -> None:
+        self._processes = [one for one in processes if one.get("samples")]
+        self._workers = workers
+        self.samples = sum(one["samples"] for one in self._processes) or 1.0
+        batches = sum(one["batches"] for one in self._processes)
+        self.batch_size = self.samples / batches if batches else 0.0
+        self.collate = self._sum("collate_cpu") / self.samples
+
+    def _sum(self, name: str) -> float:
+        return sum(float(one.get(name, 0.0)) for one in self._processes)
+
+    def _since(self, name: str) -> list[float]:
+        """By how much a figure of the kernel's has grown in each process."""
+        pairs = [one["process"].get(name) for one in self._processes]
+        return [now - then for then, now in (pair for pair in pairs if pair) if now is not None]
+
+    def figure(self, name: str) -> float | None:
+        grown = self._since(name)
+        return sum(grown) / self.samples if grown else None
+
+    @property
+    def cost(self) -> Fetch:
+        cpu, wall = self._sum("cpu"), self._sum("wall")
+        if self._workers == 0:
+            return Fetch(cpu / self.samples, max(wall - cpu, 0.0) / self.samples)
+        # A worker does nothing else: what it waited for a processor, it waited within a fetch, nearly.
+        queued = min(sum(self._since("queued")), max(wall - cpu, 0.0))
+        send = max(sum(self._since("cpu")) - cpu, 0.0)
+        blocked = max(wall - cpu - queued, 0.0)
+        return Fetch(cpu / self.samples, blocked / self.samples, send / self.samples)
+
+    @property
+    def decoders(self) -> tuple[Decoder, ...]:
+        sums: dict[str, list[float]] = {}
+        for one in self._processes:
+            for name, row in one["decoders"].items():
+                sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 4), row, strict=True)]
+        found = [
+            Decoder(name, calls / self.samples, cpu / self.samples, size / self.samples)
+            for name, (calls, cpu, _, size) in sums.items()
+        ]
+        return tuple(sorted(found, key=lambda one: -one.cpu))
+
+    @property
+    def memory(self) -> float | None:
+        sizes = [pair[1] or pair[0] for pair in self._pss()]
+        return statistics.median(sizes) if sizes and self._workers else None
+
+    @property
+    def growth(self) -> float | None:
+        rates = []
+        for one, pair in zip(self._processes, self._pss(), strict=False):
+            begin, end = one["process"]["wall"]
+            if pair[1] is not None and end - begin > 1.0:
+                rates.append((pair[1] - pair[0]) / (end - begin))
+        return statistics.median(rates) if rates and self._workers else None
+
+    def _pss(self) -> list[tuple[float, float | None]]:
+        return [tuple(one["process"]["pss"]) for one in self._processes if "pss" in one["process"]]

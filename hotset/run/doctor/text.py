@@ -1,0 +1,118 @@
+"""The report of ``hotset doctor`` as lines for a terminal.
+
+::
+
+    hotset doctor: python train.py, 1,180 steps of 64 samples with 2 workers
+      now             1,320 samples/s; training waits for data 62% of the time
+      a step          30.1 ms of waiting for the loader, 18.4 ms of its own
+      at most         3,480 samples/s, whatever the loader: the step alone takes that long
+      a sample        1.51 ms of processor time in its worker: PIL.Image.Image.load 0.92, collate 0.03, ...
+      what would help, the best first:
+        samples/s    gain    memory
+            3,300    2.5x  1.20 GiB  hotset.cache(dataset, memory="1.23GiB"), hotset.DataLoader(...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hotset.run.doctor.advice import WORTH, Advice, Prediction, unknown
+from hotset.run.doctor.observed import Observed
+from hotset.units import format_bytes, format_seconds
+
+__all__ = ["lines"]
+
+_LITTLE = 0.03  # less waiting than this share changes nothing
+
+
+def lines(seen: Observed, found: Prediction, given: Sequence[Advice], command: str) -> list[str]:
+    """The report."""
+    ranks = f" in each of {seen.ranks} processes" if seen.ranks > 1 else ""
+    workers = "1 worker" if seen.workers == 1 else f"{seen.workers} workers"
+    return [
+        f"hotset doctor: {command}, {seen.steps:,} steps of {seen.batch_size:,.0f} samples with "
+        f"{workers}{ranks}",
+        *(f"  {label:<14}  {text}" for label, text in _facts(seen, found)),
+        *_table(seen, given),
+        *(f"  {sentence}" for sentence in unknown(seen)),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
+    facts = [
+        (
+            "now",
+            f"{seen.rate:,.0f} samples/s; training waits for data {seen.waited:.0%} of the time, "
+            f"and {format_seconds(seen.first_wait)} for the first batch of an epoch",
+        ),
+        (
+            "a step",
+            f"{_ms(seen.wait)} of waiting for the loader, {_ms(seen.step_beside)} of its own"
+            + _less_alone(seen),
+        ),
+        ("at most", f"{found.limit:,.0f} samples/s, whatever the loader: the steps alone take that long"),
+        ("a sample", _of_sample(seen)),
+    ]
+    if seen.read_bytes:
+        disk = "" if seen.disk_bytes is None else f", {format_bytes(seen.disk_bytes)} of them from a disk"
+        facts.append(("reads", f"{format_bytes(seen.read_bytes)} a sample{disk}"))
+    if seen.memory is not None:
+        growth = ""
+        if seen.growth is not None and seen.growth > (1 << 20):
+            growth = f"; it grows by {format_bytes(60 * seen.growth)} a minute"
+        facts.append(("memory", f"{format_bytes(seen.memory)} in each worker{growth}"))
+    return facts
+
+
+def _less_alone(seen: Observed) -> str:
+    alone = seen.step.seconds * seen.batch_size
+    return f", {_ms(alone)} beside workers that rest" if alone < 0.9 * seen.step_beside else ""
+
+
+def _of_sample(seen: Observed) -> str:
+    place = "in its worker" if seen.workers else "in the training process"
+    parts = [f"{one.name} {_ms(one.cpu)}" for one in seen.decoders]
+    parts += [f"collate {_ms(seen.collate)}"] if seen.collate else []
+    parts += [
+        f"{row['name']} {_ms(row['seconds'])}"
+        for row in (seen.trial.get("plan") or {}).get("transforms", ())[1:]
+        if row["seconds"]
+    ]
+    of_it = f" ({', '.join(parts)})" if parts else ""
+    waits = f", {_ms(seen.fetch.blocked)} of waiting for a disk, a network or another process"
+    sends = f", {_ms(seen.fetch.send + seen.fetch.receive)} to hand it over" if seen.workers else ""
+    return f"{_ms(seen.fetch.cpu)} of processor time {place}{of_it}{waits}{sends}"
+
+
+def _table(seen: Observed, given: Sequence[Advice]) -> list[str]:
+    worth = [one for one in given if one.gain >= WORTH]
+    if not worth:
+        return ["  leave it as it is: " + _why_leave(seen)]
+    rows = [("samples/s", "gain", "memory", "")]
+    rows += [
+        (
+            f"{one.samples_per_second:,.0f}",
+            f"{one.gain:.2f}x",
+            "?" if one.bytes is None else format_bytes(one.bytes),
+            one.line,
+        )
+        for one in worth
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = ["  what would help, the best first:"]
+    for number, row in enumerate(rows):
+        cells = [cell.rjust(width) for cell, width in zip(row[:3], widths, strict=False)]
+        text.append("    " + "  ".join([*cells, row[3]]).rstrip())
+        if number and worth[number - 1].note:
+            text.append(" " * (4 + sum(widths[:3]) + 6) + f"({worth[number - 1].note})")
+    return text
+
+
+def _why_leave(seen: Observed) -> str:
+    if seen.waited < _LITTLE:
+        return "training hardly waits for data."
+    return "nothing that is known here gives a twentieth more."

@@ -1,0 +1,225 @@
+"""What a cache of the program's dataset would hold and give, tried in a fork of the program.
+
+The fork has the dataset as the program has it, and may do with it what it likes: the program's own
+generators, files and caches stay as they are. It reads for some seconds, with torch's threads held to one and
+the program's own workers stopped, and writes one dictionary:
+
+==========  ==============================================================================================
+``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
+``refused`` in place of it, the sentence with which hotset.cache refuses
+``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
+            ``plain-N`` for the numbers of workers, 0 or 1, that the program does not have
+==========  ==============================================================================================
+
+A loader's rate is measured over a second, from when each of its workers has given a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import secrets
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Sampler, Subset
+
+import hotset
+from hotset.run.doctor import watch
+from hotset.session.job import JOB
+from hotset.units import format_seconds
+
+__all__ = ["in_fork"]
+
+_PATIENCE_SECONDS = 60.0
+_FILL_SECONDS, _RATE_SECONDS = 3.0, 1.0
+_LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
+_MOST_TRIED = 20_000  # samples
+
+
+def in_fork(settings: watch.Settings) -> str:
+    """Try in a child process, and wait for it; returns JSON."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _child(settings, told)
+    os.close(told)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    parts: list[bytes] = []
+    os.set_blocking(ready, False)
+    try:
+        while time.monotonic() < deadline:
+            try:
+                part = os.read(ready, 1 << 16)
+            except BlockingIOError:
+                time.sleep(0.02)
+                continue
+            if not part:
+                break
+            parts.append(part)
+        else:
+            return _refusal(f"the trial took longer than {format_seconds(_PATIENCE_SECONDS)}")
+    finally:
+        os.close(ready)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return b"".join(parts).decode() or _refusal("the process that tried it died")
+
+
+def _refusal(sentence: str) -> str:
+    return json.dumps({"refused": sentence, "loaders": {}})
+
+
+def _child(settings: watch.Settings, told: int) -> None:
+    """In the fork: try, say what came out, and end without the program's own endings."""
+    try:
+        watch.watch_no_more()
+        # Of torch's loaders: this process has no workers that could have died.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.environ[JOB] = secrets.token_hex(8)  # the program's own caches are not this process's
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # they are the program's
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        text = json.dumps(_tried(settings))
+        with open(told, "w") as file:
+            file.write(text)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.write(told, _refusal(_sentence(error)).encode())
+    finally:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os._exit(0)
+
+
+def _sentence(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    return text if isinstance(error, hotset.HotsetError) else f"{type(error).__name__}: {text}"
+
+
+def _tried(settings: watch.Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {"loaders": {}}
+    if settings.batch_size is None:
+        found["refused"] = (
+            "the loader has batch_size=None: rates of samples cannot be told from rates of batches"
+        )
+    elif isinstance(settings.dataset, hotset.CachedDataset):
+        found["refused"] = "the dataset is cached already"
+    else:
+        _try_cache(settings, found)
+        _try_plain(settings, found)
+    return found
+
+
+def _try_cache(settings: watch.Settings, found: dict[str, Any]) -> None:
+    try:
+        with hotset.cache(settings.dataset, memory="auto") as cached:
+            plan = cached.plan
+            found["plan"] = plan.to_dict()
+        count = _count(settings, plan.sample_seconds + plan.live_seconds, plan.sample_bytes, plan.room)
+        if count == 0 or plan.fits == 0.0:
+            return
+        part = Subset(settings.dataset, random.Random(0).sample(range(plan.samples), count))
+        with hotset.cache(part, memory=round(1.2 * count * plan.sample_bytes) + (64 << 20)) as cached:
+            cached.fill()
+            for workers in (
+                {settings.workers, len(os.sched_getaffinity(0))} if plan.live else {settings.workers}
+            ):
+                loader = _loader(hotset.DataLoader, cached, settings, workers, count)
+                found["loaders"][f"cached-{workers}"] = _rate(loader, workers, settings)._asdict()
+    except Exception as error:
+        found["refused"] = _sentence(error)
+
+
+def _try_plain(settings: watch.Settings, found: dict[str, Any]) -> None:
+    """torch's loader with the numbers of workers, 0 or 1, of which the program shows nothing."""
+    workers = 1 if settings.workers == 0 else 0
+    with contextlib.suppress(Exception):
+        loader = _loader(DataLoader, settings.dataset, settings, workers, len(settings.dataset))
+        found["loaders"][f"plain-{workers}"] = _rate(loader, workers, settings)._asdict()
+
+
+def _count(settings: watch.Settings, seconds: float, size: int, room: int) -> int:
+    """How many samples to try: as many as are read in some seconds, and fit."""
+    batch = settings.batch_size or 1
+    count = int(_FILL_SECONDS / max(seconds, 1e-6))
+    count = min(max(count, _LEAST_BATCHES * batch), _MOST_TRIED, len(settings.dataset))
+    return min(count, room // (2 * max(size, 1)))
+
+
+class _Endless(Sampler[int]):
+    """Indices in an order drawn anew in each round."""
+
+    def __init__(self, count: int, batch_size: int) -> None:
+        self._count, self._rounds = count, max(1, _MOST_BATCHES * batch_size // count) + 1
+
+    def __len__(self) -> int:
+        return self._count * self._rounds
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self._rounds):
+            yield from torch.randperm(self._count).tolist()
+
+
+def _loader(
+    kind: Callable[..., Any], dataset: Any, settings: watch.Settings, workers: int, count: int
+) -> Iterator[Any]:
+    size = settings.batch_size or 1
+    more: dict[str, Any] = {"worker_init_fn": settings.worker_init_fn} if workers else {}
+    return iter(
+        kind(
+            dataset,
+            batch_size=size,
+            sampler=_Endless(count, size),
+            num_workers=workers,
+            collate_fn=settings.collate_fn,
+            multiprocessing_context="fork" if workers else None,
+            drop_last=True,
+            **more,
+        )
+    )
+
+
+class _Measured(NamedTuple):
+    """A loader by itself: samples a second; seconds of the main thread and of all processes a sample."""
+
+    rate: float
+    main: float
+    cpu: float
+
+
+def _rate(batches: Iterator[Any], workers: int, settings: watch.Settings) -> _Measured:
+    for _ in range(max(2, 2 * workers)):
+        next(batches)
+    begin, main, cpu, count = time.perf_counter(), time.thread_time(), _processor_seconds(), 0
+    while time.perf_counter() - begin < _RATE_SECONDS or count < _LEAST_BATCHES:
+        if next(batches, None) is None:
+            break
+        count += 1
+    samples = count * (settings.batch_size or 1)
+    taken = time.perf_counter() - begin, time.thread_time() - main, _processor_seconds() - cpu
+    return _Measured(samples / taken[0], taken[1] / samples, taken[2] / samples)
+
+
+def _processor_seconds() -> float:
+    """Of this process and its workers."""
+    total = time.process_time()
+    for worker in multiprocessing.active_children():
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total

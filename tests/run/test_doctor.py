@@ -1,0 +1,289 @@
+"""The command ``hotset doctor``: the program stays its own, and what is said follows from what was seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoding import COMMAND, forked
+from helpers import is_a_sentence
+
+from hotset.policy.throughput import Fetch, Step
+from hotset.run.doctor.advice import advice, as_json, predict, unknown
+from hotset.run.doctor.observed import Decoder, Observed, read
+from hotset.run.doctor.text import lines
+
+# Draws in the loop and in the dataset; prints the sums, so that runs can be compared.
+TRAINING = """
+import sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        time.sleep({pause})
+        return torch.full((4,), float(index)) {more}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for epoch in range({epochs}):
+        for batch in DataLoader(Rows(), batch_size=4, shuffle=True, num_workers={workers}):
+            print("sum", float((batch * torch.rand(4)).sum()), flush=True)
+    print("end", flush=True)
+"""
+
+
+def training(pause: float = 0.001, epochs: int = 2, workers: int = 0, more: str = "") -> str:
+    return TRAINING.format(pause=pause, epochs=epochs, workers=workers, more=more)
+
+
+def doctor(*args: str) -> subprocess.CompletedProcess[str]:
+    return forked(COMMAND, "doctor", *args)
+
+
+def judged(program: str, *options: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    done = doctor("--json", *options, "--", sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done
+
+
+def sums(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("sum", "end"))]
+
+
+@pytest.mark.usefixtures("forking")
+class TestCommand:
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_the_program_computes_what_it_would_and_its_cache_is_tried(self, workers: int) -> None:
+        program = training(workers=workers)
+        found, done = judged(program)
+        assert sums(done.stderr) == sums(forked(program).stdout)
+        assert found["now"]["num_workers"] == workers
+        assert found["now"]["samples_per_second"] > 0.0
+        assert 0.0 <= found["now"]["waited_fraction"] <= 1.0
+        assert found["cached"]["samples_per_second"] > 0.0
+        assert found["cached"]["bytes"] >= 64 * 16
+        assert found["sample"]["blocked"] > 0.0005  # of the millisecond in which it sleeps
+        assert isinstance(found["num_workers"]["best"], int)
+        for one in found["advice"]:
+            assert one["line"]
+            assert one["gain"] >= 1.05
+
+    def test_a_long_program_is_ended_and_may_be_kept(self) -> None:
+        begin = time.monotonic()
+        found, done = judged(training(pause=0.01, epochs=500), "--seconds", "1")
+        assert "ended as by Ctrl-C" in done.stderr
+        assert "KeyboardInterrupt" in done.stderr
+        assert sums(done.stderr)[-1] != "end"
+        assert found["now"]["steps"] > 3
+        assert time.monotonic() - begin < 240
+        kept = doctor("--keep", "--seconds", "0.2", "--", sys.executable, "-c", training(epochs=6))
+        assert sums(kept.stdout)[-1] == "end"
+        assert "the program goes on" in kept.stderr
+        assert "samples/s" in kept.stderr
+
+    def test_a_program_that_fails_by_itself_ends_as_it_ends(self) -> None:
+        done = doctor("--", sys.executable, "-c", training() + "\nraise SystemExit(7)")
+        assert done.returncode == 7
+        assert "samples/s" not in done.stderr
+        killed = doctor("--", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+        assert killed.returncode == -9
+
+    @pytest.mark.parametrize(
+        ("command", "telling"),
+        [
+            (["echo", "hello"], "no Python process"),
+            ([sys.executable, "-c", "print('hello')"], "three batches"),
+        ],
+    )
+    def test_without_a_loader_it_says_so(self, command: list[str], telling: str) -> None:
+        done = doctor("--", *command)
+        assert (done.returncode, done.stdout) == (3, "hello\n")
+        assert telling in done.stderr
+        assert is_a_sentence(done.stderr.strip())
+
+    @pytest.mark.parametrize(
+        ("args", "telling"),
+        [([], "hotset doctor -- python train.py"), (["--seconds", "0", "true"], "--seconds")],
+    )
+    def test_wrong_options_are_sentences(self, args: list[str], telling: str) -> None:
+        done = doctor(*args)
+        assert done.returncode == 2
+        assert telling in done.stderr
+
+    def test_random_samples_are_no_promise_and_the_reason_is_told(self) -> None:
+        found, _ = judged(training(more="+ torch.rand(4)"))
+        assert found["cached"]["samples_per_second"] is None
+        assert found["cached"]["refused"]
+        assert any("hotset.cache" in sentence for sentence in found["unknown"])
+
+    def test_an_iterable_dataset_is_watched_and_no_cache_is_promised(self) -> None:
+        program = training().replace("Dataset)", "IterableDataset)").replace("Dataset\n", "IterableDataset\n")
+        program = program.replace("shuffle=True, ", "").replace(
+            "def __getitem__(self, index):",
+            "def __iter__(self): return map(self.at, range(64))\n    def at(self, index):",
+        )
+        found, _ = judged(program)
+        assert found["now"]["samples_per_second"] > 0.0
+        assert "iterated over" in found["cached"]["refused"]
+
+    def test_workers_do_not_stay_stopped_when_the_program_is_killed(self, tmp_path: Path) -> None:
+        program = training(pause=0.002, epochs=500, workers=2).replace(
+            'print("sum"',
+            f'open({str(tmp_path / "pid")!r}, "w").write(str(__import__("os").getpid())); print("sum"',
+        )
+        command = [sys.executable, "-m", "hotset", "doctor", "--", sys.executable, "-c", program]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1.0)
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        # Ends when each process that has its end of the pipe has ended: a stopped worker would keep it.
+        process.communicate(timeout=100)
+        assert process.returncode == -9
+
+
+# ---- what is said of figures that are known --------------------------------------------------------------
+
+PLAN = {
+    "total_bytes": 64 << 20,
+    "fits": 1.0,
+    "room": 1 << 30,
+    "transforms": [
+        {"name": "Rows", "cached": True, "seconds": 5e-3},
+        {"name": "Flip", "cached": False, "seconds": 1e-5},
+    ],
+}
+
+
+def seen(**changes: Any) -> Observed:
+    """Bound by decoding: two workers, 4 ms a sample, steps of 6.4 ms for 64 samples."""
+    usual = Observed(
+        dataset="Rows",
+        length=1000,
+        batch_size=64.0,
+        workers=2,
+        ranks=1,
+        steps=100,
+        wait=0.1216,
+        step=Step(1e-4, 1e-5),
+        step_beside=6.4e-3,
+        first_wait=0.2,
+        fetch=Fetch(cpu=4e-3, blocked=0.0, send=1e-5, receive=1e-5),
+        collate=1e-5,
+        decoders=(Decoder("PIL.Image.Image.load", 1.0, 3e-3, 6e5),),
+        read_bytes=6e4,
+        disk_bytes=0.0,
+        memory=50e6,
+        growth=0.0,
+        trial={"plan": PLAN, "loaders": {"cached-2": {"rate": 8000.0, "main": 1e-5, "cpu": 1e-4}}},
+    )
+    return usual._replace(**changes)
+
+
+def test_the_rate_and_the_waiting_are_those_of_the_steps() -> None:
+    assert seen().rate == pytest.approx(500)
+    assert seen().waited == pytest.approx(0.95)
+    assert seen(ranks=4).rate == pytest.approx(2000)
+
+
+def test_more_workers_are_advised_as_far_as_there_are_cores() -> None:
+    assert predict(seen(), cores=2).workers == 2 or predict(seen(), cores=2).workers_rate < 1.1 * seen().rate
+    found = predict(seen(), cores=16)
+    assert 14 <= found.workers <= 20
+    assert found.workers_rate == pytest.approx(16 / 4e-3, rel=0.15)
+
+
+def test_no_rate_is_above_that_of_the_steps_alone() -> None:
+    slow = seen(step=Step(2e-3, 0.0), step_beside=0.128, wait=0.0)
+    found = predict(slow, cores=64)
+    assert found.limit == pytest.approx(500)
+    for one in advice(slow, "python train.py", cores=64):
+        assert one.samples_per_second <= 500 * 1.001
+    assert "leave it as it is" in "\n".join(lines(slow, found, advice(slow, "p", cores=64), "p"))
+
+
+def test_the_best_comes_first_and_of_equal_ones_that_of_least_memory() -> None:
+    given = advice(seen(), "python train.py", cores=2)
+    assert given[0].line.startswith("hotset.cache(")
+    assert given[0].gain == pytest.approx(given[0].samples_per_second / 500)
+    assert any(one.line == "hotset run -- python train.py" for one in given)
+    equal = seen(fetch=Fetch(cpu=1e-6, blocked=4e-3), memory=1e6)
+    assert advice(equal, "p", cores=64)[0].line.startswith("num_workers=")
+
+
+def test_of_a_cache_with_too_little_room_the_misses_count() -> None:
+    half = {**PLAN, "fits": 0.5, "room": 32 << 20}
+    trial = {**seen().trial, "plan": half}
+    whole, part = predict(seen(), cores=2).cached, predict(seen(trial=trial), cores=2).cached
+    assert whole is not None
+    assert part is not None
+    assert part < 0.3 * whole
+    text = [one.line for one in advice(seen(trial=trial), "p", cores=2)]
+    assert any("spill=" in line for line in text)
+    assert any("window=" in line for line in text)
+
+
+def test_what_is_not_known_is_said() -> None:
+    nothing = seen(trial={"refused": "Rows draws random numbers.", "loaders": {}}, decoders=())
+    assert predict(nothing).cached is None
+    sentences = unknown(nothing)
+    assert all(map(is_a_sentence, sentences))
+    assert any("Rows draws random numbers" in sentence for sentence in sentences)
+    assert any("hotset run" in sentence for sentence in sentences)
+
+
+def test_the_json_has_the_promised_keys() -> None:
+    found = json.loads(json.dumps(as_json(seen(), predict(seen()), advice(seen(), "p"))))
+    assert found["now"]["samples_per_second"] == pytest.approx(500)
+    assert found["now"]["waited_fraction"] == pytest.approx(0.95)
+    assert found["cached"]["bytes"] == 64 << 20
+    assert set(found["advice"][0]) == {"line", "samples_per_second", "gain", "bytes", "note"}
+
+
+def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
+    facts = {"dataset": "Rows", "length": 10, "batch_size": 4, "workers": 2, "world": None}
+    loop = {
+        "facts": facts,
+        "sums": {
+            "steps": 10,
+            "batches": 10,
+            "wait": 0.1,
+            "wait_thread": 0.004,
+            "step": 0.4,
+            "step_process": 0.4,
+        },
+        "first_waits": [0.3],
+        "steps": [0.04] * 10,
+        "alone": [(0.02, 0.02)] * 3,
+    }
+    main = {"pid": 1, "fetching": None, "loops": [loop]}
+    worker = {
+        "pid": 2,
+        "loops": [],
+        "fetching": {
+            "batches": 5, "samples": 20, "wall": 0.2, "cpu": 0.1, "collate_cpu": 0.02, "first_seconds": 1.0,
+            "decoders": {"cv2.imread": [20, 0.06, 0.06, 2000.0]},
+            "process": {"cpu": [1.0, 1.12], "queued": [0.0, 0.04], "wall": [0.0, 9.0], "rchar": [0, 400]},
+        },
+    }  # fmt: skip
+    for number, content in enumerate((main, worker, {**worker, "pid": 3})):
+        (tmp_path / f"watch-{number}.json").write_text(json.dumps(content))
+    found = read(str(tmp_path))
+    assert found is not None
+    assert (found.batch_size, found.workers, found.ranks, found.steps) == (4.0, 2, 1, 10)
+    assert found.rate == pytest.approx(4 / 0.05)
+    assert found.step.seconds == pytest.approx(0.02 / 4)  # beside workers that rest
+    assert found.fetch == pytest.approx(Fetch(0.005, (0.2 - 0.1 - 0.04) / 20, 0.001, 0.0001))
+    assert found.decoders == (Decoder("cv2.imread", 1.0, 0.003, 100.0),)
+    assert found.read_bytes == pytest.approx(20)
+    assert read(str(tmp_path / "nothing")) is None
