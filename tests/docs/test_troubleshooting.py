@@ -31,6 +31,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
         "dataset/planner.py:_window",
         "dataset/planner.py:_too_small",
     ),
+    ("cli/doctor.py", "doctor"): ("cli/doctor.py:_no_loader",),
     ("dataset/cached_dataset.py", "CachedDataset._read_uncached"): (),
     ("dataset/fill_now.py", "fill_now"): (),
     ("dataset/memo_calls.py", "Calls._tell"): (),
