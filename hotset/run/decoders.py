@@ -133,6 +133,8 @@ class _BuiltIn:
         self.__wrapped__ = function
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
         self.__module__, self.__doc__ = function.__module__, function.__doc__
+        self.__self__ = getattr(function, "__self__", None)
+        self.__text_signature__ = getattr(function, "__text_signature__", None)
 
     def __reduce__(self) -> str:
         return str(self.__qualname__)  # as functions are pickled: by their name
@@ -216,7 +218,7 @@ def file_identity(path: Any) -> Path:
     if not stat.S_ISREG(status.st_mode):
         raise LeftAlone("the path is not that of a regular file")
     check_age(status)
-    return Path(os.path.abspath(name))
+    return Path(name).absolute()  # not abspath: behind a link, `link/../file` is not `file`
 
 
 def check_age(status: os.stat_result) -> None:
@@ -225,7 +227,8 @@ def check_age(status: os.stat_result) -> None:
     Raises:
         LeftAlone: it was.
     """
-    if abs(time.time() - status.st_mtime) < _MOMENT_SECONDS:
+    now = time.time()  # of both times, as programs set the first one (cp -p, os.utime)
+    if min(abs(now - status.st_mtime), abs(now - status.st_ctime)) < _MOMENT_SECONDS:
         raise LeftAlone("the file was written a moment ago")
 
 

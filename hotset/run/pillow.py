@@ -128,6 +128,8 @@ class _Source:
                 _READ_AT_ONCE.get(image.format)
                 or _REASONS.get(name, f"it is a picture of PIL's decoder {name!r}")
             )
+        if any(_is_replaced(image, read) for read in ("load_read", "load_seek")):
+            raise LeftAlone("its file is read by a method that is not PIL's")
         if len(image.tile) != 1 or getattr(image, "tile_prefix", None):
             raise LeftAlone("the picture has more than one tile")
         if mode not in _MODES:
@@ -143,6 +145,14 @@ class _Source:
         more = (_PNG.state(image),) if name == "zip" else ()
         identity = (mode, name, _plain(args), _plain(extra), extents, offset, image.decodermaxblock, *more)
         return cls(path, status, identity)
+
+
+def _is_replaced(image: Any, name: str) -> bool:
+    """Whether a method of ``image`` is of a plugin or program, and may give other bytes than the file's."""
+    method = getattr(image, name, None)
+    if method is None:
+        return False
+    return name in vars(image) or not str(getattr(method, "__module__", "")).startswith("PIL.")
 
 
 def _plain(value: Any) -> Any:
@@ -213,7 +223,7 @@ class _Decoder:
     def _fill(self, core: Any, extents: Any) -> None:
         source = self._source
         rest = (self._all.known, source.status, source.identity)
-        found = self._all.kept.get(Path(os.path.abspath(source.path)), rest, lambda: self._decoded(core.size))
+        found = self._all.kept.get(Path(source.path).absolute(), rest, lambda: self._decoded(core.size))
         pixels, end = found[:-_END_BYTES], int.from_bytes(found[-_END_BYTES:].tobytes(), "little")
         mode = self._call[0]
         raw = self._all.plain(mode, "raw", (mode, 0, 1))

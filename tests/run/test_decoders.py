@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from decoding import PRELUDE, Ran, calls, run
+
+from hotset.run.decoders import _MOMENT_SECONDS, LeftAlone, check_age
 
 pytestmark = pytest.mark.usefixtures("forking")
 
@@ -88,6 +92,7 @@ for _ in range(3):
     picture[:] = 7
     say([random.random(), numpy.random.rand(), torch.rand(1).item()])
 say([pickle.loads(pickle.dumps(cv2.imread)) is cv2.imread, copy.deepcopy(cv2.imread) is cv2.imread])
+say([repr(cv2.imread.__self__), cv2.imread.__text_signature__])
 """
     assert calls(compared(program, files).report, "cv2.imread") == (6, 5)
 
@@ -304,6 +309,34 @@ say([reading.load("a", scale).tolist() for scale in (1, 2, 1, 2)])
 """
     ours = compared(program, files, "--memo", "reading:load")
     assert calls(ours.report, "reading.load") == (4, 2)
+
+
+def test_a_path_through_a_link_and_back_is_another_file(tmp_path: Path) -> None:
+    (tmp_path / "there" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("there/below")
+    np.save(tmp_path / "a.npy", np.full(3, 1))
+    np.save(tmp_path / "there" / "a.npy", np.full(3, 2))
+    time.sleep(2 * _MOMENT_SECONDS)
+    program = """
+import numpy
+os.chdir(sys.argv[1])
+for _ in range(2):
+    say([int(numpy.load(path)[0]) for path in ("a.npy", "link/../a.npy", sys.argv[1] + "/link/../a.npy")])
+"""
+    ours = compared(program, tmp_path)
+    assert ours.said == [[1, 2, 2]] * 2
+    assert calls(ours.report, "numpy.load")[1] >= 3
+
+
+def test_a_file_is_young_by_its_change_too(tmp_path: Path) -> None:
+    """A copy with its source's date may be followed by another within one tick of the clock."""
+    file = tmp_path / "a"
+    file.write_bytes(b"a")
+    os.utime(file, (1e9, 1e9))
+    with pytest.raises(LeftAlone, match="a moment ago"):
+        check_age(os.stat(file))
+    time.sleep(2 * _MOMENT_SECONDS)
+    check_age(os.stat(file))
 
 
 def test_a_traceback_has_one_line_of_ours_at_most(files: Path) -> None:

@@ -211,6 +211,33 @@ say([first.getpixel((4, 4)), Image.open(path).getpixel((4, 4))])
     assert run(program, str(tmp_path)).said == [[1] * 3, [2] * 3, [3] * 3, [3, 4]]
 
 
+def test_a_plugin_that_reads_its_file_in_its_own_way_is_left_alone(tmp_path: Path) -> None:
+    program = (
+        SHOW
+        + """
+from PIL import JpegImagePlugin
+class Locked(JpegImagePlugin.JpegImageFile):
+    def load_read(self, count):
+        return open(sys.argv[1] + "/other.jpg", "rb").read()
+for name, value in (("plain", 10), ("other", 200)):
+    Image.new("L", (16, 16), value).save(sys.argv[1] + f"/{name}.jpg")
+import time; time.sleep(0.2)
+path = sys.argv[1] + "/plain.jpg"
+for _ in range(2):
+    image = Image.open(path)
+    image.tile = [("jpeg", (0, 0, 16, 16), 0, image.tile[0][3])]
+    other = Image.open(path)
+    other.tile = list(image.tile)
+    other.load_read = lambda count: open(sys.argv[1] + "/other.jpg", "rb").read()
+    locked = Locked(path)
+    say([one.getpixel((4, 4)) for one in (image, other, locked)])
+"""
+    )
+    ours = run(program, str(tmp_path))
+    assert ours.said == [[10, 200, 200]] * 2
+    assert "by a method that is not PIL's" in ours.report
+
+
 def test_threads_get_pictures_of_their_own(pictures: Path) -> None:
     program = (
         SHOW
