@@ -146,8 +146,12 @@ class _BuiltIn:
 def _replace_users(path: str, module: Any) -> None:
     """Memoise ``--memo module:function``: by all of its arguments, as ``hotset.memo`` does it."""
     *parents, name = path.split(".")
-    owner = functools.reduce(getattr, parents, module)
-    function = inspect.getattr_static(owner, name)
+    try:
+        owner = functools.reduce(getattr, parents, module)
+        function = inspect.getattr_static(owner, name)
+    except AttributeError:
+        left_alone(f"{module.__name__}:{path}", "the module has nothing of this name; check --memo")
+        return
     setattr(owner, name, _WhenCalled(function))
 
 

@@ -112,6 +112,8 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
             "(python -I, -E or -S)."
         ]
     if not called:
+        if any("no memory can be had" in reason for _, reason in outcome.left):
+            return ["There was no memory to keep anything in: less --memory, or a higher `ulimit`, may help."]
         return [
             "Nothing was decoded by functions that hotset knows; name the function that reads your files "
             "with --memo module:function."

@@ -307,8 +307,9 @@ sys.path.insert(0, {str(tmp_path)!r})
 import reading
 say([reading.load("a", scale).tolist() for scale in (1, 2, 1, 2)])
 """
-    ours = compared(program, files, "--memo", "reading:load")
+    ours = compared(program, files, "--memo", "reading:load", "--memo", "reading:lode")
     assert calls(ours.report, "reading.load") == (4, 2)
+    assert "reading:lode, once: the module has nothing of this name" in ours.report
 
 
 def test_a_path_through_a_link_and_back_is_another_file(tmp_path: Path) -> None:

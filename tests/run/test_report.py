@@ -47,6 +47,8 @@ def test_what_would_help_follows_from_the_figures() -> None:
 def test_a_program_that_gains_nothing_is_told_so() -> None:
     assert "functions that hotset knows" in advice(functions=[], waits=[])
     assert "No Python process was reached" in advice(functions=[], waits=[], reached=False)
+    refused = {("cv2.imread", "results of functions are not kept, as no memory can be had for them"): 1}
+    assert "less --memory" in advice(functions=[], waits=[], left=refused)
     assert "/other/python" in advice(functions=[], waits=[], reached=False, unreached=["/other/python"])
 
 
