@@ -8,6 +8,7 @@ from benchmarks.harness import Outcome
 from benchmarks.settings import Settings
 from benchmarks.suite import (
     attach,
+    doctor,
     draws,
     first,
     first_epoch,
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "first-epoch": first.first_epoch,
     "first-epochs": first_epoch.first_epochs,
     "run-programs": run_programs.run_programs,
+    "doctor": doctor.doctor,
     "draws": draws.draws,
     "memo": memo.memo,
     "warm": fixed.warm,

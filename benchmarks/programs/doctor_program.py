@@ -1,0 +1,155 @@
+"""Trainings that are bound by one thing each, for ``hotset doctor`` to judge and to be run as it advises.
+
+``python doctor_program.py PIPELINE WORKERS SECONDS FOLDER [--cached]`` trains for so long after its first epoch, and
+prints samples a second, without the first batches of each epoch: the first of each worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.data import photographs
+
+
+class Rows(Dataset[Any]):
+    """``kind`` says what a sample costs."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self.files = photographs(folder, 300) if kind == "decode" else _arrays(folder)
+
+    def __len__(self) -> int:
+        return {"small": 20_000, "collate": 8_000, "large": 400}.get(self.kind, 600)
+
+    def __getitem__(self, index: int) -> Any:
+        return getattr(self, f"_{self.kind}")(index)
+
+    def _read(self, index: int) -> Any:
+        return torch.from_numpy(np.fromfile(self.files[index % len(self.files)], np.uint8))
+
+    def _wait(self, index: int) -> Any:
+        time.sleep(4e-3)
+        return torch.full((3, 64, 64), index % 256, dtype=torch.uint8)
+
+    def _decode(self, index: int) -> Any:
+        from PIL import Image
+
+        with Image.open(self.files[index % len(self.files)]) as image:
+            return torch.from_numpy(np.array(image.convert("RGB").resize((224, 224))))
+
+    def _small(self, index: int) -> Any:
+        return torch.full((52,), float(index)), index
+
+    def _collate(self, index: int) -> Any:
+        return list(range(index % 60, index % 60 + 40))
+
+    def _large(self, index: int) -> Any:
+        return torch.full((3, 512, 512), float(index))
+
+
+def _arrays(folder: Path) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{number}.bin" for number in range(200)]
+    for path in paths:
+        if not path.exists():
+            np.full(150_528, 7, np.uint8).tofile(path)
+    return [str(path) for path in paths]
+
+
+def flip(sample: torch.Tensor) -> torch.Tensor:
+    """A random transform that is live after a cache, with some arithmetic."""
+    moved = sample.flip(0) if torch.rand(()) < 0.5 else sample
+    return moved.float().div(255).sub(0.5).mul(2.0)
+
+
+class Flipped(Dataset[Any]):
+    """Decoded pictures with a transform at their end, as torchvision's datasets have it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows = Rows("decode", folder)
+        self.transform: Any = flip
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.rows[index])
+
+
+def padded(samples: list[list[int]]) -> torch.Tensor:
+    longest = max(map(len, samples))
+    return torch.tensor([[*row, *([0] * (longest - len(row)))] for row in samples])
+
+
+def compute(seconds: float, batch: Any) -> None:
+    """A step on this machine's processors; it takes about as long on one core that is free."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        torch.ones(64).sum()
+
+
+def rest(seconds: float, batch: Any) -> None:
+    """A step on a device: this process waits for it."""
+    time.sleep(seconds)
+
+
+# Name: kind of sample, batch size, step.
+PIPELINES: dict[str, tuple[str, int, Any]] = {
+    "read": ("read", 32, functools.partial(rest, 1e-3)),
+    "wait": ("wait", 16, functools.partial(rest, 4e-3)),
+    "decode": ("decode", 16, functools.partial(rest, 4e-3)),
+    "live": ("flipped", 16, functools.partial(rest, 2e-3)),
+    "collate": ("collate", 64, functools.partial(rest, 1e-3)),
+    "small": ("small", 256, functools.partial(rest, 1e-3)),
+    "large": ("large", 8, functools.partial(rest, 2e-3)),
+    "step": ("decode", 16, functools.partial(compute, 60e-3)),
+    "device": ("decode", 16, functools.partial(rest, 80e-3)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("pipeline", choices=PIPELINES)
+    parser.add_argument("workers", type=int)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cached", action="store_true")
+    asked = parser.parse_args()
+    kind, batch_size, step = PIPELINES[asked.pipeline]
+    dataset: Any = Flipped(asked.folder) if kind == "flipped" else Rows(kind, asked.folder)
+    loader_kind: Any = DataLoader
+    if asked.cached:
+        import hotset
+
+        dataset, loader_kind = hotset.cache(dataset, memory="2GiB"), hotset.DataLoader
+        dataset.fill()
+    collate = {"collate_fn": padded} if kind == "collate" else {}
+    loader = loader_kind(
+        dataset, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=asked.workers, **collate
+    )
+    samples, seconds, begin = 0, 0.0, time.perf_counter()
+    while seconds == 0.0 or time.perf_counter() - begin < asked.seconds:
+        start, left_out = 0.0, max(1, asked.workers)
+        for number, batch in enumerate(loader):
+            step(batch)
+            if number == left_out - 1:
+                start = time.perf_counter()
+        seconds += time.perf_counter() - start
+        samples += (len(loader) - left_out) * batch_size
+    print(json.dumps({"rate": samples / seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
