@@ -1,7 +1,7 @@
 """Trainings that are bound by one thing each, for ``hotset doctor`` to judge and to be run as it advises.
 
-``python doctor_program.py PIPELINE WORKERS SECONDS FOLDER [--cached]`` trains for so long after its first epoch, and
-prints samples a second, without the first batches of each epoch: the first of each worker.
+``python doctor_program.py PIPELINE WORKERS SECONDS FOLDER [--cached]`` trains for so long after its first
+epoch, and prints samples a second, without the first batches of each epoch: the first of each worker.
 """
 
 from __future__ import annotations

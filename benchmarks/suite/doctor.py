@@ -39,7 +39,7 @@ _PATIENCE = 300.0
 
 
 def doctor(settings: Settings) -> Outcome:
-    """Predicted over measured, as a factor of 1 or more: 1.10 as it is, 1.15 with a cache, 1.05 in a sweep."""
+    """Predicted over measured, as a factor of 1 or more: 1.10 as it is, 1.15 with a cache."""
     cases = _CASES[:1] if settings.quick else _CASES
     seconds = 0.5 if settings.quick else 4.0
     now, cached, best, watching, notes = [], [], [], [], []

@@ -18,13 +18,15 @@ from typing import Any
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run import loader_wait
-from hotset.run.environment import Options, environment_for, read_left, say_attached
+from hotset.run.environment import Options, environment_for, never_imported, read_left, say_attached
 from hotset.run.program import run_program
 from hotset.run.report import Outcome, report
 from hotset.session.sessions import find
 from hotset.units import parse_bytes
 
 __all__ = ["run"]
+
+_UNUSED = "no process imported this module, so the function is not kept; check --memo"
 
 
 def run(options: Options, command: Sequence[str]) -> int:
@@ -48,11 +50,13 @@ def run(options: Options, command: Sequence[str]) -> int:
         seconds = time.monotonic() - start
         if not job.attached:
             return status  # the program could not be started
+        unused = never_imported(ledger, options.functions)
+        left = {**read_left(ledger), **{(place, _UNUSED): 1 for place in unused}}
         outcome = Outcome(
             command=printable(shlex.join(command), 60),
             seconds=seconds,
             functions=job.functions(),
-            left=read_left(ledger),
+            left=left,
             waits=loader_wait.read_waits(ledger),
             unreached=_lines(os.path.join(ledger, "unreached")),
             reached=os.path.exists(os.path.join(ledger, "reached")),

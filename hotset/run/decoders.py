@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hotset.run.environment import Options, left_alone, options_here
+from hotset.run.environment import Options, imported, left_alone, options_here
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, before_fork, memo_of
 
@@ -145,6 +145,7 @@ class _BuiltIn:
 
 def _replace_users(path: str, module: Any) -> None:
     """Memoise ``--memo module:function``: by all of its arguments, as ``hotset.memo`` does it."""
+    imported(module.__name__)
     *parents, name = path.split(".")
     try:
         owner = functools.reduce(getattr, parents, module)

@@ -13,7 +13,8 @@ reason, how many calls so far; it is written at the first call, the second, the 
 sum over processes is at least half of the truth without any work at a process's end. ``wait-<pid>`` has two
 doubles, the seconds a main process has waited for its loaders and the number of batches, which the process
 changes in place. ``reached`` and ``unreached`` say whether Python processes could be reached,
-``attached`` that the store is there.
+``attached`` that the store is there, and ``imported-<module>`` that a module named by ``--memo`` was
+imported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 __all__ = [
@@ -34,7 +35,9 @@ __all__ = [
     "Options",
     "WatchOptions",
     "environment_for",
+    "imported",
     "left_alone",
+    "never_imported",
     "options_here",
     "reached",
     "read_left",
@@ -135,6 +138,22 @@ def reached() -> None:
         if folder:
             with contextlib.suppress(OSError):
                 os.close(os.open(os.path.join(folder, "reached"), os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+def imported(module: str) -> None:
+    """Note that a module of which ``--memo`` names a function was imported."""
+    with contextlib.suppress(OSError, KeyError):
+        path = os.path.join(os.environ[LEDGER], f"imported-{module}")
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+def never_imported(ledger: str, functions: Sequence[str]) -> list[str]:
+    """Those of these functions, as ``module:function``, whose module no process has imported."""
+    return [
+        place
+        for place in functions
+        if not os.path.exists(os.path.join(ledger, f"imported-{place.partition(':')[0]}"))
+    ]
 
 
 def say_attached(ledger: str) -> None:

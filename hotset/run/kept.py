@@ -298,7 +298,7 @@ def _restored(kept: Any) -> Any:
     back = sorted(range(len(axes)), key=axes.__getitem__)
     if kept[0] == "tensor":
         torch = sys.modules["torch"]
-        own = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+        own = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device="cpu")
         own.numpy()[...] = array
         return own if back == sorted(back) else own.permute(back)
     own = numpy.array(array.transpose(back), order="K", copy=True)  # type: ignore[union-attr]

@@ -54,6 +54,13 @@ def test_wrong_options_are_sentences(options: list[str], telling: str) -> None:
     assert is_a_sentence(done.stderr.strip())
 
 
+def test_a_function_of_a_module_that_nobody_imports_is_named() -> None:
+    done = hotset("--memo", "nosuch:read", "--memo", "json:loads", "--", sys.executable, "-c", "import json")
+    assert "nosuch:read" in done.stderr
+    assert "no process imported this module" in done.stderr
+    assert "json:loads" not in done.stderr
+
+
 def test_without_a_program_it_says_what_to_write() -> None:
     done = hotset()
     assert done.returncode == 2
