@@ -186,6 +186,15 @@ class CatalogHandle:
         return CatalogHandle, (self.nonce, self.name)
 
 
+def _identity(fd: int) -> tuple[int, int]:
+    """Of the file that a descriptor has open; of no file if it is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return -1, -1
+    return status.st_dev, status.st_ino
+
+
 class _Share(locks.Description):
     """A shared lock on a cache's file, held by the process that took it."""
 
@@ -194,6 +203,7 @@ class _Share(locks.Description):
         self.file = file
         self._folder = ""
         self._pid = 0
+        self._identity = (0, 0)
         self._told = False
 
     def hold(self, fd: int, folder: int) -> None:
@@ -201,6 +211,7 @@ class _Share(locks.Description):
         self.value = fd
         self._folder = os.readlink(f"/proc/self/fd/{folder}")
         self._pid = os.getpid()
+        self._identity = _identity(fd)
         self._told = False
 
     def take(self) -> bool:
@@ -232,6 +243,8 @@ class _Share(locks.Description):
         if self.value < 0:
             return
         fd, self.value = self.value, -1
+        if _identity(fd) != self._identity:
+            return  # the program has closed all descriptors, and this number may be another file's by now
         try:
             locks.unlock(fd, _LIFE)
             with contextlib.suppress(OSError):

@@ -186,7 +186,10 @@ class Description:
         # Bound above: when the interpreter ends, this module's own names may be gone already.
         fd, self.value = self.value, -1
         if fd >= 0:
-            close(fd)
+            try:
+                close(fd)
+            except OSError:  # the program has closed all descriptors itself; contextlib may be gone by now
+                return
 
     def __del__(self) -> None:
         self.close()

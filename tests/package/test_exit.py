@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import Programs
 
 PROGRAM = """
 {first}
@@ -72,4 +73,24 @@ def test_a_program_that_closes_nothing_ends_silently(first: str, tmp_path: Path)
         text=True,
         timeout=120,
     )
+    assert (done.stdout, done.stderr, done.returncode) == ("whole\n", "", 0)
+
+
+CLOSES_ALL = """
+import os, sys, torch
+os.environ["HOTSET_RUNTIME_DIR"] = sys.argv[1]  # what stays in it is freed by the next program
+import hotset
+from torch.utils.data import TensorDataset
+
+cached = hotset.cache(TensorDataset(torch.arange(8)), memory="1MiB")
+assert [int(x) for x, in cached] == list(range(8))
+os.closerange(3, 300)
+print("whole")
+"""
+
+
+def test_a_program_that_closes_all_descriptors_ends_silently(programs: Programs, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(CLOSES_ALL)
+    done = programs.run([str(program), str(tmp_path / "run")], tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("whole\n", "", 0)
