@@ -134,7 +134,9 @@ def mixed(hits: Loader, misses: Loader, share: float) -> Loader:
     return Loader(_rate(seconds), main, cpu, overlaps=hits.overlaps or misses.overlaps)
 
 
-def best_workers(fetch: Fetch, step: Step, cores: float, ranks: int = 1) -> tuple[int, float]:
+def best_workers(
+    fetch: Fetch, step: Step, cores: float, ranks: int = 1, most: int | None = None
+) -> tuple[int, float]:
     """The least number of workers whose rate is nearly the best, and that rate.
 
     Args:
@@ -142,6 +144,7 @@ def best_workers(fetch: Fetch, step: Step, cores: float, ranks: int = 1) -> tupl
         step: the rest of the training.
         cores: that all ranks have together.
         ranks: training processes on the machine; the number found is of workers for each.
+        most: that many workers at most.
 
     Example:
         >>> best_workers(Fetch(cpu=3e-3, send=0.0), Step(1e-3, 0.0), cores=8)[0]
@@ -150,9 +153,10 @@ def best_workers(fetch: Fetch, step: Step, cores: float, ranks: int = 1) -> tupl
         0
     """
     own = cores / ranks
-    most = max(2, round(own * _MOST_WORKERS_PER_CORE))
+    bound = max(2, round(own * _MOST_WORKERS_PER_CORE))
+    bound = bound if most is None else min(bound, most)
     rates: Sequence[float] = [
-        together(loader_with(count, fetch, own), step, own) for count in range(most + 1)
+        together(loader_with(count, fetch, own), step, own) for count in range(bound + 1)
     ]
     enough = _NEARLY_BEST * max(rates)
     found = next(count for count, rate in enumerate(rates) if rate >= enough)

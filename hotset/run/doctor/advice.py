@@ -22,6 +22,7 @@ WORTH = 1.05  # a smaller gain is not advised
 _ALIKE = 0.03  # of two gains that differ by less, the one that takes less memory is better
 # What hotset.memo takes for a hit, beside the copy: docs/memo.md.
 _MEMO_HIT_SECONDS, _COPY_BYTES_PER_SECOND = 20e-6, 8e9
+_LEAST_BATCHES_OF_A_WORKER = 4
 _FACTOR = (0.75, 1.33)  # beyond these the arithmetic has missed what bounds the program
 
 
@@ -97,7 +98,14 @@ class _Model:
         return 1.0 / seconds if seconds else float("inf")
 
     def best(self, fetch: Fetch | None = None) -> int:
-        return best_workers(fetch or self.fetch, self.seen.step, self.cores)[0]
+        return best_workers(fetch or self.fetch, self.seen.step, self.cores, most=self._most())[0]
+
+    def _most(self) -> int | None:
+        """Workers that give fewer batches an epoch do not pay for their start."""
+        if self.seen.length is None:
+            return None
+        batches = self.seen.length / self.seen.batch_size / self.seen.ranks
+        return max(self.seen.workers, int(batches / _LEAST_BATCHES_OF_A_WORKER))
 
     def cached(self, workers: int, fits: float) -> float | None:
         """Samples a second of a rank with a cache that holds this share of the samples."""
@@ -111,12 +119,12 @@ class _Model:
 
 
 def _with_transport(seen: Observed) -> Fetch:
-    """The cost of a sample, with what it costs to send it, tried if the program has no workers."""
-    if seen.workers:
-        return seen.fetch
+    """The cost of a sample, with what it costs to hand it over, which one worker was tried for."""
     row = seen.trial["loaders"].get("plain-1")
     if row is None:
         return seen.fetch
+    if seen.workers:
+        return seen.fetch._replace(receive=row["main"])
     send = max(row["cpu"] - row["main"] - seen.fetch.cpu, 0.0)
     return seen.fetch._replace(send=send, receive=row["main"])
 

@@ -8,7 +8,7 @@ the program's own workers stopped, and writes one dictionary:
 ``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
 ``refused`` in place of it, the sentence with which hotset.cache refuses
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
-            ``plain-N`` for the numbers of workers, 0 or 1, that the program does not have
+            ``plain-1`` torch's with one worker over the dataset as it is
 ==========  ==============================================================================================
 
 A loader's rate is measured over a second, from when each of its workers has given a batch.
@@ -23,6 +23,7 @@ import os
 import random
 import secrets
 import signal
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ __all__ = ["in_fork"]
 _PATIENCE_SECONDS = 60.0
 _FILL_SECONDS, _RATE_SECONDS = 3.0, 1.0
 _LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
+_READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
 _MOST_TRIED = 20_000  # samples
 
 
@@ -146,8 +148,8 @@ def _try_cache(settings: watch.Settings, found: dict[str, Any]) -> None:
 
 
 def _try_plain(settings: watch.Settings, found: dict[str, Any]) -> None:
-    """torch's loader with the numbers of workers, 0 or 1, of which the program shows nothing."""
-    workers = 1 if settings.workers == 0 else 0
+    """torch's loader with one worker: what it takes to hand a batch over."""
+    workers = 1
     with contextlib.suppress(Exception):
         loader = _loader(DataLoader, settings.dataset, settings, workers, len(settings.dataset))
         found["loaders"][f"plain-{workers}"] = _rate(loader, workers, settings)._asdict()
@@ -195,7 +197,13 @@ def _loader(
 
 
 class _Measured(NamedTuple):
-    """A loader by itself: samples a second; seconds of the main thread and of all processes a sample."""
+    """A loader by itself.
+
+    Attributes:
+        rate: samples a second.
+        main: seconds a sample in which the main thread is busy with a batch that is ready.
+        cpu: processor seconds a sample, of all processes.
+    """
 
     rate: float
     main: float
@@ -205,14 +213,29 @@ class _Measured(NamedTuple):
 def _rate(batches: Iterator[Any], workers: int, settings: watch.Settings) -> _Measured:
     for _ in range(max(2, 2 * workers)):
         next(batches)
-    begin, main, cpu, count = time.perf_counter(), time.thread_time(), _processor_seconds(), 0
+    begin, cpu, count = time.perf_counter(), _processor_seconds(), 0
     while time.perf_counter() - begin < _RATE_SECONDS or count < _LEAST_BATCHES:
         if next(batches, None) is None:
             break
         count += 1
     samples = count * (settings.batch_size or 1)
-    taken = time.perf_counter() - begin, time.thread_time() - main, _processor_seconds() - cpu
-    return _Measured(samples / taken[0], taken[1] / samples, taken[2] / samples)
+    seconds, cpu = time.perf_counter() - begin, _processor_seconds() - cpu
+    ready = _seconds_if_ready(batches, seconds / max(count, 1)) / (settings.batch_size or 1)
+    return _Measured(samples / seconds, ready, cpu / samples)
+
+
+def _seconds_if_ready(batches: Iterator[Any], each: float) -> float:
+    """How long the main thread takes to get a batch that waits for it: after a rest, one is there.
+
+    That is more than its processor time: it asks the worker for the memory's descriptor, and waits for it.
+    """
+    lengths = []
+    for _ in range(_READY_BATCHES):
+        time.sleep(min(3.0 * each + 2e-3, _LONGEST_REST_SECONDS))
+        begin = time.perf_counter()
+        next(batches, None)
+        lengths.append(time.perf_counter() - begin)
+    return statistics.median(lengths)
 
 
 def _processor_seconds() -> float:

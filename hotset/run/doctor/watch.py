@@ -36,6 +36,7 @@ __all__ = ["DONE", "PAUSED", "TRIAL", "WATCHED", "Observer", "Settings", "hooks"
 
 # Files of the ledger.
 WATCHED, TRIAL, DONE, PAUSED = "watch-", "trial.json", "done", "paused-"
+_TRYING = "trying"
 _WRITE_SECONDS = 0.5
 _MEMORY_SECONDS = 5.0
 _ALONE_STEPS, _ALONE_SHARE = 8, 0.01
@@ -340,6 +341,9 @@ class _Ledger:
                 file.write(text)
             os.replace(f"{path}.{os.getpid()}", path)
 
+    def has(self, name: str) -> bool:
+        return os.path.exists(os.path.join(self._folder, name))
+
     def is_first(self, name: str) -> bool:
         """Whether this process is the first of all to make this file."""
         try:
@@ -446,7 +450,7 @@ class _Process:
             loop.let_go_on()
         self.write()
         main = self._main_settings()
-        if main is not None and self._ledger.is_first("trying"):
+        if main is not None and self._ledger.is_first(_TRYING):
             workers = _workers(iterator)
             self._ledger.pause(workers)
             try:
@@ -477,8 +481,8 @@ class _Process:
             self.write()
 
     def write(self) -> None:
-        if os.getpid() != self.pid:
-            return
+        if os.getpid() != self.pid or self._ledger.has(_TRYING):
+            return  # a worker that was stopped for the trial has a fetch as long as that
         fetching = self.fetching.to_json()
         loops = [loop.to_json() for loop, _ in self._loops.values()]
         if fetching or loops:
