@@ -135,7 +135,13 @@ def mixed(hits: Loader, misses: Loader, share: float) -> Loader:
 
 
 def best_workers(
-    fetch: Fetch, step: Step, cores: float, ranks: int = 1, most: int | None = None
+    fetch: Fetch,
+    step: Step,
+    cores: float,
+    ranks: int = 1,
+    *,
+    most: int | None = None,
+    without: Loader | None = None,
 ) -> tuple[int, float]:
     """The least number of workers whose rate is nearly the best, and that rate.
 
@@ -145,6 +151,7 @@ def best_workers(
         cores: that all ranks have together.
         ranks: training processes on the machine; the number found is of workers for each.
         most: that many workers at most.
+        without: the loader without workers, if it is known by itself.
 
     Example:
         >>> best_workers(Fetch(cpu=3e-3, send=0.0), Step(1e-3, 0.0), cores=8)[0]
@@ -155,9 +162,10 @@ def best_workers(
     own = cores / ranks
     bound = max(2, round(own * _MOST_WORKERS_PER_CORE))
     bound = bound if most is None else min(bound, most)
-    rates: Sequence[float] = [
-        together(loader_with(count, fetch, own), step, own) for count in range(bound + 1)
-    ]
+    loaders = [loader_with(count, fetch, own) for count in range(bound + 1)]
+    if without is not None:
+        loaders[0] = without
+    rates: Sequence[float] = [together(loader, step, own) for loader in loaders]
     enough = _NEARLY_BEST * max(rates)
     found = next(count for count, rate in enumerate(rates) if rate >= enough)
     return found, rates[found]

@@ -78,13 +78,19 @@ class _Model:
         self.seen = seen
         self.cores = cores / seen.ranks  # of each rank
         self.fetch = _with_transport(seen)
+        row = seen.trial["loaders"].get("plain-0")
+        # A worker writes into shared memory, which is touched for the first time in each batch.
+        self._without = None if row is None else Loader(row["rate"], 0.0, row["cpu"], overlaps=False)
         self.modelled = self._plain(seen.workers, self.fetch)
         measured = seen.rate / seen.ranks
         low, high = _FACTOR
         self.factor = min(max(measured / self.modelled, low), high) if self.modelled else 1.0
 
     def _plain(self, workers: int, fetch: Fetch) -> float:
-        return together(loader_with(workers, fetch, self.cores), self.seen.step, self.cores)
+        loader = loader_with(workers, fetch, self.cores)
+        if workers == 0 and fetch is self.fetch and self._without is not None:
+            loader = self._without
+        return together(loader, self.seen.step, self.cores)
 
     def plain(self, workers: int, fetch: Fetch | None = None) -> float:
         """Samples a second of a rank, with torch's loader."""
@@ -98,7 +104,10 @@ class _Model:
         return 1.0 / seconds if seconds else float("inf")
 
     def best(self, fetch: Fetch | None = None) -> int:
-        return best_workers(fetch or self.fetch, self.seen.step, self.cores, most=self._most())[0]
+        without = self._without if fetch is None else None
+        return best_workers(
+            fetch or self.fetch, self.seen.step, self.cores, most=self._most(), without=without
+        )[0]
 
     def _most(self) -> int | None:
         """Workers that give fewer batches an epoch do not pay for their start."""

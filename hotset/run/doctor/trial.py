@@ -8,7 +8,8 @@ the program's own workers stopped, and writes one dictionary:
 ``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
 ``refused`` in place of it, the sentence with which hotset.cache refuses
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
-            ``plain-1`` torch's with one worker over the dataset as it is
+            ``plain-1`` torch's with one worker over the dataset as it is, ``plain-0`` without, if the program
+            has workers
 ==========  ==============================================================================================
 
 A loader's rate is measured over a second, from when each of its workers has given a batch.
@@ -148,11 +149,11 @@ def _try_cache(settings: watch.Settings, found: dict[str, Any]) -> None:
 
 
 def _try_plain(settings: watch.Settings, found: dict[str, Any]) -> None:
-    """torch's loader with one worker: what it takes to hand a batch over."""
-    workers = 1
-    with contextlib.suppress(Exception):
-        loader = _loader(DataLoader, settings.dataset, settings, workers, len(settings.dataset))
-        found["loaders"][f"plain-{workers}"] = _rate(loader, workers, settings)._asdict()
+    """torch's loader: what it takes to hand a batch over, and samples that need not be handed over."""
+    for workers in {1} if settings.workers == 0 else {0, 1}:
+        with contextlib.suppress(Exception):
+            loader = _loader(DataLoader, settings.dataset, settings, workers, len(settings.dataset))
+            found["loaders"][f"plain-{workers}"] = _rate(loader, workers, settings)._asdict()
 
 
 def _count(settings: watch.Settings, seconds: float, size: int, room: int) -> int:
