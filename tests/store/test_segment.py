@@ -89,7 +89,8 @@ def test_a_store_of_100_gib_touches_less_than_10_mb_with_its_first_samples() -> 
 def test_without_a_path_it_is_a_memfd_without_a_name() -> None:
     names = set(os.listdir("/dev/shm"))
     with segment() as made:
-        assert set(os.listdir("/dev/shm")) == names
+        # Other processes here make and remove files of torch's meanwhile.
+        assert not [one for one in set(os.listdir("/dev/shm")) - names if not one.startswith("torch_")]
         assert os.readlink(f"/proc/self/fd/{made.fd}").startswith("/memfd:hotset")
         assert made.trusted
         assert not os.get_inheritable(made.fd)
