@@ -138,7 +138,6 @@ def best_workers(
     fetch: Fetch,
     step: Step,
     cores: float,
-    ranks: int = 1,
     *,
     most: int | None = None,
     without: Loader | None = None,
@@ -148,8 +147,7 @@ def best_workers(
     Args:
         fetch: the cost of a sample.
         step: the rest of the training.
-        cores: that all ranks have together.
-        ranks: training processes on the machine; the number found is of workers for each.
+        cores: that this training process and its workers have.
         most: that many workers at most.
         without: the loader without workers, if it is known by itself.
 
@@ -159,13 +157,12 @@ def best_workers(
         >>> best_workers(Fetch(cpu=1e-6, send=30e-6, receive=30e-6), Step(1e-3, 0.0), cores=8)[0]
         0
     """
-    own = cores / ranks
-    bound = max(2, round(own * _MOST_WORKERS_PER_CORE))
+    bound = max(2, round(cores * _MOST_WORKERS_PER_CORE))
     bound = bound if most is None else min(bound, most)
-    loaders = [loader_with(count, fetch, own) for count in range(bound + 1)]
+    loaders = [loader_with(count, fetch, cores) for count in range(bound + 1)]
     if without is not None:
         loaders[0] = without
-    rates: Sequence[float] = [together(loader, step, own) for loader in loaders]
+    rates: Sequence[float] = [together(loader, step, cores) for loader in loaders]
     enough = _NEARLY_BEST * max(rates)
     found = next(count for count, rate in enumerate(rates) if rate >= enough)
     return found, rates[found]

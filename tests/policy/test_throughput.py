@@ -51,7 +51,7 @@ def test_a_source_that_waits_wants_as_many_workers_as_the_step_takes() -> None:
 
 def test_ranks_share_the_cores() -> None:
     alone, _ = best_workers(Fetch(cpu=10e-3), Step(1e-3, 0.0), cores=8)
-    shared, _ = best_workers(Fetch(cpu=10e-3), Step(1e-3, 0.0), cores=8, ranks=4)
+    shared, _ = best_workers(Fetch(cpu=10e-3), Step(1e-3, 0.0), cores=8 / 4)
     assert shared < alone
 
 

@@ -196,10 +196,10 @@ class _Fetches:
         sums: dict[str, list[float]] = {}
         for one in self._processes:
             for name, row in one["decoders"].items():
-                sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 4), row, strict=True)]
+                sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 3), row, strict=True)]
         found = [
             Decoder(name, calls / self.samples, cpu / self.samples, size / self.samples)
-            for name, (calls, cpu, _, size) in sums.items()
+            for name, (calls, cpu, size) in sums.items()
         ]
         return tuple(sorted(found, key=lambda one: -one.cpu))
 

@@ -25,6 +25,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -82,8 +83,7 @@ class Fetching:
 
     def __init__(self) -> None:
         self.sums = _Sums()
-        self.first_seconds = 0.0  # of the first batch
-        self.decoders: dict[str, list[float]] = {}  # name: calls, processor seconds, seconds, bytes
+        self.decoders: dict[str, list[float]] = {}  # name: calls, processor seconds, bytes
         self._inside = False  # a fetch
         self._decoding = False
         self._begun: dict[str, float] | None = None
@@ -107,26 +107,25 @@ class Fetching:
             return
         self.sums.of.clear()
         self.decoders.clear()
-        self.first_seconds = taken.wall
         self._begun = _process_figures(memory=True)
         self._memory_at = time.monotonic()
 
-    def collated(self, taken: _Clocks) -> None:
-        self.sums.add(collate_wall=taken.wall, collate_cpu=taken.thread)
+    def collated(self, cpu: float) -> None:
+        self.sums.add(collate_cpu=cpu)
 
     def decode(self, name: str, call: Callable[[], Any], size: Callable[[Any], int]) -> Any:
         """Call a decoder between two readings of the clocks; one within another counts once."""
         if not self._inside or self._decoding or threading.current_thread() is not threading.main_thread():
             return call()
         self._decoding = True
-        begin = _Clocks.now()
+        begin = time.thread_time()
         try:
             value = call()
         finally:
             self._decoding = False
-            taken = _Clocks.now().since(begin)
-        row = self.decoders.setdefault(name, [0.0, 0.0, 0.0, 0.0])
-        for place, more in enumerate((1.0, taken.thread, taken.wall, float(size(value)))):
+            taken = time.thread_time() - begin
+        row = self.decoders.setdefault(name, [0.0, 0.0, 0.0])
+        for place, more in enumerate((1.0, taken, float(size(value)))):
             row[place] += more
         return value
 
@@ -140,7 +139,6 @@ class Fetching:
         figures = {name: [value, now.get(name)] for name, value in self._begun.items()}
         return {
             **self.sums.of,
-            "first_seconds": self.first_seconds,
             "decoders": self.decoders,
             "process": figures,
         }
@@ -154,11 +152,11 @@ class _TimedCollate:
         self._fetching = fetching
 
     def __call__(self, samples: Any) -> Any:
-        begin = _Clocks.now()
+        begin = time.thread_time()
         try:
             return self.plain(samples)
         finally:
-            self._fetching.collated(_Clocks.now().since(begin))
+            self._fetching.collated(time.thread_time() - begin)
 
 
 def _bytes_of(value: Any) -> int:
@@ -248,7 +246,6 @@ class Loop:
     def ended(self) -> None:
         """There is no further batch in this pass."""
         self._exited = self._entered = None
-        self.sums.add(passes=1)
 
     def _pause(self, iterator: Any, now: float) -> None:
         """Stop the workers for this step, if it is time for that."""
@@ -384,6 +381,7 @@ class _Process:
         self.fetching = Fetching()
         self._ledger = _Ledger(options.ledger)
         self._loops: dict[str, tuple[Loop, Settings]] = {}
+        self._loop_of: weakref.WeakKeyDictionary[Any, Loop] = weakref.WeakKeyDictionary()
         self._begun: float | None = None  # when the first batch was there
         self._writes, self._written = 0, 0.0
         self._over = False
@@ -424,11 +422,14 @@ class _Process:
         return not self._over and threading.current_thread() is threading.main_thread()
 
     def _loop(self, iterator: Any) -> Loop:
-        facts = _facts(iterator)
-        key = json.dumps(facts)
-        if key not in self._loops:
-            self._loops[key] = Loop(facts, self._ledger), Settings.of(iterator, facts)
-        return self._loops[key][0]
+        loop = self._loop_of.get(iterator)
+        if loop is None:
+            facts = _facts(iterator)  # once: the dataset's length may take long
+            key = json.dumps(facts, default=str)
+            if key not in self._loops:
+                self._loops[key] = Loop(facts, self._ledger), Settings.of(iterator, facts)
+            loop = self._loop_of[iterator] = self._loops[key][0]
+        return loop
 
     def _end_if_time(self, iterator: Any, *, pass_ended: bool) -> None:
         if self._begun is None or self._is_worker:
@@ -441,7 +442,8 @@ class _Process:
     def _at_exit(self) -> None:
         """The program ends by itself, before its time."""
         if os.getpid() == self.pid and not self._over:
-            self._stop(None)
+            with contextlib.suppress(Exception):  # the program has ended well
+                self._stop(None)
 
     def _stop(self, iterator: Any) -> None:
         """Stop watching, and have one process of the program try what a cache would give."""
@@ -508,18 +510,33 @@ def watch_no_more() -> None:
 
 
 class Observer:
-    """What torch's iterators call, in whichever process."""
+    """What torch's iterators call, in whichever process.
+
+    If watching fails, it ends, and the report says so: the program must not fail.
+    """
 
     def __init__(self, options: WatchOptions) -> None:
         self._options = options
 
     def before(self, iterator: Any) -> None:
         if not _off:
-            _process(self._options).before(iterator)
+            with self._given_up_if_it_fails():
+                _process(self._options).before(iterator)
 
     def after(self, iterator: Any, seconds: float, failed: bool) -> None:
         if not _off:
-            _process(self._options).after(iterator, seconds, failed)
+            with self._given_up_if_it_fails():
+                _process(self._options).after(iterator, seconds, failed)
+
+    @contextlib.contextmanager
+    def _given_up_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            watch_no_more()
+            ledger = _Ledger(self._options.ledger)
+            ledger.write(TRIAL, json.dumps({"refused": f"{type(error).__name__}: {error}", "loaders": {}}))
+            ledger.write(DONE, "")
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------
