@@ -20,7 +20,7 @@ from hotset.errors import ArgumentError
 from hotset.run.doctor.advice import advice, as_json, predict
 from hotset.run.doctor.observed import Observed, read
 from hotset.run.doctor.text import lines
-from hotset.run.doctor.watch import DONE, PAUSED
+from hotset.run.doctor.watch import DONE, OURS, PAUSED
 from hotset.run.environment import WatchOptions, watched_environment
 from hotset.run.program import run_program
 from hotset.units import format_seconds
@@ -87,6 +87,11 @@ def _no_loader(ledger: str, command: str) -> str:
         return (
             f"no Python process of {printable(command, 60)} was reached: it is no Python program, hotset is "
             "not installed for its interpreter, or that ignores PYTHONPATH (python -I, -E or -S)."
+        )
+    if os.path.exists(os.path.join(ledger, OURS)):
+        return (
+            f"{printable(command, 60)} takes its batches from hotset.DataLoader, which is not judged; "
+            "print(loader.last_epoch) says how long training waits for it."
         )
     return (
         f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, so "

@@ -150,6 +150,19 @@ class TestCommand:
         assert sums(done.stdout)[-1] == "end"
         assert done.returncode == 3
 
+    def test_a_program_that_has_hotsets_loader_is_not_judged(self) -> None:
+        program = (
+            training(workers=2)
+            .replace("import sys", "import sys, hotset")
+            .replace(
+                "DataLoader(Rows()", 'hotset.DataLoader(hotset.cache(Rows(), memory="1MiB", transform=noise)'
+            )
+            .replace("if __name__", "def noise(row): return row + torch.rand(4)\n\nif __name__")
+        )
+        done = doctor("--", sys.executable, "-c", program)
+        assert done.returncode == 3
+        assert "last_epoch" in done.stderr
+
     def test_workers_do_not_stay_stopped_when_the_program_is_killed(self, tmp_path: Path) -> None:
         program = training(pause=0.002, epochs=500, workers=2).replace(
             'print("sum"',

@@ -33,10 +33,10 @@ from hotset.run import decoders, pillow
 from hotset.run.environment import WatchOptions
 from hotset.run.import_hook import Hook
 
-__all__ = ["DONE", "PAUSED", "TRIAL", "WATCHED", "Observer", "Settings", "hooks", "watch_no_more"]
+__all__ = ["DONE", "OURS", "PAUSED", "TRIAL", "WATCHED", "Observer", "Settings", "hooks", "watch_no_more"]
 
 # Files of the ledger.
-WATCHED, TRIAL, DONE, PAUSED = "watch-", "trial.json", "done", "paused-"
+WATCHED, TRIAL, DONE, PAUSED, OURS = "watch-", "trial.json", "done", "paused-", "ours"
 _TRYING = "trying"
 _WRITE_SECONDS = 0.5
 _MEMORY_SECONDS = 5.0
@@ -517,16 +517,25 @@ class Observer:
 
     def __init__(self, options: WatchOptions) -> None:
         self._options = options
+        self._said = False
 
     def before(self, iterator: Any) -> None:
-        if not _off:
+        if not _off and not self._is_ours(iterator):
             with self._given_up_if_it_fails():
                 _process(self._options).before(iterator)
 
     def after(self, iterator: Any, seconds: float, failed: bool) -> None:
-        if not _off:
+        if not _off and not self._is_ours(iterator):
             with self._given_up_if_it_fails():
                 _process(self._options).after(iterator, seconds, failed)
+
+    def _is_ours(self, iterator: Any) -> bool:
+        """Whether it is the iterator by which hotset.DataLoader has its workers: its samples are tasks."""
+        ours = type(getattr(iterator, "_dataset", None)).__module__.startswith("hotset.loader.")
+        if ours and not self._said:
+            self._said = True
+            _Ledger(self._options.ledger).write(OURS, "")
+        return ours
 
     @contextlib.contextmanager
     def _given_up_if_it_fails(self) -> Iterator[None]:
