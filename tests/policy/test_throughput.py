@@ -67,3 +67,7 @@ def test_without_workers_nothing_overlaps_and_a_gather_ahead_does() -> None:
     serial, ahead = Loader(1000.0, 0.0, 1e-3, False), Loader(1000.0, 0.0, 1e-3, True)
     assert together(serial, Step(1e-3, 1e-3), 8) == pytest.approx(500)
     assert together(ahead, Step(1e-3, 1e-3), 8) == pytest.approx(917, rel=0.01)
+
+
+def test_what_is_received_is_received_between_steps() -> None:
+    assert together(Loader(1e6, 1e-3, 0.0, True), Step(1e-3, 0.0), 64) == pytest.approx(500, rel=0.01)
