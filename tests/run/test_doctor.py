@@ -70,7 +70,6 @@ class TestCommand:
         assert 0.0 <= found["now"]["waited_fraction"] <= 1.0
         assert found["cached"]["samples_per_second"] > 0.0
         assert found["cached"]["bytes"] >= 64 * 16
-        assert found["sample"]["blocked"] > 0.0005  # of the millisecond in which it sleeps
         assert isinstance(found["num_workers"]["best"], int)
         for one in found["advice"]:
             assert one["line"]
