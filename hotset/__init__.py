@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hotset import collate
     from hotset.dataset.build import cache
     from hotset.dataset.cached_dataset import CachedDataset
+    from hotset.dataset.cached_stream import CachedStream
     from hotset.dataset.memo import Memo, memo
     from hotset.dataset.shared_cache import SharedCache, get_shm_size
     from hotset.dataset.window import Window
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CachedDataset": "hotset.dataset.cached_dataset",
+    "CachedStream": "hotset.dataset.cached_stream",
     "DataLoader": "hotset.loader.loader",
     "DeviceQueue": "hotset.device.queue",
     "SharedCache": "hotset.dataset.shared_cache",
@@ -95,6 +97,7 @@ __all__ = [
     "Accuracy",
     "ArgumentError",
     "CachedDataset",
+    "CachedStream",
     "Callback",
     "ClusterError",
     "DataLoader",

@@ -17,7 +17,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any, Literal, TypeVar, cast
 
 from torch.utils.data import Dataset
@@ -27,12 +27,14 @@ from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
+from hotset.dataset.cached_stream import CachedStream
 from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache, require_machines
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Pipeline, chain_of
 from hotset.dataset.planner import CacheOptions, PlanResult, found_plan, joined_plan, make_plan, own_memory
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.spill_folder import checked_folder, spill_to
+from hotset.dataset.stream_source import StreamSource, is_stream
 from hotset.dataset.unread import Unread
 from hotset.dataset.window import Window
 from hotset.determinism.batched import Batched
@@ -53,6 +55,7 @@ from hotset.store.locks import can_reopen
 from hotset.store.ring import Ring, attach_store
 from hotset.store.segment import Address
 from hotset.store.store import Store
+from hotset.store.stream_parts import StreamParts
 from hotset.units import parse_bytes
 
 __all__ = ["cache"]
@@ -109,7 +112,7 @@ def cache(
     concurrency: int = 1,
     strict: bool = False,
     cut: int | None = None,
-) -> CachedDataset[T]:
+) -> CachedDataset[T] | CachedStream[T]:
     """Cache the deterministic part of a dataset in memory that all processes of this job share.
 
     The chain of transforms (the dataset's own ``transform``, ``target_transform`` or ``transforms``, then
@@ -125,7 +128,8 @@ def cache(
     dataset whose samples depend on the rank by something outside its state needs a ``key`` for each rank.
 
     Args:
-        dataset: anything with ``len(dataset)`` and ``dataset[i]``. It is not changed.
+        dataset: anything with ``len(dataset)`` and ``dataset[i]``; or an iterable dataset, which is recorded
+            in its first pass: see :class:`hotset.CachedStream`. It is not changed.
         transform: one callable or a list of them, applied to whole samples after the dataset's own.
         memory: the most that the cached samples may take: bytes, a string such as ``"64GiB"``, or
             ``"auto"``: half of what is free under the machine's and every enclosing control group's limit, or
@@ -156,10 +160,12 @@ def cache(
         cut: how many transforms are cached, the dataset's own ``transform`` first; without it hotset chooses.
 
     Returns:
-        A dataset of the same length and samples, unless there is a window.
+        A dataset of the same length and samples, unless there is a window; a :class:`hotset.CachedStream` if
+        it is an iterable one.
 
     Raises:
-        ArgumentError: the dataset is empty, or can only be iterated over; a transform cannot be called;
+        ArgumentError: the dataset is empty, or is an iterator that ends for good; a transform cannot be
+            called;
             ``cut`` is not between 0 and the number of transforms; the folder above ``spill`` does not exist;
             ``concurrency`` is below 1 or above 1,024; or two arguments are given that do not go together.
         SessionError: there is no such session.
@@ -200,7 +206,31 @@ def cache(
         "strict": strict,
         "cut": cut,
     }
-    return CachedDataset(dataset, Maker(_make, _lookup_key, arguments))
+    maker = Maker(_make, _lookup_key, arguments)
+    if not is_stream(dataset):
+        return CachedDataset(dataset, maker)
+    _check_stream(arguments)
+    return CachedStream(dataset, maker)
+
+
+def _check_stream(arguments: dict[str, Any]) -> None:
+    """Refuse what does not go with an iterable dataset."""
+    given = {name: arguments[name] for name in ("window", "cluster", "replicate") if arguments[name]}
+    if arguments["concurrency"] > 1:
+        given["concurrency"] = arguments["concurrency"]
+    for name, value in given.items():
+        raise ArgumentError(
+            f"{name}= must be left out with an iterable dataset, got {value!r}: it is read in its own order, "
+            "by a "
+            "loader's workers; record it, and cache what was recorded again: cached.fill(), then "
+            f"hotset.cache(cached, {name}=...)."
+        )
+    if any(isinstance(step, Batched) for step in leaves(chain_of(arguments["transform"]))):
+        raise ArgumentError(
+            "hotset.batched must not be used with an iterable dataset, whose samples come one by one; record "
+            "it, "
+            "and cache what was recorded again: cached.fill(), then hotset.cache(cached, transform=...)."
+        )
 
 
 def _make(dataset: Any, arguments: dict[str, Any]) -> Current:
@@ -315,7 +345,7 @@ class _Search:
         self._identity = identity
         self._options = options
         self._source_error: OSError | None = None  # raised by the dataset, not by the session
-        self.name = type(pipeline.dataset).__name__
+        self.name = pipeline.name
         self.result: PlanResult | None = None
 
     def run(self) -> Shared[Store]:
@@ -329,7 +359,7 @@ class _Search:
                 f"{self.name} is not cached, and its samples come from the source: /proc is not mounted "
                 "here, through which processes reach shared memory; mount it (`mount -t proc proc /proc`)."
             )
-            self.result = make_plan(self._pipeline, self._options, self._identity)
+            self.result = self._made_plan()
             return Shared(None, None, joined=False)
         shared = self._in_session(self._options.session) if self._options.session is not None else None
         return shared if shared is not None else self._in_job()
@@ -373,7 +403,7 @@ class _Search:
                     lambda result: _create(result, options, location),
                 )
                 return store
-            self.result = make_plan(self._pipeline, options, self._identity)
+            self.result = self._made_plan()
         except SegmentError:  # the cluster has another cache under that name
             raise
         except OSError as error:
@@ -381,10 +411,21 @@ class _Search:
             raise
         return _create(self.result, options, location)
 
+    def _made_plan(self) -> PlanResult:
+        result = make_plan(self._pipeline, self._options, self._identity)
+        dataset = self._pipeline.dataset
+        if isinstance(dataset, StreamSource):
+            return dataset.planned(result, alone=bool(self._identity.unknowns))
+        return result
+
     def _attach(self, address: Address | str) -> Store:
         store = attach_store(address)
         try:
             self.result = joined_plan(self._pipeline, self._options, self._identity, store.segment.metadata)
+            if isinstance(self._pipeline.dataset, StreamSource):
+                self._pipeline.dataset.divided(1, 1)
+                plan = replace(self.result.plan, samples=len(store), stream=True)
+                self.result = self.result._replace(plan=plan)
         except BaseException:
             store.close()
             raise
@@ -496,6 +537,8 @@ def _create(result: PlanResult, options: CacheOptions, location: CacheLocation |
             schema, plan.samples, _limit(result, options, location), about=about, path=path, spill=spill
         )
         store.path = location.name if location is not None else None
+        if plan.stream:
+            StreamParts(store).use(1)
         return store
     except UnsupportedPlatform:
         raise

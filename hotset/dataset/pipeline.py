@@ -32,6 +32,7 @@ from torch.utils.data import IterableDataset
 
 from hotset._warnings import Warner
 from hotset.dataset.format_transform import without_format_transform
+from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import TransformAttribute, transform_attributes_of, with_transforms
 from hotset.determinism.aliasing import copied, owned, owns_all
 from hotset.determinism.batch_transform import BatchTransform
@@ -74,6 +75,11 @@ class Pipeline:
     dataset: Any
     attributes: tuple[TransformAttribute, ...]
     given: tuple[Transform, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset's class."""
+        return self.dataset.name if isinstance(self.dataset, StreamSource) else type(self.dataset).__name__
 
     def steps(self, cuts: Cuts) -> list[Any]:
         """The leaf transforms of all chains that are used, in the order of the plan's rows."""
@@ -244,6 +250,16 @@ class Source:
         found.reverse()  # taken from the end, so that no list refers to a sample any more
         while found:
             yield self._transformed(owned(found.pop(), _warn_of_uncopied))
+
+    def of_stream(self, samples: Iterator[Any]) -> Any:
+        """As :meth:`read`, for the next sample of an iterator.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        if not self.prefix and not self.live:
+            return next(samples)  # it is stored before the user gets it, and nothing changes it before that
+        return self._transformed(owned(next(samples), _warn_of_uncopied))
 
     def _transformed(self, sample: Any) -> Any:
         for step in self.prefix:

@@ -57,6 +57,8 @@ class Plan:
         notes: sentences about how this was decided.
         warnings: sentences that the user is warned with at once.
         held: the bytes of ``limit`` that other caches of the session hold, or the machine does not have now.
+        stream: whether the dataset is an iterable one, whose length is known once it was read: ``samples``
+            is 0 before.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Plan:
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     held: int = 0
+    stream: bool = False
 
     @property
     def cached(self) -> tuple[str, ...]:
@@ -185,6 +188,8 @@ class Plan:
 
     def _facts(self) -> list[tuple[str, str]]:
         """The lines below the table of transforms, each with its label."""
+        if self.stream:
+            return self._stream_facts()
         share = "all of them fit" if self.fits >= 1 else f"{self.fits:.0%} of them fit"
         room = format_bytes(self.room)
         if self.held:
@@ -200,6 +205,24 @@ class Plan:
             *([("window", self._window_text(self.window))] if self.window is not None else []),
             ("memory", f"{room} for {format_bytes(self.total_bytes)}: {share}"),
             ("an epoch", epochs),
+            ("fingerprint", self.fingerprint),
+            *(("note", note) for note in (*self.notes, *self.warnings)),
+        ]
+
+    def _stream_facts(self) -> list[tuple[str, str]]:
+        """As :meth:`_facts`, for a stream."""
+        read = (
+            f"{self.samples:,} samples, all recorded"
+            if self.samples
+            else "its length is known once it was read"
+        )
+        reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
+        count = self.room // max(self.sample_bytes, 1)
+        beyond = f", the others go to {self.spill}, where {_DISK_RESERVE} stay free" if self.spill else ""
+        return [
+            ("dataset", f"{self.name}, a stream: {read}"),
+            ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
+            ("memory", f"{format_bytes(self.room)}, for about {count:,} samples{beyond}"),
             ("fingerprint", self.fingerprint),
             *(("note", note) for note in (*self.notes, *self.warnings)),
         ]

@@ -115,7 +115,7 @@ def joined_plan(
     rows = _joined_rows(pipeline.steps(cuts), [Row(*row) for row in about["rows"]])
     found = identity.fingerprint(pipeline, cuts, source)
     plan = Plan(
-        name=type(pipeline.dataset).__name__,
+        name=pipeline.name,
         fingerprint=found.digest,
         rows=rows,
         samples=len(pipeline.dataset),
@@ -169,8 +169,7 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
 
 
 def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> PlanResult:
-    dataset = pipeline.dataset
-    name = type(dataset).__name__
+    dataset, name = pipeline.dataset, pipeline.name
     limit, warned = _limit(options)
     if declared(dataset) == "nondeterministic":
         raise NotCacheable(

@@ -432,7 +432,7 @@ class SampleAccess:
         store = self.store
         if store is None or store.segment.live[Live.DRAWS_TOLD] == self._job:
             return
-        ids = np.arange(len(store))
+        ids = np.arange(len(store.segment.used_index))
         if self._window is not None:
             ids = np.sort(self._window.entries(None, self.ring))
         drawing = ids[store.index.drawing(ids)].tolist()
@@ -476,7 +476,7 @@ def _shortage(store: Store, used: int, samples: int, mismatches: Collection[int]
     if store.why_full is not None:
         if store.room.why_full is None:  # there is room in memory; the disk should hold all samples, too
             return f"not all samples are stored on the disk: {store.why_full}"
-        cached = int((store.segment.index >= PRESENT).sum())
+        cached = int((store.segment.used_index >= PRESENT).sum())
         return f"{cached:,} of {used:,} samples are cached, and no more fit: {store.why_full}"
     if len(mismatches) < max(_MISMATCHES_WORTH_WARNING, samples // 100):
         return None

@@ -87,7 +87,7 @@ def stats_of(
         peers: the traffic between machines.
         replaced: the number of samples that were replaced in the window.
     """
-    words = store.segment.index if entries is None else store.words(entries)
+    words = store.segment.used_index if entries is None else store.words(entries)
     cached = int((words >= PRESENT).sum())
     sums = store.segment.slots.sum(axis=0).tolist()
     return Stats(

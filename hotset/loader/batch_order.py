@@ -25,6 +25,8 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from hotset.loader.stream_order import StreamSampler
+
 __all__ = ["BatchOrder", "WholeEpoch", "draw_base_seed", "whole_epoch"]
 
 
@@ -154,6 +156,8 @@ def whole_epoch(batches: Any, start: int = 0) -> WholeEpoch | None:
         count = len(sampler.data_source)
         if sampler.num_samples == count:
             return WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last, start)
+    if type(sampler) is StreamSampler and sampler.draws_globally:
+        return WholeEpoch(sampler.order, batches.batch_size, batches.drop_last, start)
     if type(sampler) is DistributedSampler:  # it draws all at once, from a generator of its own
         return WholeEpoch(
             lambda: np.fromiter(sampler, np.int64, len(sampler)), batches.batch_size, batches.drop_last, start

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.cached_dataset import CachedDataset
+from hotset.dataset.cached_stream import CachedStream
 from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
 from hotset.store.schema import Schema
@@ -161,10 +162,18 @@ def fetched(dataset: Any, indices: Sequence[Any]) -> list[Any]:
     return many(indices) if many else [dataset[index] for index in indices]
 
 
-def route_to(dataset: Any) -> Route | None:
-    """The route to the caches behind a dataset; None if there are none, or another wrapper is in between."""
+def route_to(dataset: Any, *, in_part: bool = False) -> Route | None:
+    """The route to the caches behind a dataset; None if there are none, or another wrapper is in between.
+
+    Args:
+        dataset: the loader's.
+        in_part: for a stream that is recorded in part, the route to that part.
+    """
     if isinstance(dataset, CachedDataset):
         return Route([dataset], np.empty(0, np.int64), None)
+    if isinstance(dataset, CachedStream):
+        indexed = dataset._indexed(in_part=in_part)
+        return Route([indexed[0]], np.zeros(len(indexed[1]), np.int64), indexed[1]) if indexed else None
     if type(dataset) is Subset:
         inner = route_to(dataset.dataset)
         chosen = inner.resolve(dataset.indices) if inner is not None and len(dataset.indices) else None

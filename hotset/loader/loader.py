@@ -3,8 +3,8 @@
 ``iter()`` decides once for an epoch how its batches are made; the first row that fits applies:
 
 =============================================  ===========================================================
-no cache behind the dataset (an iterable       by torch's own loader, whose workers die with this process
-dataset never has one)
+no cache behind the dataset                    by torch's own loader, whose workers die with this process
+a cached stream that was not read yet          the same, over a dataset that records what goes by
 everything cached, nothing live, and a         gathered in this process, ahead of use; no workers
 collate function that hotset knows
 workers                                        by workers, in shared blocks (an inner loader)
@@ -21,12 +21,13 @@ arguments over the same dataset without the cache.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,8 +37,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
 from hotset.dataset.cached_dataset import CachedDataset, Current
+from hotset.dataset.cached_stream import CachedStream, StreamRecording
 from hotset.determinism.rng import Generators
-from hotset.errors import ArgumentError
+from hotset.errors import ArgumentError, StateError
 from hotset.loader.batch_buffer import BlockCollate
 from hotset.loader.batch_builder import BatchBuilder, LocalGather, make_gather
 from hotset.loader.batch_order import BatchOrder, draw_base_seed
@@ -50,6 +52,7 @@ from hotset.loader.remaining_batches import RemainingBatches, cut_of
 from hotset.loader.rng_state import Beginning, LocalGenerators
 from hotset.loader.state import (
     EpochProgress,
+    FollowedBy,
     RecordedOrder,
     SavedState,
     TorchBatches,
@@ -58,6 +61,7 @@ from hotset.loader.state import (
     identity_of,
     read_state,
 )
+from hotset.loader.stream_order import StreamSampler
 from hotset.loader.worker_batches import WorkerBatches
 from hotset.loader.worker_messages import BatchMessage
 from hotset.loader.worker_process import (
@@ -86,6 +90,8 @@ _MADE = {
     "_gathers",
     "_into_blocks",
     "_recorded",
+    "_recorder",
+    "_in_stream_order",
     "last_epoch",
 }
 # Live parts often turn uint8 into float32; a shared block takes no memory before it is written to.
@@ -131,6 +137,17 @@ class DataLoader(TorchDataLoader[T]):
     _gathers: tuple[Any, LocalGather | None] | None = None
     _into_blocks: BlockCollate | None = None
     _recorded: RecordedOrder | None = None
+    _recorder: TorchDataLoader[Any] | None = None  # over a stream that is read first
+    _in_stream_order = False  # whether such a pass is repeated, to resume it
+
+    if not TYPE_CHECKING:  # the arguments are torch's
+
+        def __init__(self, dataset, *arguments, **named):
+            if isinstance(dataset, CachedStream):
+                arguments, named = (), _with_stream_order(dataset, arguments, named)
+            super().__init__(dataset, *arguments, **named)
+
+        __init__.__signature__ = inspect.signature(TorchDataLoader.__init__)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "generator" and not isinstance(value, (torch.Generator, type(None))):
@@ -143,8 +160,9 @@ class DataLoader(TorchDataLoader[T]):
     def __iter__(self) -> Any:
         if self.timeout and not self.num_workers:  # torch's own error, raised at the same moment
             raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")
-        self._follow_caches()
         saved, self._saved = self._saved, None
+        self._follow_stream(saved)
+        self._follow_caches()
         windows = self._windows()
         residents = [cached._window for cached in windows if cached._window is not None]
         moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
@@ -157,7 +175,7 @@ class DataLoader(TorchDataLoader[T]):
         if saved is not None and not moved_on:
             return self._go_on(saved)
         last, fresh = self._pass, self._fresh
-        streams = self.num_workers == 0 and isinstance(self.dataset, IterableDataset)
+        streams = self.num_workers == 0 and self._reads_stream
         beginning = Beginning(self, self._live_generators() if streams else None)
         run = EpochProgress(last.number + 1 if last is not None else 0, beginning.take(), fresh)
         if last is not None and not fresh:  # the same workers go on
@@ -188,7 +206,18 @@ class DataLoader(TorchDataLoader[T]):
             for cached in route.caches:
                 cached._fill_for_workers()
         if route is None:
-            return TorchBatches(super().__iter__(), run, self._recorded, self.batch_size or 1, summary)
+            ended = self._stream._ended if self._stream is not None else None
+            size = self.batch_size or 1
+            return TorchBatches(self._torch_iterator(), run, self._recorded, size, summary, ended=ended)
+        batches_of_cache = self._from_cache(route, run, batches, summary)
+        if self._stream is None or not self._stream._has_rest:
+            return batches_of_cache
+        skip = max(run.batches - len(self._order), 0)
+        return FollowedBy(batches_of_cache, partial(self._rest_of_stream, run, summary, skip), run)
+
+    def _from_cache(
+        self, route: Route, run: EpochProgress, batches: Any, summary: EpochSummary
+    ) -> Iterator[Any]:
         all_cached = route.all_present()
         gather = self._local_gather(route) if all_cached or route.has_peers else None
         run.gathered = gather is not None and all_cached
@@ -262,8 +291,8 @@ class DataLoader(TorchDataLoader[T]):
             StateError: the state is damaged, of another format, or of another dataset or sampler.
         """
         cut = cut_of(self.batch_sampler, self.sampler)
-        saved = read_state(state, self._identity(), cut, self.num_workers, self._header()["windows"])
-        if self._route() is None:
+        saved = read_state(state, self._identity_for(state), cut, self.num_workers, self._header()["windows"])
+        if self._route() is None or (self._stream is not None and _is_of_stream(state)):
             saved.require_replay(self, cut)
         saved.restore_samplers(Beginning(self))
         for cached, position in zip(self._windows(), saved.windows, strict=True):
@@ -299,7 +328,7 @@ class DataLoader(TorchDataLoader[T]):
         redraws = saved.redraws(self.num_workers)
         try:
             if not run.fresh and self._route() is None:
-                super().__iter__()  # starts the workers, which ran already when the pass began
+                self._torch_iterator()  # starts the workers, which ran already when the pass began
                 rewind()
             batches = self._begin(run, self._rest_of(saved, begin if redraws else None))
         finally:
@@ -331,11 +360,106 @@ class DataLoader(TorchDataLoader[T]):
         return list({id(cached): cached for cached in caches if cached._window is not None}.values())
 
     def _identity(self) -> dict[str, Any]:
+        stream = self._stream
+        if stream is not None:  # its samples are counted from its second pass on
+            count = len(stream._ids()) if self._route() is not None else None
+            return {"samples": count, "fingerprints": [stream.plan.fingerprint]}
         if self._known is None:
             route = self._route()
             fingerprints = [cached.plan.fingerprint for cached in route.caches] if route is not None else []
             self._known = identity_of(self.dataset, fingerprints)
         return self._known
+
+    def _identity_for(self, state: Any) -> dict[str, Any]:
+        """The identity to compare a state with: one of a stream's first pass counts no samples.
+
+        Raises:
+            StateError: the state is of a recorded stream, which is not recorded here.
+        """
+        identity = self._identity()
+        if self._stream is None or not isinstance(state, dict) or "data" not in state:
+            return identity
+        if _is_of_stream(state):
+            return {**identity, "samples": None}
+        if identity["samples"] is None:
+            raise StateError(
+                "the state is from a stream that was recorded, and here it is not recorded yet; call fill() "
+                "on the "
+                "cached stream first, or keep it in the session in which it was recorded (session=)."
+            )
+        return identity
+
+    # ---- streams -------------------------------------------------------------------------------------
+
+    @property
+    def _stream(self) -> CachedStream[Any] | None:
+        return self.dataset if isinstance(self.dataset, CachedStream) else None
+
+    @property
+    def _reads_stream(self) -> bool:
+        """Whether the next pass runs an iterable dataset."""
+        return isinstance(self.dataset, IterableDataset) or (
+            self._stream is not None and self._route() is None
+        )
+
+    def _follow_stream(self, saved: SavedState | None) -> None:
+        """Find out how far a stream is recorded, and make ready for the pass that begins."""
+        stream = self._stream
+        if stream is None:
+            return
+        stream._follow()
+        stream._wait_for_ranks()
+        self._in_stream_order = saved is not None and saved.under_way and _is_of_stream(saved.state)
+        sampler = self.sampler
+        if isinstance(sampler, StreamSampler) and (saved is None or not saved.under_way):
+            sampler.begin_pass()
+        if self._route() is not None:
+            if self._recorder is not None:
+                self._recorder = None  # ends its workers
+                self._workers_begun = False
+        elif isinstance(sampler, StreamSampler) and sampler.shuffle:
+            stream._told(
+                f"the first pass over {type(stream.dataset).__name__} comes in the stream's own order, as it "
+                "is "
+                "recorded in it; shuffle=True holds from the second on. Call fill() first to shuffle the "
+                "first, too.",
+                "order",
+            )
+
+    def _torch_iterator(self) -> Any:
+        """torch's own iterator over the dataset, or over a stream that is recorded as it goes by."""
+        if self._stream is None:
+            return super().__iter__()
+        if self._recorder is None or not self.persistent_workers:
+            recording = self._stream._recording(
+                self.num_workers, self.batch_size or 1, replay=self._in_stream_order
+            )
+            self._recorder = self._stream_loader(recording)
+        return iter(self._recorder)
+
+    def _rest_of_stream(self, run: EpochProgress, summary: EpochSummary, skip: int) -> Iterator[Any]:
+        """The batches of the samples that are not recorded, at the end of a pass."""
+        assert self._stream is not None
+        loader = self._stream_loader(self._stream._recording(self.num_workers, rest=True))
+        return TorchBatches(iter(loader), run, None, self.batch_size or 1, summary, skip)
+
+    def _stream_loader(self, recording: StreamRecording) -> TorchDataLoader[Any]:
+        return TorchDataLoader(
+            recording,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            num_workers=self.num_workers,
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout,
+            worker_init_fn=WorkerInit(self.worker_init_fn),
+            multiprocessing_context=self.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            pin_memory_device=self.pin_memory_device,
+            in_order=self.in_order,
+        )
 
     def _follow_caches(self) -> None:
         """Forget what is known of caches that were made anew because an attribute of their dataset was set.
@@ -371,7 +495,7 @@ class DataLoader(TorchDataLoader[T]):
     # ---- routes --------------------------------------------------------------------------------------
 
     def _route(self) -> Route | None:
-        return route_to(self.dataset)
+        return None if self._in_stream_order else route_to(self.dataset, in_part=True)
 
     def _get_iterator(self) -> Any:
         """torch's own iterator, with a recorded order, and with workers that die with this process."""
@@ -483,6 +607,23 @@ class DataLoader(TorchDataLoader[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**{k: v for k, v in self.__dict__.items() if k not in _MADE}, "_iterator": None}
+
+
+def _with_stream_order(
+    stream: CachedStream[Any], arguments: Sequence[Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A loader's arguments, with a sampler that can be made before the stream has a length."""
+    given = inspect.signature(TorchDataLoader.__init__).bind(None, stream, *arguments, **named).arguments
+    del given["self"], given["dataset"]
+    if given.get("sampler") is None and given.get("batch_sampler") is None:
+        shuffle = bool(given.pop("shuffle", False))
+        given["sampler"] = StreamSampler(stream, shuffle=shuffle, generator=given.get("generator"))
+    return given
+
+
+def _is_of_stream(state: dict[str, Any]) -> bool:
+    """Whether a state is of a pass that ran a stream."""
+    return bool(state["data"].get("samples") is None)
 
 
 def _lost_by_fork(context: Any) -> bool:

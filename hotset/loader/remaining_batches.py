@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from hotset.loader.batch_order import whole_epoch
+from hotset.loader.stream_order import StreamSampler
 
 __all__ = ["BatchCut", "EpochPosition", "RemainingBatches", "cut_of"]
 
@@ -34,7 +35,8 @@ class BatchCut(NamedTuple):
     Attributes:
         sampler, batch_sampler: the names of their classes.
         batch_size: None with a batch sampler of the user's.
-        ranks: among how many processes a DistributedSampler divides the order; 0 with any other sampler.
+        ranks: among how many processes a DistributedSampler, or a stream's own, divides the order; 0 with any
+            other sampler.
         rank: the number of this process among them.
     """
 
@@ -68,13 +70,17 @@ class EpochPosition(NamedTuple):
 def cut_of(batches: Any, sampler: Any) -> BatchCut:
     """The cut of a loader with this batch sampler and this sampler."""
     inner = getattr(batches, "sampler", sampler)
-    shared = inner if isinstance(inner, DistributedSampler) else None
+    rank, ranks = 0, 0
+    if isinstance(inner, DistributedSampler):
+        rank, ranks = inner.rank, inner.num_replicas
+    elif isinstance(inner, StreamSampler) and inner.division[1] > 1:
+        rank, ranks = inner.division
     return BatchCut(
         sampler=type(inner).__name__,
         batch_sampler=type(batches).__name__,
         batch_size=batches.batch_size if type(batches) is BatchSampler else None,
-        ranks=shared.num_replicas if shared is not None else 0,
-        rank=shared.rank if shared is not None else 0,
+        ranks=ranks,
+        rank=rank,
     )
 
 

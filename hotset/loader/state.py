@@ -32,6 +32,7 @@ from torch.utils.data import IterableDataset
 
 from hotset._warnings import warn
 from hotset.dataset.active_window import ActiveWindow, WindowPosition, positions_of
+from hotset.dataset.cached_stream import CachedStream
 from hotset.determinism.rng import Generators
 from hotset.errors import StateError
 from hotset.loader.epoch_summary import EpochSummary
@@ -42,6 +43,7 @@ from hotset.loader.rng_state import DAMAGE, Beginning, damaged, pack, restore, u
 __all__ = [
     "FORMAT",
     "EpochProgress",
+    "FollowedBy",
     "RecordedOrder",
     "SavedState",
     "TorchBatches",
@@ -183,7 +185,7 @@ class SavedState:
                 "over a cached dataset can change these in mid-epoch; load it with the same batch size and "
                 "ranks."
             )
-        if saved_workers != workers and isinstance(loader.dataset, IterableDataset):
+        if saved_workers != workers and isinstance(loader.dataset, (IterableDataset, CachedStream)):
             raise StateError(
                 f"num_workers must be {saved_workers} as in the state, got {workers}: an iterable dataset "
                 f"itself divides its samples among the workers; load it with num_workers={saved_workers}."
@@ -394,6 +396,11 @@ def _require_same_order(saved: BatchCut, now: BatchCut, under_way: bool) -> None
             f"the state is from a loader with {saved.batch_sampler} over {saved.sampler}, and this one has "
             f"{now.batch_sampler} over {now.sampler}, which gives another order; use the same samplers."
         )
+    if under_way and saved.ranks != now.ranks and now.sampler == "StreamSampler":
+        raise StateError(
+            f"the state is from {max(saved.ranks, 1)} ranks that divide a recorded stream, and there are "
+            f"{max(now.ranks, 1)} now; resume with {max(saved.ranks, 1)} ranks, or begin the epoch anew."
+        )
     if under_way and saved.ranks != now.ranks and now.batch_size is None:
         raise StateError(
             f"the state is from {saved.ranks} ranks, and there are {now.ranks} now: only torch's "
@@ -444,6 +451,8 @@ class TorchBatches:
         order: their order; None for an iterable dataset, which has none: its batches count as full ones.
         size: how many samples a full batch has.
         summary: counts batches, samples and waiting.
+        skip: how many batches were consumed already.
+        ended: called at the end of the pass.
     """
 
     def __init__(
@@ -453,13 +462,16 @@ class TorchBatches:
         order: RecordedOrder | None,
         size: int,
         summary: EpochSummary,
+        skip: int | None = None,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         self._batches = batches
         self._run = run
         self._order = order
         self._size = size
         self._summary = summary
-        for _ in range(run.batches):
+        self._ended = ended
+        for _ in range(run.batches if skip is None else skip):
             try:
                 next(batches)
             except StopIteration:
@@ -480,6 +492,8 @@ class TorchBatches:
         except StopIteration:
             self._run.over = True
             self._summary._end()
+            if self._ended is not None:
+                self._ended()
             raise
         except BaseException:
             self._samples()  # forget the size of the batch that failed: others may follow
@@ -494,3 +508,32 @@ class TorchBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
+
+
+class FollowedBy:
+    """Iterator over the batches of a pass in two parts: the second is begun when the first has ended.
+
+    Args:
+        first: the first part.
+        then: begins the second.
+        run: the pass.
+    """
+
+    def __init__(self, first: Iterator[Any], then: Callable[[], Iterator[Any]], run: EpochProgress) -> None:
+        self._batches = first
+        self._then: Callable[[], Iterator[Any]] | None = then
+        self._run = run
+
+    def __iter__(self) -> FollowedBy:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._then is None:
+                raise
+        then, self._then = self._then, None
+        self._run.over = False
+        self._batches = then()
+        return next(self._batches)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
+from hotset.dataset.cached_stream import StreamRecording
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.determinism.rng import Generators
 from hotset.loader.batch_buffer import BatchBuffer
@@ -333,7 +334,7 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         self._parent.arm_or_exit()
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, BatchMaker):
+        if info is not None and isinstance(info.dataset, (BatchMaker, StreamRecording)):
             keep_freed_memory()
             # WorkerInfo refuses plain assignment; the user must find the user's own dataset there.
             object.__setattr__(info, "dataset", info.dataset.dataset)

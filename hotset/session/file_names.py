@@ -183,7 +183,7 @@ def retire(path: str) -> int:
         with participant.short_lock():
             live[Live.INVALIDATED] = DESTROYED
             live[Live.CLEAR_GENERATION] |= 1
-            segment.index[:] = 0
+            segment.used_index[:] = 0
         taken = os.fstat(segment.fd).st_blocks
         if participant.unread(_READERS_SECONDS):
             with contextlib.suppress(OSError):

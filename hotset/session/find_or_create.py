@@ -442,8 +442,9 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
         first = Segment.create(geometry, encoded, path=path, limit=limit)
         try:
-            words = second.index.copy()
-            first.index[:] = np.where(words >= PRESENT, words | ON_DISK, 0)
+            first.live[Live.IDS] = second.live[Live.IDS]
+            words = second.used_index.copy()
+            first.used_index[:] = np.where(words >= PRESENT, words | ON_DISK, 0)
         finally:
             first.close()
     finally:

@@ -34,11 +34,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["JOB", "Job", "is_rank", "pid_namespace", "this_job", "this_program"]
+__all__ = ["JOB", "Job", "is_rank", "local_rank", "pid_namespace", "this_job", "this_program"]
 
 # Names the job that all processes below belong to.
 JOB = "HOTSET_JOB"
 
+_LOCAL_RANKS = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+    ("LOCAL_RANK", "WORLD_SIZE"),
+    ("RANK", "WORLD_SIZE"),
+)
 _RENDEZVOUS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -130,6 +138,25 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
         return True
     in_step = {"SLURM_LOCALID", "SLURM_STEP_ID"} <= environment.keys()
     return in_step and environment.get("SLURM_STEP_NUM_TASKS") != "1"
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return the number of this rank among those of this machine, and how many they are; (0, 1) for no rank.
+
+    A launcher that does not say how many there are here is taken to have started all of them here.
+
+    Example:
+        >>> local_rank({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}), local_rank({})
+        ((1, 4), (0, 1))
+        >>> local_rank({"RANK": "1", "WORLD_SIZE": "2"})
+        (1, 2)
+    """
+    if not is_rank(environment):
+        return 0, 1
+    for rank, count in _LOCAL_RANKS:
+        if rank in environment and environment.get(count, "").isdigit():
+            return int(environment[rank]), max(int(environment[count]), int(environment[rank]) + 1)
+    return 0, 1
 
 
 def pid_namespace() -> int:

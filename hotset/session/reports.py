@@ -144,14 +144,15 @@ def _counts_of(folder: int, file: str) -> CacheReport:
     try:
         disk = _disk_bytes(segment)
         live = segment.live
-        words = segment.index[segment.index >= PRESENT]
+        words = segment.used_index
+        words = words[words >= PRESENT]
         sums = segment.slots.sum(axis=0).tolist()
         hits = sums[Slot.HITS] + sums[Slot.PEER_HITS]
         served = hits + sums[Slot.MISSES]
         return CacheReport(
             id=number,
             name=str(segment.metadata.get("name", file)),
-            samples=segment.geometry.samples,
+            samples=segment.samples,
             cached=len(words),
             spilled=int(np.count_nonzero(words & ON_DISK)),
             memory=segment.taken,
@@ -278,8 +279,8 @@ def _check(where: str | Address, name: str, owner: str) -> CheckedCache:
             str(segment.metadata.get("name", name)),
             owner,
             "damaged" if problems else "ok",
-            samples=segment.geometry.samples,
-            cached=int((segment.index >= PRESENT).sum()),
+            samples=segment.samples,
+            cached=int((segment.used_index >= PRESENT).sum()),
             bytes=segment.taken,
             disk=disk,
             limit=int(live[Live.LIMIT]),

@@ -354,7 +354,8 @@ def distrust_allocator(participant: Participant) -> None:
     After a crash of the machine these counters may be older than the index.
     """
     segment, geometry, live = participant.segment, participant.segment.geometry, participant.segment.live
-    words = segment.index[segment.index >= PRESENT]
+    words = segment.used_index
+    words = words[words >= PRESENT]
     rows = words[words & ON_DISK == 0] & ROW_MASK
     rows = rows[rows < geometry.rows].tolist()
     if not rows:

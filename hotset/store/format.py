@@ -183,6 +183,9 @@ class Live:
     KEYS = 16  # of a keyed segment: how many sample ids were given to keys
     FUNCTIONS = 17  # of a keyed segment: how many functions are entered
     FREED = 18  # of a keyed segment: 1 once records were forgotten, until no free run is long enough
+    PARTS = 19  # of a stream: ranks << 16 | workers of the pass that records it; 0 before the first
+    OTHER = 20  # of a stream: 1 once a pass gave other samples than were recorded
+    IDS = 21  # of a stream: no sample id from here on is in use; 0: any may be
 
 
 DESTROYED = 2  # in INVALIDATED: the cache's session was destroyed, or the cache was dropped
@@ -210,6 +213,12 @@ class Slot:
     # 16 was used once
     AUDITS = 17  # hits that were compared with what the source gives
     AUDIT_NS = 18  # time spent on that
+    # Of a stream's part with this slot's number, whichever process holds the slot (see stream_parts):
+    PART_KEPT = 19  # how many of its first samples are recorded
+    PART_GIVEN = 20  # how many samples it has, as far as a pass has come
+    PART_ENDED = 21  # 1 once a pass has come to its end
+    PART_OWNER = 22  # the claim word of the process that records it
+    PART_WHY = 23  # why it is recorded no further: see stream_parts
 
 
 def _page_up(offset: int) -> int:

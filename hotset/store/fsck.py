@@ -86,7 +86,7 @@ def check_segment(segment: Segment) -> list[str]:
     # In a ring a small word is the lap in which a sample was tried in vain, or was found to draw.
     refusals = GENERATION_MASK + 1 if segment.metadata.get("ring") is True else 0
     tails: list[tuple[int, int, int, int]] = []
-    for sample, word in enumerate(segment.index.tolist()):
+    for sample, word in enumerate(segment.used_index.tolist()):
         if word >= PRESENT:
             if word & fmt.ON_DISK:
                 # A record of the other segment, which is verified there.

@@ -46,6 +46,7 @@ from hotset.store.format import (
     SLOTS,
     Geometry,
     Live,
+    Slot,
     pack_header,
     unpack_header,
 )
@@ -199,6 +200,21 @@ class Segment:
     def address(self) -> Address:
         """Where another process of this user finds this segment while this process lives."""
         return Address(os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.nonce)
+
+    @property
+    def used_index(self) -> Words:
+        """The index words that may name anything: all, or of a stream those up to the last sample id in
+        use.
+        """
+        count = int(self.live[Live.IDS])
+        return self.index[:count] if count else self.index
+
+    @property
+    def samples(self) -> int:
+        """The length of the dataset; of a stream, how many samples it gave so far."""
+        if not self.live[Live.IDS]:
+            return self.geometry.samples
+        return int(self.slots[:, Slot.PART_GIVEN].sum())
 
     @property
     def taken(self) -> int:

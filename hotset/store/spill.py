@@ -204,7 +204,7 @@ class Spill:
         """Forget every record; the caller holds the store's short lock, and no claim is open."""
         segment, geometry = self.segment, self.segment.geometry
         self.room.reopen()
-        segment.index[:] = 0
+        segment.used_index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED]] = 0
         with contextlib.suppress(OSError):  # a file system without holes: its blocks are reused

@@ -226,7 +226,7 @@ class Store:
 
     def holds(self, ids: Ids | None = None) -> bool:
         """Whether all of these samples (of all samples, if None) are in the store now."""
-        words = self.segment.index if ids is None else self.words(ids)
+        words = self.segment.used_index if ids is None else self.words(ids)
         return self.clear_generation() is not None and len(words) > 0 and int(words.min()) >= PRESENT
 
     def present(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -505,7 +505,7 @@ class Clearing:
         deadline = time.monotonic() + timeout
         while True:
             with self._participant.short_lock() as held:
-                words = self._participant.segment.index
+                words = self._participant.segment.used_index
                 claimed = words[(words >= CLAIMED) & (words < PRESENT)]
                 if held and not any(self._claims.is_open(word) for word in set(claimed.tolist())):
                     self._forget_everything()
@@ -526,12 +526,13 @@ class Clearing:
         """Empty the segment; the caller holds the short lock."""
         segment, geometry = self._participant.segment, self._participant.segment.geometry
         segment.live[Live.CLEAR_GENERATION] |= 1
-        segment.index[:] = 0
+        segment.used_index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.slots[:, Slot.STORED_BYTES] = 0
         if self._spill is not None:
             self._spill.clear()
-        told = [Live.TOLD, Live.DRAWS_TOLD, Live.KEYS, Live.FUNCTIONS, Live.FREED]
+        segment.slots[:, Slot.PART_KEPT : Slot.PART_WHY + 1] = 0
+        told = [Live.TOLD, Live.DRAWS_TOLD, Live.KEYS, Live.FUNCTIONS, Live.FREED, Live.PARTS, Live.OTHER]
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED, Live.FULL, *told]] = 0
         if self._participant.unread(_READERS_SECONDS):  # else its pages are written again as they are
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)

@@ -1,0 +1,655 @@
+"""A cached stream: an iterable dataset that is recorded in its first pass, and has an index from then on.
+
+::
+
+    first pass    stream ── cached transforms ─┬── recorded, part by part ──> [store]
+                  (in each worker, as torch    └── live transforms ──> batches, as torch's loader gives them
+                  runs it)
+    later passes  [store] ── any order, any batch size, any number of workers ──> batches
+
+The first pass is the stream's own: torch runs it in each worker of each rank, and :class:`StreamRecording`
+looks at what it gives (:mod:`hotset.store.stream_parts` says how that is addressed). A pass that is broken
+off leaves what it has recorded, and the next one goes on: it is a first pass as well, gives all samples, and
+stores those that are new. While it passes over the others, it compares some of them with the recorded ones.
+
+=====================================  =======================================================================
+all parts have ended                   the dataset has a length and an index
+all have ended, but not all fit        the recorded samples first, in any order; then the stream is run again,
+                                       and gives those that are not recorded
+other ranks or workers than before     nothing recorded can be used: recorded anew, and said
+the stream gave other samples          the same
+recorded by another living process     this pass is not recorded
+=====================================  =======================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from hotset._progress import filled
+from hotset._warnings import Warner, warn
+from hotset.dataset.cached_dataset import CachedDataset, Maker
+from hotset.dataset.parent_death import parent_death_signal
+from hotset.dataset.plan import Plan
+from hotset.dataset.stats import Stats, stats_of
+from hotset.dataset.stream_source import StreamSource, run
+from hotset.dataset.transform_attributes import Snapshot
+from hotset.determinism.equality import same
+from hotset.determinism.rng import Generators
+from hotset.errors import ArgumentError
+from hotset.session.job import local_rank
+from hotset.store.claims import Ids
+from hotset.store.format import PRESENT, Slot
+from hotset.store.store import Store
+from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts, StreamState
+
+__all__ = ["CachedStream", "StreamRecording"]
+
+T = TypeVar("T")
+_OWN = {"_source", "_cached", "_maker", "_snapshot", "_known", "_told", "_epoch", "_began"}
+# Which recorded samples a further pass compares with the stream: the first, and then one in so many.
+_COMPARED, _LATER = 8, 64
+# For how long a rank that has come to the end of its parts waits for others that go on recording theirs.
+_PATIENCE_SECONDS = 30.0
+
+
+class CachedStream(Dataset[T], Generic[T]):
+    """An iterable dataset that is recorded as it is read first; made by :func:`hotset.cache`.
+
+    Give it to a :class:`hotset.DataLoader`. The first pass gives what torch's loader would give over the
+    stream itself. Once all of it was read, it is a dataset with a length and an index: ``shuffle=True``
+    shuffles it wholly, any sampler, batch size and number of workers will do, ``state_dict()`` resumes in
+    constant time, and torch's own loader takes it as well.
+
+    Attributes that it does not have itself are those of the stream, and can be set: the stream is then
+    recorded anew.
+
+    Attributes:
+        dataset: the stream that was given to :func:`hotset.cache`.
+        plan: what is cached, what stays live, and why; print it.
+        recorded: whether all of the stream is recorded, so that there is a length and an index.
+        epoch: the last epoch given to :meth:`set_epoch`; 0 before.
+
+    Example:
+        >>> import hotset
+        >>> from torch.utils.data import IterableDataset
+        >>> class Squares(IterableDataset):
+        ...     def __iter__(self):
+        ...         return (number * number for number in range(6))
+        >>> squares = hotset.cache(Squares(), memory="1MiB")
+        >>> loader = hotset.DataLoader(squares, batch_size=3)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 4], [9, 16, 25]]
+        >>> squares.recorded, len(squares), squares[4]
+        (True, 6, 16)
+    """
+
+    def __init__(self, stream: Any, maker: Maker) -> None:
+        self._maker = maker
+        self._snapshot = Snapshot(stream, maker.arguments["transform"])
+        self._source = StreamSource(stream)
+        self._cached: CachedDataset[Any] = CachedDataset(self._source, maker)
+        self._known: tuple[Any, Ids] | None = None
+        self._told = Warner()
+        self._epoch = 0
+        self._began = 0  # how many passes this process has begun to record
+
+    @property
+    def dataset(self) -> Any:
+        return self._source.stream
+
+    @property
+    def plan(self) -> Plan:
+        return replace(self._cached.plan, samples=len(self._ids()) if self.recorded else 0)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def recorded(self) -> bool:
+        return self._state() == "whole"
+
+    def _parts(self) -> StreamParts | None:
+        """How far the stream is recorded; None without a store."""
+        store = self._cached._access.store
+        return StreamParts(store) if store is not None else None
+
+    def _state(self) -> StreamState:
+        parts = self._parts()
+        return parts.state if parts is not None else "nothing"
+
+    def _ids(self) -> Ids:
+        """The ids of the recorded samples, in the order of their indices."""
+        parts = self._parts()
+        assert parts is not None
+        about = (id(parts._store), parts._store.clear_generation(), parts.division, tuple(parts.kept))
+        if self._known is None or self._known[0] != about:
+            self._known = about, parts.ids()
+            self._source.divided(parts.count, parts.division[1])
+        return self._known[1]
+
+    # ---- for loaders ---------------------------------------------------------------------------------
+
+    def _indexed(self, *, in_part: bool = False) -> tuple[CachedDataset[Any], Ids] | None:
+        """The cache, and the ids of the samples in it; None if not all are recorded.
+
+        Args:
+            in_part: also give what there is if all has been read, but not all could be recorded.
+        """
+        state = self._state()
+        return (self._cached, self._ids()) if state == "whole" or (in_part and state == "in part") else None
+
+    @property
+    def _has_rest(self) -> bool:
+        """Whether some samples have to come from the stream in each pass."""
+        return self._state() == "in part"
+
+    def _ranks(self) -> tuple[int, int]:
+        """The number of this process among the ranks that share the samples, and how many these are."""
+        return _rank_of(self._parts())
+
+    def _recording(
+        self, workers: int, group: int = 1, *, rest: bool = False, replay: bool = False
+    ) -> StreamRecording:
+        """What torch's loader runs in each of so many workers: the stream, recorded as it goes by.
+
+        Args:
+            workers: of the loader.
+            group: how many samples it collects before it makes a batch of them.
+            rest: give only what is not recorded.
+            replay: record nothing, as a pass is repeated that was recorded.
+        """
+        self._follow()
+        parts = self._parts()
+        rank, ranks = _rank_of(parts)
+        records = parts is not None and not rest and not replay and self._begin(parts, ranks, max(workers, 1))
+        return StreamRecording(
+            self._source.stream, self._cached, rank, records=records, rest=rest, group=group
+        )
+
+    def _begin(self, parts: StreamParts, ranks: int, workers: int) -> bool:
+        """Prepare the parts for a pass by so many workers; False if it cannot be recorded."""
+        name = self._source.name
+        self._began += 1
+        store = parts._store
+        stale = parts.is_other or parts.division not in ((0, 0), (ranks, workers))
+        unnamed = parts.count == 0 and bool((store.segment.used_index >= PRESENT).any())
+        if stale and parts.is_recorded_by_others():
+            self._told(
+                f"{name} is being recorded by other processes, with {_division(*parts.division)}, so this "
+                "pass is "
+                "not recorded; wait until they have read it.",
+            )
+            return False
+        if stale or unnamed:
+            self._say_anew(parts, ranks, workers)
+            if not store.clear():
+                return False
+        if self._began == 3:
+            self._told(
+                f"{name} was begun three times and has never come to its end, so nothing is served from the "
+                "cache: "
+                "it has an index once one pass has read all of it. Let one pass come to its end, or call "
+                "fill(); if the stream is endless, bound it (WebDataset: with_epoch)."
+            )
+        return parts.divide(ranks, workers)
+
+    def _say_anew(self, parts: StreamParts, ranks: int, workers: int) -> None:
+        name, before = self._source.name, parts.division
+        if parts.is_other:
+            why = "it gave other samples than in the pass before (is it shuffled anew in each?)"
+        elif before not in ((0, 0), (ranks, workers)):
+            why = f"{_division(*before)} divided it before, and now {_division(ranks, workers)} do"
+        else:
+            return
+        warn(
+            f"{name} is recorded anew: {why}. Let one pass come to its end with the same ranks and workers; "
+            "later "
+            "passes may have any."
+        )
+
+    def _ended(self) -> None:
+        """Tell the user what came of a pass that has ended."""
+        parts = self._parts()
+        if parts is None or parts.state not in ("whole", "in part"):
+            return
+        name, kept, given = self._source.name, int(parts.kept.sum()), int(parts.given.sum())
+        if parts.state == "in part":
+            reasons = set(parts.reasons().values())
+            why = "; ".join(text for reason, text in _REASONS.items() if reason in reasons)
+            self._told(
+                f"{kept:,} of {given:,} samples of {name} are recorded: {why}. In each epoch the recorded "
+                "ones come "
+                "first, and then the stream is run again for the rest.",
+                "in part",
+            )
+        self._tell_of_copies(parts)
+
+    def _tell_of_copies(self, parts: StreamParts) -> None:
+        """Warn if two parts begin with the same samples: the stream does not divide itself."""
+        store, count, kept = parts._store, parts.count, parts.kept
+        with contextlib.suppress(Exception):
+            for one in range(min(count, 8)):
+                for other in range(one):
+                    common = int(min(kept[one], kept[other], 3))
+                    ids = [
+                        np.array([parts.sample_id(part, at) for at in range(common)]) for part in (one, other)
+                    ]
+                    if common and same(store.read(ids[0]), store.read(ids[1])) is None:
+                        self._told(
+                            f"{self._source.name} gives the same samples to {count} workers, so each comes "
+                            f"{count} times in an epoch: have __iter__ divide them by "
+                            "torch.utils.data.get_worker_info(), or use one worker.",
+                            "copies",
+                        )
+                        return
+
+    def _wait_for_ranks(self) -> None:
+        """Wait while other ranks read the rest of their parts, and this rank's own have ended."""
+        parts = self._parts()
+        rank, ranks = _rank_of(parts)
+        if parts is None or ranks < 2 or parts.division[0] != ranks:
+            return
+        workers = parts.division[1]
+        if not parts.ended[rank * workers : (rank + 1) * workers].all():
+            return
+        since, before = time.monotonic(), -1
+        while parts.state == "recording" and not parts.is_other:
+            given = int(parts.given.sum())
+            if given != before:
+                since, before = time.monotonic(), given
+            if time.monotonic() - since > _PATIENCE_SECONDS:
+                warn(
+                    f"{self._source.name}: other ranks have not read their part to its end, so this epoch "
+                    "comes "
+                    "from the stream again; let each rank read all of its part once."
+                )
+                return
+            time.sleep(5e-3)
+
+    def _follow(self) -> None:
+        """Record anew if a transform of the stream was set behind this object's back."""
+        if not self._snapshot.is_current():
+            self._remake()
+
+    def _remake(self) -> None:
+        stream = self._source.stream
+        if get_worker_info() is not None:
+            return
+        self._cached.close()
+        self.__dict__.update(CachedStream(stream, self._maker).__dict__)
+
+    # ---- samples -------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[T]:
+        indexed = self._indexed()
+        if indexed is None:
+            yield from self._recording(0)
+            self._ended()
+            return
+        for index in range(len(indexed[1])):
+            yield self[index]
+
+    def __len__(self) -> int:
+        self._require_index("length")
+        return len(self._ids())
+
+    def __getitem__(self, index: Any) -> T:
+        self._require_index("index")
+        return self._cached[self._ids()[index].item()]  # type: ignore[no-any-return]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[T]:
+        """The samples of a batch, as torch's DataLoader calls it."""
+        self._require_index("index")
+        return self._cached.__getitems__(self._ids()[np.asarray(indices, np.int64)].tolist())
+
+    def _require_index(self, what: str) -> None:
+        """Refuse what only a recorded stream has.
+
+        Raises:
+            TypeError: it is not recorded, or not wholly.
+        """
+        state, name = self._state(), self._source.name
+        if state == "whole":
+            return
+        if state == "in part":
+            raise TypeError(
+                f"{name} has no {what}, as not all of it could be recorded; give more memory= or a spill=, "
+                "or use "
+                "hotset.DataLoader, which runs the stream again for the rest."
+            )
+        raise TypeError(
+            f"{name} has no {what} before it was read once; read it to its end with hotset.DataLoader, or "
+            "call "
+            "fill()."
+        )
+
+    # ---- the rest ------------------------------------------------------------------------------------
+
+    def fill(self, *, progress: bool = False, num_workers: int = 0) -> None:
+        """Record the stream now, and not as training comes to it.
+
+        What an interrupted call has recorded stays, and the next one goes on, if it has as many workers.
+
+        Args:
+            progress: show a bar on standard error.
+            num_workers: processes that read; 0 reads in this one.
+
+        Raises:
+            ArgumentError: ``num_workers`` is not a number from 0 on.
+            Exception: what the stream raises.
+
+        Example:
+            >>> import hotset
+            >>> from torch.utils.data import IterableDataset
+            >>> class Letters(IterableDataset):
+            ...     def __iter__(self):
+            ...         return iter("abc")
+            >>> letters = hotset.cache(Letters(), memory="1MiB")
+            >>> letters.fill()
+            >>> list(letters), letters[-1]
+            (['a', 'b', 'c'], 'c')
+        """
+        if type(num_workers) is not int or num_workers < 0:
+            raise ArgumentError(f"num_workers= must be a whole number from 0 on, got {num_workers!r}.")
+        if self._state() in ("whole", "in part"):
+            return
+        recording = self._recording(num_workers, 64)
+        recording.silent = True
+        # The generator: workers' seeds must not be drawn from the program's.
+        loader = DataLoader(
+            recording,
+            batch_size=None,
+            num_workers=num_workers,
+            worker_init_fn=_Begin(),
+            generator=torch.Generator(),
+        )
+        store = self._cached._access.store
+        with filled(self._source.name, 0, progress) as show:
+            for number, _ in enumerate(loader, 1):
+                if number % 64 == 0 and store is not None:
+                    show(number, store.stored_bytes)
+        self._wait_for_ranks()
+        self._ended()
+
+    def stats(self) -> Stats:
+        """What the cache holds and has served, over all processes; ``uncached`` counts the samples seen
+        so far.
+        """
+        parts = self._parts()
+        if parts is None:
+            return self._cached.stats()
+        return stats_of(parts._store, int(parts.given.sum()), None, {})
+
+    def check(self) -> list[str]:
+        """Verify every record. Returns a sentence for each problem, or an empty list."""
+        return self._cached.check()
+
+    def clear(self) -> None:
+        """Drop every recorded sample, in all processes. The next pass records the stream anew.
+
+        Raises:
+            SegmentError: another process went on writing samples for five seconds.
+        """
+        self._cached.clear()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Announce the epoch that begins; calls the stream's ``set_epoch`` as well, if it has one.
+
+        The stream's own shuffle counts in the pass that records it. The order of later epochs is drawn by the
+        sampler.
+        """
+        self._epoch = epoch
+        if hasattr(self._source.stream, "set_epoch"):
+            self._source.stream.set_epoch(epoch)
+
+    def close(self) -> None:
+        """Detach from the cache; the stream then comes as it is. Existing batches stay valid."""
+        self._cached.close()
+
+    def __enter__(self) -> CachedStream[T]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_source" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._source.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name.startswith("__"):
+            object.__setattr__(self, name, value)
+            return
+        if hasattr(CachedStream, name):
+            raise AttributeError(
+                f"{name!r} is the cached stream's own and cannot be set; set it on `.dataset`."
+            )
+        setattr(self._source.stream, name, value)
+        self._remake()
+
+    def __repr__(self) -> str:
+        return f"CachedStream({self._source.stream!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_snapshot", "_known")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _known=None)
+        self.__dict__["_snapshot"] = Snapshot(self._source.stream, self._maker.arguments["transform"])
+
+
+_REASONS = {
+    NO_ROOM: "no more fit; give more memory= or a spill=",
+    DREW: (
+        "one drew random numbers as it was read, which a cache would repeat; move random transforms out of "
+        "the "
+        "stream, to transform=[...]"
+    ),
+    OTHER_KIND: "one is of a type that cannot be cached",
+}
+
+
+class StreamRecording(IterableDataset[Any]):
+    """The stream as torch runs it in a worker: it gives what the stream gives, and records it.
+
+    Args:
+        dataset: the user's stream; also what ``get_worker_info().dataset`` is in a worker.
+        cached: the cache.
+        rank: of this process on this machine.
+        records: whether to record.
+        rest: whether to leave out what is recorded.
+        group: how many samples the loader collects before it makes a batch of them.
+
+    Attributes:
+        silent: whether to give numbers in place of samples, as only the recording is wanted.
+    """
+
+    def __init__(
+        self, dataset: Any, cached: CachedDataset[Any], rank: int, *, records: bool, rest: bool, group: int
+    ) -> None:
+        self.dataset = dataset
+        self.silent = False
+        self._cached = cached
+        self._rank = rank
+        self._records = records
+        self._rest = rest
+        self._group = group
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        source, store = self._cached._source, self._cached._access.store
+        samples = _only_once(self.dataset, worker)
+        if store is None or not (self._records or self._rest):
+            yield from _each(source, samples)
+            return
+        group = 1 if source.live else self._group
+        recorder = _PartRecorder(store, source, self.dataset, self._rank * workers + worker, group)
+        recorder.records = self._records and recorder.parts.own(recorder.part)
+        if recorder.records:
+            recorder.parts.stop(recorder.part, 0)  # there may be room now
+        try:
+            for value in _values(source, samples):
+                is_recorded = recorder.take(value)
+                if self._rest and is_recorded:
+                    continue
+                yield source.finish(value) if not self.silent else 0
+            recorder.end()
+        finally:
+            recorder.parts.disown(recorder.part)
+
+
+def _only_once(stream: Any, worker: int) -> Iterator[Any]:
+    """A run of the stream in this worker. A node of torchdata knows of no workers: the first one runs it."""
+    if worker and hasattr(stream, "reset") and isinstance(stream, Iterator):
+        return iter(())
+    return run(stream)
+
+
+def _values(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
+    """The samples, with the cached transforms applied."""
+    while True:
+        try:
+            value = source.of_stream(samples)
+        except StopIteration:
+            return
+        yield value
+
+
+def _each(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
+    for value in _values(source, samples):
+        yield source.finish(value)
+
+
+class _PartRecorder:
+    """Records one part of a stream, as this process gives it.
+
+    Samples are recorded in groups, as that takes a tenth of the time. A group is recorded before its last
+    sample
+    is given: until then torch's loader only collects them, and none has been collated, or otherwise changed.
+
+    Args:
+        store: of the cache.
+        source: its cached transforms.
+        stream: the user's.
+        part: the number of the part.
+        group: how many samples are given before one may be changed.
+
+    Attributes:
+        parts: how far all parts are recorded.
+        records: whether to record: not if another process records this part, nor beyond what can be kept.
+    """
+
+    def __init__(self, store: Store, source: Any, stream: Any, part: int, group: int) -> None:
+        self.parts = StreamParts(store)
+        self.part = part
+        self.records = False
+        self._store = store
+        self._group = group
+        self._held: list[Any] = []
+        self._kept = int(self.parts.kept[part]) if part < self.parts.count else 0
+        self._generation = store.clear_generation()
+        self._position = 0
+        watched = [source.prefix] if source.prefix else []
+        if not store.segment.metadata.get("stream_draws", True):
+            watched.append(stream)
+        self._generators = Generators(watched) if watched else None
+
+    def take(self, value: Any) -> bool:
+        """Take the next sample; return whether it was recorded before."""
+        position, self._position = self._position, self._position + 1
+        if self._store.clear_generation() != self._generation:
+            self.records = False  # recorded anew by others meanwhile
+            return False
+        if position < self._kept:
+            if position < _COMPARED or position % _LATER == 0:
+                self._compare(position, value)
+            return True
+        if self.records:
+            self._held.append(value)
+            if len(self._held) >= self._group:
+                self.flush()
+        return False
+
+    def flush(self) -> None:
+        """Record the samples that were taken last."""
+        held, self._held = self._held, []
+        if not held or not self.records:
+            return
+        if self._generators is not None and self._generators.any_moved:
+            self._stop(DREW)
+            return
+        begin = time.perf_counter_ns()
+        store, first = self._store, self._kept
+        ids = [self.parts.sample_id(self.part, first + number) for number in range(len(held))]
+        ids = [sample for sample in ids if sample < len(store)]
+        if ids:
+            self.parts.use(ids[-1] + 1)
+        mismatches = len(store.filler.mismatches)
+        store.insert(dict(zip(ids, held, strict=False)))
+        absent = np.flatnonzero(store.segment.index[np.array(ids, np.int64)] < PRESENT) if ids else [0]
+        kept = int(absent[0]) if len(absent) else len(ids)
+        self._kept = first + kept
+        if kept:
+            self.parts.note(self.part, self._kept - 1, kept=True)
+        if kept < len(held):
+            self._stop(OTHER_KIND if len(store.filler.mismatches) > mismatches else NO_ROOM)
+        row = store.participant.row
+        row[Slot.MISSES] += len(held)
+        row[Slot.FILL_NS] += time.perf_counter_ns() - begin
+
+    def _stop(self, why: int) -> None:
+        self.parts.stop(self.part, why)
+        self.records = False
+
+    def _compare(self, position: int, value: Any) -> None:
+        """Compare a recorded sample with what the stream gives now."""
+        copies = self._store.read(np.array([self.parts.sample_id(self.part, position)]))
+        if copies is not None and same(copies[0], value, across=True) is not None:
+            self.parts.note_other()
+            self.records = False
+
+    def end(self) -> None:
+        """The part has ended."""
+        self.flush()
+        owner = int(self._store.segment.slots[self.part, Slot.PART_OWNER])
+        if owner == self._store.filler.claims.word and self._store.clear_generation() == self._generation:
+            self.parts.end(self.part, self._position)
+
+
+class _Begin:
+    """Runs in each worker before its first sample: from then on the worker dies with this process."""
+
+    def __init__(self) -> None:
+        self._parent = parent_death_signal()
+
+    def __call__(self, worker: int) -> None:
+        self._parent.arm_or_exit()
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, StreamRecording):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+
+
+def _rank_of(parts: StreamParts | None) -> tuple[int, int]:
+    """The number of this process among those of this machine that record into one cache, and how many
+    they are.
+    """
+    alone = parts is None or parts._store.segment.metadata.get("stream_alone", True)
+    return (0, 1) if alone else local_rank()
+
+
+def _division(ranks: int, workers: int) -> str:
+    """Text: so many workers, of so many ranks."""
+    text = f"{workers} worker{'s' if workers != 1 else ''}"
+    return text if ranks == 1 else f"{ranks} ranks of {text}"

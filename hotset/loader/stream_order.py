@@ -1,0 +1,86 @@
+"""The order of a recorded stream: a sampler that can be made before the stream has a length.
+
+torch's ``RandomSampler`` asks for the length when it is made, and a stream has none before it was read.
+:class:`StreamSampler` asks when a pass begins. Its orders are those of torch's samplers:
+
+================  ============================================================================================
+one rank          ``RandomSampler`` or ``SequentialSampler``, draw for draw
+several ranks     each sample goes to one rank: every so many-th of one order, which is drawn from the epoch's
+                  number as ``DistributedSampler`` does it, but filled up with no sample twice
+================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import RandomSampler, Sampler
+
+from hotset.dataset.cached_stream import CachedStream
+
+__all__ = ["StreamSampler"]
+
+
+class StreamSampler(Sampler[int]):
+    """The sampler of a loader over a cached stream.
+
+    Args:
+        stream: the stream.
+        shuffle: whether the order is drawn anew in each epoch.
+        generator: draws it; None for torch's global one. With several ranks the epoch's number does.
+
+    Attributes:
+        epoch: decides the order with several ranks. A loader counts it up with each pass, unless
+            :meth:`set_epoch` was called since the last one.
+    """
+
+    def __init__(
+        self, stream: CachedStream[Any], *, shuffle: bool, generator: torch.Generator | None
+    ) -> None:
+        self.stream = stream
+        self.shuffle = shuffle
+        self.generator = generator
+        self.epoch = 0
+        self._is_set = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the next pass belongs to."""
+        self.epoch = epoch
+        self._is_set = True
+
+    def begin_pass(self) -> None:
+        """Count the epoch up, unless it was set; called by the loader."""
+        self.epoch += 0 if self._is_set else 1
+        self._is_set = False
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """The number of this process among the ranks that share the samples, and how many these are."""
+        return self.stream._ranks()
+
+    @property
+    def draws_globally(self) -> bool:
+        """Whether the order is drawn from torch's global generator, or not drawn."""
+        return self.generator is None
+
+    def order(self) -> npt.NDArray[np.int64]:
+        """The indices of one pass, in order."""
+        rank, ranks = self.division
+        count = len(self.stream._ids())
+        if not self.shuffle:
+            return np.arange(rank, count, ranks)
+        if ranks == 1:
+            return np.fromiter(RandomSampler(range(count), generator=self.generator), np.int64, count)
+        drawn = torch.randperm(count, generator=torch.Generator().manual_seed(self.epoch))
+        return drawn.numpy()[rank::ranks]
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order().tolist()  # draws with the first index, as torch's sampler does
+
+    def __len__(self) -> int:
+        rank, ranks = self.division
+        return len(range(rank, len(self.stream._ids()), ranks))

@@ -1,0 +1,193 @@
+"""How far a stream is recorded: one row of words for each of its parts.
+
+An iterable dataset has no indices. torch runs it once in each worker of each rank, and each run gives a
+*part* of its samples, in an order of its own. A recorded sample is known by its part and its position there::
+
+    sample id = position * parts + part
+
+so the ids of parts that are about equally long lie close together, and no list of ids is needed. The words of
+part ``k`` lie in slot ``k`` of the segment (:class:`~hotset.store.format.Slot`), whichever process holds that
+slot::
+
+    kept     its first ``kept`` samples are recorded: recording stops where there is no room
+    given    how many samples it has, as far as a pass has come; final once it has ended
+    ended    a pass has come to its end
+    owner    the claim word of the process that records it: a claim that dies with the process
+    why      why it is recorded no further: :data:`NO_ROOM`, :data:`DREW`, :data:`OTHER_KIND`
+
+::
+
+    nothing recorded ──> recording ──> all parts have ended ─┬─> whole      all samples are recorded
+        ^                    │                               └─> in part    the rest comes from the stream
+        └────── a clear ─────┘
+
+A pass by another number of ranks or workers divides the samples otherwise: it has to begin anew.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from hotset.store.claims import Ids
+from hotset.store.format import SLOTS, Live, Slot
+from hotset.store.segment import Words
+from hotset.store.store import Store
+
+__all__ = ["DREW", "NO_ROOM", "OTHER_KIND", "StreamParts", "StreamState"]
+
+# Why a part is recorded no further: no room; reading drew random numbers; a sample that no record can hold.
+NO_ROOM, DREW, OTHER_KIND = 1, 2, 3
+StreamState = Literal["nothing", "recording", "in part", "whole"]
+_WORKERS = 16  # bits
+_MOST_WORKERS = (1 << _WORKERS) - 1
+
+
+class StreamParts:
+    """The parts of the stream that a store records, as this process sees them.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._rows: Words = store.segment.slots
+        self._live: Words = store.segment.live
+
+    # ---- what is recorded ----------------------------------------------------------------------------
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """Among how many ranks, and how many workers each, the samples are divided; (0, 0) before that."""
+        word = int(self._live[Live.PARTS])
+        return word >> _WORKERS, word & _MOST_WORKERS
+
+    @property
+    def count(self) -> int:
+        """How many parts there are."""
+        ranks, workers = self.division
+        return ranks * workers
+
+    @property
+    def kept(self) -> Words:
+        """For each part, how many of its first samples are recorded."""
+        return self._column(Slot.PART_KEPT)
+
+    @property
+    def given(self) -> Words:
+        """For each part, how many samples it has, as far as a pass has come."""
+        return self._column(Slot.PART_GIVEN)
+
+    @property
+    def ended(self) -> Words:
+        """For each part, whether a pass has come to its end."""
+        return self._column(Slot.PART_ENDED)
+
+    def _column(self, word: int) -> Words:
+        return self._rows[: self.count, word].copy()
+
+    @property
+    def state(self) -> StreamState:
+        """How far all parts are recorded."""
+        if not self.count or self._store.clear_generation() is None:
+            return "nothing"
+        if not self.ended.all() or self.is_other:
+            return "recording"
+        return "whole" if (self.kept >= self.given).all() else "in part"
+
+    @property
+    def is_other(self) -> bool:
+        """Whether a pass gave other samples than were recorded."""
+        return bool(self._live[Live.OTHER])
+
+    def ids(self) -> Ids:
+        """The sample ids of all recorded samples: first the parts' first ones, then their second, and so on.
+
+        Example:
+            Two parts of 3 and 1 samples have the ids 0, 1, 2, 4: those of part 0 are even.
+        """
+        kept, count = self.kept, self.count
+        positions = np.concatenate([np.arange(each) for each in kept] or [np.zeros(0, np.int64)])
+        parts = np.repeat(np.arange(count), kept)
+        ids: Ids = np.sort(positions.astype(np.int64) * count + parts)
+        return ids
+
+    def sample_id(self, part: int, position: int) -> int:
+        """The id of a sample; it may be beyond the store's index."""
+        return position * self.count + part
+
+    # ---- recording -----------------------------------------------------------------------------------
+
+    def divide(self, ranks: int, workers: int) -> bool:
+        """Have the samples divided so; False if they are divided otherwise already, or cannot be."""
+        word = ranks << _WORKERS | workers
+        if not 0 < ranks * workers <= SLOTS:
+            return False
+        with self._store.participant.short_lock() as held:
+            if held and not self._live[Live.PARTS]:
+                self._live[Live.PARTS] = word
+        return int(self._live[Live.PARTS]) == word
+
+    def is_recorded_by_others(self) -> bool:
+        """Whether another living process records a part now."""
+        owners = set(self._column(Slot.PART_OWNER).tolist()) - {0, self._store.filler.claims.word}
+        return any(map(self._store.filler.claims.is_open, owners))
+
+    def own(self, part: int) -> bool:
+        """Become the process that records this part; False if another living one is."""
+        claims = self._store.filler.claims
+        mine = claims.word
+        with self._store.participant.short_lock() as held:
+            owner = int(self._rows[part, Slot.PART_OWNER])
+            if not held or mine < 0 or (owner not in (0, mine) and claims.is_open(owner)):
+                return False
+            self._rows[part, Slot.PART_OWNER] = mine
+        return True
+
+    def disown(self, part: int) -> None:
+        """Let others record this part."""
+        if int(self._rows[part, Slot.PART_OWNER]) == self._store.filler.claims.word:
+            self._rows[part, Slot.PART_OWNER] = 0
+
+    def note(self, part: int, position: int, *, kept: bool) -> None:
+        """Note that the sample at this position was given, and whether it is recorded; called by the
+        owner.
+        """
+        row = self._rows[part]
+        row[Slot.PART_GIVEN] = max(int(row[Slot.PART_GIVEN]), position + 1)
+        if kept:
+            row[Slot.PART_KEPT] = max(int(row[Slot.PART_KEPT]), position + 1)
+
+    def use(self, count: int) -> None:
+        """Note that sample ids below this number are in use; before one of them is stored."""
+        segments = [
+            self._store.segment,
+            *([self._store.spill.segment] if self._store.spill is not None else []),
+        ]
+        if count > int(segments[0].live[Live.IDS]):
+            with self._store.participant.short_lock():
+                for segment in segments:
+                    segment.live[Live.IDS] = max(int(segment.live[Live.IDS]), count)
+
+    def stop(self, part: int, why: int) -> None:
+        """Note why this part is recorded no further; called by the owner."""
+        self._rows[part, Slot.PART_WHY] = why
+
+    def reasons(self) -> dict[int, int]:
+        """Why parts are recorded no further: for each such part, one of the constants of this module."""
+        why = self._column(Slot.PART_WHY)
+        return {part: int(why[part]) for part in np.flatnonzero(why).tolist()}
+
+    def end(self, part: int, count: int) -> None:
+        """Note that this part has ended after so many samples; called by the owner."""
+        row = self._rows[part]
+        if count < int(row[Slot.PART_GIVEN]):
+            self.note_other()
+        row[Slot.PART_GIVEN] = count
+        row[Slot.PART_ENDED] = 1
+
+    def note_other(self) -> None:
+        """Note that a pass gave other samples than were recorded: nothing recorded is used any more."""
+        self._live[Live.OTHER] = 1
