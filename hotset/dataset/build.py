@@ -457,7 +457,7 @@ def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> No
 
 def _is_steady(dataset: object) -> bool:
     """Whether no cached sample of a dataset with a ``set_epoch`` depends on the epoch."""
-    return isinstance(dataset, CachedDataset) or declared(dataset) == "deterministic"
+    return isinstance(dataset, (CachedDataset, CachedStream)) or declared(dataset) == "deterministic"
 
 
 def _check_concurrency(concurrency: object, window: Window | None) -> None:

@@ -58,7 +58,7 @@ _OWN = {"_source", "_cached", "_maker", "_snapshot", "_known", "_told", "_epoch"
 # Which recorded samples a further pass compares with the stream: the first, and then one in so many.
 _COMPARED, _LATER = 8, 64
 # For how long a rank that has come to the end of its parts waits for others that go on recording theirs.
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 15.0
 
 
 class CachedStream(Dataset[T], Generic[T]):
@@ -147,6 +147,14 @@ class CachedStream(Dataset[T], Generic[T]):
         """
         state = self._state()
         return (self._cached, self._ids()) if state == "whole" or (in_part and state == "in part") else None
+
+    @property
+    def _batch_size(self) -> int:
+        """How many samples there seem to be in each of what the stream gives; 0 if it gives single
+        samples.
+        """
+        parts = self._parts()
+        return int(parts._store.segment.metadata.get("stream_batches", 0)) if parts is not None else 0
 
     @property
     def _has_rest(self) -> bool:
@@ -268,13 +276,24 @@ class CachedStream(Dataset[T], Generic[T]):
             if given != before:
                 since, before = time.monotonic(), given
             if time.monotonic() - since > _PATIENCE_SECONDS:
-                warn(
-                    f"{self._source.name}: other ranks have not read their part to its end, so this epoch "
-                    "comes "
-                    "from the stream again; let each rank read all of its part once."
-                )
+                self._tell_of_ranks(parts, rank)
                 return
             time.sleep(5e-3)
+
+    def _tell_of_ranks(self, parts: StreamParts, rank: int) -> None:
+        name = self._source.name
+        if parts.go_alone(rank):
+            warn(
+                f"{name}: no other rank records into the cache of this one, so each rank has the samples of "
+                "its own "
+                "part alone; give hotset.cache the same key= in all ranks to share them."
+            )
+        else:
+            warn(
+                f"{name}: other ranks have not read their part to its end, so this epoch comes from the "
+                "stream "
+                "again; let each rank read all of its part once."
+            )
 
     def _follow(self) -> None:
         """Record anew if a transform of the stream was set behind this object's back."""
@@ -505,6 +524,7 @@ class StreamRecording(IterableDataset[Any]):
                 if self._rest and is_recorded:
                     continue
                 yield source.finish(value) if not self.silent else 0
+                recorder.resume()
             recorder.end()
         finally:
             recorder.parts.disown(recorder.part)
@@ -582,6 +602,11 @@ class _PartRecorder:
                 self.flush()
         return False
 
+    def resume(self) -> None:
+        """The loader goes on: if it may have drawn since, what it drew is not the stream's."""
+        if not self._held and self._generators is not None:
+            self._generators.note()
+
     def flush(self) -> None:
         """Record the samples that were taken last."""
         held, self._held = self._held, []
@@ -645,7 +670,7 @@ def _rank_of(parts: StreamParts | None) -> tuple[int, int]:
     """The number of this process among those of this machine that record into one cache, and how many
     they are.
     """
-    alone = parts is None or parts._store.segment.metadata.get("stream_alone", True)
+    alone = parts is None or parts.is_alone or parts._store.segment.metadata.get("stream_alone", True)
     return (0, 1) if alone else local_rank()
 
 

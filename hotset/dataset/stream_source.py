@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
@@ -196,7 +197,14 @@ class StreamSource(Dataset[Any]):
             notes=(look.note, *plan.notes[1:]),  # the first is about reading the first samples twice
             warnings=(*plan.warnings, *((look.warning,) if look.warning is not None else ())),
         )
-        return result._replace(plan=plan, metadata={"stream_draws": look.draws, "stream_alone": alone})
+        return result._replace(
+            plan=plan,
+            metadata={
+                "stream_draws": look.draws,
+                "stream_alone": alone,
+                "stream_batches": _batch_size(look.samples),
+            },
+        )
 
     def _read(self, sample: int) -> Any:
         position, part = divmod(sample, self._hotset_parts)
@@ -260,7 +268,7 @@ def _look(stream: Any, name: str, declaration: str | None) -> Look:
         again, _ = _first(plain, most=len(first))
     finally:
         generators.restore()
-    samples = [each.sample for each in first if each.sample is not None]
+    samples = [each.sample for each in first[:PLANNED]]
     before, after = [each.digest for each in first], [each.digest for each in again]
     if declaration == "deterministic":
         return Look(samples, seconds, True, "the stream is declared deterministic", None)
@@ -331,7 +339,15 @@ def _first(stream: Any, most: int = _LOOK_SAMPLES) -> tuple[list[_Given], float]
     begun = before = time.perf_counter()
     spent = 0.0
     samples = run(stream)
-    for sample in samples:
+    while len(found) < most and (len(found) < 2 or before - begun < _LOOK_SECONDS):
+        try:
+            sample = next(samples)
+        except StopIteration:
+            break
+        except Exception:
+            if not found:
+                raise
+            break  # training may never come to it, or meets it in its turn
         spent += time.perf_counter() - before
         parts = changeable(sample)
         whole = hashlib.blake2b(digest_size=16)
@@ -340,11 +356,27 @@ def _first(stream: Any, most: int = _LOOK_SAMPLES) -> tuple[list[_Given], float]
         kept = copy.deepcopy(sample) if len(found) < PLANNED else None
         found.append(_Given(kept, whole.digest(), parts))
         before = time.perf_counter()
-        if len(found) >= most or (len(found) >= 2 and before - begun > _LOOK_SECONDS):
-            break
     with contextlib.suppress(AttributeError):
         samples.close()  # type: ignore[attr-defined]
     return found, spent / max(len(found), 1)
+
+
+def _batch_size(samples: list[Any]) -> int:
+    """The length that all arrays of all samples but the last have in common, if one is flat, as labels
+    are.
+    """
+    found: set[int] = set()
+    is_flat = False
+    for sample in samples[:-1]:
+        parts = sample.values() if isinstance(sample, dict) else sample
+        if not isinstance(parts, (tuple, list)) and not isinstance(sample, dict):
+            return 0
+        arrays = [part for part in parts if isinstance(part, (torch.Tensor, np.ndarray))]
+        if len(arrays) < 2 or any(part.ndim == 0 for part in arrays):
+            return 0
+        found.update(len(part) for part in arrays)
+        is_flat |= any(part.ndim == 1 for part in arrays)
+    return found.pop() if is_flat and len(found) == 1 and found != {1} else 0
 
 
 def _copy(stream: Any) -> Any:

@@ -413,6 +413,13 @@ class DataLoader(TorchDataLoader[T]):
         sampler = self.sampler
         if isinstance(sampler, StreamSampler) and (saved is None or not saved.under_way):
             sampler.begin_pass()
+        if self.batch_size is not None and stream._batch_size:
+            stream._told(
+                f"{type(stream.dataset).__name__} seems to give batches of {stream._batch_size} samples, and "
+                "the "
+                "loader makes batches of these; leave batches to the loader, or pass batch_size=None.",
+                "batches",
+            )
         if self._route() is not None:
             if self._recorder is not None:
                 self._recorder = None  # ends its workers
@@ -444,22 +451,26 @@ class DataLoader(TorchDataLoader[T]):
         return TorchBatches(iter(loader), run, None, self.batch_size or 1, summary, skip)
 
     def _stream_loader(self, recording: StreamRecording) -> TorchDataLoader[Any]:
-        return TorchDataLoader(
-            recording,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            num_workers=self.num_workers,
-            collate_fn=self.collate_fn,
-            pin_memory=self.pin_memory,
-            timeout=self.timeout,
-            worker_init_fn=WorkerInit(self.worker_init_fn),
-            multiprocessing_context=self.multiprocessing_context,
-            generator=self.generator,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            pin_memory_device=self.pin_memory_device,
-            in_order=self.in_order,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="This DataLoader will create"
+            )  # the outer one has warned
+            return TorchDataLoader(
+                recording,
+                batch_size=self.batch_size,
+                drop_last=self.drop_last,
+                num_workers=self.num_workers,
+                collate_fn=self.collate_fn,
+                pin_memory=self.pin_memory,
+                timeout=self.timeout,
+                worker_init_fn=WorkerInit(self.worker_init_fn),
+                multiprocessing_context=self.multiprocessing_context,
+                generator=self.generator,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=self.persistent_workers,
+                pin_memory_device=self.pin_memory_device,
+                in_order=self.in_order,
+            )
 
     def _follow_caches(self) -> None:
         """Forget what is known of caches that were made anew because an attribute of their dataset was set.

@@ -186,6 +186,7 @@ class Live:
     PARTS = 19  # of a stream: ranks << 16 | workers of the pass that records it; 0 before the first
     OTHER = 20  # of a stream: 1 once a pass gave other samples than were recorded
     IDS = 21  # of a stream: no sample id from here on is in use; 0: any may be
+    ALONE = 22  # of a stream: 1 once it is known that no other rank records into this store
 
 
 DESTROYED = 2  # in INVALIDATED: the cache's session was destroyed, or the cache was dropped

@@ -532,7 +532,16 @@ class Clearing:
         if self._spill is not None:
             self._spill.clear()
         segment.slots[:, Slot.PART_KEPT : Slot.PART_WHY + 1] = 0
-        told = [Live.TOLD, Live.DRAWS_TOLD, Live.KEYS, Live.FUNCTIONS, Live.FREED, Live.PARTS, Live.OTHER]
+        told = [
+            Live.TOLD,
+            Live.DRAWS_TOLD,
+            Live.KEYS,
+            Live.FUNCTIONS,
+            Live.FREED,
+            Live.PARTS,
+            Live.OTHER,
+            Live.ALONE,
+        ]
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED, Live.FULL, *told]] = 0
         if self._participant.unread(_READERS_SECONDS):  # else its pages are written again as they are
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)

@@ -151,6 +151,22 @@ class StreamParts:
         if int(self._rows[part, Slot.PART_OWNER]) == self._store.filler.claims.word:
             self._rows[part, Slot.PART_OWNER] = 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether only one rank records into this store, and has said so."""
+        return bool(self._live[Live.ALONE])
+
+    def go_alone(self, rank: int) -> bool:
+        """Leave out the parts of other ranks; False if one of them has been begun."""
+        ranks, workers = self.division
+        others = [part for part in range(ranks * workers) if part // workers != rank]
+        with self._store.participant.short_lock() as held:
+            if not held or self._rows[others][:, [Slot.PART_GIVEN, Slot.PART_OWNER]].any():
+                return False
+            self._rows[others, Slot.PART_ENDED] = 1
+            self._live[Live.ALONE] = 1
+        return True
+
     def note(self, part: int, position: int, *, kept: bool) -> None:
         """Note that the sample at this position was given, and whether it is recorded; called by the
         owner.

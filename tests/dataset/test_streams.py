@@ -1,0 +1,556 @@
+"""Iterable datasets: recorded in the first pass, with a length and an index from then on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import equal_batches, failure, is_a_sentence, recorded, rng_states, seed_everything
+from kills import child, ended
+from streams import Numbers, Shuffled, share, values
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+import hotset
+
+N = 60
+
+
+def once(stream: Any, workers: int = 0, size: int = 8, **arguments: Any) -> tuple[list[Any], Any]:
+    """The batches of torch's own loader over a stream, and the random states after it."""
+    seed_everything()
+    batches = list(DataLoader(stream, batch_size=size, num_workers=workers, **arguments))
+    return batches, rng_states()
+
+
+def quiet(loader: Any) -> list[Any]:
+    """The batches of a pass that may say that the first one is not shuffled."""
+    with recorded():
+        return list(loader)
+
+
+class Jitter(Numbers):
+    """Draws a number for each sample."""
+
+    def __init__(self, every: int = 1, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.every = every
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in share(self.count):
+            noise = torch.rand(4) if number % self.every == self.every - 1 else torch.zeros(4)
+            yield torch.full(self.shape, float(number)) + noise, number
+
+
+class Own(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in share(self.count):
+            yield torch.full((4,), self.generator.random()), number
+
+
+class OfText(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for number in share(20):
+            yield {"text": "word " * number, "label": number}
+
+
+class Batches(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, 64, 16):
+            yield torch.arange(start, start + 16).view(16, 1).float(), torch.arange(start, start + 16)
+
+
+class Nothing(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(torch.tensor, itertools.count())
+
+
+class Undivided(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.count):
+            yield torch.full(self.shape, float(number)), number
+
+
+def plus_one(sample: Any) -> Any:
+    picture, number = sample
+    return picture + 1, number
+
+
+def in_place(sample: Any) -> Any:
+    picture, number = sample
+    picture.mul_(2)
+    return picture, number
+
+
+@hotset.nondeterministic
+def noisy(sample: Any) -> Any:
+    picture, number = sample
+    return picture + torch.rand(4), number
+
+
+class TestFirstPass:
+    @pytest.mark.parametrize("workers", [0, 1, 2])
+    def test_it_is_torchs_own_and_leaves_an_index(self, workers: int) -> None:
+        expected, states = once(Numbers(N), workers)
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            assert not stream.recorded
+            got, states_here = [], None
+            loader = hotset.DataLoader(stream, batch_size=8, num_workers=workers)
+            seed_everything()
+            got = list(loader)
+            states_here = rng_states()
+            equal_batches(got, expected)
+            assert states_here == states
+            assert stream.recorded
+            assert len(stream) == N
+            assert sorted(number for _, number in stream) == list(range(N))
+            assert stream.check() == []
+            assert stream.stats().cached == N
+
+    @pytest.mark.parametrize("size", [None, 7])
+    def test_with_any_batch_size(self, size: int | None) -> None:
+        expected = list(DataLoader(Numbers(N), batch_size=size))
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            equal_batches(list(hotset.DataLoader(stream, batch_size=size)), expected)
+            assert len(stream) == N
+
+    def test_live_transforms_run_for_each_use_and_draw_as_without_a_cache(self) -> None:
+        seed_everything()
+        plain = [(picture + 1 + torch.rand(4), number) for picture, number in Numbers(N)]
+        with hotset.cache(Numbers(N), transform=[plus_one, noisy], memory="10MiB") as stream:
+            seed_everything()
+            first = list(stream)
+            equal_batches(first, plain)
+            again = list(hotset.DataLoader(stream, batch_size=None))
+            assert all(not torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
+            assert stream.plan.cached[1:] == ("plus_one",)
+            assert stream.plan.live == ("noisy",)
+
+    def test_a_transform_that_works_in_place_changes_nothing_of_the_users(self) -> None:
+        kept = [(torch.ones(4), number) for number in range(8)]
+
+        class Held(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                return iter(kept)
+
+        with hotset.cache(Held(), transform=in_place, memory="1MiB") as stream:
+            first, second = quiet(hotset.DataLoader(stream)), quiet(hotset.DataLoader(stream))
+            equal_batches(first, second)
+            assert all(torch.equal(picture, torch.ones(4)) for picture, _ in kept)
+            assert torch.equal(first[0][0], torch.full((1, 4), 2.0))
+
+    def test_samples_of_any_kind(self) -> None:
+        with hotset.cache(OfText(), memory="1MiB") as stream:
+            first = list(stream)
+            assert first == list(OfText())
+            assert [stream[index] for index in range(20)] == first
+
+    def test_a_pass_that_is_broken_off_is_gone_on_with(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=4)
+            for _ in zip(range(3), loader, strict=False):
+                pass
+            assert not stream.recorded
+            some = stream.stats().cached
+            assert 12 <= some < N
+            assert values(loader) == list(range(N))
+            assert len(stream) == N
+            assert stream.stats().misses == N  # each was recorded once
+
+    def test_an_exception_comes_as_from_torch_and_what_came_before_is_kept(self) -> None:
+        stream = Numbers(N)
+        stream.fails_at = 30
+        expected = failure(lambda: list(DataLoader(stream, batch_size=4)))
+        with hotset.cache(stream, memory="10MiB", key="numbers") as cached:
+            loader = hotset.DataLoader(cached, batch_size=4)
+            assert failure(lambda: list(loader)).text == expected.text
+            assert not cached.recorded
+            assert cached.stats().cached >= 28
+            stream.fails_at = -1
+            assert values(loader) == list(range(N))
+            assert len(cached) == N
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_two_loaders_over_one_stream_at_once(self, workers: int) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            one, other = (hotset.DataLoader(stream, batch_size=4, num_workers=workers) for _ in range(2))
+            pairs = list(zip(one, other, strict=True))
+            equal_batches([a for a, _ in pairs], [b for _, b in pairs])
+            assert values(a for a, _ in pairs) == values(
+                DataLoader(Numbers(N), batch_size=4, num_workers=workers)
+            )
+            assert sorted(values(hotset.DataLoader(stream, batch_size=4))) == list(range(N))
+            assert stream.check() == []
+
+    def test_persistent_workers_end_when_all_is_recorded(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=8, num_workers=2, persistent_workers=True)
+            for _ in range(3):
+                assert sorted(values(loader)) == list(range(N))
+            assert stream.recorded
+
+    def test_the_users_worker_init_finds_the_stream(self) -> None:
+        def divide(worker: int) -> None:
+            info = get_worker_info()
+            assert info is not None
+            info.dataset.count = 10 * (worker + 1)  # type: ignore[attr-defined]
+
+        expected = values(DataLoader(Numbers(N), batch_size=4, num_workers=2, worker_init_fn=divide))
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            assert (
+                values(hotset.DataLoader(stream, batch_size=4, num_workers=2, worker_init_fn=divide))
+                == expected
+            )
+            assert sorted(number for _, number in stream) == sorted(expected)
+
+
+class TestRecorded:
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_it_is_a_dataset_with_an_index(self, workers: int) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            stream.fill()
+            plain = TensorDataset(torch.stack([p for p, _ in stream]), torch.tensor([n for _, n in stream]))
+            loader = hotset.DataLoader(stream, batch_size=8, shuffle=True, num_workers=workers)
+            seed_everything()
+            got, states = list(loader), rng_states()
+            expected, theirs = once(plain, workers, shuffle=True)
+            assert values(got) == values(expected)
+            assert states == theirs
+            assert len(loader) == 8
+            assert loader.last_epoch is not None
+            assert loader.last_epoch.hit_rate == 1.0
+            assert values(DataLoader(stream, batch_size=8, num_workers=workers)) == list(range(N))
+            half = torch.utils.data.Subset(stream, range(0, N, 2))
+            assert values(hotset.DataLoader(half, batch_size=8)) == list(range(0, N, 2))
+            batches = torch.utils.data.BatchSampler(range(10), 5, False)
+            assert values(hotset.DataLoader(stream, batch_sampler=batches)) == list(range(10))
+
+    def test_index_and_batch_index(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            stream.fill(num_workers=2)
+            assert stream[-1][1] == stream[N - 1][1]
+            assert [number for _, number in stream.__getitems__([3, 1])] == [stream[3][1], stream[1][1]]
+            with pytest.raises(IndexError):
+                stream[N]
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("resumed_with", [0, 2])
+    def test_a_state_resumes_with_any_number_of_workers(self, workers: int, resumed_with: int) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            stream.fill()
+            loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=workers)
+            batches = iter(loader)
+            for _ in range(9):
+                next(batches)
+            state = loader.state_dict()
+            rest = values(batches)
+            other = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=resumed_with)
+            other.load_state_dict(state)
+            assert values(other) == rest
+
+    @pytest.mark.parametrize("is_recorded", [False, True])
+    def test_a_state_of_the_first_pass_goes_on_in_the_streams_order(self, is_recorded: bool) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=4, num_workers=2)
+            batches = iter(loader)
+            for _ in range(5):
+                next(batches)
+            state = loader.state_dict()
+            rest = values(batches)
+            if not is_recorded:
+                stream.clear()
+            other = hotset.DataLoader(stream, batch_size=4, num_workers=2)
+            other.load_state_dict(state)
+            assert values(other) == rest
+            assert sorted(values(other)) == list(range(N))
+
+    def test_a_state_of_a_recorded_stream_needs_a_recorded_stream(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            stream.fill()
+            loader = hotset.DataLoader(stream, batch_size=4, shuffle=True)
+            next(iter(loader))
+            state = loader.state_dict()
+            stream.clear()
+            with pytest.raises(hotset.StateError, match=r"call fill\(\)"):
+                hotset.DataLoader(stream, batch_size=4, shuffle=True).load_state_dict(state)
+
+    def test_it_pickles(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            copy = pickle.loads(pickle.dumps(stream))
+            stream.fill()
+            assert copy.recorded
+            assert copy[5][1] == stream[5][1]
+            copy.close()
+
+    def test_spawned_workers(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=8, num_workers=1, multiprocessing_context="spawn")
+            assert values(loader) == list(range(N))
+            assert sorted(values(loader)) == list(range(N))
+            assert stream.recorded
+
+    def test_clear_and_an_attribute_set_record_anew(self) -> None:
+        stream = hotset.cache(Numbers(N), memory="10MiB")
+        stream.fill()
+        stream.clear()
+        assert not stream.recorded
+        assert values(hotset.DataLoader(stream, batch_size=8)) == list(range(N))
+        assert stream.recorded
+        stream.count = 10
+        assert stream.dataset.count == 10
+        assert not stream.recorded
+        assert values(hotset.DataLoader(stream, batch_size=8)) == list(range(10))
+        assert len(stream) == 10
+        stream.close()
+
+    def test_cached_once_more_with_a_transform(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            stream.fill()
+            with hotset.cache(stream, transform=plus_one, memory="10MiB") as cached:
+                assert torch.equal(cached[3][0], stream[3][0] + 1)
+
+
+class TestTooLittleRoom:
+    def test_recorded_samples_come_first_and_the_stream_gives_the_rest(self) -> None:
+        stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
+        loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=2)
+        with recorded() as told:
+            assert sorted(values(loader)) == list(range(N))
+            epochs = [values(loader) for _ in range(2)]
+        assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
+        assert epochs[0] != epochs[1]
+        (said,) = [str(one.message) for one in told if "are recorded" in str(one.message)]
+        assert "of 60 samples of Numbers are recorded" in said
+        assert "memory=" in said
+        assert not stream.recorded
+        some = stream.stats().cached
+        assert 0 < some < N
+        with pytest.raises(TypeError, match="more memory= or a spill="):
+            len(stream)
+        stream.close()
+
+    def test_spill_takes_what_memory_has_no_room_for(self, tmp_path: Path) -> None:
+        stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB", spill=tmp_path / "spill")
+        loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=2)
+        quiet(loader)
+        assert stream.recorded
+        assert stream.stats().spilled > 0
+        assert sorted(values(loader)) == list(range(N))
+        assert stream.check() == []
+        stream.close()
+
+    @pytest.mark.parametrize("consumed", [2, 13])
+    def test_a_state_resumes_in_either_part(self, consumed: int) -> None:
+        stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
+        loader = hotset.DataLoader(stream, batch_size=4, shuffle=True)
+        quiet(loader)
+        with recorded():
+            batches = iter(loader)
+            before = [number for _ in range(consumed) for number in next(batches)[1].tolist()]
+            state = loader.state_dict()
+            rest = values(batches)
+            other = hotset.DataLoader(stream, batch_size=4, shuffle=True)
+            other.load_state_dict(state)
+            assert values(other) == rest
+        assert sorted(before + rest) == list(range(N))
+        stream.close()
+
+
+class TestOtherSamples:
+    def test_another_number_of_workers_records_anew(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            for _ in zip(range(3), hotset.DataLoader(stream, batch_size=4, num_workers=2), strict=False):
+                pass
+            with pytest.warns(hotset.HotsetWarning, match="2 workers divided it before, and now 1 worker do"):
+                assert values(hotset.DataLoader(stream, batch_size=4)) == list(range(N))
+            assert len(stream) == N
+            assert sorted(number for _, number in stream) == list(range(N))
+
+    def test_a_stream_that_is_shuffled_anew_is_found_out(self) -> None:
+        with recorded() as told:
+            stream = hotset.cache(Shuffled(N), memory="10MiB")
+            loader = hotset.DataLoader(stream, batch_size=4)
+            for _ in zip(range(5), loader, strict=False):
+                pass
+            assert sorted(values(loader)) == list(range(N))  # finds that the order is another
+            assert not stream.recorded
+            assert sorted(values(loader)) == list(range(N))
+        assert stream.recorded
+        assert sorted(number for _, number in stream) == list(range(N))
+        (said,) = [str(one.message) for one in told if "recorded anew" in str(one.message)]
+        assert "other samples than in the pass before" in said
+        assert is_a_sentence(said)
+        stream.close()
+
+    def test_random_content_is_refused(self) -> None:
+        for stream in (Jitter(), Own(), Jitter(every=2)):
+            with pytest.raises(
+                hotset.NotCacheable, match=r"move random transforms out of the stream|Move random"
+            ):
+                hotset.cache(stream, memory="1MiB")
+
+    def test_random_content_that_is_declared_harmless_is_taken(self) -> None:
+        stream = hotset.cache(hotset.deterministic(Jitter()), memory="1MiB")
+        first = quiet(hotset.DataLoader(stream, batch_size=4))
+        assert len(stream) == N
+        equal_batches(quiet(hotset.DataLoader(stream, batch_size=4)), first)
+        stream.close()
+
+    def test_rare_draws_are_not_frozen(self) -> None:
+        stream = hotset.cache(Jitter(every=400, count=800), memory="10MiB")
+        loader = hotset.DataLoader(stream, batch_size=8)
+        with recorded() as told:
+            epochs = [quiet(loader) for _ in range(3)]
+        assert all(sorted(values(epoch)) == list(range(800)) for epoch in epochs)
+        drawn = [
+            dict(zip(values(epoch), [p for ps, _ in epoch for p in ps], strict=True))[399] for epoch in epochs
+        ]
+        assert not torch.equal(drawn[0], drawn[1])
+        assert not torch.equal(drawn[1], drawn[2])
+        assert any("drew random numbers" in str(one.message) for one in told) or not stream.recorded
+        stream.close()
+
+    def test_a_shuffled_stream_is_taken_with_its_first_order(self) -> None:
+        with hotset.cache(Shuffled(N), memory="10MiB") as stream:
+            first = values(hotset.DataLoader(stream, batch_size=4))
+            assert sorted(first) == list(range(N))
+            assert first != sorted(first)
+            assert values(hotset.DataLoader(stream, batch_size=4)) == first
+            assert "another order" in str(stream.plan)
+
+
+class TestWrongInput:
+    def test_nothing(self) -> None:
+        with pytest.raises(hotset.ArgumentError, match="must give at least one sample, got none"):
+            hotset.cache(Nothing(), memory="1MiB")
+
+    def test_an_iterator_that_ends_for_good(self) -> None:
+        with pytest.raises(
+            hotset.ArgumentError, match="must be an iterable that can be run again, got generator"
+        ):
+            hotset.cache((number for number in range(3)), memory="1MiB")  # type: ignore[call-overload]
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [{"window": hotset.Window(resident=8)}, {"concurrency": 4}, {"transform": hotset.batched(abs)}],
+    )
+    def test_what_does_not_go_with_a_stream(self, arguments: dict[str, Any]) -> None:
+        said = failure(lambda: hotset.cache(Numbers(N), memory="1MiB", **arguments))
+        assert said.kind is hotset.ArgumentError
+        assert "call fill()" in said.text or "cached.fill()" in said.text
+
+    def test_an_endless_stream_is_said_to_be_one(self) -> None:
+        with hotset.cache(Endless(), memory="1MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=4)
+            with recorded() as told:
+                for _ in range(4):
+                    assert [batch.tolist() for batch in itertools.islice(loader, 2)] == [
+                        [0, 1, 2, 3],
+                        [4, 5, 6, 7],
+                    ]
+            (said,) = [str(one.message) for one in told]
+            assert "if the stream is endless, bound it" in said
+
+    def test_batches_in_place_of_samples(self) -> None:
+        with hotset.cache(Batches(), memory="1MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=None)
+            expected = list(DataLoader(Batches(), batch_size=None))
+            equal_batches(list(loader), expected)
+            equal_batches(list(loader), expected)
+            with pytest.warns(hotset.HotsetWarning, match="batch_size=None"):
+                list(hotset.DataLoader(stream, batch_size=2))
+
+    def test_workers_that_all_read_the_same(self) -> None:
+        with hotset.cache(Undivided(12), memory="1MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=4, num_workers=2)
+            with pytest.warns(hotset.HotsetWarning, match="gives the same samples to 2 workers"):
+                assert sorted(values(loader)) == sorted([*range(12), *range(12)])
+
+    def test_length_and_index_before_the_first_pass(self) -> None:
+        with hotset.cache(Numbers(N), memory="1MiB") as stream:
+            for ask in (lambda: len(stream), lambda: stream[0], lambda: list(DataLoader(stream))):
+                said = failure(ask)
+                assert said.kind is TypeError
+                assert "call fill()" in said.text
+
+    def test_shuffle_says_once_that_the_first_pass_has_the_streams_order(self) -> None:
+        with hotset.cache(Numbers(N), memory="1MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=8, shuffle=True)
+            with recorded() as told:
+                assert values(loader) == list(range(N))
+                assert values(loader) != list(range(N))
+            (said,) = [str(one.message) for one in told]
+            assert "shuffle=True holds from the second on" in said
+
+    def test_no_number_of_workers(self) -> None:
+        with hotset.cache(Numbers(N), memory="1MiB") as stream, pytest.raises(hotset.ArgumentError):
+            stream.fill(num_workers=-1)
+
+
+class TestKills:
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("phase", ["first", "later"])
+    def test_a_killed_reader_leaves_a_stream_that_is_read_on(self, workers: int, phase: str) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            if phase == "later":
+                stream.fill(num_workers=workers)
+
+            def die() -> None:
+                loader = hotset.DataLoader(stream, batch_size=4, num_workers=workers)
+                for number, _ in enumerate(loader):
+                    if number == 4:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            assert ended(child(die)) == -signal.SIGKILL
+            assert stream.check() == []
+            loader = hotset.DataLoader(stream, batch_size=4, num_workers=workers)
+            assert sorted(values(loader)) == list(range(N))
+            assert sorted(values(loader)) == list(range(N))
+            assert stream.recorded
+
+    def test_a_worker_that_is_killed_is_torchs_error(self) -> None:
+        class Suicide(Numbers):
+            armed = True
+
+            def __iter__(self) -> Iterator[Any]:
+                for number, sample in enumerate(super().__iter__()):
+                    if number == 10 and self.armed and get_worker_info() is not None:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    yield sample
+
+        stream = Suicide(N)
+        with hotset.cache(stream, memory="10MiB", key="suicide") as cached:
+            loader = hotset.DataLoader(cached, batch_size=4, num_workers=2)
+            with pytest.raises(RuntimeError, match="killed by signal"):
+                list(loader)
+            stream.armed = False
+            assert sorted(values(loader)) == list(range(N))
+            assert len(cached) == N
+
+
+def test_draws_of_the_program_stay_as_they_are() -> None:
+    """Caching a stream, and its first pass, draw nothing from the program's generators."""
+    seed_everything()
+    before = rng_states(), random.getstate()
+    with hotset.cache(Numbers(N), memory="1MiB") as stream:
+        stream.fill(num_workers=2)
+        assert (rng_states(), random.getstate()) == before
