@@ -391,17 +391,26 @@ def unordered(stream: Any) -> Any:
     """A stream's content: a copy without WebDataset's shuffles, and without one rank's share of it."""
     stages = getattr(stream, "pipeline", None)
     if isinstance(stages, list) and _is_of("webdataset", stream):
-        plain = copy.copy(stream)
+        plain = _shallow(stream)
         plain.pipeline = [stage for stage in stages if not _is_shuffle(stage)]
         if hasattr(plain, "seed"):
             plain.seed = 0
         return plain
     if _is_of("datasets", stream) and hasattr(stream, "_distributed"):
-        plain = copy.copy(stream)
+        plain = _shallow(stream)
         plain._distributed = None
         plain._epoch = 0
         return plain
     return stream
+
+
+def _shallow(stream: Any) -> Any:
+    """A shallow copy. Not by ``copy.copy``: a ``__setstate__`` may have two objects share their
+    attributes.
+    """
+    plain = object.__new__(type(stream))
+    plain.__dict__.update(stream.__dict__)
+    return plain
 
 
 def _is_shuffle(stage: Any) -> bool:
