@@ -26,6 +26,7 @@ from benchmarks.suite import (
     sessions,
     spill,
     startup,
+    streams,
     sweep,
     window,
 )
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Settings], Outcome]] = {
     "planning": planning.planning,
     "first-epoch": first.first_epoch,
     "first-epochs": first_epoch.first_epochs,
+    "streams": streams.streams,
     "run-programs": run_programs.run_programs,
     "doctor": doctor.doctor,
     "draws": draws.draws,

@@ -179,10 +179,10 @@ class CachedStream(Dataset[T], Generic[T]):
         self._follow()
         parts = self._parts()
         rank, ranks = _rank_of(parts)
-        records = parts is not None and not rest and not replay and self._begin(parts, ranks, max(workers, 1))
-        return StreamRecording(
-            self._source.stream, self._cached, rank, records=records, rest=rest, group=group
-        )
+        number = 0
+        if parts is not None and not rest and not replay and self._begin(parts, ranks, max(workers, 1)):
+            number = parts.new_pass()
+        return StreamRecording(self._source.stream, self._cached, rank, number, rest=rest, group=group)
 
     def _begin(self, parts: StreamParts, ranks: int, workers: int) -> bool:
         """Prepare the parts for a pass by so many workers; False if it cannot be recorded."""
@@ -232,7 +232,7 @@ class CachedStream(Dataset[T], Generic[T]):
             return
         name, kept, given = self._source.name, int(parts.kept.sum()), int(parts.given.sum())
         if parts.state == "in part":
-            reasons = set(parts.reasons().values())
+            reasons = parts.reasons()
             why = "; ".join(text for reason, text in _REASONS.items() if reason in reasons)
             self._told(
                 f"{kept:,} of {given:,} samples of {name} are recorded: {why}. In each epoch the recorded "
@@ -486,7 +486,7 @@ class StreamRecording(IterableDataset[Any]):
         dataset: the user's stream; also what ``get_worker_info().dataset`` is in a worker.
         cached: the cache.
         rank: of this process on this machine.
-        records: whether to record.
+        number: of the pass, which records (:meth:`StreamParts.new_pass`); 0 to record nothing.
         rest: whether to leave out what is recorded.
         group: how many samples the loader collects before it makes a batch of them.
 
@@ -495,13 +495,13 @@ class StreamRecording(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, cached: CachedDataset[Any], rank: int, *, records: bool, rest: bool, group: int
+        self, dataset: Any, cached: CachedDataset[Any], rank: int, number: int, *, rest: bool, group: int
     ) -> None:
         self.dataset = dataset
         self.silent = False
         self._cached = cached
         self._rank = rank
-        self._records = records
+        self._number = number
         self._rest = rest
         self._group = group
 
@@ -510,14 +510,12 @@ class StreamRecording(IterableDataset[Any]):
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         source, store = self._cached._source, self._cached._access.store
         samples = _only_once(self.dataset, worker)
-        if store is None or not (self._records or self._rest):
+        if store is None or not (self._number or self._rest):
             yield from _each(source, samples)
             return
         group = 1 if source.live else self._group
-        recorder = _PartRecorder(store, source, self.dataset, self._rank * workers + worker, group)
-        recorder.records = self._records and recorder.parts.own(recorder.part)
-        if recorder.records:
-            recorder.parts.stop(recorder.part, 0)  # there may be room now
+        part = self._rank * workers + worker
+        recorder = _PartRecorder(store, source, self.dataset, part, self._number, group)
         try:
             for value in _values(source, samples):
                 is_recorded = recorder.take(value)
@@ -527,7 +525,7 @@ class StreamRecording(IterableDataset[Any]):
                 recorder.resume()
             recorder.end()
         finally:
-            recorder.parts.disown(recorder.part)
+            recorder.parts.disown(part, self._number)
 
 
 def _only_once(stream: Any, worker: int) -> Iterator[Any]:
@@ -564,6 +562,7 @@ class _PartRecorder:
         source: its cached transforms.
         stream: the user's.
         part: the number of the part.
+        number: of the pass; 0 to record nothing.
         group: how many samples are given before one may be changed.
 
     Attributes:
@@ -571,10 +570,11 @@ class _PartRecorder:
         records: whether to record: not if another process records this part, nor beyond what can be kept.
     """
 
-    def __init__(self, store: Store, source: Any, stream: Any, part: int, group: int) -> None:
+    def __init__(self, store: Store, source: Any, stream: Any, part: int, number: int, group: int) -> None:
         self.parts = StreamParts(store)
         self.part = part
-        self.records = False
+        self.records = number > 0 and self.parts.own(part, number)
+        self._number = number
         self._store = store
         self._group = group
         self._held: list[Any] = []
@@ -610,6 +610,7 @@ class _PartRecorder:
     def flush(self) -> None:
         """Record the samples that were taken last."""
         held, self._held = self._held, []
+        self.records = self.records and self.parts.owns(self.part, self._number)
         if not held or not self.records:
             return
         if self._generators is not None and self._generators.any_moved:
@@ -648,8 +649,8 @@ class _PartRecorder:
     def end(self) -> None:
         """The part has ended."""
         self.flush()
-        owner = int(self._store.segment.slots[self.part, Slot.PART_OWNER])
-        if owner == self._store.filler.claims.word and self._store.clear_generation() == self._generation:
+        is_mine = self._number > 0 and self.parts.owns(self.part, self._number)
+        if is_mine and self._store.clear_generation() == self._generation:
             self.parts.end(self.part, self._position)
 
 

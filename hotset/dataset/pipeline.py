@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from hotset._warnings import Warner
 from hotset.dataset.format_transform import without_format_transform
 from hotset.dataset.stream_source import StreamSource
@@ -94,7 +92,7 @@ class Pipeline:
         """Find the chains.
 
         Raises:
-            ArgumentError: the dataset is iterable, has no length, or is empty; a transform is not callable;
+            ArgumentError: the dataset has no index or no length, or is empty; a transform is not callable;
                 a ``hotset.batched`` is among the dataset's own transforms.
         """
         _require_map_style(dataset)
@@ -553,14 +551,9 @@ def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transfo
 
 def _require_map_style(dataset: Any) -> None:
     kind = type(dataset).__name__
-    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+    if not hasattr(dataset, "__getitem__"):
         raise ArgumentError(
             f"hotset.cache needs a dataset with dataset[i] and len(dataset), got an object of type {kind}."
-        )
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise ArgumentError(
-            f"hotset.cache needs a dataset that returns sample i as dataset[i], and {kind} can only be "
-            "iterated over; give it to hotset.DataLoader uncached."
         )
     if not hasattr(dataset, "__len__"):
         raise ArgumentError(f"hotset.cache needs a dataset with a length, and {kind} has no __len__.")

@@ -61,8 +61,8 @@ def is_stream(dataset: object) -> bool:
     """Whether a dataset can only be iterated over.
 
     Example:
-        >>> from torch.utils.data import TensorDataset, IterableDataset
-        >>> is_stream(IterableDataset()), is_stream(TensorDataset(torch.arange(3)))
+        >>> from torch.utils.data import TensorDataset
+        >>> is_stream(iter([])), is_stream(TensorDataset(torch.arange(3)))
         (True, False)
     """
     if isinstance(dataset, IterableDataset):
@@ -282,14 +282,16 @@ def _look(stream: Any, name: str, declaration: str | None) -> Look:
         "order "
         "of the first pass is recorded"
     )
-    warning = (
+    return Look(samples, seconds, True, note, _order_warning(name) if common < len(first) else None)
+
+
+def _order_warning(name: str) -> str:
+    return (
         f"{name} gives its samples in another order in each run, so hotset cannot tell by comparing them "
         "whether they also differ in content; random transforms inside the stream would give the same result "
-        "in "
-        "all epochs: move them to transform=[...]. If it has none, declare it: "
+        "in all epochs: move them to transform=[...]. If it has none, declare it: "
         f"hotset.deterministic({name})."
     )
-    return Look(samples, seconds, True, note, warning if common < len(first) else None)
 
 
 def _refuse_random_content(name: str, first: list[_Given], again: list[_Given]) -> None:

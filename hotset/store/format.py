@@ -217,9 +217,9 @@ class Slot:
     # Of a stream's part with this slot's number, whichever process holds the slot (see stream_parts):
     PART_KEPT = 19  # how many of its first samples are recorded
     PART_GIVEN = 20  # how many samples it has, as far as a pass has come
-    PART_ENDED = 21  # 1 once a pass has come to its end
+    PART_ENDED = 21  # bit 0: a pass has come to its end; above: why it is recorded no further
     PART_OWNER = 22  # the claim word of the process that records it
-    PART_WHY = 23  # why it is recorded no further: see stream_parts
+    PART_PASS = 23  # the pass that records it: the slot of the process that began it:13 | a random number:48
 
 
 def _page_up(offset: int) -> int:

@@ -531,7 +531,7 @@ class Clearing:
         segment.slots[:, Slot.STORED_BYTES] = 0
         if self._spill is not None:
             self._spill.clear()
-        segment.slots[:, Slot.PART_KEPT : Slot.PART_WHY + 1] = 0
+        segment.slots[:, Slot.PART_KEPT : Slot.PART_PASS + 1] = 0
         told = [
             Live.TOLD,
             Live.DRAWS_TOLD,

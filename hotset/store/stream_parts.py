@@ -11,9 +11,9 @@ slot::
 
     kept     its first ``kept`` samples are recorded: recording stops where there is no room
     given    how many samples it has, as far as a pass has come; final once it has ended
-    ended    a pass has come to its end
+    ended    a pass has come to its end; and why it is recorded no further, if it is not
     owner    the claim word of the process that records it: a claim that dies with the process
-    why      why it is recorded no further: :data:`NO_ROOM`, :data:`DREW`, :data:`OTHER_KIND`
+    pass     the pass in which it does so: of two by the same program, the later one goes on
 
 ::
 
@@ -26,6 +26,7 @@ A pass by another number of ranks or workers divides the samples otherwise: it h
 
 from __future__ import annotations
 
+import secrets
 from typing import Literal
 
 import numpy as np
@@ -41,6 +42,7 @@ __all__ = ["DREW", "NO_ROOM", "OTHER_KIND", "StreamParts", "StreamState"]
 NO_ROOM, DREW, OTHER_KIND = 1, 2, 3
 StreamState = Literal["nothing", "recording", "in part", "whole"]
 _WORKERS = 16  # bits
+_PASS_BITS = 48
 _MOST_WORKERS = (1 << _WORKERS) - 1
 
 
@@ -83,7 +85,7 @@ class StreamParts:
     @property
     def ended(self) -> Words:
         """For each part, whether a pass has come to its end."""
-        return self._column(Slot.PART_ENDED)
+        return self._column(Slot.PART_ENDED) & 1
 
     def _column(self, word: int) -> Words:
         return self._rows[: self.count, word].copy()
@@ -131,24 +133,44 @@ class StreamParts:
         return int(self._live[Live.PARTS]) == word
 
     def is_recorded_by_others(self) -> bool:
-        """Whether another living process records a part now."""
-        owners = set(self._column(Slot.PART_OWNER).tolist()) - {0, self._store.filler.claims.word}
+        """Whether another program records a part now."""
+        mine = self._store.participant.slot + 1
+        owners = {
+            int(row[Slot.PART_OWNER])
+            for row in self._rows[: self.count]
+            if row[Slot.PART_OWNER] and int(row[Slot.PART_PASS]) >> _PASS_BITS != mine
+        }
         return any(map(self._store.filler.claims.is_open, owners))
 
-    def own(self, part: int) -> bool:
-        """Become the process that records this part; False if another living one is."""
-        claims = self._store.filler.claims
+    def new_pass(self) -> int:
+        """A word for a pass that this process begins; 0 if it cannot record."""
+        slot = self._store.participant.slot
+        return (slot + 1) << _PASS_BITS | secrets.randbits(_PASS_BITS) if slot >= 0 else 0
+
+    def own(self, part: int, number: int) -> bool:
+        """Become the process that records this part, in this pass; False if another program records it.
+
+        A pass of the same program gives way: it may be one that was broken off, and whose workers are still
+        there because a traceback refers to it.
+        """
+        claims, row = self._store.filler.claims, self._rows[part]
         mine = claims.word
         with self._store.participant.short_lock() as held:
-            owner = int(self._rows[part, Slot.PART_OWNER])
-            if not held or mine < 0 or (owner not in (0, mine) and claims.is_open(owner)):
+            owner, before = int(row[Slot.PART_OWNER]), int(row[Slot.PART_PASS])
+            theirs = owner not in (0, mine) and before >> _PASS_BITS != number >> _PASS_BITS
+            if not held or mine < 0 or (theirs and claims.is_open(owner)):
                 return False
-            self._rows[part, Slot.PART_OWNER] = mine
+            row[Slot.PART_OWNER], row[Slot.PART_PASS] = mine, number
+            row[Slot.PART_ENDED] &= 1  # there may be room now
         return True
 
-    def disown(self, part: int) -> None:
+    def owns(self, part: int, number: int) -> bool:
+        """Whether this pass still records this part."""
+        return int(self._rows[part, Slot.PART_PASS]) == number
+
+    def disown(self, part: int, number: int) -> None:
         """Let others record this part."""
-        if int(self._rows[part, Slot.PART_OWNER]) == self._store.filler.claims.word:
+        if self.owns(part, number):
             self._rows[part, Slot.PART_OWNER] = 0
 
     @property
@@ -163,7 +185,7 @@ class StreamParts:
         with self._store.participant.short_lock() as held:
             if not held or self._rows[others][:, [Slot.PART_GIVEN, Slot.PART_OWNER]].any():
                 return False
-            self._rows[others, Slot.PART_ENDED] = 1
+            self._rows[others, Slot.PART_ENDED] |= 1
             self._live[Live.ALONE] = 1
         return True
 
@@ -189,12 +211,11 @@ class StreamParts:
 
     def stop(self, part: int, why: int) -> None:
         """Note why this part is recorded no further; called by the owner."""
-        self._rows[part, Slot.PART_WHY] = why
+        self._rows[part, Slot.PART_ENDED] |= why << 1
 
-    def reasons(self) -> dict[int, int]:
-        """Why parts are recorded no further: for each such part, one of the constants of this module."""
-        why = self._column(Slot.PART_WHY)
-        return {part: int(why[part]) for part in np.flatnonzero(why).tolist()}
+    def reasons(self) -> set[int]:
+        """Why parts are recorded no further: constants of this module."""
+        return set((self._column(Slot.PART_ENDED) >> 1).tolist()) - {0}
 
     def end(self, part: int, count: int) -> None:
         """Note that this part has ended after so many samples; called by the owner."""
@@ -202,7 +223,7 @@ class StreamParts:
         if count < int(row[Slot.PART_GIVEN]):
             self.note_other()
         row[Slot.PART_GIVEN] = count
-        row[Slot.PART_ENDED] = 1
+        row[Slot.PART_ENDED] |= 1
 
     def note_other(self) -> None:
         """Note that a pass gave other samples than were recorded: nothing recorded is used any more."""

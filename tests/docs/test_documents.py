@@ -74,7 +74,7 @@ GUIDES = ["docs/start.md", *(f"docs/guides/{name}.md" for name in ("images", "te
 GUIDES += [f"docs/guides/{name}.md" for name in ("remote", "sessions", "sinking")]
 # What other test files run: several machines, sessions, and libraries that do not import here.
 RUN_ELSEWHERE = {"docs/cluster.md", "docs/sessions.md", "docs/clara.md", "docs/guides/volumes.md"}
-RUN_ELSEWHERE |= {"docs/guides/huggingface.md", "docs/guides/lightning.md"}
+RUN_ELSEWHERE |= {"docs/streams.md", "docs/guides/huggingface.md", "docs/guides/lightning.md"}
 
 
 def programs_of(page: str) -> list[str]:

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import tqdm
 from library_tables import need
 
 from benchmarks.operators import define_torchvision_operators
@@ -18,9 +19,12 @@ NEEDS = {
     "clara.md": "monai.data",
     "guides/huggingface.md": "datasets",
     "guides/lightning.md": "lightning.pytorch",
+    "streams.md": "webdataset",
 }
 
 define_torchvision_operators()
+# Bars would start a thread that stays.
+tqdm.tqdm.monitor_interval = 0
 
 
 @pytest.mark.parametrize("page", NEEDS)
