@@ -156,6 +156,27 @@ class CachedStream(Dataset[T], Generic[T]):
         parts = self._parts()
         return int(parts._store.segment.metadata.get("stream_batches", 0)) if parts is not None else 0
 
+    def _told_length(self) -> int:
+        """The length that the stream itself states.
+
+        Raises:
+            TypeError: it states none.
+        """
+        if hasattr(type(self._source.stream), "__len__"):
+            return len(self._source.stream)
+        self._require_index("length")
+        raise TypeError(f"{self._source.name} has no length.")
+
+    def _rest_batches(self, size: int | None, *, drop_last: bool) -> int:
+        """How many batches the stream gives in each pass to what is recorded, in this process's rank."""
+        parts = self._parts()
+        if parts is None or not self._has_rest:
+            return 0
+        rank, workers = _rank_of(parts)[0], parts.division[1]
+        own = slice(rank * workers, (rank + 1) * workers)
+        left = (parts.given - parts.kept)[own].tolist()
+        return sum(each // (size or 1) if drop_last else -(-each // (size or 1)) for each in left)
+
     @property
     def _has_rest(self) -> bool:
         """Whether some samples have to come from the stream in each pass."""

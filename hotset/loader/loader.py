@@ -183,6 +183,13 @@ class DataLoader(TorchDataLoader[T]):
             run.ask_workers = not last.over or len(last.workers) < self.num_workers
         return self._begin(run, self._order)
 
+    def __len__(self) -> int:
+        own = super().__len__()
+        stream = self._stream
+        return (
+            own if stream is None else own + stream._rest_batches(self.batch_size, drop_last=self.drop_last)
+        )
+
     @property
     def _order(self) -> Any:
         """The sampler that gives the indices: of whole batches, or one by one with ``batch_size=None``."""

@@ -82,5 +82,12 @@ class StreamSampler(Sampler[int]):
         yield from self.order().tolist()  # draws with the first index, as torch's sampler does
 
     def __len__(self) -> int:
+        """How many samples a pass has from the cache; before that, as many as the stream says that it has.
+
+        Raises:
+            TypeError: it was not read yet, and does not say.
+        """
+        if self.stream._indexed(in_part=True) is None:
+            return self.stream._told_length()
         rank, ranks = self.division
         return len(range(rank, len(self.stream._ids()), ranks))

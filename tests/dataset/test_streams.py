@@ -329,6 +329,32 @@ class TestRecorded:
                 assert torch.equal(cached[3][0], stream[3][0] + 1)
 
 
+class Told(Numbers):
+    """A stream that states its length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def test_a_loaders_length_is_the_streams_before_the_first_pass_if_it_states_one() -> None:
+    with hotset.cache(Told(N), memory="10MiB") as stream:
+        loader = hotset.DataLoader(stream, batch_size=8)
+        assert len(loader) == len(DataLoader(Told(N), batch_size=8)) == 8
+        quiet(loader)
+        assert len(loader) == 8
+    with hotset.cache(Numbers(N), memory="10MiB") as stream:
+        assert failure(lambda: len(hotset.DataLoader(stream, batch_size=8))).kind is TypeError
+
+
+def test_a_closed_stream_comes_as_it_is() -> None:
+    stream = hotset.cache(Numbers(N), memory="10MiB")
+    stream.fill()
+    stream.close()
+    loader = hotset.DataLoader(stream, batch_size=8, num_workers=2)
+    for _ in range(2):
+        assert sorted(values(loader)) == list(range(N))
+
+
 class TestTooLittleRoom:
     def test_recorded_samples_come_first_and_the_stream_gives_the_rest(self) -> None:
         stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
@@ -338,6 +364,7 @@ class TestTooLittleRoom:
             epochs = [values(loader) for _ in range(2)]
         assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
         assert epochs[0] != epochs[1]
+        assert len(loader) == sum(1 for _ in loader)
         (said,) = [str(one.message) for one in told if "are recorded" in str(one.message)]
         assert "of 60 samples of Numbers are recorded" in said
         assert "memory=" in said
