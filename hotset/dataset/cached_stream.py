@@ -54,9 +54,11 @@ from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts, St
 __all__ = ["CachedStream", "StreamRecording"]
 
 T = TypeVar("T")
-_OWN = {"_source", "_cached", "_maker", "_snapshot", "_known", "_told", "_epoch", "_began"}
+_OWN = {"_source", "_cached", "_maker", "_snapshot", "_known", "_told", "_epoch", "_open"}
 # Which recorded samples a further pass compares with the stream: the first, and then one in so many.
 _COMPARED, _LATER = 8, 64
+# So many passes that were broken off, one after the other, are worth a sentence.
+_BROKEN_OFF = 3
 # For how long a rank that has come to the end of its parts waits for others that go on recording theirs.
 _PATIENCE_SECONDS = 15.0
 
@@ -100,7 +102,7 @@ class CachedStream(Dataset[T], Generic[T]):
         self._known: tuple[Any, Ids] | None = None
         self._told = Warner()
         self._epoch = 0
-        self._began = 0  # how many passes this process has begun to record
+        self._open = 0  # how many passes over the stream were begun here, and have not come to their end
 
     @property
     def dataset(self) -> Any:
@@ -208,7 +210,7 @@ class CachedStream(Dataset[T], Generic[T]):
     def _begin(self, parts: StreamParts, ranks: int, workers: int) -> bool:
         """Prepare the parts for a pass by so many workers; False if it cannot be recorded."""
         name = self._source.name
-        self._began += 1
+        self._open += 1
         store = parts._store
         stale = parts.is_other or parts.division not in ((0, 0), (ranks, workers))
         unnamed = parts.count == 0 and bool((store.segment.used_index >= PRESENT).any())
@@ -223,7 +225,7 @@ class CachedStream(Dataset[T], Generic[T]):
             self._say_anew(parts, ranks, workers)
             if not store.clear():
                 return False
-        if self._began == 3:
+        if self._open == _BROKEN_OFF:
             self._told(
                 f"{name} was begun three times and has never come to its end, so nothing is served from the "
                 "cache: "
@@ -248,6 +250,7 @@ class CachedStream(Dataset[T], Generic[T]):
 
     def _ended(self) -> None:
         """Tell the user what came of a pass that has ended."""
+        self._open = 0
         parts = self._parts()
         if parts is None or parts.state not in ("whole", "in part"):
             return

@@ -68,10 +68,16 @@ class StreamSampler(Sampler[int]):
         return self.generator is None
 
     def order(self) -> npt.NDArray[np.int64]:
-        """The indices of one pass, in order."""
+        """The indices of one pass, in order.
+
+        Raises:
+            TypeError: the stream was not read yet: another loader than hotset's has taken this sampler.
+        """
+        if self.stream._indexed(in_part=True) is None:
+            self.stream._require_index("index")
         rank, ranks = self.division
         count = len(self.stream._ids())
-        if not self.shuffle:
+        if not self.shuffle or not count:
             return np.arange(rank, count, ranks)
         if ranks == 1:
             return np.fromiter(RandomSampler(range(count), generator=self.generator), np.int64, count)

@@ -514,7 +514,15 @@ class TestWrongInput:
 
     def test_length_and_index_before_the_first_pass(self) -> None:
         with hotset.cache(Numbers(N), memory="1MiB") as stream:
-            for ask in (lambda: len(stream), lambda: stream[0], lambda: list(DataLoader(stream))):
+            order = hotset.DataLoader(
+                stream, shuffle=True
+            ).sampler  # as libraries that rebuild loaders pass it on
+            for ask in (
+                lambda: len(stream),
+                lambda: stream[0],
+                lambda: list(DataLoader(stream)),
+                lambda: list(DataLoader(stream, sampler=order)),
+            ):
                 said = failure(ask)
                 assert said.kind is TypeError
                 assert "call fill()" in said.text
