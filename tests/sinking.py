@@ -6,7 +6,8 @@ Losses are compared as numbers: float32 goes into a Python float without loss, s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -109,37 +110,63 @@ class FakeGraphs:
     Args:
         training: whose tensors are on the device.
         error: what each capture raises halfway, if anything.
-        others: whether it is good on the other ranks.
+        others: the lowest vote of the other ranks, for each vote; those that are left out are the highest.
+        waits: places in the code where the step waits for the device.
     """
 
-    def __init__(self, training: Any, error: Exception | None = None, others: bool = True) -> None:
+    def __init__(
+        self,
+        training: Any,
+        error: Exception | None = None,
+        others: Sequence[int] = (),
+        waits: Sequence[str] = (),
+    ) -> None:
         self._training = training
         self._error = error
-        self._others = others
+        self._others = list(others)
+        self._waits = list(waits)
         self.sides = self.captures = self.replays = 0
-        self.votes: list[bool] = []
+        self.votes: list[int] = []
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def alive(self) -> int:
+        """Graphs that take memory."""
+        return len(self._made)
 
     @contextlib.contextmanager
     def side(self) -> Iterator[None]:
         self.sides += 1
         yield
 
-    def agree(self, good: bool) -> bool:
-        self.votes.append(good)
-        return good and self._others
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[list[str]]:
+        yield self._waits
+
+    def lowest(self, vote: int, groups: list[Any]) -> int:
+        assert groups
+        self.votes.append(vote)
+        return min(vote, self._others.pop(0)) if self._others else vote
 
     def capture(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.captures += 1
         optimizer = self._training.optimizer
         constants = [_settings(group) for group in optimizer.param_groups]
         places = self._places()
+        gradients = self._gradients()
         with self._no_kernel_runs():
             out = map_tensors(_uninitialised, fn())
             if self._error is not None:
                 raise self._error
+        written = [gradient for gradient in self._gradients() if any(gradient is one for one in gradients)]
+        del gradients
 
         def replay() -> None:
             assert self._places() == places, "a graph writes where the optimizer does not look any more"
+            there = self._gradients()
+            assert all(any(one is found for found in there) for one in written), (
+                "a graph adds to freed memory"
+            )
             self.replays += 1
             now = [_settings(group) for group in optimizer.param_groups]
             for group, constant in zip(optimizer.param_groups, constants, strict=True):
@@ -150,7 +177,11 @@ class FakeGraphs:
             for static, value in zip(tensors_of(out), tensors_of(made), strict=True):
                 static.copy_(value.detach())
 
+        self._made.add(replay)
         return replay, out
+
+    def _gradients(self) -> list[Tensor]:
+        return [one.grad for one in self._training.network.parameters() if one.grad is not None]
 
     def _on_device(self) -> list[Tensor]:
         network, optimizer = self._training.network, self._training.optimizer

@@ -65,10 +65,11 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
         bound = len(seen) + _OBJECTS
         while queue and len(seen) < bound:
             path, node, depth = queue.popleft()
-            if type(node) in _ATOMS or id(node) in seen:
+            found = issubclass(type(node), kinds)
+            if (type(node) in _ATOMS and not found) or id(node) in seen:
                 continue
             seen[id(node)] = node
-            if issubclass(type(node), kinds):
+            if found:
                 yield path, node
             elif depth < _DEPTH:
                 for label, child in _reachable(node, kinds):
@@ -107,7 +108,7 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
     elif issubclass(kind, property):
         yield from (("", accessor) for accessor in (node.fget, node.fset) if accessor)
     elif issubclass(kind, _CONTAINERS):
-        yield from _of_container(node)
+        yield from _of_container(node, kinds)
     for name, value in attributes(node).items():
         yield f".{name}", value
     for cls in kind.__mro__:
@@ -140,18 +141,21 @@ def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[s
             yield f" -> {name}", value
 
 
-def _of_container(node: Any) -> Iterator[tuple[str, Any]]:
+def _of_container(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
     """A container's elements; of a large one, evenly spread ones. A list of a million paths is skipped.
 
     They are read by the methods of the built-in type, as those of a subclass may compute what they return.
     """
     base = next(base for base in _CONTAINERS if issubclass(type(node), base))
-    if set(map(type, base.values(node) if base is dict else base.__iter__(node))) <= _ATOMS:
+    held = set(map(type, base.values(node) if base is dict else base.__iter__(node)))
+    if held <= _ATOMS and not any(issubclass(kind, kinds) for kind in held):
         return
     labelled = base.items(node) if base is dict else enumerate(base.__iter__(node))
     step = max(1, base.__len__(node) // _OF_ONE_CONTAINER)
-    for label, value in itertools.islice(labelled, 0, None, step):
-        yield f"[{label!r}]", value
+    for number, (label, value) in enumerate(itertools.islice(labelled, 0, None, step)):
+        # An optimizer keeps its state by tensors, whose text waits for the device.
+        shown = f"{type(label).__name__} {number}" if isinstance(label, torch.Tensor) else repr(label)
+        yield f"[{shown}]", value
 
 
 # ---- one object ------------------------------------------------------------------------------------------

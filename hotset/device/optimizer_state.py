@@ -10,22 +10,40 @@ that is its learning rate and other settings, and with some a count of steps tha
 - a step that changes any of it *itself* (a scheduler inside the step, a count on the host) is not captured;
 - nor is one that draws on the host (mixup with numpy): a graph would repeat the one draw for ever;
 - nor is one with a GradScaler, which asks the device after each backward pass whether to step at all.
+
+Two more things show in an eager step, the *rehearsal* that comes before each capture:
+
+=========================  ================================================================================
+tensors within reach       A name that the step binds to a new tensor (``ema = 0.9 * ema + loss``): the graph
+                           would read the tensor that the name meant when it was captured.
+gradients                  Those that the step sets to None and makes anew are in the graph's own memory.
+                           Those that it *keeps* (``set_to_none=False``, accumulation) are where they were
+                           before: they are held, and where somebody replaces them the graph is made anew. A
+                           step whose optimizer reads gradients of the step before and then drops them would
+                           read freed memory.
+=========================  ================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 
 from hotset.determinism.object_graph import within_reach
 from hotset.determinism.rng import Generators
 
-__all__ = ["HostState", "Saved"]
+__all__ = ["Gradients", "HostState", "Rehearsal", "Saved"]
+
+# torch.compile's own graphs: what it is given for mode="reduce-overhead" and "max-autotune".
+_Compiled: Any = torch._TorchCompileInductorWrapper
 
 
 class Saved(NamedTuple):
@@ -51,14 +69,35 @@ class HostState:
     Attributes:
         optimizers: those that were found.
         scales: whether there is a gradient scaler that is in use.
+        graphs: whether something was compiled so that it makes graphs of its own.
+        groups: the process groups over which DistributedDataParallel averages gradients in the step.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        found = {id(thing): thing for _, thing in within_reach([fn], (Optimizer, LRScheduler, GradScaler))}
-        self.optimizers: list[Optimizer] = [one for one in found.values() if isinstance(one, Optimizer)]
-        self._schedulers = [one for one in found.values() if isinstance(one, LRScheduler)]
-        self.scales = any(isinstance(one, GradScaler) and one.is_enabled() for one in found.values())
+        found = _found(fn, Optimizer, LRScheduler, GradScaler, _Compiled)
+        self.optimizers: list[Optimizer] = [one for one in found if isinstance(one, Optimizer)]
+        self._schedulers = [one for one in found if isinstance(one, LRScheduler)]
+        self.scales = any(isinstance(one, GradScaler) and one.is_enabled() for one in found)
+        self.graphs = any(isinstance(one, _Compiled) and one.config.get("triton.cudagraphs") for one in found)
+        parallel = _found(fn, DistributedDataParallel)
+        self.groups: list[Any] = list({id(one.process_group): one.process_group for one in parallel}.values())
+        self._parameters: list[torch.Tensor] = _found(fn, torch.nn.Parameter)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters within reach, and those of the optimizers."""
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        known = [*self._parameters, *(parameter for group in groups for parameter in group)]
+        return list({id(parameter): parameter for parameter in known}.values())
+
+    def tensors(self, devices: Iterable[torch.device]) -> dict[str, torch.Tensor]:
+        """The tensors within reach on these devices, by where they are kept; none of optimizers or data."""
+        there, kinds = set(devices), (torch.Tensor, Optimizer, DataLoader, Dataset)
+        return {
+            path: one
+            for path, one in within_reach([self._fn], kinds)
+            if isinstance(one, torch.Tensor) and one.device in there
+        }
 
     def make_capturable(self) -> list[str]:
         """Have the optimizers count their steps on the device; returns the names of those that changed."""
@@ -113,12 +152,7 @@ class HostState:
             return None
 
         restore = [self._settings_saved(), self._states_saved(), generators.restore]
-        gradients = [
-            (parameter, parameter.grad)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters()]
 
         def put_back() -> None:
             for one in restore:
@@ -152,6 +186,131 @@ class HostState:
                     del states[parameter]
 
         return put_back
+
+
+class Rehearsal:
+    """An eager step that is watched, as the next one is to be captured.
+
+    It holds none of the tensors that the step lets go of, which may be large.
+
+    Args:
+        host: what is within reach of the step.
+        devices: where the tensors are that a graph would read.
+    """
+
+    def __init__(self, host: HostState, devices: Iterable[torch.device]) -> None:
+        self._host = host
+        self._devices = list(devices)
+        self._named = {path: weakref.ref(one) for path, one in host.tensors(self._devices).items()}
+        self._entry = [(one, _seen(one.grad)) for one in host.parameters()]
+        self._seen = {id(one): seen for one, seen in self._entry}
+        self._read: set[int] = set()  # parameters whose gradient of before an optimizer has read
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Rehearsal:
+        self._hooks = [one.register_step_pre_hook(self._note) for one in self._host.optimizers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                seen = self._seen.get(id(parameter))
+                if seen is not None and seen.tensor() is parameter.grad:
+                    self._read.add(id(parameter))
+
+    def found(self) -> Gradients | str:
+        """What the step does with gradients; or, as text, why it cannot be captured."""
+        now = self._host.tensors(self._devices)
+        known = {id(one) for one in now.values()}
+        for path, ref in self._named.items():
+            before = ref()  # a tensor of several names has one path
+            if before is None or (now[path] is not before if path in now else id(before) not in known):
+                return (
+                    f"it binds {path} to a new tensor, and a graph would go on reading the old one; write "
+                    "into the tensor (copy_, mul_, add_), or return the value"
+                )
+        found = Gradients(self._entry, self._host.optimizers)
+        if self._read - found.kept:
+            return (
+                "its optimizer steps with the gradients of the step before, which it drops; call "
+                "zero_grad(), backward() and step() in this order, or zero_grad(set_to_none=False)"
+            )
+        return found
+
+
+class _Seen(NamedTuple):
+    """A gradient as it was before the step, not held: the tensor, and how often it had been written."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+
+def _seen(gradient: torch.Tensor | None) -> _Seen | None:
+    return None if gradient is None else _Seen(weakref.ref(gradient), gradient._version)
+
+
+class Gradients:
+    """What a step does with its parameters' gradients.
+
+    Args:
+        entry: the parameters, each with its gradient before the step; the step has been run since.
+        optimizers: those of the step.
+
+    Attributes:
+        clear: whether it could be seen: a step that finds none and leaves some may add to them the next time,
+            or make them anew.
+        kept: ids of the parameters whose gradients stay where they are.
+    """
+
+    def __init__(
+        self, entry: list[tuple[torch.Tensor, _Seen | None]], optimizers: Iterable[Optimizer]
+    ) -> None:
+        self.clear = True
+        self.kept: set[int] = set()
+        self._parameters: list[torch.Tensor] = []
+        self._held: list[torch.Tensor | None] = []
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        optimized = {id(parameter) for group in groups for parameter in group}
+        for parameter, seen in entry:
+            now = parameter.grad
+            if seen is None and now is not None:
+                self.clear = False
+            if seen is not None and now is not None and now is seen.tensor():
+                if id(parameter) not in optimized and now._version == seen.version:
+                    continue  # the gradient of another step, which this one does not touch
+                self.kept.add(id(parameter))
+            elif seen is None and now is None:
+                continue
+            self._parameters.append(parameter)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a capture now would find the gradients to which the step adds."""
+        return self.clear and all(one.grad is not None for one in self._parameters if id(one) in self.kept)
+
+    def hold(self) -> None:
+        """Hold the gradients as the capture has left them: the graph writes there."""
+        self._held = [parameter.grad for parameter in self._parameters]
+
+    def rebind(self) -> bool:
+        """Have each parameter's gradient be the one to which the graph writes, after something else ran.
+
+        False if one was replaced to which the graph adds: its value is elsewhere now.
+        """
+        for parameter, held in zip(self._parameters, self._held, strict=True):
+            if parameter.grad is not held:
+                if id(parameter) in self.kept:
+                    return False
+                parameter.grad = held
+        return True
+
+
+def _found(fn: Callable[..., Any], *kinds: type) -> list[Any]:
+    return list({id(thing): thing for _, thing in within_reach([fn], kinds)}.values())
 
 
 def _saved(shelves: list[dict[str, Any]]) -> Callable[[], None]:

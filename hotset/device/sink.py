@@ -206,6 +206,7 @@ class Sink:
     def _step_for(self, taken: StepInput) -> Step:
         step = self._step if taken.serving is None else self._step_on(taken.serving)
         if step is not self._current:
+            self._current.release()  # two graphs of one step would take its memory twice
             self._current = step
             step.begin()
         return step
@@ -260,7 +261,10 @@ class Sink:
         self.steps = steps
 
     def close(self) -> None:
-        """Let go of the loader. The next call begins a new pass."""
+        """Let go of the loader, and of the graph with its memory. The next call begins a new pass."""
+        self._step.release()
+        self._current.release()
+        self._resident = None
         self._cycle.close()
 
     def __enter__(self) -> Sink:

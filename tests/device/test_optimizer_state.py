@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.utils.data import TensorDataset
 
-from hotset.device.optimizer_state import HostState
+from hotset.device.optimizer_state import Gradients, HostState, Rehearsal
 
 NETWORK = nn.Linear(2, 1)
 
@@ -198,3 +199,114 @@ def test_capturable_is_set_once_and_counts_move_to_the_device() -> None:
     assert optimizer.state[weight]["step"].device.type == "meta"
     assert host.make_capturable() == []
     assert HostState(stepping(sgd())).make_capturable() == []
+
+
+# The rehearsal
+
+
+def rehearsed(step: Callable[[], object]) -> Gradients | str:
+    host = HostState(step)
+    with Rehearsal(host, {torch.device("cpu")}) as watched:
+        step()
+    return watched.found()
+
+
+def test_a_gradient_is_again_the_one_to_which_the_graph_writes() -> None:
+    """After an eager step, of a shorter batch, say, it is that step's."""
+    step = stepping(sgd())
+    step()
+    found = rehearsed(step)
+    assert isinstance(found, Gradients)
+    assert found.ready
+    found.hold()
+    held = NETWORK.weight.grad
+    step()
+    assert NETWORK.weight.grad is not held
+    assert found.rebind()
+    assert NETWORK.weight.grad is held
+
+
+def test_a_gradient_that_is_kept_and_then_replaced_is_told() -> None:
+    optimizer = sgd()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        NETWORK(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+
+    optimizer.zero_grad()
+    first = rehearsed(step)
+    assert isinstance(first, Gradients)
+    assert not first.ready, "whether it adds to gradients cannot be seen where there are none"
+    found = rehearsed(step)
+    assert isinstance(found, Gradients)
+    found.hold()
+    assert found.rebind()
+    optimizer.zero_grad()
+    assert not found.ready
+    assert not found.rebind()
+
+
+def test_gradients_of_others_are_none_of_its_business() -> None:
+    """Two networks, as a GAN has them: the step that reaches both touches one."""
+    other, own = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        own(other(torch.ones(3, 2)).detach().expand(3, 2)).sum().backward()
+        optimizer.step()
+
+    other(torch.ones(1, 2)).sum().backward()
+    step()
+    found = rehearsed(step)
+    assert isinstance(found, Gradients)
+    found.hold()
+    other.zero_grad()
+    assert found.rebind()
+    assert other.weight.grad is None
+
+
+class Averaged:
+    """A step that keeps tensors in attributes, lists and dicts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.loss = torch.zeros(())
+        self.kept = [torch.zeros(())]
+        self.losses: list[torch.Tensor] = []
+        self.nested = {"a": {"b": torch.zeros(())}}
+        self.data = TensorDataset(torch.zeros(2))
+
+    def step(self) -> None:
+        loss = NETWORK(torch.ones(3, 2)).sum().detach()
+        self.losses.append(loss)
+        self.loss.copy_(loss)
+        if self.name == "loss":
+            self.loss = loss
+        elif self.name == "kept":
+            self.kept[0] = loss
+        elif self.name == "nested":
+            self.nested["a"]["b"] = loss
+        elif self.name == "data":
+            self.data.tensors = (loss,)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("loss", ".loss"), ("kept", ".kept[0]"), ("nested", ".nested['a']['b']")]
+)
+def test_names_that_a_step_binds_anew_are_found(name: str, path: str) -> None:
+    found = rehearsed(Averaged(name).step)
+    assert str(found).startswith(f"it binds Averaged{path} to a new tensor, and a graph would")
+
+
+@pytest.mark.parametrize("name", ["none", "data"])
+def test_what_a_step_writes_into_appends_to_and_reads_its_data_from_is_not(name: str) -> None:
+    assert isinstance(rehearsed(Averaged(name).step), Gradients)
+
+
+def test_the_rehearsal_ends_with_its_hooks() -> None:
+    optimizer = sgd()
+    with pytest.raises(KeyError), Rehearsal(HostState(lambda: optimizer), set()):
+        raise KeyError("no such class")
+    assert len(optimizer._optimizer_step_pre_hooks) == 0

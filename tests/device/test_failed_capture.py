@@ -1,0 +1,242 @@
+"""What a capture that fails leaves of torch's allocator and generator, with a fake of both.
+
+The fake is made after torch's sources (CUDAGraph.cpp, CUDACachingAllocator.cpp): ``capture_end`` raises where
+the stream's capture was interrupted, before it has told allocator and generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hotset.device.cuda_graph import CudaGraphs, side_stream
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Queue:
+    def wait_stream(self, other: Queue) -> None: ...
+
+
+class Cuda:
+    """``torch.cuda`` and ``torch._C`` in one.
+
+    Attributes:
+        recording: pools to which the allocator gives what is allocated.
+        users: how many graphs use a pool.
+        in_capture: whether the generator is in capture mode.
+        interrupted: whether the stream's capture is.
+        pending: whether the next launch reports an error of before.
+    """
+
+    def __init__(self, ends: bool = False) -> None:
+        self.recording: list[int] = []
+        self.users: dict[int, int] = {}
+        self.in_capture = self.interrupted = self.pending = False
+        self.mode = 0
+        self.ends = ends
+        self._pools = 0
+        self._default = self._current = Queue()
+
+    def Stream(self, device: torch.device) -> Queue:
+        return Queue()
+
+    def current_stream(self, device: torch.device) -> Queue:
+        return self._current
+
+    @contextlib.contextmanager
+    def stream(self, stream: Queue) -> Iterator[None]:
+        outer, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = outer
+
+    def graph_pool_handle(self) -> int:
+        self._pools += 1
+        return self._pools
+
+    def CUDAGraph(self) -> Graph:
+        return Graph(self)
+
+    @contextlib.contextmanager
+    def graph(self, graph: Graph, pool: int, stream: Queue, capture_error_mode: str) -> Iterator[None]:
+        self._current = stream  # and not restored where capture_end raises
+        graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+        self._current = self._default
+
+    def wait(self) -> None:
+        """What cannot be done in a capture."""
+        self.interrupted = self.pending = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def _sleep(self, cycles: int) -> None:
+        if self.pending:
+            self.pending = False
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def draw(self) -> None:
+        if self.in_capture:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+    def _cuda_endAllocateToPool(self, device: int, pool: int) -> None:
+        assert device == 0
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    def _cuda_releasePool(self, device: int, pool: int) -> None:
+        self.users[pool] -= 1
+        assert self.users[pool] >= 0, "a pool was released twice"
+
+    def get_sync_debug_mode(self) -> int:
+        return self.mode
+
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        self.mode = 1 if mode == "warn" else int(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    def item(self) -> None:
+        if self.mode:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+
+
+class Graph:
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._ended = False
+
+    def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
+        cuda = self._cuda
+        assert not cuda.recording, "another capture is under way"
+        assert capture_error_mode == "thread_local"
+        self._pool = cuda.graph_pool_handle() if pool is None else pool
+        cuda.users[self._pool] = cuda.users.get(self._pool, 0) + 1
+        cuda.recording.append(self._pool)
+        cuda.in_capture = True
+
+    def capture_end(self) -> None:
+        cuda = self._cuda
+        if cuda.interrupted:
+            cuda.interrupted = False
+            if cuda.ends:
+                cuda._cuda_endAllocateToPool(0, self._pool)
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        cuda._cuda_endAllocateToPool(0, self._pool)
+        cuda.in_capture = False
+        self._ended = True
+
+    def replay(self) -> None: ...
+
+    def pool(self) -> int:
+        if not self._ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def __del__(self) -> None:
+        if self._ended:
+            self._cuda._cuda_releasePool(0, self._pool)
+
+
+def graphs_of(cuda: Any) -> CudaGraphs:
+    return CudaGraphs(DEVICE, cuda, cuda)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["", "the capture's end tells the allocator"])
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, None])
+def test_a_failed_capture_leaves_nothing_behind(kind: type[BaseException] | None, ends: bool) -> None:
+    """By an error of the step's own, whose capture ends in order, or one that interrupts it."""
+    cuda = Cuda(ends)
+
+    def step() -> None:
+        if kind is not None:
+            raise kind("no such class")
+        cuda.wait()
+
+    with pytest.raises(kind or RuntimeError, match=r"no such class|not permitted"):
+        graphs_of(cuda).capture(step)
+    assert cuda.recording == [], "the allocator goes on giving memory of the graph's pool"
+    assert set(cuda.users.values()) == {0}, "the pool is never freed"
+    assert not cuda.pending, "the next step reports the error"
+    cuda.draw()
+    assert cuda.current_stream(DEVICE) is cuda._default
+    replay, out = graphs_of(cuda).capture(lambda: 5)
+    assert (out, list(cuda.users.values()).count(1)) == (5, 1)
+    del replay
+    assert set(cuda.users.values()) == {0}
+
+
+def test_the_allocator_of_older_versions() -> None:
+    class Core:
+        def __init__(self, cuda: Cuda) -> None:
+            self._cuda_endAllocateCurrentStreamToPool = cuda._cuda_endAllocateToPool
+            self._cuda_releasePool = cuda._cuda_releasePool
+
+    cuda = Cuda()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraphs(DEVICE, cuda, Core(cuda)).capture(cuda.wait)
+    assert (cuda.recording, set(cuda.users.values())) == ([], {0})
+
+
+def test_graphs_of_a_device_share_a_stream() -> None:
+    cuda = Cuda()
+    assert graphs_of(cuda)._stream is graphs_of(cuda)._stream is side_stream(DEVICE, cuda)
+
+
+# Where a step waits
+
+
+def rehearsed(cuda: Cuda, step: Callable[[], None]) -> list[str]:
+    with graphs_of(cuda).waits() as places:
+        step()
+    return places
+
+
+def test_waits_are_found_with_file_and_line_and_warnings_pass_on() -> None:
+    cuda = Cuda()
+
+    def step() -> None:
+        cuda.item()
+        warnings.warn("something of the step's own", UserWarning, stacklevel=1)
+        cuda.item()
+
+    line = step.__code__.co_firstlineno
+    with pytest.warns(UserWarning, match="something of the step's own") as said:
+        places = rehearsed(cuda, step)
+    assert places == [f"{__file__}:{line + 1}", f"{__file__}:{line + 3}"]
+    assert [(one.filename, one.lineno) for one in said] == [(__file__, line + 2)]
+    assert cuda.mode == 0
+    assert rehearsed(cuda, lambda: None) == []
+
+
+def test_what_another_thread_waits_for_is_not_the_steps() -> None:
+    cuda = Cuda()
+
+    def step() -> None:
+        thread = threading.Thread(target=cuda.item)
+        thread.start()
+        thread.join()
+
+    assert rehearsed(cuda, step) == []
+
+
+def test_the_mode_is_put_back_after_an_error() -> None:
+    cuda = Cuda()
+    cuda.mode = 2
+
+    def step() -> None:
+        raise KeyError("no such class")
+
+    with pytest.raises(KeyError):
+        rehearsed(cuda, step)
+    assert cuda.mode == 2
