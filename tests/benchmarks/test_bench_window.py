@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.digits import train_once
-from benchmarks.suite.window import NamedLocks, Work
+from benchmarks.suite.window import Turns, Work
 from benchmarks.truth import RowTruth, WrongData
 
 pytestmark = pytest.mark.benchmark
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = np.arange(12 * 3, dtype=np.uint8).reshape(12, 3)
 
 
-def turns(*epochs: list[list[int]], resident: int = 4) -> NamedLocks:
+def turns(*epochs: list[list[int]], resident: int = 4) -> Turns:
     """A window whose epochs have these batches, the last one again and again."""
     left = list(epochs)
 
@@ -30,7 +30,7 @@ def turns(*epochs: list[list[int]], resident: int = 4) -> NamedLocks:
         for ids in left.pop(0) if len(left) > 1 else left[0]:
             yield ROWS[ids], np.array(ids)
 
-    return NamedLocks(epoch, RowTruth(ROWS), resident, seconds=1e-9, work=Work(0.0))
+    return Turns(epoch, RowTruth(ROWS), resident, seconds=1e-9, work=Work(0.0))
 
 
 def test_an_epoch_of_a_window_has_each_resident_once_whichever_they_are() -> None:
