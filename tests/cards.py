@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hotset.device.trees import memory_of
+
 
 class Stream:
     """Work in order.
@@ -90,6 +92,7 @@ class Card(TorchFunctionMode):
         self.locked: list[torch.Tensor] = []
         self.used: list[tuple[torch.Tensor, Any]] = []
         self.room = 1 << 30
+        self._parts: set[int] = set()  # addresses of what sparse tensors are made of
         self._current = self.steps
 
     # ---- as torch.cuda -------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ class Card(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
-            return self.device if getattr(args[0], "on_card", False) else func(*args)
+            return self.device if self._is_there(args[0]) else func(*args)
         if func is torch.Tensor.to and self.device in args:
             return self._copy(args[0], **(kwargs or {}))
         if func is torch.Tensor.is_pinned:
@@ -142,10 +145,21 @@ class Card(TorchFunctionMode):
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return self.pinned or any(tensor is one for one in self.locked)
 
+    def _is_there(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is torch.strided and tensor.data_ptr() in self._parts:
+            return True
+        return bool(getattr(tensor, "on_card", False))
+
     def _copy(self, host: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         self.room -= 1
         if self.room < 0:
             raise torch.OutOfMemoryError("the card is full")
+        if host.layout is not torch.strided:
+            assert not non_blocking
+            made = host.clone()
+            made.on_card = True  # type: ignore[attr-defined]
+            self._parts |= {part.data_ptr() for part in memory_of(made)}
+            return made
         assert host.is_contiguous()
         there = torch.full((host.nbytes,), 0xA5, dtype=torch.uint8).view(host.dtype).view(host.shape)
         there.on_card = True  # type: ignore[attr-defined]

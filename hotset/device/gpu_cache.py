@@ -13,6 +13,7 @@ live transforms; others come as they always do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,8 +32,9 @@ __all__ = ["GpuCache", "ResidentBatches", "SampleSelector", "parse_resident"]
 Ids = npt.NDArray[np.int64]
 
 _FILLED_AT_ONCE = 64 << 20
-# Rows are moved as integers: not every dtype can be selected and put by index everywhere.
-_MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Rows are moved as integers, the widest that fit: not every dtype can be selected and put by index
+# everywhere, and as bytes a row takes eight times as many reads.
+_MOVED_AS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 @runtime_checkable
@@ -191,7 +193,8 @@ class GpuCache:
 
     def select(self, rows: torch.Tensor) -> Any:
         """The batch of these rows (int64, on the device); can be captured in a graph."""
-        picked = iter([_moved(c).index_select(0, rows).view(c.dtype) for c in self.columns])
+        moved = ((column, _moved(column).index_select(0, rows)) for column in self.columns)
+        picked = iter([made.view(c.dtype).view(len(rows), *c.shape[1:]) for c, made in moved])
         return map_tensors(lambda _: next(picked), self.example)
 
     def mixed(self, rows: Ids, absent: Any) -> Any:
@@ -204,7 +207,7 @@ class GpuCache:
             made = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, device=self._device)
             arrived = brought.to(self._device, non_blocking=True)
             _moved(made).index_copy_(0, at_there, _moved(column).index_select(0, picked))
-            _moved(made).index_copy_(0, at_missing, _moved(arrived))
+            _moved(made).index_copy_(0, at_missing, _moved(arrived.contiguous()))
             columns.append(made)
         made_of = iter(columns)
         return map_tensors(lambda _: next(made_of), self.example)
@@ -280,4 +283,7 @@ class ResidentBatches:
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_MOVED_AS.get(tensor.element_size(), tensor.dtype))
+    """A column's rows as wide integers: another view of its memory, with a row of these for each sample."""
+    rows = tensor.view(len(tensor), math.prod(tensor.shape[1:]))
+    size = rows.shape[1] * rows.element_size()
+    return rows.view(next(dtype for width, dtype in _MOVED_AS if size % width == 0 and (size or width == 1)))

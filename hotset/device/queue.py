@@ -137,7 +137,7 @@ class DeviceQueue(Generic[T]):
     def __iter__(self) -> QueuePass[T]:
         self.end_pass()
         if self._transfer is None:
-            self._transfer = transfer_to(self.device)
+            self._transfer = transfer_to(self.device, self.depth)
         begun = self._pass = QueuePass(self, self._transfer)
         return begun
 
@@ -469,12 +469,16 @@ class _Reader:
         self._iterable = iterable
         self._iterator: Iterator[Any] | None = None
         self._over = False
+        # A thread begins with the first GPU as its current one, whichever the consumer's is.
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def __call__(self) -> Any:
         if self._over:
             return _End(None)
         try:
             if self._iterator is None:
+                if self._gpu is not None:
+                    torch.cuda.set_device(self._gpu)
                 self._iterator = iter(self._iterable)
             return next(self._iterator)
         except StopIteration:

@@ -13,7 +13,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Signature", "call", "difference", "map_tensors", "others", "signature_of", "tensors_of"]
+__all__ = [
+    "Signature",
+    "call",
+    "difference",
+    "map_tensors",
+    "memory_of",
+    "others",
+    "signature_of",
+    "tensors_of",
+]
+
+# What tensors are made of that are no plain memory.
+_PARTS = {
+    torch.jagged: ("values", "offsets"),
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 class Signature(NamedTuple):
@@ -47,6 +66,17 @@ def _leaves(node: Any, place: str) -> Iterator[tuple[str, Any]]:
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch, in order."""
     return [leaf for _, leaf in _leaves(batch, "") if isinstance(leaf, torch.Tensor)]
+
+
+def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold a tensor's memory: itself, or what a sparse or jagged one is made of.
+
+    Example:
+        >>> [one.shape for one in memory_of(torch.eye(3).to_sparse())]
+        [torch.Size([2, 3]), torch.Size([3])]
+    """
+    names = _PARTS.get(tensor.layout)
+    return [tensor] if names is None else [getattr(tensor, name)() for name in names]
 
 
 def others(batch: Any) -> list[tuple[str, Any]]:

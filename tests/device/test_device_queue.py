@@ -50,6 +50,9 @@ class AheadLane(HostTransfer):
 
     ahead = True
 
+    def __init__(self, device: torch.device, depth: int) -> None:
+        super().__init__(device)
+
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -422,6 +422,9 @@ def test_how_much() -> None:
 class AheadLane(HostTransfer):
     ahead = True
 
+    def __init__(self, device: torch.device, depth: int) -> None:
+        super().__init__(device)
+
 
 @pytest.mark.parametrize("limit", ["1MiB", 98 * 9], ids=["all", "some"])
 def test_a_queue_with_residents_goes_on_from_its_state(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,3 +464,16 @@ def test_rows_are_found_by_name() -> None:
         residents = GpuCache(16 * 3, CPU)
         residents.serve(iter(loader))
         assert residents.rows(np.array([2, 4, 9, 15, 21, 3])).tolist() == [0, 1, 2, -1, -1, -1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+@pytest.mark.parametrize("shape", [(), (3,), (8,), (2, 6), (0,)])
+def test_rows_of_any_width_are_gathered(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """They are moved as the widest integers of which a row is a multiple."""
+    cache = GpuCache(1 << 20, CPU)
+    column = torch.arange(7 * int(np.prod(shape))).view(7, *shape).to(dtype)
+    cache.columns, cache.example = [column], (column[:1],)
+    rows = torch.tensor([3, 0, 3])
+    (found,) = cache.select(rows)
+    assert (found.dtype, found.shape) == (dtype, (3, *shape))
+    assert torch.equal(found, column[rows])

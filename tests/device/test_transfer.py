@@ -6,6 +6,7 @@ There is no graphics card here: ``cards.py`` stands for one whose copies and ste
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +31,7 @@ EXPECTED = [default_collate([half_megabyte(i) for i in range(at, at + BATCH)]) f
 
 
 def lane_of(card: Card) -> StreamTransfer:
-    return StreamTransfer(card.device, card)
+    return StreamTransfer(card.device, api=card)
 
 
 class Recycled:
@@ -79,7 +80,10 @@ def cached() -> Iterator[Any]:
 def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     """A card to which every queue sends."""
     with Card() as card:
-        monkeypatch.setattr("hotset.device.queue.transfer_to", lambda device: lane_of(card))
+        monkeypatch.setattr(
+            "hotset.device.queue.transfer_to",
+            lambda device, depth: StreamTransfer(card.device, depth + 2, card),
+        )
         yield card
 
 
@@ -183,6 +187,73 @@ def test_the_host_waits_for_nothing_and_lets_go_of_what_has_ended() -> None:
         lane.close()
 
 
+# ---- how far the host runs ahead ----------------------------------------------------------------------
+
+
+class Slow:
+    """Steps that the card never gets to by itself, and the batches that are on it meanwhile."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.card.used.clear()
+        self.alive.append(weakref.ref(batch))
+        self.card.steps.issue(lambda: batch.sum())  # the step holds its batch until it ends
+
+    @property
+    def held(self) -> int:
+        return sum(one() is not None for one in self.alive)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_slow_steps_hold_no_more_batches_than_a_few(
+    depth: int, on_card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a sink of a hundred steps has a hundred batches on the device."""
+    monkeypatch.setattr("hotset.device.transfer._AT_WORK", 1000)
+    slow, held = Slow(on_card), []
+    with hotset.DeviceQueue([torch.ones(100)] * 40, depth, "cpu") as queue:  # 400 bytes each
+        for batch in queue:
+            slow.step(batch)
+            del batch
+            held.append(slow.held)
+    # Those that wait for their step, the last two handed over, and at the end those that were sent ahead.
+    assert max(held) <= (depth + 2) + 2 + depth
+
+
+def test_small_batches_run_far_ahead(on_card: Card) -> None:
+    """The host waits for nothing as long as the device has work, and room for its batches."""
+    slow = Slow(on_card)
+    with hotset.DeviceQueue([torch.ones(100)] * 40, 2, "cpu") as queue:
+        for batch in queue:
+            slow.step(batch)
+            del batch
+        assert slow.held == 40
+    on_card.steps.run()
+    assert slow.held == 0
+
+
+def test_the_host_waits_for_bytes_not_for_batches(on_card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotset.device.transfer._AT_WORK", 4000)
+    slow, held = Slow(on_card), []
+    with hotset.DeviceQueue([torch.ones(100)] * 40, 0, "cpu") as queue:
+        for batch in queue:
+            slow.step(batch)
+            del batch
+            held.append(slow.held)
+    assert max(held) == 12  # ten of 400 bytes, the one that goes over it, and the one at hand
+
+
+def test_copies_to_a_device_share_a_stream() -> None:
+    with Card() as card:
+        lanes = [lane_of(card) for _ in range(3)]
+        assert len(card.copies) == 1
+        for lane in lanes:
+            lane.close()
+
+
 # ---- what is copied, and what is not ------------------------------------------------------------------
 
 
@@ -236,6 +307,32 @@ def test_what_is_received_is_said_to_be_used_by_the_consumers_stream() -> None:
         other.run()
         equal_batches(map_tensors(torch.clone, got), {"x": torch.ones(3), "y": [torch.ones(2)]})
         lane.close()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_tensor_is_used_by_the_consumers_stream_with_all_that_it_is_made_of() -> None:
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    sparse = [dense.to_sparse(), dense.to_sparse_csr()]
+    with Card() as card:
+        lane = lane_of(card)
+        moved = lane.receive(lane.send(sparse))
+        assert [one.to_dense().tolist() for one in moved] == [dense.tolist()] * 2
+        assert [tensor.shape for tensor, _ in card.used] == [(2, 2), (2,), (3,), (2,), (2,)]
+        assert lane._handed_over == sum(tensor.nbytes for tensor, _ in card.used)
+        lane.close()
+
+
+def test_the_thread_that_reads_ahead_is_on_the_consumers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, bool]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    here = threading.get_ident()
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: said.append((gpu, threading.get_ident() == here))
+    )
+    with hotset.DeviceQueue(iter([torch.ones(2)]), 2, "cpu") as queue:
+        assert len(list(queue)) == 1
+    assert said == [(3, False)]
 
 
 # ---- the whole queue ----------------------------------------------------------------------------------
