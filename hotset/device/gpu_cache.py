@@ -286,4 +286,6 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
     """A column's rows as wide integers: another view of its memory, with a row of these for each sample."""
     rows = tensor.view(len(tensor), math.prod(tensor.shape[1:]))
     size = rows.shape[1] * rows.element_size()
-    return rows.view(next(dtype for width, dtype in _MOVED_AS if size % width == 0 and (size or width == 1)))
+    if size == 0:
+        return rows
+    return rows.view(next(dtype for width, dtype in _MOVED_AS if size % width == 0))
