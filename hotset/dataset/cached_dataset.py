@@ -56,9 +56,10 @@ from hotset.store.store import Store
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.remote_cache import RemoteCache
 
-__all__ = ["CachedDataset", "Current"]
+__all__ = ["CachedDataset", "Current", "Maker", "Own"]
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 class Current(NamedTuple):
@@ -103,6 +104,27 @@ class Maker(NamedTuple):
     arguments: dict[str, Any]
 
 
+class Own(Generic[V]):
+    """An attribute of a cached dataset, kept in the dict ``_own`` of its ``__dict__``.
+
+    MONAI's loader seeds random transforms by walking through all attributes of a dataset, and of what these
+    hold, each with the next seed. It does not look into dicts: so it finds the user's dataset alone, and
+    seeds what it would seed without a cache.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: Any, owner: type) -> V:
+        try:
+            return holder.__dict__["_own"][self._name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, holder: Any, value: V) -> None:
+        holder.__dict__.setdefault("_own", {})[self._name] = value
+
+
 class CachedDataset(Dataset[T], Generic[T]):
     """A dataset whose samples are cached; made by :func:`cache`.
 
@@ -131,11 +153,11 @@ class CachedDataset(Dataset[T], Generic[T]):
     """
 
     _dataset: Any
-    _maker: Maker
-    _current: Current
-    _snapshot: Snapshot
-    _closed: bool
-    _epoch: int
+    _maker = Own[Maker]()
+    _current = Own[Current]()
+    _snapshot = Own[Snapshot]()
+    _closed = Own[bool]()
+    _epoch = Own[int]()
 
     def __init__(self, dataset: Dataset[T], maker: Maker) -> None:
         self._dataset = dataset
@@ -380,7 +402,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in CachedDataset.__annotations__ or name.startswith("__"):
+        if name == "_dataset" or name.startswith("__") or isinstance(vars(CachedDataset).get(name), Own):
             object.__setattr__(self, name, value)
             return
         if hasattr(CachedDataset, name):
@@ -465,10 +487,11 @@ class CachedDataset(Dataset[T], Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         self._up_to_date()
-        return {name: value for name, value in self.__dict__.items() if name != "_snapshot"}
+        own = {name: value for name, value in self.__dict__["_own"].items() if name != "_snapshot"}
+        return {**self.__dict__, "_own": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _own=dict(state["_own"]))
         # It compares identities, so it is taken of the unpickled dataset; it was current at pickling.
         self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
 

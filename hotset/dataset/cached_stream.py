@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from hotset._progress import filled
 from hotset._warnings import Warner, warn
-from hotset.dataset.cached_dataset import CachedDataset, Maker
+from hotset.dataset.cached_dataset import CachedDataset, Maker, Own
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
@@ -54,7 +54,6 @@ from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts, St
 __all__ = ["CachedStream", "StreamRecording"]
 
 T = TypeVar("T")
-_OWN = {"_source", "_cached", "_maker", "_snapshot", "_known", "_told", "_epoch", "_open"}
 # Which recorded samples a further pass compares with the stream: the first, and then one in so many.
 _COMPARED, _LATER = 8, 64
 # So many passes that were broken off, one after the other, are worth a sentence.
@@ -94,19 +93,30 @@ class CachedStream(Dataset[T], Generic[T]):
         (True, 6, 16)
     """
 
+    _dataset: Any
+    _maker = Own[Maker]()
+    _snapshot = Own[Snapshot]()
+    _source = Own[StreamSource]()
+    _cached = Own[CachedDataset[Any]]()
+    _known = Own["tuple[Any, Ids] | None"]()
+    _told = Own[Warner]()
+    _epoch = Own[int]()
+    _open = Own[int]()
+
     def __init__(self, stream: Any, maker: Maker) -> None:
+        self._dataset = stream
         self._maker = maker
         self._snapshot = Snapshot(stream, maker.arguments["transform"])
         self._source = StreamSource(stream)
-        self._cached: CachedDataset[Any] = CachedDataset(self._source, maker)
-        self._known: tuple[Any, Ids] | None = None
+        self._cached = CachedDataset(self._source, maker)
+        self._known = None
         self._told = Warner()
         self._epoch = 0
         self._open = 0  # how many passes over the stream were begun here, and have not come to their end
 
     @property
     def dataset(self) -> Any:
-        return self._source.stream
+        return self._dataset
 
     @property
     def plan(self) -> Plan:
@@ -164,8 +174,8 @@ class CachedStream(Dataset[T], Generic[T]):
         Raises:
             TypeError: it states none.
         """
-        if hasattr(type(self._source.stream), "__len__"):
-            return len(self._source.stream)
+        if hasattr(type(self._dataset), "__len__"):
+            return len(self._dataset)
         self._require_index("length")
         raise TypeError(f"{self._source.name} has no length.")
 
@@ -205,7 +215,7 @@ class CachedStream(Dataset[T], Generic[T]):
         number = 0
         if parts is not None and not rest and not replay and self._begin(parts, ranks, max(workers, 1)):
             number = parts.new_pass()
-        return StreamRecording(self._source.stream, self._cached, rank, number, rest=rest, group=group)
+        return StreamRecording(self._dataset, self._cached, rank, number, rest=rest, group=group)
 
     def _begin(self, parts: StreamParts, ranks: int, workers: int) -> bool:
         """Prepare the parts for a pass by so many workers; False if it cannot be recorded."""
@@ -325,7 +335,7 @@ class CachedStream(Dataset[T], Generic[T]):
             self._remake()
 
     def _remake(self) -> None:
-        stream = self._source.stream
+        stream = self._dataset
         if get_worker_info() is not None:
             return
         self._cached.close()
@@ -452,8 +462,8 @@ class CachedStream(Dataset[T], Generic[T]):
         sampler.
         """
         self._epoch = epoch
-        if hasattr(self._source.stream, "set_epoch"):
-            self._source.stream.set_epoch(epoch)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
 
     def close(self) -> None:
         """Detach from the cache; the stream then comes as it is. Existing batches stay valid."""
@@ -466,30 +476,31 @@ class CachedStream(Dataset[T], Generic[T]):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "_source" not in self.__dict__:
+        if name.startswith("_") or "_dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._source.stream, name)
+        return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name.startswith("__"):
+        if name == "_dataset" or name.startswith("__") or isinstance(vars(CachedStream).get(name), Own):
             object.__setattr__(self, name, value)
             return
         if hasattr(CachedStream, name):
             raise AttributeError(
                 f"{name!r} is the cached stream's own and cannot be set; set it on `.dataset`."
             )
-        setattr(self._source.stream, name, value)
+        setattr(self._dataset, name, value)
         self._remake()
 
     def __repr__(self) -> str:
-        return f"CachedStream({self._source.stream!r})"
+        return f"CachedStream({self._dataset!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_snapshot", "_known")}
+        own = {name: value for name, value in self.__dict__["_own"].items() if name != "_snapshot"}
+        return {**self.__dict__, "_own": {**own, "_known": None}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _known=None)
-        self.__dict__["_snapshot"] = Snapshot(self._source.stream, self._maker.arguments["transform"])
+        self.__dict__.update(state, _own=dict(state["_own"]))
+        self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
 
 
 _REASONS = {

@@ -1,0 +1,51 @@
+"""MONAI's own DataLoader over a cached dataset: it seeds random transforms by walking through the dataset."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import equal_batches
+from library_tables import need
+
+import hotset
+
+KEYS = ["image"]
+VOLUMES = [
+    {"image": np.random.default_rng(number).normal(size=(6, 6, 6)).astype(np.float32)} for number in range(8)
+]
+
+
+def volumes() -> Any:
+    """Volumes with random crops, flips and noise."""
+    transforms = need("monai.transforms")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chain = transforms.Compose(
+            [
+                transforms.EnsureChannelFirstd(KEYS, channel_dim="no_channel"),
+                transforms.ScaleIntensityd(KEYS),
+                transforms.RandSpatialCropd(KEYS, (4, 4, 4), random_size=False),
+                transforms.RandFlipd(KEYS, prob=0.5),
+                transforms.RandGaussianNoised(KEYS, prob=0.5),
+            ]
+        )
+        return need("monai.data").Dataset(VOLUMES, chain)
+
+
+def epochs(dataset: Any, workers: int) -> list[Any]:
+    need("monai.utils").set_determinism(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = need("monai.data").DataLoader(dataset, batch_size=2, shuffle=True, num_workers=workers)
+        return [batch["image"].as_tensor() for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_seeds_what_it_would_seed_without_a_cache(workers: int) -> None:
+    expected = epochs(volumes(), workers)
+    with hotset.cache(volumes(), memory="1MiB") as cached:
+        assert cached.plan.live == ("RandSpatialCropd", "RandFlipd", "RandGaussianNoised")
+        equal_batches(epochs(cached, workers), expected)
