@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import random
 import warnings
@@ -344,6 +345,406 @@ def loaded_states_are_captured_anew(device: str) -> None:
         assert run("auto") == run(False)
 
 
+# What a captured step may hold, and what may happen between calls
+
+
+def _equal_runs(device: str, run: Callable[[Any], Any]) -> None:
+    """What ``run(graph)`` gives is the same, to the bit, eager and captured."""
+    with _deterministic():
+        assert run("auto") == run(False)
+
+
+def _normed(device: str) -> Training:
+    """LeNet-5 with batch norm, whose step clips gradients."""
+    training = Training(device)
+    layers: list[Any] = []
+    for layer in training.network:  # type: ignore[attr-defined]
+        layers.append(layer)
+        if isinstance(layer, torch.nn.Conv2d):
+            layers.append(torch.nn.BatchNorm2d(layer.out_channels).to(device))
+    network = torch.nn.Sequential(*layers)
+    training.network, training.optimizer = network, sgd(network)
+
+    def step(images: Any, labels: Any) -> Any:
+        training.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(network(grey(images)), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+        training.optimizer.step()
+        return loss
+
+    training.step = step
+    return training
+
+
+def batch_norm_and_clipping_are_captured(device: str) -> None:
+    def run(graph: Any) -> Any:
+        training = _normed(device)
+        losses, _ = losses_of(training, loader_of(digits()), device, 20, graph)
+        return losses, [one.tolist() for one in training.network.buffers()]
+
+    _equal_runs(device, run)
+
+
+def evaluation_between_sinks_changes_nothing(device: str) -> None:
+    held_out = digits(100)
+
+    def run(graph: Any) -> Any:
+        training = _normed(device)
+        scores: list[float] = []
+
+        def evaluate() -> None:
+            training.network.eval()
+            with torch.no_grad(), hotset.DeviceQueue(loader_of(held_out), device=device) as queue:
+                scores.extend(training.network(grey(images)).sum().item() for images, _ in queue)
+            training.network.train()
+
+        return losses_of(training, loader_of(digits()), device, 20, graph, evaluate)[0], scores
+
+    _equal_runs(device, run)
+
+
+def loaded_weights_are_trained_on(device: str) -> None:
+    def run(graph: Any) -> Any:
+        training = _normed(device)
+        first = {name: value.clone() for name, value in training.network.state_dict().items()}
+        return losses_of(
+            training,
+            loader_of(digits()),
+            device,
+            20,
+            graph,
+            lambda: training.network.load_state_dict(first) and None,
+        )[0]
+
+    _equal_runs(device, run)
+
+
+def a_sink_goes_on_from_its_state(device: str) -> None:
+    def run(graph: Any, stop: bool) -> list[float]:
+        training = Training(device)
+        found: list[float] = []
+        more: dict[str, Any] = {"device": device, "graph": graph, "outputs": "all"}
+        with hotset.data_sink(training.step, loader_of(digits()), 10, **more) as sink:
+            found += sink().tolist()
+            if not stop:
+                return found + sink().tolist()
+            state = sink.state_dict()
+        with hotset.data_sink(training.step, loader_of(digits()), 10, **more) as sink:
+            sink.load_state_dict(state)
+            return found + sink().tolist()
+
+    with _deterministic():
+        expected = run(False, stop=False)
+        assert run(False, stop=True) == run("auto", stop=True) == run("auto", stop=False) == expected
+
+
+def _added_to(training: Training) -> Any:
+    def step(images: Any, labels: Any) -> Any:
+        loss = torch.nn.functional.cross_entropy(training.network(grey(images)), labels)
+        loss.backward()
+        return loss
+
+    return step
+
+
+def gradients_that_the_caller_clears_are_not_written_to(device: str) -> None:
+    """Something else takes their memory, and must find it as it was."""
+
+    def run(graph: Any, to_none: bool) -> Any:
+        training = Training(device)
+        step, losses = _added_to(training), []
+        with hotset.data_sink(
+            step, loader_of(digits()), 12, device=device, graph=graph, outputs="all"
+        ) as sink:
+            for _ in range(6):
+                losses += sink().tolist()
+                training.optimizer.step()
+                training.optimizer.zero_grad(set_to_none=to_none)
+                taken = [torch.full_like(one, 7.0) for one in training.network.parameters()]
+                losses += sink().tolist()
+                assert all(bool((one == 7.0).all()) for one in taken), "a replay wrote to freed memory"
+            assert graph is False or device == "cpu" or sink.captured, sink.why
+        return losses
+
+    for to_none in (False, True):
+        _equal_runs(device, lambda graph, to_none=to_none: run(graph, to_none))
+
+
+def gradients_after_a_shorter_batch_are_the_steps_own(device: str) -> None:
+    def run(graph: Any) -> Any:
+        training = Training(device)
+        found = []
+        with hotset.data_sink(training.step, loader_of(digits()), 1, device=device, graph=graph) as sink:
+            for _ in range(3 * PASS):
+                sink()
+                found.append([one.grad.sum().item() for one in training.network.parameters()])
+        return found
+
+    _equal_runs(device, run)
+
+
+def casts_of_an_outer_autocast_are_made_anew(device: str) -> None:
+    """Against a step that casts its weights each time: casts that are kept are of old weights."""
+    kind = torch.device(device).type
+    with _deterministic():
+        training = Training(device)
+        with torch.autocast(kind, torch.bfloat16, cache_enabled=False):
+            expected = losses_of(training, loader_of(digits()), device, 20, False)[0]
+        training = Training(device)
+        with hotset.data_sink(training.step, loader_of(digits()), 1, device=device, outputs="all") as sink:
+            found = []
+            for _ in range(STEPS):
+                with torch.autocast(kind, torch.bfloat16):
+                    found += sink().tolist()
+    _close(found, expected, 1e-2)
+
+
+def a_name_that_is_bound_anew_is_refused(device: str) -> None:
+    class Averaged:
+        def __init__(self, training: Training) -> None:
+            self.plain, self.average = training.step, torch.zeros((), device=device)
+
+        def step(self, images: Any, labels: Any) -> Any:
+            self.average = 0.9 * self.average + self.plain(images, labels).detach()
+            return self.average
+
+    _falls_back(device, lambda training: Averaged(training).step, "Averaged.average to a new tensor")
+
+
+def gradients_of_the_step_before_are_refused(device: str) -> None:
+    def make(training: Training) -> Any:
+        def step(images: Any, labels: Any) -> Any:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(training.network(grey(images)), labels)
+            loss.backward()
+            return loss
+
+        return step
+
+    _falls_back(device, make, "gradients of the step before")
+
+
+def a_wait_for_the_device_is_named(device: str) -> None:
+    def make(training: Training) -> Any:
+        step = training.step
+
+        def asking(images: Any, labels: Any) -> Any:
+            loss = step(images, labels)
+            assert loss.item() < 1e6
+            return loss
+
+        return asking
+
+    _falls_back(device, make, f"it waits for the device at {__file__}:")
+
+
+# Failed captures
+
+
+def _interrupted(training: Training) -> Any:
+    """A step that cannot be captured, for a reason that shows in its capture alone."""
+    step = training.step
+
+    def waiting(images: Any, labels: Any) -> Any:
+        loss = step(images, labels)
+        if images.is_cuda:
+            torch.cuda.synchronize()
+        return loss
+
+    return waiting
+
+
+def a_failed_capture_leaves_torch_as_it_was(device: str) -> None:
+    """Memory is used again, dropout draws, and another step can be captured."""
+    _falls_back(device, _interrupted, "the step cannot be one graph")
+    if device == "cpu":
+        return
+    torch.cuda.empty_cache()  # an error of the allocator's own if it is still capturing
+    reserved = []
+    for _ in range(50):
+        del [torch.empty(1 << 22, device=device) for _ in range(8)][:]
+        reserved.append(torch.cuda.memory_reserved(device))
+    assert reserved[-1] == reserved[1], "memory is not used again"
+    losses_of(Training(device, dropout=0.5), loader_of(digits()), device, 20, True)
+
+
+def a_failed_capture_leaves_other_graphs_their_draws(device: str) -> None:
+    def run(failing: bool) -> list[float]:
+        training = Training(device, dropout=0.5)
+        torch.manual_seed(11)
+        with hotset.data_sink(training.step, loader_of(digits()), 10, device=device, outputs="all") as sink:
+            found = sink().tolist()
+            if failing:
+                draws = torch.get_rng_state()
+                there = torch.cuda.get_rng_state() if device != "cpu" else None
+                _falls_back(device, _interrupted, "the step cannot be one graph")
+                torch.set_rng_state(draws)
+                if there is not None:
+                    torch.cuda.set_rng_state(there)
+            return found + sink().tolist() + sink().tolist()
+
+    with _deterministic():
+        assert run(failing=True) == run(failing=False)
+
+
+# Memory
+
+
+def _slow(device: str) -> None:
+    if device != "cpu":
+        torch.cuda._sleep(10**7)
+
+
+def slow_steps_hold_a_few_batches(device: str) -> None:
+    size, depth = 64 << 20, 2
+    batches = [torch.empty(size, dtype=torch.uint8, pin_memory=device != "cpu")] * 40
+    if device == "cpu":
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with hotset.DeviceQueue(batches, depth, device) as queue:
+        for batch in queue:
+            _slow(device)
+            batch.add_(1)
+            del batch
+    held = (torch.cuda.max_memory_allocated(device) - before) / size
+    assert held <= 2 * depth + 5, f"{held:.0f} batches were on the device at once"
+
+
+def memory_does_not_grow(device: str) -> None:
+    """Over five hundred steps, and over fifty evaluations, each with a queue of its own."""
+    training = _normed(device)
+    with hotset.data_sink(training.step, loader_of(digits()), 100, device=device) as sink:
+        sink()
+        reserved = [torch.cuda.memory_reserved(device)] if device != "cpu" else [0]
+        for _ in range(4):
+            sink()
+            reserved.append(torch.cuda.memory_reserved(device) if device != "cpu" else 0)
+        assert reserved[-1] == reserved[1], reserved
+        for number in range(50):
+            with torch.no_grad(), hotset.DeviceQueue(loader_of(digits(100)), device=device) as queue:
+                for images, _ in queue:
+                    training.network(grey(images))
+            if number in (5, 49):
+                reserved.append(torch.cuda.memory_reserved(device) if device != "cpu" else 0)
+        assert reserved[-1] == reserved[-2], reserved
+
+
+def a_closed_sink_gives_its_memory_back(device: str) -> None:
+    if device == "cpu":
+        return
+
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device)
+
+    training = Training(device)
+    found = []
+    for _ in range(3):
+        with hotset.data_sink(training.step, loader_of(digits()), 20, device=device, graph=True) as sink:
+            sink()
+            assert sink.captured
+        training.optimizer.zero_grad()
+        found.append(reserved())
+    assert found[2] == found[1] <= found[0], found
+
+
+# Streams, and several ranks
+
+
+def a_consumer_on_a_stream_of_its_own_reads_whole_batches(device: str) -> None:
+    batches = [torch.full((1 << 22,), number, dtype=torch.uint8) for number in range(12)]
+    own: Any = torch.cuda.stream(torch.cuda.Stream(device)) if device != "cpu" else contextlib.nullcontext()
+    with own, hotset.DeviceQueue(batches, 2, device) as queue:
+        found = []
+        for batch in queue:
+            _slow(device)
+            found.append(batch.float().mean())
+            del batch
+        assert [int(one) for one in found] == list(range(12))
+
+
+def sparse_batches_are_read_whole(device: str) -> None:
+    dense = [torch.eye(512) * number for number in range(12)]
+    with hotset.DeviceQueue([one.to_sparse() for one in dense], 2, device) as queue:
+        found = []
+        for batch in queue:
+            _slow(device)
+            found.append(batch.to_dense().sum())
+            del batch
+    assert [int(one) for one in found] == [512 * number for number in range(12)]
+
+
+def one_rank_of_distributed_data_parallel_is_captured(device: str) -> None:
+    """Made under a stream. Made on the default stream it is captured or falls back, and trains alike."""
+    group: Any = torch.distributed
+    group.init_process_group(
+        "gloo" if device == "cpu" else "nccl", store=group.HashStore(), rank=0, world_size=1
+    )
+    try:
+        with _deterministic():
+            expected = losses_of(Training(device), loader_of(digits()), device, 20, False)[0]
+            for own in (True, False):
+                training = Training(device)
+                stream: Any = contextlib.nullcontext()
+                if own and device != "cpu":
+                    stream = torch.cuda.stream(torch.cuda.Stream(device))
+                with stream:
+                    network = torch.nn.parallel.DistributedDataParallel(training.network)
+                step = training_step(network, training.optimizer, grey)
+                with (
+                    warnings.catch_warnings(),
+                    hotset.data_sink(step, loader_of(digits()), 20, device=device, outputs="all") as sink,
+                ):
+                    warnings.simplefilter("always" if own else "ignore")
+                    found = [loss for _ in range(STEPS // 20) for loss in sink().tolist()]
+                    assert device == "cpu" or not own or sink.captured, sink.why
+                _close(found, expected, 1e-4)
+                del network, step, sink
+    finally:
+        group.destroy_process_group()
+
+
+# Resident samples
+
+
+def samples_that_are_resident_in_part_train_alike(device: str) -> None:
+    with _deterministic(), hotset.cache(digits(), memory="16MiB") as cached:
+        for _ in loader_of(cached):
+            pass
+        expected = losses_of(Training(device), loader_of(cached), device, 25, graph="auto")[0]
+        training = Training(device)
+        half = SAMPLES // 2 * (32 * 32 + 8)
+        queue = hotset.DeviceQueue(loader_of(cached), device=device, resident=half)
+        with hotset.data_sink(training.step, queue, 25, outputs="all") as sink:
+            found = [loss for _ in range(STEPS // 25) for loss in sink().tolist()]
+            assert device == "cpu" or 0 < queue.stats().resident < SAMPLES
+    assert found == expected
+
+
+def samples_for_which_there_is_no_room_come_from_the_cache(device: str) -> None:
+    if device == "cpu":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    taken = torch.empty(max(0, free - (600 << 20)), dtype=torch.uint8, device=device)
+    data = TensorDataset(torch.zeros(1000, 1 << 20, dtype=torch.uint8))
+    with hotset.cache(data, memory="2GiB") as cached, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in hotset.DataLoader(cached, batch_size=10):
+            pass
+        queue = hotset.DeviceQueue(hotset.DataLoader(cached, batch_size=10), device=device, resident="2GiB")
+        assert sum(len(batch) for (batch,) in queue) == 1000
+        assert queue.stats().resident == 0
+        queue.close()
+    del taken
+    assert any("no samples are kept" in str(one.message) for one in said)
+
+
 CHECKS: list[Callable[[str], None]] = [
     blocks_are_held_until_their_copies_have_ended,
     queues_give_what_the_loader_gives,
@@ -357,4 +758,24 @@ CHECKS: list[Callable[[str], None]] = [
     a_step_that_draws_on_the_host_is_eager,
     a_scheduler_inside_the_step_is_eager,
     loaded_states_are_captured_anew,
+    batch_norm_and_clipping_are_captured,
+    evaluation_between_sinks_changes_nothing,
+    loaded_weights_are_trained_on,
+    a_sink_goes_on_from_its_state,
+    gradients_that_the_caller_clears_are_not_written_to,
+    gradients_after_a_shorter_batch_are_the_steps_own,
+    casts_of_an_outer_autocast_are_made_anew,
+    a_name_that_is_bound_anew_is_refused,
+    gradients_of_the_step_before_are_refused,
+    a_wait_for_the_device_is_named,
+    a_failed_capture_leaves_torch_as_it_was,
+    a_failed_capture_leaves_other_graphs_their_draws,
+    slow_steps_hold_a_few_batches,
+    memory_does_not_grow,
+    a_closed_sink_gives_its_memory_back,
+    a_consumer_on_a_stream_of_its_own_reads_whole_batches,
+    sparse_batches_are_read_whole,
+    one_rank_of_distributed_data_parallel_is_captured,
+    samples_that_are_resident_in_part_train_alike,
+    samples_for_which_there_is_no_room_come_from_the_cache,
 ]
