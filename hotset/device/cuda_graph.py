@@ -207,7 +207,6 @@ class Step:
         self._groups: list[Any] = []
         self._steps = 0
         self._warm_up = self._left = _WARM_UP
-        self._rehearsed: Gradients | str | None = None
         self._unclear = 0
         self._usual: tuple[Signature, ...] | None = None
         self._settings: list[Any] = []
@@ -226,6 +225,7 @@ class Step:
         self._bank: list[torch.Tensor] = []
         self._out: Any = None
         self._gradients: Gradients | None = None
+        self._rehearsed: Gradients | str | None = None
         self._bound = False  # whether the gradients are known to be where the graph writes
         self._left = max(self._left, 1)
 

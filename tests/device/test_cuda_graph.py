@@ -665,8 +665,12 @@ def test_a_closed_sink_keeps_no_graph(sink_on: Make) -> None:
     seed_everything(5)
     losses = sink().tolist()
     assert (graphs.alive, sink.captured) == (1, True)
+    gradients = [weakref.ref(one.grad) for one in training.network.parameters() if one.grad is not None]
     sink.close()
     assert (graphs.alive, sink.captured) == (0, False)
+    training.optimizer.zero_grad()
+    assert gradients
+    assert not any(one() is not None for one in gradients)
     for _ in range(3):
         losses += sink().tolist()
     assert losses == expected
