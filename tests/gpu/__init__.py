@@ -6,6 +6,8 @@
     python -m tests.gpu                             the same without pytest
     python -m tests.gpu.figures --out figures.json  the figures alone
 
+None of this has run on a GPU so far: what the checks say there of hotset, and of themselves, is to be seen.
+
 The last two need torch and numpy alone, with this checkout as the working folder. Without a GPU the first one
 is one line that says so; ``python -m tests.gpu.figures --device cpu --tiny`` tries the code of the figures.
 

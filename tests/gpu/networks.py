@@ -78,6 +78,25 @@ def wide(width: int, layers: int = 4) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *body, nn.Linear(width, 10))
 
 
+class Encoder(nn.Module):
+    """A vision transformer (Dosovitskiy et al. 2021); of size B by default: patches of 16 x 16 pixels."""
+
+    def __init__(self, image: int = 224, width: int = 768, layers: int = 12, heads: int = 12) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.places = nn.Parameter(torch.randn(1, (image // 16) ** 2, width) / 50)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """One vector a picture: the mean of its patches'."""
+        patches = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        found: Tensor = self.body(patches).mean(1)
+        return found
+
+
 def training_step(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
