@@ -348,8 +348,11 @@ class Step:
             why = saved.changes()
         except Exception as error:  # the user's own error is raised again by the eager step
             why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            if self._groups and not isinstance(error, NotCaptured):
-                why += " (DistributedDataParallel must be made under torch.cuda.stream(torch.cuda.Stream()))"
+            if "legacy stream" in why or (self._groups and not isinstance(error, NotCaptured)):
+                why += (
+                    " (what autograd keeps of the default stream cannot be captured: detach losses that are "
+                    "kept, make DistributedDataParallel under torch.cuda.stream(torch.cuda.Stream()))"
+                )
         finally:
             saved.put_back()
             if self._replay is None:
