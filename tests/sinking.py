@@ -125,7 +125,7 @@ class FakeGraphs:
         self._error = error
         self._others = list(others)
         self._waits = list(waits)
-        self.sides = self.captures = self.replays = 0
+        self.sides = self.captures = self.replays = self.pools = 0
         self.votes: list[int] = []
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -148,7 +148,11 @@ class FakeGraphs:
         self.votes.append(vote)
         return min(vote, self._others.pop(0)) if self._others else vote
 
-    def capture(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def pool(self) -> Any:
+        self.pools += 1
+        return object()
+
+    def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
         self.captures += 1
         optimizer = self._training.optimizer
         constants = [_settings(group) for group in optimizer.param_groups]

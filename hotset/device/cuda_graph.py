@@ -28,7 +28,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ __all__ = ["CudaGraphs", "Graphs", "NotCaptured", "Step", "graphs_on"]
 # DistributedDataParallel rebuilds its buckets and counts on eleven eager steps before a capture.
 _WARM_UP, _WARM_UP_RANKS = 3, 11
 _REHEARSALS = 5  # until a step counts as one that does something else with gradients each time
+_SHORTER = 3  # shapes of shorter batches that are captured as well
 
 # What ranks vote.
 _NEVER, _NOT_YET, _READY = 0, 1, 2
@@ -60,7 +61,10 @@ class Graphs(Protocol):
     def waits(self) -> contextlib.AbstractContextManager[list[str]]:
         """Run an eager step; at the end the list holds the places in the code that waited for the device."""
 
-    def capture(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def pool(self) -> Any:
+        """Memory for captures whose replays never run at the same time."""
+
+    def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
         """Capture what ``fn`` does; returns a function that replays it, and the (static) result.
 
         Raises:
@@ -127,8 +131,11 @@ class CudaGraphs:
             for one in other:
                 warnings.warn_explicit(*one)
 
-    def capture(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        graph, pool = self._api.CUDAGraph(), self._api.graph_pool_handle()
+    def pool(self) -> Any:
+        return self._api.graph_pool_handle()
+
+    def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        graph = self._api.CUDAGraph()
         failed: BaseException | None = None
         # The outer context restores the stream, also if the capture fails.
         capturing = self._api.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
@@ -187,8 +194,43 @@ def graphs_on(device: torch.device) -> Graphs | None:
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
+class _Graph(NamedTuple):
+    """A captured step: what replays it, where it reads its batch, its result, what it does to gradients."""
+
+    replay: Callable[[], None]
+    bank: list[torch.Tensor]
+    out: Any
+    gradients: Gradients
+
+
+class _Shape:
+    """What is known of the batches of one shape.
+
+    Attributes:
+        left: eager steps until the capture.
+        rehearsed: what the last of them showed; as text, why there is no capture.
+        unclear: how many rehearsals in a row did not show what the step does with gradients.
+        graph: the step on such a batch.
+        refused: whether there is none, and will be none.
+    """
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.rehearsed: Gradients | str | None = None
+        self.unclear = 0
+        self.graph: _Graph | None = None
+        self.refused = False
+
+    def release(self) -> None:
+        """Let go of the graph; one eager step comes before the next capture."""
+        self.graph, self.rehearsed, self.left = None, None, max(self.left, 1)
+
+
 class Step:
     """Runs one step for each call, as a graph after the first eager steps.
+
+    The first batch's shape is the usual one. Shorter batches, as the last of each pass, have graphs of their
+    own in the same memory. All others run eagerly.
 
     Args:
         run: runs the step, given a batch.
@@ -206,28 +248,27 @@ class Step:
         self._host: HostState | None = None
         self._groups: list[Any] = []
         self._steps = 0
-        self._warm_up = self._left = _WARM_UP
-        self._unclear = 0
+        self._warm_up = _WARM_UP
         self._usual: tuple[Signature, ...] | None = None
+        self._shapes: dict[tuple[Signature, ...], _Shape] = {}
+        self._pool: Any = None
+        self._bound: _Graph | None = (
+            None  # the graph to whose gradients the parameters' are known to be bound
+        )
         self._settings: list[Any] = []
         self._said = False
         self.why: str | None = None
-        self.release()
 
     @property
     def captured(self) -> bool:
         """Whether a batch of the usual shape is replayed."""
-        return self._replay is not None
+        return self._usual is not None and self._shapes[self._usual].graph is not None
 
     def release(self) -> None:
-        """Let go of the graph and its memory. The next steps are eager, and one of them is captured again."""
-        self._replay: Callable[[], None] | None = None
-        self._bank: list[torch.Tensor] = []
-        self._out: Any = None
-        self._gradients: Gradients | None = None
-        self._rehearsed: Gradients | str | None = None
-        self._bound = False  # whether the gradients are known to be where the graph writes
-        self._left = max(self._left, 1)
+        """Let go of the graphs and their memory. The next steps are eager, and then captured again."""
+        self._pool = self._bound = None
+        for shape in self._shapes.values():
+            shape.release()
 
     def begin(self) -> None:
         """Begin a call: if a setting has changed since the last one, the step is captured again.
@@ -243,9 +284,9 @@ class Step:
         if self._host is None:
             self._host = HostState(self._fn)
             self._groups = self._host.groups
-            self._warm_up = self._left = _WARM_UP_RANKS if self._groups else _WARM_UP
+            self._warm_up = _WARM_UP_RANKS if self._groups else _WARM_UP
         self._host.make_capturable()
-        self._bound = False
+        self._bound = None
         settings = self._host.settings()
         if settings != self._settings:
             self.release()
@@ -256,117 +297,120 @@ class Step:
         if self._graphs is None or self.why is not None:
             return self._run(batch)
         self._steps += 1
-        usual = self._is_usual(batch)
-        if usual and self._replay is not None and not self._is_bound():
+        shape = self._shape_of(batch)
+        graph = shape.graph if shape is not None else None
+        if graph is not None and graph is not self._bound and not graph.gradients.rebind():
             self.release()
-        if self._replay is None and not (self._may_capture(usual) and self._capture(batch)):
-            return self._eager(batch, usual)
-        if not usual:
-            return self._eager(batch, usual)
-        assert self._replay is not None
-        for place, tensor in zip(self._bank, tensors_of(batch), strict=True):
+            graph = None
+        if graph is None and self._may_capture(shape):
+            assert shape is not None
+            graph = self._capture(shape, batch)
+        if graph is None:
+            return self._eager(shape, batch)
+        self._bound = graph
+        for place, tensor in zip(graph.bank, tensors_of(batch), strict=True):
             place.copy_(tensor, non_blocking=True)
-        self._replay()
-        return self._out
+        graph.replay()
+        return graph.out
 
-    def _is_usual(self, batch: Any) -> bool:
-        """Whether a batch is of the shape that is captured: that of the first."""
+    def _shape_of(self, batch: Any) -> _Shape | None:
+        """What is known of batches like this one; None if they are not captured."""
         signature = signature_of(batch)
-        if self._usual is None:
+        if signature in self._shapes:
+            return self._shapes[signature]
+        # The first batch may be the last one of a pass: the sink has resumed there from a state.
+        if self._usual is None or (self._steps == 2 and _is_shorter(self._usual, signature)):
             self._usual = signature
-        elif self._steps == 2 and _is_shorter(self._usual, signature):
-            # The first batch was the last one of a pass: the sink has resumed there from a state.
-            self._usual, self._left = signature, self._warm_up
-        if signature == self._usual:
-            return True
-        other = difference(self._usual, batch, shorter=True)
-        if other and not self._said:
+            self._shapes = {signature: _Shape(self._warm_up)}
+            return self._shapes[signature]
+        if _is_shorter(signature, self._usual):
+            if len(self._shapes) > _SHORTER or self._groups:
+                return None
+            return self._shapes.setdefault(signature, _Shape(_WARM_UP))
+        if not self._said:
             self._said = True
+            other = difference(self._usual, batch)
             warn(
                 f"a batch differs from the first ({other}), and such batches run one kernel at a time; pad "
                 "them to one shape, so that all of them run as a graph."
             )
-        return False
+        return None
 
-    def _is_bound(self) -> bool:
-        """Whether the gradients are where the graph writes, or could be bound there again."""
-        self._bound = self._bound or self._gradients is None or self._gradients.rebind()
-        return self._bound
-
-    def _eager(self, batch: Any, usual: bool) -> Any:
+    def _eager(self, shape: _Shape | None, batch: Any) -> Any:
         """Run the step eagerly; the last time before the capture is the rehearsal."""
         assert self._graphs is not None
         assert self._host is not None
-        self._bound = False
+        self._bound = None
         with self._graphs.side():
-            if not usual or self._left > 1 or self.why is not None:
+            if shape is None or shape.left > 1 or shape.refused or self.why is not None:
                 result = self._run(batch)
             else:
                 with Rehearsal(self._host, _devices(batch)) as watched, self._graphs.waits() as places:
                     result = self._run(batch)
                 more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-                self._rehearsed = (
+                shape.rehearsed = (
                     f"it waits for the device at {places[0]}{more}" if places else watched.found()
                 )
-        if usual:
-            self._left = max(self._left - 1, 0)
+        if shape is not None:
+            shape.left = max(shape.left - 1, 0)
         return result
 
-    def _may_capture(self, usual: bool) -> bool:
-        """Whether to capture now: after the rehearsal, on all ranks."""
+    def _may_capture(self, shape: _Shape | None) -> bool:
+        """Whether to capture now: after the rehearsal; of ranks, all of them."""
         assert self._graphs is not None
-        ready = usual and self._left == 0
-        if ready and isinstance(self._rehearsed, Gradients):
-            ready = self._rehearsed.ready
-            self._unclear = 0 if ready else self._unclear + 1
-            if self._unclear == _REHEARSALS:
+        ready = shape is not None and not shape.refused and shape.left == 0
+        if ready and shape is not None and isinstance(shape.rehearsed, Gradients):
+            ready = shape.rehearsed.ready
+            shape.unclear = 0 if ready else shape.unclear + 1
+            if shape.unclear == _REHEARSALS:
                 ready = True  # to be refused
-                self._rehearsed = (
+                shape.rehearsed = (
                     "its gradients are cleared between calls, and whether it adds to them cannot be told; "
                     "clear them in the step"
                 )
         if not self._groups:
             return ready
-        if self._steps <= _WARM_UP_RANKS:
+        if self.captured or self._steps <= _WARM_UP_RANKS:
             return False
         return self._graphs.lowest(_READY if ready else _NOT_YET, self._groups) == _READY
 
-    def _capture(self, batch: Any) -> bool:
-        """Capture the step on a bank like this batch; False, with :attr:`why`, if it cannot be."""
+    def _capture(self, shape: _Shape, batch: Any) -> _Graph | None:
+        """Capture the step on a bank like this batch; None if it cannot be, and for the usual shape never."""
         assert self._graphs is not None
         assert self._host is not None
         saved = self._host.save()
         why: str | None = None
         try:
-            gradients = self._check(batch)
+            gradients = self._check(shape, batch)
             bank = map_tensors(lambda tensor: tensor.clone(), batch)
             settings = self._host.settings()
+            self._pool = self._graphs.pool() if self._pool is None else self._pool
             with _casts_of_its_own():
-                self._replay, self._out = self._graphs.capture(lambda: self._run(bank))
-            self._bank, self._settings, self._gradients = tensors_of(bank), settings, gradients
+                replay, out = self._graphs.capture(lambda: self._run(bank), self._pool)
             gradients.hold()
+            shape.graph, self._settings = _Graph(replay, tensors_of(bank), out, gradients), settings
             why = saved.changes()
         except Exception as error:  # the user's own error is raised again by the eager step
-            why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            if "legacy stream" in why or (self._groups and not isinstance(error, NotCaptured)):
-                why += (
-                    " (what autograd keeps of the default stream cannot be captured: detach losses that are "
-                    "kept, make DistributedDataParallel under torch.cuda.stream(torch.cuda.Stream()))"
-                )
+            why = _reason(error, ranks=bool(self._groups))
         finally:
             saved.put_back()
-            if self._replay is None:
+            if shape.graph is None:
                 saved.put_back_gradients()
         good = why is None
         if self._groups:
             good = self._graphs.lowest(_READY if good else _NEVER, self._groups) == _READY
         if not good:
-            self.why = why or "another rank could not capture it"
-            self.release()
+            shape.release()
             saved.put_back_gradients()
-        return good
+            shape.refused = True
+            if not any(one.graph for one in self._shapes.values()):
+                self._pool = None  # torch has let go of it
+            if self._usual is not None and shape is self._shapes[self._usual]:
+                self.why = why or "another rank could not capture it"
+                self.release()
+        return shape.graph
 
-    def _check(self, batch: Any) -> Gradients:
+    def _check(self, shape: _Shape, batch: Any) -> Gradients:
         """Refuse a step whose graph would not do what the step does; returns what it does with gradients.
 
         Raises:
@@ -389,9 +433,20 @@ class Step:
                 f"its batches hold a {type(value).__name__} at {place or 'their top'}, and a graph would use "
                 "the value of the first batch in all steps; leave it out of the batches"
             )
-        if not isinstance(self._rehearsed, Gradients):
-            raise NotCaptured(self._rehearsed or "it has not been rehearsed")
-        return self._rehearsed
+        if not isinstance(shape.rehearsed, Gradients):
+            raise NotCaptured(shape.rehearsed or "it has not been rehearsed")
+        return shape.rehearsed
+
+
+def _reason(error: Exception, ranks: bool) -> str:
+    """Why a capture failed, and what may help."""
+    why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if "legacy stream" in why or (ranks and not isinstance(error, NotCaptured)):
+        why += (
+            " (what autograd keeps of the default stream cannot be captured: detach losses that are kept, "
+            "make DistributedDataParallel under torch.cuda.stream(torch.cuda.Stream()))"
+        )
+    return why
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import TensorDataset
 
 import hotset
-from hotset.device.cuda_graph import Step, graphs_on
+from hotset.device.cuda_graph import CudaGraphs, Step, graphs_on
 from hotset.device.gpu_cache import GpuCache
 from hotset.device.sink import Sink, data_sink
 from hotset.errors import ArgumentError, HotsetWarning
@@ -102,8 +102,10 @@ def test_every_step_is_a_step_whichever_way_it_is_run(sink_on: Make, kind: str, 
         losses += sink(steps=min(size, 30 - sink.steps)).tolist()
     assert losses == expected
     assert (training.weights(), sink.steps) == (reference.weights(), 30)
-    # 24 batches of the usual shape: the first three eager, one capture, and all others replays; six shorter.
-    assert (graphs.sides, graphs.captures, graphs.replays) == (WARM_UP + 6, 1, 24 - WARM_UP)
+    # 24 batches of the usual shape and six shorter ones: of each the first three eager, one capture, and all
+    # others replays. Both graphs are in one pool, as one runs at a time.
+    assert (graphs.sides, graphs.captures, graphs.replays) == (2 * WARM_UP, 2, 30 - 2 * WARM_UP)
+    assert graphs.pools == 1
     assert (sink.captured, sink.why, graphs.votes) == (True, None, [])
 
 
@@ -653,6 +655,11 @@ def test_a_rank_that_cannot_capture_votes_so(sink_on: Make, parallel: Parallel) 
     assert (graphs.captures, graphs.votes) == (1, [2, 0])
 
 
+def test_the_lowest_vote_is_taken_over_the_ranks_of_the_group(parallel: Parallel) -> None:
+    group = parallel(Training()).network.process_group
+    assert [CudaGraphs.lowest(cast(Any, None), vote, [group, group]) for vote in (0, 1, 2)] == [0, 1, 2]
+
+
 # Memory
 
 
@@ -736,6 +743,58 @@ def test_once_captured_larger_batches_do_not_set_the_shape(sink_on: Make) -> Non
     assert graphs.captures == 1
 
 
+def test_shorter_batches_of_few_shapes_are_captured(sink_on: Make) -> None:
+    sizes = [BATCH, 3, 2, 1] * 5
+    wide = torch.randint(0, 256, (100, 90), generator=torch.Generator().manual_seed(1)).byte()
+    data = [(wide[:size] + number, torch.arange(size)) for number, size in enumerate(sizes)]
+    more = [(wide[: 2 * BATCH - 1], torch.arange(2 * BATCH - 1))] * 3
+
+    def make(training: Training) -> Any:
+        training.network.eval()  # no batch norm over one sample
+        return training.step
+
+    reference, training = Training(), Training()
+    expected = [make(reference)(*batch).item() for batch in [*data, *more]]
+    graphs = FakeGraphs(training)
+    sink = sink_on(graphs, make(training), [*data, *more], 20, outputs="all")
+    losses = sink().tolist()
+    assert (graphs.captures, graphs.alive, graphs.pools) == (4, 4, 1)
+    assert graphs.replays == 20 - 4 * WARM_UP
+    with pytest.warns(HotsetWarning, match="a batch differs from the first"):
+        losses += sink(steps=3).tolist()
+    assert losses == expected
+    assert graphs.captures == 4
+
+
+def test_no_more_than_a_few_shapes_are_captured(sink_on: Make) -> None:
+    data = batches(*[size for size in (9, 8, 7, 6, 5, 4, 3, 2) for _ in range(WARM_UP + 1)])
+    reference, training = Training(), Training()
+    seed_everything(5)
+    expected = plain(reference, data, len(data))
+    graphs = FakeGraphs(training)
+    sink = sink_on(graphs, training.step, data, len(data), outputs="all")
+    seed_everything(5)
+    assert sink().tolist() == expected
+    assert (graphs.captures, graphs.alive) == (4, 4)
+
+
+def test_a_shorter_batch_that_cannot_be_captured_is_eager_and_others_are_replayed(sink_on: Make) -> None:
+    class Full(FakeGraphs):
+        def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+            self._error = torch.OutOfMemoryError("the card is full") if self.captures == 1 else None
+            return super().capture(fn, pool)
+
+    data = batches(*[BATCH] * 4, 2)
+    reference, training = Training(), Training()
+    seed_everything(5)
+    expected = plain(reference, data, 40)
+    graphs = Full(training)
+    sink = sink_on(graphs, training.step, data, 40, outputs="all")
+    seed_everything(5)
+    assert sink().tolist() == expected
+    assert (graphs.captures, graphs.alive, graphs.replays, sink.why) == (2, 1, 32 - WARM_UP, None)
+
+
 # Resident samples
 
 
@@ -761,7 +820,7 @@ def test_resident_samples_are_one_upload_a_call_and_the_same_losses(
         assert training.weights() == reference.weights()
         # Six batches of four in the first half of a pass, and five of them and two samples in the second.
         assert uploads == [24, 22] * 5
-        assert (graphs.captures, graphs.replays) == (1, 5 * (PASS - 1) - WARM_UP)
+        assert (graphs.captures, graphs.replays) == (2, 5 * PASS - 2 * WARM_UP)
         assert sink.queue.stats().batches == 5 * PASS
         signature = (
             torch.empty(BATCH - 1, 3, 6, 5, dtype=torch.uint8),

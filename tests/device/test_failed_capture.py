@@ -148,8 +148,13 @@ class Graph:
             self._cuda._cuda_releasePool(0, self._pool)
 
 
-def graphs_of(cuda: Any) -> CudaGraphs:
-    return CudaGraphs(DEVICE, cuda, cuda)
+def graphs_of(cuda: Any, core: Any = None) -> CudaGraphs:
+    return CudaGraphs(DEVICE, cuda, core or cuda)
+
+
+def capture(cuda: Any, step: Callable[[], Any], core: Any = None) -> Any:
+    graphs = graphs_of(cuda, core)
+    return graphs.capture(step, graphs.pool())
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "the capture's end tells the allocator"])
@@ -164,13 +169,13 @@ def test_a_failed_capture_leaves_nothing_behind(kind: type[BaseException] | None
         cuda.wait()
 
     with pytest.raises(kind or RuntimeError, match=r"no such class|not permitted"):
-        graphs_of(cuda).capture(step)
+        capture(cuda, step)
     assert cuda.recording == [], "the allocator goes on giving memory of the graph's pool"
     assert set(cuda.users.values()) == {0}, "the pool is never freed"
     assert not cuda.pending, "the next step reports the error"
     cuda.draw()
     assert cuda.current_stream(DEVICE) is cuda._default
-    replay, out = graphs_of(cuda).capture(lambda: 5)
+    replay, out = capture(cuda, lambda: 5)
     assert (out, list(cuda.users.values()).count(1)) == (5, 1)
     del replay
     assert set(cuda.users.values()) == {0}
@@ -184,7 +189,7 @@ def test_the_allocator_of_older_versions() -> None:
 
     cuda = Cuda()
     with pytest.raises(RuntimeError, match="not permitted"):
-        CudaGraphs(DEVICE, cuda, Core(cuda)).capture(cuda.wait)
+        capture(cuda, cuda.wait, Core(cuda))
     assert (cuda.recording, set(cuda.users.values())) == ([], {0})
 
 
