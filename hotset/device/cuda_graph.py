@@ -62,7 +62,7 @@ class Graphs(Protocol):
         """Run an eager step; at the end the list holds the places in the code that waited for the device."""
 
     def pool(self) -> Any:
-        """Memory for captures whose replays never run at the same time."""
+        """Memory for captures whose replays never run at the same time. It lasts while one of them does."""
 
     def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
         """Capture what ``fn`` does; returns a function that replays it, and the (static) result.
@@ -132,20 +132,24 @@ class CudaGraphs:
                 warnings.warn_explicit(*one)
 
     def pool(self) -> Any:
+        # In a capture the allocator frees nothing of what it keeps for others.
+        self._api.synchronize(self._device)
+        self._api.empty_cache()
         return self._api.graph_pool_handle()
 
     def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
         graph = self._api.CUDAGraph()
         failed: BaseException | None = None
-        # The outer context restores the stream, also if the capture fails.
-        capturing = self._api.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
         try:
-            with self.side(), capturing:
+            with self.side():
+                graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
                     out = fn()
                 except BaseException as error:
                     failed = error
                     raise
+                finally:
+                    graph.capture_end()
         except BaseException as error:
             self._recover(graph, pool)
             try:
@@ -252,6 +256,7 @@ class Step:
         self._usual: tuple[Signature, ...] | None = None
         self._shapes: dict[tuple[Signature, ...], _Shape] = {}
         self._pool: Any = None
+        self._replaced: list[Callable[[], None]] = []  # they keep the pool, until another graph does
         self._bound: _Graph | None = (
             None  # the graph to whose gradients the parameters' are known to be bound
         )
@@ -266,9 +271,16 @@ class Step:
 
     def release(self) -> None:
         """Let go of the graphs and their memory. The next steps are eager, and then captured again."""
-        self._pool = self._bound = None
+        self._pool, self._bound, self._replaced = None, None, []
         for shape in self._shapes.values():
             shape.release()
+
+    def _renew(self) -> None:
+        """Have the step captured again, in the memory of the graphs as they are now."""
+        pool, graphs = self._pool, [one.graph.replay for one in self._shapes.values() if one.graph]
+        self.release()
+        if graphs:
+            self._pool, self._replaced = pool, graphs
 
     def begin(self) -> None:
         """Begin a call: if a setting has changed since the last one, the step is captured again.
@@ -289,7 +301,7 @@ class Step:
         self._bound = None
         settings = self._host.settings()
         if settings != self._settings:
-            self.release()
+            self._renew()
             self._settings = settings
 
     def __call__(self, batch: Any) -> Any:
@@ -300,7 +312,7 @@ class Step:
         shape = self._shape_of(batch)
         graph = shape.graph if shape is not None else None
         if graph is not None and graph is not self._bound and not graph.gradients.rebind():
-            self.release()
+            self._renew()
             graph = None
         if graph is None and self._may_capture(shape):
             assert shape is not None
@@ -389,6 +401,7 @@ class Step:
                 replay, out = self._graphs.capture(lambda: self._run(bank), self._pool)
             gradients.hold()
             shape.graph, self._settings = _Graph(replay, tensors_of(bank), out, gradients), settings
+            self._replaced = []
             why = saved.changes()
         except Exception as error:  # the user's own error is raised again by the eager step
             why = _reason(error, ranks=bool(self._groups))
@@ -403,7 +416,7 @@ class Step:
             shape.release()
             saved.put_back_gradients()
             shape.refused = True
-            if not any(one.graph for one in self._shapes.values()):
+            if not self._replaced and not any(one.graph for one in self._shapes.values()):
                 self._pool = None  # torch has let go of it
             if self._usual is not None and shape is self._shapes[self._usual]:
                 self.why = why or "another rank could not capture it"

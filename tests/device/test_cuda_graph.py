@@ -691,8 +691,22 @@ def test_a_step_that_is_captured_again_has_one_graph(sink_on: Make) -> None:
     for number in range(4):
         training.optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
         sink()
-        assert graphs.alive == 1
+        assert (graphs.alive, graphs.pools) == (1, 1)
     assert graphs.captures == 4
+    sink.close()
+    assert graphs.alive == 0
+
+
+def test_settings_that_change_before_each_step_leave_no_graph(sink_on: Make) -> None:
+    training = Training()
+    graphs = FakeGraphs(training)
+    sink = sink_on(graphs, training.step, ALIKE)
+    sink(steps=5)
+    assert graphs.alive == 1
+    for _ in range(2):
+        training.optimizer.param_groups[0]["lr"] *= 0.9
+        sink()
+    assert (graphs.captures, graphs.alive) == (1, 0)
 
 
 def test_graph_true_raises_at_every_call_and_counts_true(sink_on: Make) -> None:

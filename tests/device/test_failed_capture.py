@@ -65,15 +65,10 @@ class Cuda:
     def CUDAGraph(self) -> Graph:
         return Graph(self)
 
-    @contextlib.contextmanager
-    def graph(self, graph: Graph, pool: int, stream: Queue, capture_error_mode: str) -> Iterator[None]:
-        self._current = stream  # and not restored where capture_end raises
-        graph.capture_begin(pool, capture_error_mode)
-        try:
-            yield
-        finally:
-            graph.capture_end()
-        self._current = self._default
+    def synchronize(self, device: torch.device) -> None: ...
+
+    def empty_cache(self) -> None:
+        assert not self.recording, "captures_underway.empty() INTERNAL ASSERT FAILED"
 
     def wait(self) -> None:
         """What cannot be done in a capture."""
