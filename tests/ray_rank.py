@@ -135,12 +135,20 @@ class Rank:
 
     def members(self) -> list[list[Any]]:
         """Name, endpoint and key of each machine, as this one has them written down."""
-        known = self._cached[0]._remote._peers.membership
+        known = self._membership()
         return [] if known is None else [[m.name, m.endpoint, m.key] for m in known.members]
 
     def machine(self) -> str:
         """The name of the machine that it is on."""
-        return str(self._cached[0]._remote._peers.known.me)
+        known = self._membership()
+        assert known is not None
+        return str(known.me)
+
+    def _membership(self) -> Any:
+        """Which machines there are, as this one knows it now: it looks before it asks one, and not sooner."""
+        peers = self._cached[0]._remote._peers
+        peers.look()
+        return peers.membership
 
     def held(self, data: int = 0) -> int:
         """How many samples of a dataset this machine has."""
