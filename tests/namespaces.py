@@ -477,7 +477,12 @@ class Play:
     def cache(self, session: str) -> dict[str, Any]:
         """Begin a session; what it is like to begin it, and where each machine reaches each."""
         cached = self.each("cache", data=0, session=session, memory=str(MEMORY))
-        ends = [[endpoint for _, endpoint, _ in known] for known in self.each("members")]
+        known = self.each("members")
+        deadline = time.monotonic() + 20
+        while any(len(each) < len(self.ranks) for each in known) and time.monotonic() < deadline:
+            time.sleep(0.5)  # each hears of the others by heartbeats, one a second
+            known = self.each("members")
+        ends = [[endpoint for _, endpoint, _ in each] for each in known]
         return {"cache": cached, "endpoints": ends}
 
     def closed(self) -> Any:

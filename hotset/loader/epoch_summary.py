@@ -10,6 +10,7 @@ import logging
 import time
 from typing import Any
 
+from hotset.errors import ArgumentError
 from hotset.units import format_bytes, format_seconds
 
 __all__ = ["EpochSummary"]
@@ -112,6 +113,55 @@ class EpochSummary:
             *(self.number, f"{cached:,}", f"{sum(aims):,}", format_bytes(size), format_bytes(wanted)),
             *(f"{rate:,.3g}", format_seconds((sum(aims) - cached) / rate)),
         )
+
+    def log_to(self, writer: Any, step: int | None = None) -> None:
+        """Write the pass's figures to a logger, as scalars like any other.
+
+        They are ``hotset/waited`` (seconds that training waited for batches), ``hotset/waited_fraction`` (of
+        the pass, 0 to 1), ``hotset/hit_rate`` (0 to 1) and ``hotset/samples_per_second``.
+
+        Args:
+            writer: TensorBoard's ``SummaryWriter``, a run of Weights & Biases, or a logger of Lightning's:
+                any object with ``add_scalar(name, value, step)``, ``log_metrics(dict, step=)`` or
+                ``log(dict, step=)``.
+            step: where on the axis of steps; the number of the pass by default. W&B counts its own steps if
+                none is given.
+
+        Raises:
+            ArgumentError: ``writer`` has none of these methods.
+
+        Example:
+            >>> class Writer:
+            ...     def add_scalar(self, name, value, step):
+            ...         print(name, value, step)
+            >>> summary = EpochSummary(3, 0, [])
+            >>> summary._end()
+            >>> summary.log_to(Writer())
+            hotset/waited 0.0 3
+            hotset/waited_fraction 0.0 3
+            hotset/hit_rate 0.0 3
+            hotset/samples_per_second 0.0 3
+        """
+        seconds = self.seconds
+        values = {
+            "hotset/waited": self.waited,
+            "hotset/waited_fraction": min(self.waited / seconds, 1.0) if seconds else 0.0,
+            "hotset/hit_rate": self.hit_rate,
+            "hotset/samples_per_second": self.samples / seconds if seconds else 0.0,
+        }
+        if hasattr(writer, "add_scalar"):
+            for name, value in values.items():
+                writer.add_scalar(name, value, self.number if step is None else step)
+        elif hasattr(writer, "log_metrics"):
+            writer.log_metrics(values, step=self.number if step is None else step)
+        elif hasattr(writer, "log"):
+            writer.log(values) if step is None else writer.log(values, step=step)
+        else:
+            raise ArgumentError(
+                "writer must have add_scalar() as TensorBoard's SummaryWriter has it, log_metrics() as "
+                "Lightning's "
+                f"loggers, or log() as a run of W&B, got {type(writer).__name__}; write to_dict() yourself."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of ``number, batches_expected, batches, samples, seconds, waited, hit_rate``.

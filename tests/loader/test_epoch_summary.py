@@ -1,0 +1,63 @@
+"""``loader.last_epoch``: the figures of a pass, written to a logger as scalars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import hotset
+
+NAMES = ["hotset/waited", "hotset/waited_fraction", "hotset/hit_rate", "hotset/samples_per_second"]
+
+
+@pytest.fixture
+def epoch() -> Any:
+    """The second pass over a cached dataset."""
+    with hotset.cache(TensorDataset(torch.arange(64)), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        for _ in range(2):
+            list(loader)
+        yield loader.last_epoch
+
+
+def test_to_tensorboard(epoch: Any) -> None:
+    told: list[Any] = []
+    epoch.log_to(SimpleNamespace(add_scalar=lambda *scalar: told.append(scalar)))
+    epoch.log_to(SimpleNamespace(add_scalar=lambda *scalar: told.append(scalar)), step=700)
+    assert [name for name, _, _ in told] == NAMES * 2
+    assert [step for _, _, step in told] == [1] * 4 + [700] * 4
+    assert told[2][1] == 1.0
+    assert 0.0 <= told[1][1] <= 1.0
+    assert told[0][1] == epoch.waited
+
+
+def test_to_a_real_writer_of_events(epoch: Any, tmp_path: Path) -> None:
+    writer = pytest.importorskip("tensorboardX").SummaryWriter(str(tmp_path))
+    epoch.log_to(writer)
+    writer.close()
+    (file,) = tmp_path.iterdir()
+    assert all(name.encode() in file.read_bytes() for name in NAMES)
+
+
+def test_to_wandb_which_counts_its_own_steps(epoch: Any) -> None:
+    told: list[Any] = []
+    run = SimpleNamespace(log=lambda values, **named: told.append((list(values), named)))
+    epoch.log_to(run)
+    epoch.log_to(run, step=5)
+    assert told == [(NAMES, {}), (NAMES, {"step": 5})]
+
+
+def test_to_a_logger_of_lightnings(epoch: Any) -> None:
+    told: list[Any] = []
+    epoch.log_to(SimpleNamespace(log_metrics=lambda values, step: told.append((list(values), step))))
+    assert told == [(NAMES, 1)]
+
+
+def test_anything_else_is_refused_with_a_sentence(epoch: Any) -> None:
+    with pytest.raises(hotset.ArgumentError, match=r"got object; write to_dict\(\) yourself"):
+        epoch.log_to(object())
