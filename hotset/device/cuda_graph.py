@@ -257,9 +257,7 @@ class Step:
         self._shapes: dict[tuple[Signature, ...], _Shape] = {}
         self._pool: Any = None
         self._replaced: list[Callable[[], None]] = []  # they keep the pool, until another graph does
-        self._bound: _Graph | None = (
-            None  # the graph to whose gradients the parameters' are known to be bound
-        )
+        self._bound: _Graph | None = None  # whose gradients those of the parameters are known to be
         self._settings: list[Any] = []
         self._said = False
         self.why: str | None = None
