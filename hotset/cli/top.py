@@ -1,4 +1,6 @@
-"""``hotset top``: the numbers of the status page in a terminal.
+"""``hotset top``: the numbers of the status page in a terminal, and those of jobs that use no session.
+
+Such jobs are found in the catalog of this machine, so that no server need run for them.
 
 A frame is a function of the answers of ``/api/status`` and ``/api/history`` and of the terminal's size.
 Columns that do not fit are left out, the least important first, and so are rows, with a line that counts
@@ -8,8 +10,8 @@ them. The server on the port is looked up again for each frame, as another one m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.cells import cell_len
@@ -23,6 +25,7 @@ from hotset._warnings import printable
 from hotset.cli.client import client
 from hotset.cli.session import console
 from hotset.server.pidfile import ServerError
+from hotset.session.reports import report_jobs
 from hotset.units import format_bytes
 
 __all__ = ["frame", "top"]
@@ -33,9 +36,10 @@ Answer = dict[str, Any]
 
 
 def top(port: int, interval: float, once: bool) -> None:
-    """Show the sessions of a server and their caches, until Ctrl-C.
+    """Show the sessions of a server and their caches, and those of jobs without a session, until Ctrl-C.
 
     Without a terminal it prints one frame. If the server ends, it shows that, and waits for the next server.
+    Where no server runs, it shows the jobs.
 
     Args:
         port: the server's.
@@ -43,19 +47,26 @@ def top(port: int, interval: float, once: bool) -> None:
         once: print one frame and return.
 
     Raises:
-        ServerError: no server answers on that port at the start.
+        ServerError: no server answers on that port at the start, and no job has a cache.
         FolderError: the runtime folder, or a file in it, is not safely this user's own.
     """
-    terminal = console()
-    status, history = _look(port)
+    terminal, jobs, trouble = console(), _Jobs(), ""
+    status: Answer | None = None
+    history: Answer = {"sessions": {}}
+    try:
+        status, history = _look(port)
+    except ServerError as error:
+        trouble = str(error)
+        if not jobs.rows():
+            raise
     if once or not terminal.is_terminal:
-        terminal.print(frame(status, history, width=terminal.width))
+        terminal.print(frame(status, history, jobs.rows(), width=terminal.width))
         return
-    trouble = ""
     try:
         with Live(console=terminal, screen=True, auto_refresh=False) as live:
             while True:
-                shown = frame(status, history, width=terminal.width, height=terminal.height, trouble=trouble)
+                size = {"width": terminal.width, "height": terminal.height}
+                shown = frame(status, history, jobs.rows(), trouble=trouble, **size)
                 live.update(shown, refresh=True)
                 time.sleep(interval)
                 try:
@@ -71,13 +82,44 @@ def _look(port: int) -> tuple[Answer, Answer]:
     return server.call("GET", "/api/status"), server.call("GET", "/api/history")
 
 
+class _Jobs:
+    """The caches of jobs that use no session, as rows; speeds are those since the look before."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, str], tuple[float, int, float]] = {}
+
+    def rows(self) -> list[_Row]:
+        found, now = [], time.monotonic()
+        seen: dict[tuple[int, str], tuple[float, int, float]] = {}
+        for cache in report_jobs():
+            name = (cache.id, cache.name)
+            served = cache.hits + cache.peer_hits + cache.misses
+            row = _cache_row(asdict(cache))
+            seen[name] = (now, served, cache.waited_seconds)
+            if name in self._before and now > self._before[name][0]:
+                since, served_before, waited_before = self._before[name]
+                row.cells["samples/s"] = f"{(served - served_before) / (now - since):,.0f}"
+                row.cells["wait s/s"] = f"{(cache.waited_seconds - waited_before) / (now - since):.3f}"
+            row.cells["state"] = f"process {cache.id}" if cache.state == "ok" else row.cells["state"]
+            found.append(row)
+        self._before = seen
+        return found
+
+
 def frame(
-    status: Answer, history: Answer, *, width: int, height: int | None = None, trouble: str = ""
+    status: Answer | None,
+    history: Answer,
+    jobs: Sequence[_Row] = (),
+    *,
+    width: int,
+    height: int | None = None,
+    trouble: str = "",
 ) -> RenderableType:
     """Return one frame, for :meth:`rich.console.Console.print`.
 
     Args:
-        status, history: the answers of the API.
+        status, history: the answers of the API; None for no server.
+        jobs: rows of caches that are in no session.
         width, height: columns and lines of the terminal; None: any number of lines.
         trouble: what is wrong with the server, as a sentence.
 
@@ -90,11 +132,13 @@ def frame(
         There are no sessions; make one with `hotset session create
         NAME --memory 8GiB`.
     """
-    parts: list[RenderableType] = [_server_line(status)]
+    parts: list[RenderableType] = [_server_line(status)] if status is not None else []
     if trouble:
         parts.append(Text(trouble, "bold red"))
-    parts += [_budgets(status, width), Text()]
-    rows = _rows(status, history)
+    parts += [_budgets(status, width), Text()] if status is not None else []
+    rows = _rows(status, history) if status is not None else []
+    if jobs:
+        rows += [_Row("jobs without a session", "bold", {}), *jobs]
     if not rows:
         parts.append(Text("There are no sessions; make one with `hotset session create NAME --memory 8GiB`."))
         return Group(*parts)

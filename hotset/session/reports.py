@@ -3,6 +3,7 @@
 ::
 
     report(session)    the caches of one session, in numbers; reads no record        server, hotset session
+    report_jobs()      the caches of jobs that use no session, the same              hotset top
     check_caches()     every cache within reach; verifies every record of it         hotset check
 
 A cache counts itself, in the words of its segment. A report reads these words through a mapping of its own;
@@ -33,7 +34,7 @@ from hotset.store.format import DESTROYED, ON_DISK, PRESENT, SLOTS, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.segment import Address, Segment, attach_second
 
-__all__ = ["CacheReport", "CheckedCache", "SessionReport", "check_caches", "report"]
+__all__ = ["CacheReport", "CheckedCache", "SessionReport", "check_caches", "report", "report_jobs"]
 
 
 # ---- in numbers ------------------------------------------------------------------------------------
@@ -125,6 +126,27 @@ def report(session: Session) -> SessionReport:
     return SessionReport(session, in_use, memory, disk, caches)
 
 
+def report_jobs() -> list[CacheReport]:
+    """Return what the caches of running jobs hold and have served that are in no session, oldest first.
+
+    Raises:
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    found = []
+    for entry in catalog.entries():
+        if not entry.alive or entry.at is None:
+            continue
+        try:
+            segment = Segment.attach(address_of(entry))
+        except SegmentError:
+            continue  # it has ended meanwhile
+        try:
+            found.append(replace(_numbers_of(segment, entry.pid, entry.name), in_use=True))
+        finally:
+            segment.close()
+    return found
+
+
 def _with_quota(cache: CacheReport, quota: Quota, file: str) -> CacheReport:
     """Add what the quota says of a cache. A use is recorded there, as its process may be killed."""
     row = quota.members().get(member_of(file))
@@ -142,34 +164,37 @@ def _counts_of(folder: int, file: str) -> CacheReport:
     except SegmentError as error:
         return CacheReport(number, file, state=str(error))
     try:
-        disk = _disk_bytes(segment)
-        live = segment.live
-        words = segment.used_index
-        words = words[words >= PRESENT]
-        sums = segment.slots.sum(axis=0).tolist()
-        hits = sums[Slot.HITS] + sums[Slot.PEER_HITS]
-        served = hits + sums[Slot.MISSES]
-        return CacheReport(
-            id=number,
-            name=str(segment.metadata.get("name", file)),
-            samples=segment.samples,
-            cached=len(words),
-            spilled=int(np.count_nonzero(words & ON_DISK)),
-            memory=segment.taken,
-            disk=disk,
-            limit=int(live[Live.LIMIT]),
-            mean_bytes=sums[Slot.STORED_BYTES] / len(words) if len(words) else 0.0,
-            hits=sums[Slot.HITS],
-            peer_hits=sums[Slot.PEER_HITS],
-            misses=sums[Slot.MISSES],
-            hit_rate=hits / served if served else None,
-            fill_seconds=sums[Slot.FILL_NS] / 1e9,
-            waited_seconds=sums[Slot.WAIT_NS] / 1e9,
-            processes=_processes(segment),
-            state="invalidated" if live[Live.INVALIDATED] else "ok",
-        )
+        return _numbers_of(segment, number, file)
     finally:
         segment.close()
+
+
+def _numbers_of(segment: Segment, number: int, name: str) -> CacheReport:
+    live = segment.live
+    words = segment.used_index
+    words = words[words >= PRESENT]
+    sums = segment.slots.sum(axis=0).tolist()
+    hits = sums[Slot.HITS] + sums[Slot.PEER_HITS]
+    served = hits + sums[Slot.MISSES]
+    return CacheReport(
+        id=number,
+        name=str(segment.metadata.get("name", name)),
+        samples=segment.samples,
+        cached=len(words),
+        spilled=int(np.count_nonzero(words & ON_DISK)),
+        memory=segment.taken,
+        disk=_disk_bytes(segment),
+        limit=int(live[Live.LIMIT]),
+        mean_bytes=sums[Slot.STORED_BYTES] / len(words) if len(words) else 0.0,
+        hits=sums[Slot.HITS],
+        peer_hits=sums[Slot.PEER_HITS],
+        misses=sums[Slot.MISSES],
+        hit_rate=hits / served if served else None,
+        fill_seconds=sums[Slot.FILL_NS] / 1e9,
+        waited_seconds=sums[Slot.WAIT_NS] / 1e9,
+        processes=_processes(segment),
+        state="invalidated" if live[Live.INVALIDATED] else "ok",
+    )
 
 
 def _disk_bytes(segment: Segment) -> int:

@@ -15,14 +15,18 @@ import termios
 import time
 from collections.abc import Iterator
 from fcntl import ioctl
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_server import GIB, FakeServer, cache, history, moving, session
 from helpers import is_a_sentence
 from rich.cells import cell_len
 from rich.console import Console
+from torch.utils.data import TensorDataset
 
+import hotset
 from hotset.cli.top import frame, top
 from hotset.errors import HotsetError
 from hotset.server.pidfile import Place, claim
@@ -253,3 +257,36 @@ def test_once_in_a_terminal_prints_and_ends(fake: FakeServer) -> None:
         assert "\x1b[?1049h" not in terminal.heard, "what was printed stays on the screen"
     finally:
         terminal.close()
+
+
+def test_jobs_without_a_session_are_shown_without_a_server(
+    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(HotsetError):
+        top(1, 1.0, once=True)
+    with hotset.cache(TensorDataset(torch.arange(40)), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        for _ in range(2):
+            list(loader)
+        top(1, 1.0, once=True)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "TensorDataset" in line]
+    assert re.split(r" {2,}", line.strip())[:4] == ["TensorDataset", "40", "40", "50.0%"]
+    assert f"process {os.getpid()}" in line
+    with pytest.raises(HotsetError):
+        top(1, 1.0, once=True)
+
+
+def test_a_jobs_speed_is_that_since_the_look_before(runtime: Path) -> None:
+    from hotset.cli.top import _Jobs
+
+    jobs = _Jobs()
+    with hotset.cache(TensorDataset(torch.arange(40)), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        list(loader)
+        assert "samples/s" not in jobs.rows()[0].cells
+        list(loader)
+        (row,) = jobs.rows()
+        assert float(row.cells["samples/s"].replace(",", "")) > 0
+        (row,) = jobs.rows()
+        assert row.cells["samples/s"] == "0"
