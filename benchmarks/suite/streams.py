@@ -119,7 +119,7 @@ def _second(kind: _Kind, make: Callable[[], Any], settings: Settings) -> Outcome
             }
             found = compare(
                 {
-                    name: lambda loader=loader: len(stream) / _seconds(loader)
+                    name: lambda loader=loader: _speed(loader, len(stream), settings.seconds)
                     for name, loader in loaders.items()
                 },
                 MAPPED,
@@ -175,6 +175,15 @@ def _verify(make: Callable[[], Any], workers: int) -> None:
             raise WrongData("the recording pass gives other batches than torch's loader")
         if not stream.recorded:
             raise WrongData("some samples are not recorded")
+
+
+def _speed(loader: Any, samples: int, seconds: float) -> float:
+    """Samples a second, over as many passes as take so long at least."""
+    spent, passes = 0.0, 0
+    while spent < seconds:
+        spent += _seconds(loader)
+        passes += 1
+    return passes * samples / spent
 
 
 def _seconds(loader: Any) -> float:
