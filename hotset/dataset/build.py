@@ -18,9 +18,9 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from hotset._warnings import printable, warn
 from hotset.dataset.active_window import ActiveWindow
@@ -95,6 +95,38 @@ def _advice(given: Sequence[Any], named: Mapping[str, Any], known: list[str], er
             rest = f"write {like[0]}=" if like else f"its arguments are {', '.join(known)}"
             return f"hotset.cache has no argument {name}=; {rest}."
     return f"hotset.cache must be given a dataset: {error}."
+
+
+@overload
+def cache(  # type: ignore[overload-overlap]
+    dataset: IterableDataset[T],
+    *,
+    transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
+    memory: int | str = "auto",
+    spill: str | os.PathLike[str] | Literal[False] | None = None,
+    session: str | int | None = None,
+    key: str | None = None,
+    strict: bool = False,
+    cut: int | None = None,
+) -> CachedStream[T]: ...
+
+
+@overload
+def cache(
+    dataset: Dataset[T],
+    *,
+    transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
+    memory: int | str = "auto",
+    spill: str | os.PathLike[str] | Literal[False] | None = None,
+    session: str | int | None = None,
+    key: str | None = None,
+    window: Window | None = None,
+    cluster: str | None = None,
+    replicate: bool = False,
+    concurrency: int = 1,
+    strict: bool = False,
+    cut: int | None = None,
+) -> CachedDataset[T]: ...
 
 
 @_explained

@@ -474,7 +474,7 @@ class TestWrongInput:
         with pytest.raises(
             hotset.ArgumentError, match="must be an iterable that can be run again, got generator"
         ):
-            hotset.cache((number for number in range(3)), memory="1MiB")  # type: ignore[call-overload]
+            hotset.cache((number for number in range(3)), memory="1MiB")
 
     @pytest.mark.parametrize(
         "arguments",
