@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := tests/constraints/pinned.txt
 
-.PHONY: demo test docs matrix check bench compatibility gpu stress chaos clean
+.PHONY: demo test docs matrix check bench compatibility trainers gpu stress chaos clean
 
 # torch comes first: with it in place no other package pulls in another one.
 # All of it is compiled at the end, on all cores; pip would do so on one. (Some files are no valid Python.)
@@ -51,6 +51,11 @@ compatibility: $(VENV)/.installed
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[compatibility]'
 	$(BIN)/python -m tests.compatibility
 	$(BIN)/python docs/tools/plots.py
+
+# The libraries that people train with, without hotset and with it: a table.
+trainers: $(VENV)/.installed
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[trainers]'
+	$(BIN)/python examples/trainers/table.py
 
 stress: $(VENV)/.installed
 	$(BIN)/python -m tests.stress --seconds 300

@@ -1,4 +1,4 @@
-"""Plots of the tables in docs/benchmarks.md and docs/compatibility.md, as SVG.
+"""Plots of the tables in docs/benchmarks.md, docs/compatibility.md and docs/trainers.md, as SVG.
 
 ``python docs/tools/plots.py`` writes them to docs/plots. A table stays the source of each figure: nothing is
 measured here. The pictures follow the reader's dark or light setting; the standard library draws them.
@@ -217,7 +217,12 @@ def plots() -> dict[str, str]:
         Compared(plain(cells[0]), ratio(cells[2]), ratio(cells[3]))
         for cells in rows_of(compatibility, "<!-- rows -->")
     ]
+    trainers = [
+        Compared(plain(cells[0]), ratio(cells[2]), ratio(cells[3]))
+        for cells in rows_of((DOCS / "trainers.md").read_text(), "<!-- rows -->")
+    ]
     return {
+        "trainers.svg": dots(trainers, "Time of an epoch, as a multiple of the program without hotset"),
         "speed.svg": bars(groups, "Pictures of 150 KB from a warm cache, batch 64"),
         "first-epochs.svg": dots(first, "Time of an epoch, as a multiple of torch's DataLoader"),
         "compatibility.svg": dots(programs, "Time of an epoch, as a multiple of torch's, 2 workers"),
