@@ -26,7 +26,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
         "Caching a dataset",
         "`hotset.cache` wraps a dataset; the rest says what may be cached.",
         [
-            *("hotset.cache", "hotset.CachedDataset", "hotset.dataset.plan.Plan"),
+            *("hotset.cache", "hotset.CachedDataset", "hotset.CachedStream", "hotset.dataset.plan.Plan"),
             "hotset.dataset.stats.Stats",
             *("hotset.Window", "hotset.deterministic", "hotset.nondeterministic", "hotset.split"),
             *("hotset.determinism.split.Split", "hotset.batched", "hotset.register_codec"),

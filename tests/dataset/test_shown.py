@@ -101,6 +101,7 @@ def test_stats_and_a_summary_as_plain_values() -> None:
         "seconds",
         "waited",
         "to_dict",
+        "log_to",
     }
 
 

@@ -35,6 +35,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, Subset
 
 import hotset
+from hotset.dataset.stream_source import is_stream
 from hotset.run.doctor import watch
 from hotset.session.job import JOB
 from hotset.units import format_seconds
@@ -120,8 +121,13 @@ def _tried(settings: watch.Settings) -> dict[str, Any]:
         found["refused"] = (
             "the loader has batch_size=None: rates of samples cannot be told from rates of batches"
         )
-    elif isinstance(settings.dataset, hotset.CachedDataset):
+    elif isinstance(settings.dataset, (hotset.CachedDataset, hotset.CachedStream)):
         found["refused"] = "the dataset is cached already"
+    elif is_stream(settings.dataset):
+        found["refused"] = (
+            "the dataset can only be iterated over. hotset.cache records it in its first pass, and later "
+            "epochs come from memory, but a trial would have to read all of it; see docs/streams.md"
+        )
     else:
         _try_cache(settings, found)
         _try_plain(settings, found)
