@@ -79,14 +79,16 @@ def ready_to_stand(barrier: Any) -> Iterator[None]:
 
 
 def family(root: int) -> set[int]:
-    """Return ``root`` and all its descendants."""
+    """Return ``root`` and all its descendants but those that have ended, which hold nothing any more."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name, in parentheses, may hold anything; the parent follows the state after the last one.
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            # The name, in parentheses, may hold anything; state and parent follow the last one.
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
+        if state not in "ZX":
+            parents[int(stat.parent.name)] = int(parent)
     pids = {root}
     while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
         pids |= more

@@ -133,6 +133,11 @@ def moving(tick: int) -> list[dict[str, Any]]:
     ]
 
 
+def job() -> dict[str, Any]:
+    """The cache of a job without a session."""
+    return _filled(cache(7_341, "VOCDetection", 50_000, 150_528, processes=3, in_use=True), 36_000)
+
+
 def _neighbour(name: str, host: str, sent: int, stored: int) -> dict[str, Any]:
     sizes = {"received": sent, "bytes": 150_528 * sent, "stored": stored}
     return machine(name, host, 160 * GIB, latency=0.00414, **sizes)
@@ -185,6 +190,7 @@ class FakeServer:
         self.still = sessions
         self.guarded = guarded
         self.spill = True
+        self.jobs: list[dict[str, Any]] = []
         self.tick = 0
         self.destroyed: set[int] = set()
         self.requests: list[Request] = []
@@ -233,6 +239,7 @@ class FakeServer:
             "memory": {"limit": 200 * GIB, "used": sum(s["memory"]["used"] for s in now)},
             "spill": spill if self.spill else None,
             "sessions": now,
+            "jobs": self.jobs,
         }
 
 
@@ -297,5 +304,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     with FakeServer(int(sys.argv[1]) if len(sys.argv) > 1 else 0) as fake:
+        fake.jobs = [job()]
         print(fake.url, "token", fake.token, flush=True)
         threading.Event().wait()

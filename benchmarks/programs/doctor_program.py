@@ -2,6 +2,8 @@
 
 ``python doctor_program.py PIPELINE WORKERS SECONDS FOLDER [--cached]`` trains for so long after its first
 epoch, and prints samples a second, without the first batches of each epoch: the first of each worker.
+With ``--watching``, in the environment that ``hotset doctor`` gives, every second epoch is one without its
+clocks, and it prints how much faster those are, of each pair.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +129,7 @@ def main() -> None:
     parser.add_argument("seconds", type=float)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cached", action="store_true")
+    parser.add_argument("--watching", action="store_true")
     asked = parser.parse_args()
     kind, batch_size, step = PIPELINES[asked.pipeline]
     dataset: Any = Flipped(asked.folder) if kind == "flipped" else Rows(kind, asked.folder)
@@ -139,16 +143,42 @@ def main() -> None:
     loader = loader_kind(
         dataset, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=asked.workers, **collate
     )
-    samples, seconds, begin = 0, 0.0, time.perf_counter()
-    while seconds == 0.0 or time.perf_counter() - begin < asked.seconds:
-        start, left_out = 0.0, max(1, asked.workers)
+    left_out = max(1, asked.workers)
+
+    def epoch() -> float:
+        start = 0.0
         for number, batch in enumerate(loader):
             step(batch)
             if number == left_out - 1:
                 start = time.perf_counter()
-        seconds += time.perf_counter() - start
-        samples += (len(loader) - left_out) * batch_size
+        return time.perf_counter() - start
+
+    if asked.watching:
+        print(json.dumps({"ratios": watched_over_plain(epoch, asked.seconds)}), flush=True)
+        return
+    epochs, seconds, begin = 0, 0.0, time.perf_counter()
+    while seconds == 0.0 or time.perf_counter() - begin < asked.seconds:
+        seconds += epoch()
+        epochs += 1
+    samples = epochs * (len(loader) - left_out) * batch_size
     print(json.dumps({"rate": samples / seconds}), flush=True)
+
+
+def watched_over_plain(epoch: Callable[[], float], seconds: float) -> list[float]:
+    """The time of an epoch with clocks, as a multiple of one without, of pairs in turns."""
+    from hotset.run.doctor import watch
+
+    def timed(off: bool) -> float:
+        watch._off = off  # workers are forked at the beginning of each epoch
+        return epoch()
+
+    timed(False)
+    ratios, begin = [], time.perf_counter()
+    while time.perf_counter() - begin < seconds or len(ratios) < 5:
+        first = len(ratios) % 2 == 1
+        one, other = timed(first), timed(not first)
+        ratios.append(other / one if first else one / other)
+    return ratios
 
 
 if __name__ == "__main__":

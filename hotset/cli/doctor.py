@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from hotset.run.doctor.advice import advice, as_json, predict
 from hotset.run.doctor.observed import Observed, read
 from hotset.run.doctor.text import lines
 from hotset.run.doctor.watch import DONE, OURS, PAUSED
-from hotset.run.environment import WatchOptions, watched_environment
+from hotset.run.environment import WatchOptions, make_ledger, watched_environment, why_full
 from hotset.run.program import run_program
 from hotset.units import format_seconds
 
@@ -48,13 +47,14 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
         exit with 0, or with 3 if it iterated over no loader.
 
     Raises:
-        ArgumentError: there is no command, or ``seconds`` is not positive.
+        ArgumentError: there is no command, ``seconds`` is not positive, or there is no room in the folder for
+            temporary files.
     """
     if not command:
         raise ArgumentError("hotset doctor needs a program; write hotset doctor -- python train.py.")
     if not seconds > 0.0:
         raise ArgumentError(f"--seconds must be more than 0, got {seconds:g}; leave it out for a minute.")
-    ledger = tempfile.mkdtemp(prefix="hotset-doctor-")
+    ledger = make_ledger("hotset-doctor-")
     watcher = _Watcher(ledger, keep)
     try:
         environment = watched_environment(WatchOptions(ledger, seconds), os.environ)
@@ -83,6 +83,9 @@ def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
 
 
 def _no_loader(ledger: str, command: str) -> str:
+    trouble = why_full(ledger)
+    if trouble:
+        return trouble
     if not os.path.exists(os.path.join(ledger, "reached")):
         return (
             f"no Python process of {printable(command, 60)} was reached: it is no Python program, hotset is "

@@ -8,7 +8,6 @@ import secrets
 import shlex
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +17,14 @@ from typing import Any
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run import loader_wait
-from hotset.run.environment import Options, environment_for, never_imported, read_left, say_attached
+from hotset.run.environment import (
+    Options,
+    environment_for,
+    make_ledger,
+    never_imported,
+    read_left,
+    say_attached,
+)
 from hotset.run.program import run_program
 from hotset.run.report import Outcome, report
 from hotset.session.sessions import find
@@ -41,7 +47,7 @@ def run(options: Options, command: Sequence[str]) -> int:
         QuantityError: the memory is no amount.
     """
     _check(options, command)
-    ledger = tempfile.mkdtemp(prefix="hotset-run-")
+    ledger = make_ledger("hotset-run-")
     job = _Job(options, secrets.token_hex(8), ledger)
     start = time.monotonic()
     try:

@@ -489,7 +489,11 @@ class Calls:
 
     def _tell_full(self, state: _InUse) -> None:
         why = state.store.why_full or "it has as many results as there are places"
-        hint = "" if self._options["evict"] else ' evict="lru" replaces the least recently used ones.'
+        hint = (
+            ""
+            if self._options["evict"]
+            else ' evict="lru" replaces the least recently used ones (hotset run: --evict lru).'
+        )
         self._tell(
             state,
             "room",

@@ -230,7 +230,7 @@ def _make(
     except (OSError, MemoryError, ValueError, OverflowError) as error:
         warn(
             f"results of functions are not kept, as no memory can be had for them: {error}. Check the limits "
-            "of this shell (`ulimit -a`), or lower `memory=`."
+            "of this shell (`ulimit -a`), or lower `memory=` (hotset run --memory)."
         )
         return None
     store.path = location.name if location is not None else None

@@ -28,6 +28,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from hotset.errors import ArgumentError
+
 __all__ = [
     "DOCTOR",
     "JOB",
@@ -37,6 +39,7 @@ __all__ = [
     "environment_for",
     "imported",
     "left_alone",
+    "make_ledger",
     "never_imported",
     "options_here",
     "reached",
@@ -45,9 +48,11 @@ __all__ = [
     "wait_for_store",
     "watch_options_here",
     "watched_environment",
+    "why_full",
 ]
 
 _PATIENCE_SECONDS = 60.0
+_ROOM = 1 << 20  # bytes in the ledger, for some files of a few KiB for each process
 JOB, RUN, LEDGER, DOCTOR = "HOTSET_JOB", "HOTSET_RUN", "HOTSET_LEDGER", "HOTSET_DOCTOR"
 _INJECT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
 
@@ -69,6 +74,44 @@ class Options:
     session: str | None = None
     evict: Literal["lru"] | None = None
     functions: tuple[str, ...] = ()
+
+
+def make_ledger(prefix: str) -> str:
+    """Make a folder for what processes write while the program runs.
+
+    Raises:
+        ArgumentError: there is no room for it.
+    """
+    import tempfile  # here: each process of the program imports this module as it starts
+
+    try:
+        folder = tempfile.mkdtemp(prefix=prefix)
+    except OSError as error:
+        raise ArgumentError(
+            f"there must be a folder for temporary files that can be written to, got: {error}; set TMPDIR."
+        ) from error
+    trouble = why_full(folder)
+    if trouble:
+        os.rmdir(folder)
+        raise ArgumentError(trouble)
+    return folder
+
+
+def why_full(ledger: str) -> str:
+    """What keeps processes from writing to a ledger, as a sentence; empty if nothing does."""
+    path = os.path.join(ledger, "room")
+    try:
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM)
+    except OSError as error:
+        return (
+            f"what the program does cannot be written to {ledger}: {error.strerror}; set TMPDIR to a folder "
+            "with room."
+        )
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return ""
 
 
 def environment_for(

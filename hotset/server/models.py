@@ -11,6 +11,7 @@ from typing import Optional, Union
 from pydantic import BaseModel, ConfigDict, Field
 
 from hotset.server.views import Amount, SessionView
+from hotset.session.reports import CacheReport
 
 __all__ = [
     "Change",
@@ -65,7 +66,10 @@ class ServerSpill(BaseModel):
 
 
 class Status(BaseModel):
-    """The server and all sessions of this user; ``memory`` counts the server's own alone."""
+    """The server and all sessions of this user; ``memory`` counts the server's own alone.
+
+    ``jobs`` are the caches of this user's running jobs that are in no session; their ``id`` is a process.
+    """
 
     version: str
     pid: int
@@ -76,6 +80,7 @@ class Status(BaseModel):
     memory: Amount
     spill: Optional[ServerSpill]
     sessions: list[SessionView]
+    jobs: list[CacheReport]
 
 
 class Series(BaseModel):

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 import hotset
@@ -100,6 +101,7 @@ class SessionService:
             "memory": {"limit": options.memory, "used": sum(report.memory for report in own)},
             "spill": self._spill(own),
             "sessions": [session_view(report) for report in found],
+            "jobs": [asdict(cache) for cache in reports.report_jobs()],
         }
 
     def find(self, which: str) -> Session:

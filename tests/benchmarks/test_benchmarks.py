@@ -274,6 +274,15 @@ def test_summed_pss_holds_what_a_child_process_takes() -> None:
     assert 64 << 20 < grown < 128 << 20
 
 
+def test_a_child_that_has_ended_and_that_nobody_waited_for_is_not_of_the_family() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert pid not in family(os.getpid())
+    os.waitpid(pid, 0)
+
+
 def test_shared_memory_counts_as_unmapped_until_somebody_maps_it() -> None:
     fd = os.memfd_create("test", os.MFD_CLOEXEC)
     try:

@@ -55,6 +55,7 @@ def test_the_one_server_is_found_whatever_its_port(tmp_path: Path) -> None:
         assert "nobody" in nobody.stdout
 
 
+@pytest.mark.chaos  # two servers; the test above has one
 def test_of_several_servers_one_must_be_named(tmp_path: Path) -> None:
     with running(tmp_path) as one, running(tmp_path) as two:
         for command in (["stop"], ["session", "create", "x"]):

@@ -218,6 +218,7 @@ def _padded() -> Any:
     return MonaiDataset(items, Compose([EnsureTyped("image"), SpatialPadd("image", (6, 6))]))
 
 
+@pytest.mark.chaos  # MONAI is imported for seconds
 def test_monais_traces_of_another_process_are_not_a_difference() -> None:
     """A MetaTensor holds the address of each transform that it went through: another one in each process."""
     import pickle

@@ -234,7 +234,7 @@ class KillsItsMaker:
         assert eventually(lambda: gone(self.maker))
 
 
-@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn"))
+@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn", "forkserver"))
 def test_a_worker_ends_if_its_parent_is_killed_as_it_starts(method: str, tmp_path: Path) -> None:
     """torch's own worker then takes the process that adopts it for its parent, and waits for ever."""
     told = tmp_path / "worker"
@@ -278,7 +278,7 @@ def test_a_worker_with_unread_batches_ends_if_its_parent_is_killed(tmp_path: Pat
     assert recovery.gc(), "what a killed process leaves is found"
 
 
-@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn"))
+@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn", "forkserver"))
 def test_a_worker_that_reads_ends_if_its_parent_is_killed(method: str, tmp_path: Path) -> None:
     told = tmp_path / "worker"
     count = 2 if method == "fork" else 1  # others import torch

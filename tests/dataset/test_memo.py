@@ -649,7 +649,7 @@ class Windows(Dataset[Any]):
         return torch.stack([self.decode(number) for number in range(first, first + 8)])
 
 
-@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn"))
+@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn", "forkserver"))
 def test_workers_compute_each_result_once(method: str, log: ReadLog) -> None:
     with memo(Decoder(log, 0.001), key="decoder") as decode:
         loader = DataLoader(

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import eventually, failure, is_a_sentence, rng_states, seed_everything
+from helpers import eventually, failure, is_a_sentence, rarely, rng_states, seed_everything
 from kills import child, gone, in_child, kill
 from samples import image_and_label, opaque
 from sources import Counting, PlainError, ReadLog, Stalling, TwoArgumentError
@@ -84,7 +84,7 @@ class Held:
 # Filling
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.chaos), "forkserver"])
+@pytest.mark.parametrize("method", rarely(["fork", "spawn", "forkserver"], "spawn", "forkserver"))
 def test_samples_come_in_the_order_asked_for(method: str, log: ReadLog) -> None:
     order = random.Random(1).sample(range(N), 60)
     with opened(image_and_label, N) as store:

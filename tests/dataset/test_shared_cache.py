@@ -945,7 +945,7 @@ class Cached(Dataset[torch.Tensor]):
         ("fork", 2, False),
         ("fork", 2, True),
         pytest.param("spawn", 1, True, marks=pytest.mark.chaos),
-        ("forkserver", 1, True),
+        pytest.param("forkserver", 1, True, marks=pytest.mark.chaos),
     ],
 )
 def test_a_loader_loads_each_sample_once(

@@ -301,6 +301,7 @@ class TestRecorded:
             assert copy[5][1] == stream[5][1]
             copy.close()
 
+    @pytest.mark.chaos  # a copy by pickle and forked workers are in the tests around this one
     def test_spawned_workers(self) -> None:
         with hotset.cache(Numbers(N), memory="10MiB") as stream:
             loader = hotset.DataLoader(stream, batch_size=8, num_workers=1, multiprocessing_context="spawn")

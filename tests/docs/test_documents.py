@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import rarely
 from PIL import Image
 from programs import Programs
 
@@ -23,6 +24,8 @@ EXAMPLES = sorted(
     for path in (ROOT / "examples").glob("*.py")
     if path.stem not in ELSEWHERE and "__main__" in path.read_text()
 )
+# Ranks and the frozen encoder have tests of their own; the others show what is tested nowhere else.
+RARE = [path for path in EXAMPLES if path.stem in ("ddp", "frozen_encoder")]
 SMALL = {"frozen_encoder": ["--samples", "32", "--epochs", "2"]}
 
 
@@ -41,7 +44,7 @@ def run(programs: Programs) -> Run:
     return run
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", rarely(EXAMPLES, *RARE), ids=lambda path: path.stem)
 def test_examples_run_and_print(run: Run, example: Path, tmp_path: Path) -> None:
     assert run([str(example), *SMALL.get(example.stem, [])], tmp_path).strip()
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from matrix import pythons
 
 import hotset
@@ -26,6 +27,7 @@ def imported_by(python: str, root: Path = ROOT) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.chaos  # `make matrix` runs all tests with it
 def test_every_module_can_be_imported_by_the_oldest_python_here() -> None:
     found = pythons(PROMISED)
     done = imported_by(found[min(found)])

@@ -97,6 +97,7 @@ say([repr(cv2.imread.__self__), cv2.imread.__text_signature__])
     assert calls(compared(program, files).report, "cv2.imread") == (6, 5)
 
 
+@pytest.mark.chaos  # it is imported for long; cv2 is another library whose functions are kept
 def test_torchvision(files: Path) -> None:
     pytest.importorskip("torchvision")
     program = """
@@ -138,6 +139,7 @@ outcome(read_image)
     assert calls(ours.report, "torchvision.io.image.decode_image")[1] == 2
 
 
+@pytest.mark.chaos  # PIL itself is in test_pillow.py
 def test_imageio_and_skimage_read_with_pil(files: Path) -> None:
     pytest.importorskip("imageio")
     pytest.importorskip("skimage")
@@ -150,6 +152,7 @@ outcome(skimage.io.imread, root + "colour.jpg", as_gray=True)
     assert calls(compared(program, files).report, "PIL.Image.Image.load")[1] >= 8
 
 
+@pytest.mark.chaos  # numpy.load is another function of files that is kept
 def test_tifffile(files: Path) -> None:
     tifffile = pytest.importorskip("tifffile")
     stack = np.random.default_rng(2).integers(0, 255, (5, 30, 40), np.uint8)
@@ -243,6 +246,7 @@ outcome(librosa.load, root + "sound.wav", sr=16000, mono=False)
     assert calls(compared(program, files).report, "librosa.core.audio.load")[1] == 4
 
 
+@pytest.mark.chaos  # the same way to a function as that of cv2.imread
 def test_torchaudio(files: Path, tmp_path: Path) -> None:
     """By its signature, as torchaudio itself needs libraries that are not everywhere."""
     (tmp_path / "torchaudio.py").write_text(

@@ -263,6 +263,35 @@ def test_it_shows_what_the_server_says_and_what_changes(visit: Any, fake: FakeSe
     assert page.ask("document.activeElement.ariaLabel") == "Destroy session imagenet…"
 
 
+def test_jobs_without_a_session_have_a_table_with_their_speed(visit: Any, fake: FakeServer) -> None:
+    job = cache(7_341, "VOCDetection", 1_000, 4_096, processes=3, hits=100, hit_rate=0.25, misses=300)
+    fake.jobs = [job | {"waited_seconds": 10.0}]
+    page = visit(fake)
+    page.says("#jobs", "VOCDetection")
+    titles = page.texts("#jobs th")
+
+    def row() -> dict[str, str]:
+        return dict(zip(titles, page.texts("#jobs tbody td"), strict=True))
+
+    assert (row()["Cache"], row()["Hit rate"], row()["Waited"]) == (
+        "VOCDetectionprocess 7341",
+        "25.0%",
+        "10 s",
+    )
+    assert row()["Samples/s"] == row()["Consumer wait"] == "\N{EN DASH}", "one look gives no speed"
+
+    page.ask("performance.now = ((real) => () => real.call(performance) + 2000)(performance.now)")
+    fake.jobs = [job | {"hits": 1_000_100, "waited_seconds": 10.5}]
+    page.later()
+    page.until(f"$$('#jobs tbody td')[{titles.index('Samples/s')}].textContent !== '\N{EN DASH}'")
+    assert 1_000 < float(row()["Samples/s"].replace(",", "")) <= 500_000, "a million in two seconds or more"
+    assert 0.0 < float(row()["Consumer wait"].removesuffix(" s/s")) <= 0.25
+
+    fake.jobs = []
+    page.later()
+    page.until("!$('#jobs').checkVisibility()")
+
+
 def test_machines_that_share_a_session_have_a_table(visit: Any, fake: FakeServer) -> None:
     page = visit(fake)
     page.says("#state", "live")

@@ -372,6 +372,20 @@ def test_chores_go_on_when_everything_fails(monkeypatch: pytest.MonkeyPatch) -> 
         assert eventually(lambda: len(turns) > 10)
 
 
+def test_the_status_has_the_caches_of_jobs_that_are_in_no_session(runtime: Path) -> None:
+    keeper = SessionService(LOCAL, None)
+    sessions.create("one", memory=1 << 20)
+    with hotset.cache(Samples(torch.tensor, 20), memory="1MiB") as cached:
+        for _ in range(2):
+            list(hotset.DataLoader(cached, batch_size=10))
+        with hotset.cache(Samples(torch.tensor, 10), session="one"):
+            (job,) = keeper.status()["jobs"]
+            (of_session,) = keeper.status()["sessions"][0]["caches"]
+    assert (job["id"], job["samples"], job["hit_rate"]) == (os.getpid(), 20, 0.5)
+    assert of_session["samples"] == 10
+    assert keeper.status()["jobs"] == []
+
+
 def test_the_log_is_cut_to_its_last_half(tmp_path: Path) -> None:
     path = tmp_path / "log"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)

@@ -427,7 +427,7 @@ REASONS: list[tuple[Make, Any, str]] = [
     (lambda i: np.zeros(2, "M8[s]"), default_collate, "it holds numpy's <M8[s]"),
     (lambda i: samples.Colour.RED, default_collate, "it holds EnumLeaf"),
     (lambda i: complex(i), default_collate, "collating raises TypeError"),
-    (subclasses.meta_tensors, default_collate, "it holds monai"),
+    pytest.param(subclasses.meta_tensors, default_collate, "it holds monai", marks=pytest.mark.chaos),
 ]
 
 

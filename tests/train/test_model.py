@@ -245,6 +245,7 @@ def test_accuracy_takes_classes_and_dense_outputs() -> None:
             accuracy.update(output, label)
 
 
+@pytest.mark.chaos  # it is imported for seconds
 def test_torchmetrics() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     metrics = {

@@ -286,7 +286,7 @@ def test_an_exception_over_a_loader_without_a_length_ends_its_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers"), rarely(itertools.product(["hotset", "torch"], [0, 2]), ("torch", 2))
+    ("kind", "workers"), rarely(itertools.product(["hotset", "torch"], [0, 2]), ("torch", 2), ("hotset", 2))
 )
 def test_ctrl_c_in_the_midst_of_a_sink(kind: str, workers: int) -> None:
     """The steps that were done count, and the same call again does those that are left."""

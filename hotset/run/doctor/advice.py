@@ -9,10 +9,11 @@ What cannot be known is said: see :func:`unknown`.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any, NamedTuple
 
-from hotset.policy.throughput import Fetch, Loader, best_workers, loader_with, mixed, together
+from hotset.policy.throughput import Fetch, Loader, Step, best_workers, loader_with, mixed, together
 from hotset.run.doctor.observed import Observed
 from hotset.units import format_bytes
 
@@ -23,6 +24,7 @@ _ALIKE = 0.03  # of two gains that differ by less, the one that takes less memor
 # What hotset.memo takes for a hit, beside the copy: docs/memo.md.
 _MEMO_HIT_SECONDS, _COPY_BYTES_PER_SECOND = 20e-6, 8e9
 _LEAST_BATCHES_OF_A_WORKER = 4
+_SMALLER = 0.5  # a transform that leaves more of a sample is not worth another order
 _FACTOR = (0.75, 1.33)  # beyond these the arithmetic has missed what bounds the program
 
 
@@ -81,6 +83,10 @@ class _Model:
         row = seen.trial["loaders"].get("plain-0")
         # A worker writes into shared memory, which is touched for the first time in each batch.
         self._without = None if row is None else Loader(row["rate"], 0.0, row["cpu"], overlaps=False)
+        # And the step gives that memory back.
+        worker = seen.trial["loaders"].get("plain-1")
+        self._release = worker["release"] if worker is not None else 0.0
+        self._step = _longer(seen.step, -self._release) if seen.workers else seen.step
         self.modelled = self._plain(seen.workers, self.fetch)
         measured = seen.rate / seen.ranks
         low, high = _FACTOR
@@ -90,7 +96,8 @@ class _Model:
         loader = loader_with(workers, fetch, self.cores)
         if workers == 0 and fetch is self.fetch and self._without is not None:
             loader = self._without
-        return together(loader, self.seen.step, self.cores)
+        step = _longer(self._step, self._release) if workers else self._step
+        return together(loader, step, self.cores)
 
     def plain(self, workers: int, fetch: Fetch | None = None) -> float:
         """Samples a second of a rank, with torch's loader."""
@@ -100,7 +107,7 @@ class _Model:
 
     @property
     def limit(self) -> float:
-        seconds = self.seen.step.seconds
+        seconds = self._step.seconds
         return 1.0 / seconds if seconds else float("inf")
 
     def best(self, fetch: Fetch | None = None) -> int:
@@ -116,15 +123,28 @@ class _Model:
         batches = self.seen.length / self.seen.batch_size / self.seen.ranks
         return max(self.seen.workers, int(batches / _LEAST_BATCHES_OF_A_WORKER))
 
-    def cached(self, workers: int, fits: float) -> float | None:
-        """Samples a second of a rank with a cache that holds this share of the samples."""
+    def cached(self, workers: int, fits: float, spared: float = 0.0) -> float | None:
+        """Samples a second of a rank with a cache that holds this share of the samples.
+
+        Args:
+            workers: a number that was tried.
+            fits: the share, 0 to 1.
+            spared: seconds of a sample's live transforms that would be cached, too.
+        """
         row = self.seen.trial["loaders"].get(f"cached-{workers}")
         if row is None:
             return None
         live = any(not one["cached"] for one in self.seen.trial["plan"]["transforms"])
-        hits = Loader(row["rate"], row["main"], row["cpu"], overlaps=workers > 0 or not live)
+        overlaps = workers > 0 or not live
+        seconds = max(1.0 / row["rate"] - spared / max(workers, 1), 0.1 / row["rate"])
+        hits = Loader(1.0 / seconds, row["main"], max(row["cpu"] - spared, 0.1 * row["cpu"]), overlaps)
         loader = mixed(hits, loader_with(workers, self.fetch, self.cores), fits) if fits < 1.0 else hits
-        return together(loader, self.seen.step, self.cores)
+        return together(loader, _longer(self._step, row["release"]), self.cores)
+
+
+def _longer(step: Step, seconds: float) -> Step:
+    """A step that takes so much longer, or shorter, but nine tenths at most."""
+    return Step(max(step.seconds + seconds, 0.1 * step.seconds), max(step.cpu + seconds, 0.1 * step.cpu))
 
 
 def _with_transport(seen: Observed) -> Fetch:
@@ -157,7 +177,7 @@ def predict(seen: Observed, cores: int | None = None) -> Prediction:
 def advice(seen: Observed, command: str, cores: int | None = None) -> list[Advice]:
     """Everything that could be changed, the best first; those that gain nothing come last."""
     model = _Model(seen, cores or cores_here())
-    found = [*_of_workers(model), *_of_run(model, command), *_of_cache(model)]
+    found = [*_of_workers(model), *_of_run(model, command), *_of_cache(model), *_of_earlier(model)]
     best = max((one.samples_per_second for one in found), default=0.0)
 
     def rank(one: Advice) -> tuple[float, float]:
@@ -236,6 +256,49 @@ def _of_cache(model: _Model) -> list[Advice]:
     return found
 
 
+class _Earlier(NamedTuple):
+    """A transform that makes samples smaller, behind the first random one.
+
+    Attributes:
+        name, first: its name, and that of the first random one.
+        share: the size of a sample after it, of that before it.
+        seconds: that it takes.
+    """
+
+    name: str
+    first: str
+    share: float
+    seconds: float
+
+
+def _shrinks_late(plan: dict[str, Any]) -> _Earlier | None:
+    """The transform that would make the cache smallest if it came before the random ones."""
+    live = list(itertools.dropwhile(lambda row: row["cached"], plan["transforms"]))
+    found = [
+        _Earlier(row["name"], live[0]["name"], row["bytes"] / before["bytes"], row["seconds"] or 0.0)
+        for before, row in itertools.pairwise(live)
+        if row["kind"] == "deterministic" and row["bytes"] and before["bytes"]
+    ]
+    found = [one for one in found if one.share <= _SMALLER]
+    return min(found, key=lambda one: one.share, default=None)
+
+
+def _of_earlier(model: _Model) -> list[Advice]:
+    """With a transform that makes samples smaller before the first random one."""
+    seen, plan = model.seen, model.seen.trial.get("plan")
+    earlier = _shrinks_late(plan) if plan else None
+    if not plan or earlier is None:
+        return []
+    size = earlier.share * plan["total_bytes"]
+    fits = min(1.0, plan["room"] / size) if size else 1.0
+    rate = model.cached(seen.workers, fits, earlier.seconds)
+    if rate is None:
+        return []
+    line = f"{earlier.name} before {earlier.first}, with hotset.cache"
+    note = f"from the second epoch on; other samples than now, as {earlier.first} then works on smaller ones"
+    return [_advice(model, line, rate, min(size, plan["room"]), note)]
+
+
 def unknown(seen: Observed) -> list[str]:
     """Sentences about what is not known."""
     found = []
@@ -246,8 +309,18 @@ def unknown(seen: Observed) -> list[str]:
         found.append("What hotset.cache would give is not known: the program ended before it could be tried.")
     if not seen.decoders:
         found.append("No decoder that hotset knows was called, so what hotset run would give is not known.")
-    found.append("A DeviceQueue and sunk steps are not judged: no GPU was watched.")
+    found.append(_of_gpu(seen))
     return found
+
+
+def _of_gpu(seen: Observed) -> str:
+    if seen.gpu is None:
+        return "A DeviceQueue and sunk steps are not judged: no GPU was watched."
+    idle = max(0.0, seen.wait + seen.step_beside - seen.gpu) / max(seen.wait + seen.step_beside, 1e-9)
+    return (
+        f"What a DeviceQueue or sunk steps would give is not known: between its steps the GPU is idle for "
+        f"{idle:.0%} of the time, of which the copies of batches are a part."
+    )
 
 
 def as_json(seen: Observed, found: Prediction, given: list[Advice]) -> dict[str, Any]:
@@ -259,6 +332,7 @@ def as_json(seen: Observed, found: Prediction, given: list[Advice]) -> dict[str,
             "waited_fraction": seen.waited,
             "steps": seen.steps,
             "step_seconds": seen.step_beside,
+            "gpu_step_seconds": seen.gpu,
             "wait_seconds": seen.wait,
             "first_batch_seconds": seen.first_wait,
             "batch_size": seen.batch_size,

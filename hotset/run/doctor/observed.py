@@ -39,7 +39,8 @@ class Observed(NamedTuple):
         ranks: processes that train.
         steps: that were counted.
         wait: seconds a step in which the loop waited for a batch.
-        step: the rest of a step, a sample, as if no worker ran beside it.
+        step: the rest of a step, a sample, as if no worker ran beside it, and no less than its GPU takes.
+        gpu: seconds a step that it takes on the GPU; None if none was used.
         step_beside: its seconds a step, as it was beside the workers.
         first_wait: seconds until the first batch of a pass was there, typically.
         fetch: what a sample costs in its worker, and to hand over.
@@ -60,6 +61,7 @@ class Observed(NamedTuple):
     steps: int
     wait: float
     step: Step
+    gpu: float | None
     step_beside: float
     first_wait: float
     fetch: Fetch
@@ -117,6 +119,8 @@ def _put_together(
         # The fetch is in the wait; what is beside it is torch's own, and takes no worker.
         receive = 0.0
     seconds, cpu = _step_alone(loops, step_beside, _sum(loops, "step_process") / steps)
+    gpu_steps = _sum(loops, "gpu_steps")
+    gpu = _sum(loops, "gpu") / gpu_steps if gpu_steps else None
     return Observed(
         dataset=facts["dataset"],
         length=facts["length"],
@@ -125,7 +129,9 @@ def _put_together(
         ranks=len(loops),
         steps=round(steps),
         wait=wait,
-        step=Step(seconds / batch, cpu / batch),
+        # The program may go on to the next batch while the GPU computes, but in the end it waits for it.
+        step=Step(max(seconds, gpu or 0.0) / batch, cpu / batch),
+        gpu=gpu,
         step_beside=step_beside,
         first_wait=statistics.median([wait for loop in loops for wait in loop["first_waits"]] or [0.0]),
         fetch=fetches.cost._replace(receive=receive),

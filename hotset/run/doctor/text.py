@@ -52,7 +52,8 @@ def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
         (
             "a step",
             f"{_ms(seen.wait)} of waiting for the loader, {_ms(seen.step_beside)} of its own"
-            + _less_alone(seen),
+            + _less_alone(seen)
+            + (f", {_ms(seen.gpu)} on the GPU" if seen.gpu is not None else ""),
         ),
         ("at most", f"{found.limit:,.0f} samples/s, whatever the loader: the steps alone take that long"),
         ("a sample", _of_sample(seen)),
@@ -70,6 +71,8 @@ def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
 
 def _less_alone(seen: Observed) -> str:
     alone = seen.step.seconds * seen.batch_size
+    if seen.gpu is not None and alone <= seen.gpu:
+        return ""
     return f", {_ms(alone)} beside workers that rest" if alone < 0.9 * seen.step_beside else ""
 
 

@@ -50,7 +50,7 @@ _MOST_TRIED = 20_000  # samples
 
 
 def in_fork(settings: watch.Settings) -> str:
-    """Try in a child process, and wait for it; returns JSON."""
+    """Try in a child process, and wait for it; returns JSON, one line."""
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
@@ -66,9 +66,10 @@ def in_fork(settings: watch.Settings) -> str:
             except BlockingIOError:
                 time.sleep(0.02)
                 continue
-            if not part:
-                break
             parts.append(part)
+            # Its helpers, or those of the dataset, may have the pipe for longer than it lives.
+            if not part or part.endswith(b"\n"):
+                break
         else:
             return _refusal(f"the trial took longer than {format_seconds(_PATIENCE_SECONDS)}")
     finally:
@@ -76,11 +77,12 @@ def in_fork(settings: watch.Settings) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return b"".join(parts).decode() or _refusal("the process that tried it died")
+    text = b"".join(parts).decode()
+    return text if text.endswith("\n") else _refusal("the process that tried it died")
 
 
 def _refusal(sentence: str) -> str:
-    return json.dumps({"refused": sentence, "loaders": {}})
+    return json.dumps({"refused": sentence, "loaders": {}}) + "\n"
 
 
 def _child(settings: watch.Settings, told: int) -> None:
@@ -97,7 +99,7 @@ def _child(settings: watch.Settings, told: int) -> None:
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # they are the program's
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        text = json.dumps(_tried(settings))
+        text = json.dumps(_tried(settings)) + "\n"
         with open(told, "w") as file:
             file.write(text)
     except BaseException as error:
@@ -210,25 +212,32 @@ class _Measured(NamedTuple):
         rate: samples a second.
         main: seconds a sample in which the main thread is busy with a batch that is ready.
         cpu: processor seconds a sample, of all processes.
+        release: seconds a sample that the main thread takes to give back a batch's memory. A loop does so
+            within its step, when it has the next batch.
     """
 
     rate: float
     main: float
     cpu: float
+    release: float
 
 
 def _rate(batches: Iterator[Any], workers: int, settings: watch.Settings) -> _Measured:
     for _ in range(max(2, 2 * workers)):
         next(batches)
-    begin, cpu, count = time.perf_counter(), _processor_seconds(), 0
+    begin, cpu, count, release = time.perf_counter(), _processor_seconds(), 0, 0.0
     while time.perf_counter() - begin < _RATE_SECONDS or count < _LEAST_BATCHES:
-        if next(batches, None) is None:
+        batch = next(batches, None)
+        if batch is None:
             break
         count += 1
+        there = time.perf_counter()
+        del batch
+        release += time.perf_counter() - there
     samples = count * (settings.batch_size or 1)
     seconds, cpu = time.perf_counter() - begin, _processor_seconds() - cpu
     ready = _seconds_if_ready(batches, seconds / max(count, 1)) / (settings.batch_size or 1)
-    return _Measured(samples / seconds, ready, cpu / samples)
+    return _Measured(samples / seconds, ready, cpu / samples, release / samples)
 
 
 def _seconds_if_ready(batches: Iterator[Any], each: float) -> float:

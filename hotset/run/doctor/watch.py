@@ -10,6 +10,10 @@ beside busy workers a step takes longer than it would alone. So now and then, fo
 stopped (SIGSTOP) when the loop has got its batch, and go on when it asks for the next. That is done at most
 eight times, for at most a hundredth of the time; ``hotset doctor`` continues them if the loop does not.
 
+On a GPU a step returns before its kernels have run. So an event is recorded on the current stream where the
+loop gets a batch and where it asks for the next, and the time between them is read when both have happened;
+nothing waits for them.
+
 The first batch of a worker, and as many of a pass as there are workers, are left out of all sums: they pay
 for opening files and starting processes, and come in a burst.
 """
@@ -23,6 +27,7 @@ import json
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -190,6 +195,37 @@ def _process_figures(*, memory: bool) -> dict[str, float]:
 # ---- in the process that trains --------------------------------------------------------------------------
 
 
+class _GpuClock:
+    """The time that steps take on the GPU, if the program uses one."""
+
+    def __init__(self, sums: _Sums) -> None:
+        self._sums = sums
+        self._begun: Any = None
+        self._pending: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """The step begins."""
+        self._begun = self._event()
+
+    def end(self) -> None:
+        """It has ended, as far as the processor has to do with it."""
+        begun, self._begun = self._begun, None
+        if begun is not None and len(self._pending) < _STEPS_KEPT:
+            self._pending.append((begun, self._event()))
+        while self._pending and self._pending[0][1].query():
+            first, last = self._pending.pop(0)
+            self._sums.add(gpu_steps=1, gpu=first.elapsed_time(last) / 1e3)
+
+    @staticmethod
+    def _event() -> Any:
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is None or not cuda.is_initialized() or cuda.is_current_stream_capturing():
+            return None
+        event = cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 class Loop:
     """What is known of the passes over one loader, or over loaders that look the same."""
 
@@ -197,6 +233,7 @@ class Loop:
         self.facts = facts
         self._ledger = ledger
         self.sums = _Sums()
+        self._gpu = _GpuClock(self.sums)
         self.first_waits: list[float] = []
         self.steps: list[float] = []  # the lengths of the last ones
         self.alone: list[tuple[float, float]] = []  # length and processor time of a step beside no workers
@@ -219,6 +256,7 @@ class Loop:
         self._entered = _Clocks.now() if paused else now
 
     def _count_step(self, taken: _Clocks, paused: bool) -> None:
+        self._gpu.end()
         if paused:
             self.alone.append((taken.wall, taken.process))
         elif not self._left_out:
@@ -233,6 +271,7 @@ class Loop:
         now = _Clocks.now()
         self._count_batch(now.since(self._entered))
         self._pause(iterator, now.wall)
+        self._gpu.begin()
         self._exited = _Clocks.now()
 
     def _count_batch(self, taken: _Clocks) -> None:
