@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -19,6 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+# Said at its end by a library of torch's, which the server has imported and few programs would.
+_LEAKS = re.compile(r"^nanobind: leaked .*?^See https://nanobind.*?\n", re.MULTILINE | re.DOTALL)
 
 
 class Programs:
@@ -85,7 +89,7 @@ class Programs:
             print(json.dumps(order), file=self._server.stdin, flush=True)
             code = self._answer()
             said, warned = (file.read_text() for file in files)
-        return subprocess.CompletedProcess(program, code, said, warned)
+        return subprocess.CompletedProcess(program, code, said, _LEAKS.sub("", warned))
 
 
 def _next_order() -> dict[str, Any]:

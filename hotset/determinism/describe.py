@@ -17,6 +17,7 @@ import marshal
 import os
 import struct
 import types
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from operator import itemgetter
@@ -333,14 +334,24 @@ def _object(to: Describer, value: Any) -> None:
         _reduced(to, value)
 
 
+def _reduce(value: Any) -> Any:
+    registered = copyreg.dispatch_table.get(type(value))
+    if registered:
+        return registered(value)
+    if type(value).__module__ != "itertools":
+        return value.__reduce_ex__(5)
+    with warnings.catch_warnings():  # Python 3.12 and 3.13 warn that 3.14 pickles these no more
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return value.__reduce_ex__(5)
+
+
 def _reduced(to: Describer, value: Any) -> None:
     """Describe an object that has a base written in C by what pickling it returns.
 
     Protocol 5, because 4 would copy large buffers into bytes.
     """
-    registered = copyreg.dispatch_table.get(type(value))
     try:
-        reduced = registered(value) if registered else value.__reduce_ex__(5)
+        reduced = _reduce(value)
     except Exception:  # libraries raise errors of many kinds for what cannot be pickled
         to.unknown(value)
         return

@@ -121,8 +121,10 @@ def test_the_program_gets_signals_as_a_shell_gives_them() -> None:
         [sys.executable, "-c", START, "sh", "-c", shell], capture_output=True, text=True
     ).stdout
 
-    def masks(text: str) -> list[str]:
-        return [line for line in text.splitlines() if line.startswith(("SigIgn", "SigBlk"))]
+    def masks(text: str) -> list[int]:
+        """Without the two signals of the C library's own, which Python 3.13 sets in what it starts."""
+        lines = [line.split() for line in text.splitlines() if line.startswith(("SigIgn", "SigBlk"))]
+        return [int(mask, 16) & ~(0b11 << 31) for _, mask in lines]
 
     assert masks(ours) == masks(plain) != []
 
