@@ -19,7 +19,7 @@ from hotset.errors import ArgumentError
 from hotset.run.doctor.advice import advice, as_json, predict
 from hotset.run.doctor.observed import Observed, read
 from hotset.run.doctor.text import lines
-from hotset.run.doctor.watch import DONE, OURS, PAUSED
+from hotset.run.doctor.watch import DONE, INTERRUPTED, OURS, PAUSED, THREADS
 from hotset.run.environment import WatchOptions, make_ledger, watched_environment, why_full
 from hotset.run.program import run_program
 from hotset.units import format_seconds
@@ -60,9 +60,15 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
         environment = watched_environment(WatchOptions(ledger, seconds), os.environ)
         status = run_program(command, environment, _say, watcher.start, stdout=2 if as_json_text else 1)
         watcher.stop()
-        if not watcher.ended and status != 0:
+        # The status does not tell: some ways to start Python end with 1.
+        by_ctrl_c = os.path.exists(os.path.join(ledger, INTERRUPTED))
+        if not watcher.ended and status != 0 and not by_ctrl_c:
             return status
         seen = read(ledger)
+        if by_ctrl_c and not watcher.ended:
+            if seen is not None:
+                _tell(seen, shlex.join(command), as_json_text)
+            return status
         if seen is None:
             _say(_no_loader(ledger, shlex.join(command)))
             return NO_LOADER << 8
@@ -95,6 +101,11 @@ def _no_loader(ledger: str, command: str) -> str:
         return (
             f"{printable(command, 60)} takes its batches from hotset.DataLoader, which is not judged; "
             "print(loader.last_epoch) says how long training waits for it."
+        )
+    if os.path.exists(os.path.join(ledger, THREADS)):
+        return (
+            f"{printable(command, 60)} takes its batches in another thread than the main one, which is not "
+            "judged; run its loop over the loader in the main thread."
         )
     return (
         f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, so "

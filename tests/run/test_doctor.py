@@ -123,6 +123,49 @@ class TestCommand:
         assert done.returncode == 2
         assert telling in done.stderr
 
+    def test_after_ctrl_c_there_is_a_report_of_what_was_seen(self) -> None:
+        ends = "if epoch == 1: import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+        program = training(epochs=3).replace("        for batch", f"        {ends}\n        for batch")
+        done = doctor("--", sys.executable, "-c", program)
+        assert done.returncode in (-signal.SIGINT, 1)  # Python 3.11 ends so below -c
+        assert "samples/s" in done.stderr
+
+    def test_batches_of_another_thread_are_said_to_be(self) -> None:
+        program = (
+            "import threading, torch\n"
+            "loader = torch.utils.data.DataLoader(torch.arange(40), batch_size=4)\n"
+            "thread = threading.Thread(target=lambda: [batch for batch in loader])\n"
+            "thread.start(); thread.join()\n"
+        )
+        done = doctor("--", sys.executable, "-c", program)
+        assert done.returncode == 3
+        assert "in another thread" in done.stderr
+
+    @pytest.mark.chaos  # two processes with torch, and a trial
+    def test_of_two_ranks_the_one_that_tries_the_cache_is_waited_for(self, tmp_path: Path) -> None:
+        path = tmp_path / "train.py"
+        path.write_text(
+            training(pause=0.002, epochs=400)
+            .replace("import sys, time, torch", "import sys, time, torch, torch.distributed as dist")
+            .replace(
+                "    torch.manual_seed(0)", "    dist.init_process_group('gloo')\n    torch.manual_seed(0)"
+            )
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(path),
+        ]
+        done = doctor("--json", "--seconds", "2", "--", *command)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["now"]["ranks"] == 2
+        assert found["cached"]["samples_per_second"] > 0.0, found["cached"]
+
     @pytest.mark.parametrize("command", ["doctor", "run"])
     def test_without_room_for_temporary_files_it_says_so(self, command: str, tmp_path: Path) -> None:
         limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "

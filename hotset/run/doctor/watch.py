@@ -38,10 +38,23 @@ from hotset.run import decoders, pillow
 from hotset.run.environment import WatchOptions
 from hotset.run.import_hook import Hook
 
-__all__ = ["DONE", "OURS", "PAUSED", "TRIAL", "WATCHED", "Observer", "Settings", "hooks", "watch_no_more"]
+__all__ = [
+    "DONE",
+    "INTERRUPTED",
+    "OURS",
+    "PAUSED",
+    "THREADS",
+    "TRIAL",
+    "WATCHED",
+    "Observer",
+    "Settings",
+    "hooks",
+    "watch_no_more",
+]
 
 # Files of the ledger.
-WATCHED, TRIAL, DONE, PAUSED, OURS = "watch-", "trial.json", "done", "paused-", "ours"
+WATCHED, TRIAL, DONE, PAUSED, OURS, THREADS = "watch-", "trial.json", "done", "paused-", "ours", "threads"
+INTERRUPTED = "interrupted"
 _TRYING = "trying"
 _WRITE_SECONDS = 0.5
 _MEMORY_SECONDS = 5.0
@@ -424,6 +437,7 @@ class _Process:
         self._begun: float | None = None  # when the first batch was there
         self._writes, self._written = 0, 0.0
         self._over = False
+        self._tried = self._has_threads = False
         self._is_worker = multiprocessing.parent_process() is not None
         if self._is_worker:  # atexit does not run there
             multiprocessing.util.Finalize(None, self.write, exitpriority=0)
@@ -458,7 +472,14 @@ class _Process:
         self.write_soon()
 
     def _is_watched(self) -> bool:
-        return not self._over and threading.current_thread() is threading.main_thread()
+        if self._over:
+            return False
+        if threading.current_thread() is threading.main_thread():
+            return True
+        if not self._has_threads:
+            self._has_threads = True
+            self._ledger.write(THREADS, "")
+        return False
 
     def _loop(self, iterator: Any) -> Loop:
         loop = self._loop_of.get(iterator)
@@ -476,10 +497,17 @@ class _Process:
         watched = time.perf_counter() - self._begun
         if watched >= self.options.seconds or (pass_ended and watched >= _LEAST_EPOCH_SECONDS):
             self._stop(iterator)
-            self._ledger.write(DONE, "")
+            # The program is ended when this is there: of several ranks, the one that has tried writes it.
+            if self._tried or not self._ledger.has(_TRYING):
+                self._ledger.write(DONE, "")
 
     def _at_exit(self) -> None:
-        """The program ends by itself, before its time."""
+        """The program ends before its time, by itself or by Ctrl-C; if by an error, there is no report."""
+        error = getattr(sys, "last_type", None)
+        if error is not None and not issubclass(error, KeyboardInterrupt):
+            return
+        if error is not None:
+            self._ledger.write(INTERRUPTED, "")
         if os.getpid() == self.pid and not self._over:
             with contextlib.suppress(Exception):  # the program has ended well
                 self._stop(None)
@@ -492,6 +520,7 @@ class _Process:
         self.write()
         main = self._main_settings()
         if main is not None and self._ledger.is_first(_TRYING):
+            self._tried = True
             workers = _workers(iterator)
             self._ledger.pause(workers)
             try:
