@@ -511,6 +511,10 @@ class _Process:
         if os.getpid() == self.pid and not self._over:
             with contextlib.suppress(Exception):  # the program has ended well
                 self._stop(None)
+        if error is not None:
+            # Python ends by SIGINT if the last text that it has executed ended so; the trial's have not.
+            with contextlib.suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")
 
     def _stop(self, iterator: Any) -> None:
         """Stop watching, and have one process of the program try what a cache would give."""
