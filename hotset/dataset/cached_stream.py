@@ -25,7 +25,9 @@ recorded by another living process     this pass is not recorded
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -40,8 +42,9 @@ from hotset.dataset.cached_dataset import CachedDataset, Maker, Own
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
-from hotset.dataset.stream_source import StreamSource, run
+from hotset.dataset.stream_source import StreamSource, held_by_run, run
 from hotset.dataset.transform_attributes import Snapshot
+from hotset.determinism import entropy
 from hotset.determinism.equality import same
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError
@@ -137,7 +140,9 @@ class CachedStream(Dataset[T], Generic[T]):
 
     def _state(self) -> StreamState:
         parts = self._parts()
-        return parts.state if parts is not None else "nothing"
+        state = parts.state if parts is not None else "nothing"
+        # The rest can come from the stream only as it was divided when the others were recorded.
+        return "recording" if state == "in part" and _own_parts(parts) is None else state
 
     def _ids(self) -> Ids:
         """The ids of the recorded samples, in the order of their indices."""
@@ -179,15 +184,28 @@ class CachedStream(Dataset[T], Generic[T]):
         self._require_index("length")
         raise TypeError(f"{self._source.name} has no length.")
 
-    def _rest_batches(self, size: int | None, *, drop_last: bool) -> int:
-        """How many batches the stream gives in each pass to what is recorded, in this process's rank."""
+    def _rest_sizes(self, size: int | None, *, drop_last: bool) -> deque[int]:
+        """The sizes of the batches that the stream gives in each pass to what is recorded, in this rank.
+
+        torch's loader takes a batch of each worker in turn, of those that have one.
+        """
         parts = self._parts()
-        if parts is None or not self._has_rest:
-            return 0
-        rank, workers = _rank_of(parts)[0], parts.division[1]
-        own = slice(rank * workers, (rank + 1) * workers)
-        left = (parts.given - parts.kept)[own].tolist()
-        return sum(each // (size or 1) if drop_last else -(-each // (size or 1)) for each in left)
+        own = _own_parts(parts) if self._has_rest else None
+        left = (parts.given - parts.kept)[own].tolist() if parts is not None and own is not None else []
+        sizes: deque[int] = deque()
+        while any(left):
+            for worker, each in enumerate(left):
+                taken = min(each, size or 1)
+                left[worker] -= taken
+                if taken and not (drop_last and taken < (size or 1)):
+                    sizes.append(taken)
+        return sizes
+
+    @property
+    def _rest_workers(self) -> int:
+        """How many workers divided the samples as they were recorded: as many have to read the rest."""
+        parts = self._parts()
+        return parts.division[1] if parts is not None else 0
 
     @property
     def _has_rest(self) -> bool:
@@ -212,6 +230,9 @@ class CachedStream(Dataset[T], Generic[T]):
         self._follow()
         parts = self._parts()
         rank, ranks = _rank_of(parts)
+        own = _own_parts(parts) if rest else None
+        if parts is not None and own is not None:
+            rank = own.start // parts.division[1]
         number = 0
         if parts is not None and not rest and not replay and self._begin(parts, ranks, max(workers, 1)):
             number = parts.new_pass()
@@ -222,7 +243,15 @@ class CachedStream(Dataset[T], Generic[T]):
         name = self._source.name
         self._open += 1
         store = parts._store
-        stale = parts.is_other or parts.division not in ((0, 0), (ranks, workers))
+        # What is shuffled anew cannot be gone on with. Of several ranks, another may have begun anew by now.
+        broken = (
+            ranks == 1
+            and bool(store.segment.metadata.get("stream_shuffled"))
+            and parts.state == "recording"
+            and bool(parts.given.any())
+            and not parts.is_recorded_by_others()
+        )
+        stale = broken or parts.is_other or parts.division not in ((0, 0), (ranks, workers))
         unnamed = parts.count == 0 and bool((store.segment.used_index >= PRESENT).any())
         if stale and parts.is_recorded_by_others():
             self._told(
@@ -232,7 +261,7 @@ class CachedStream(Dataset[T], Generic[T]):
             )
             return False
         if stale or unnamed:
-            self._say_anew(parts, ranks, workers)
+            self._say_anew(parts, ranks, workers, broken=broken)
             if not store.clear():
                 return False
         if self._open == _BROKEN_OFF:
@@ -244,12 +273,14 @@ class CachedStream(Dataset[T], Generic[T]):
             )
         return parts.divide(ranks, workers)
 
-    def _say_anew(self, parts: StreamParts, ranks: int, workers: int) -> None:
+    def _say_anew(self, parts: StreamParts, ranks: int, workers: int, *, broken: bool) -> None:
         name, before = self._source.name, parts.division
         if parts.is_other:
             why = "it gave other samples than in the pass before (is it shuffled anew in each?)"
+        elif broken:
+            why = "the pass before was broken off, and it is shuffled anew in each"
         elif before not in ((0, 0), (ranks, workers)):
-            why = f"{_division(*before)} divided it before, and now {_division(ranks, workers)} do"
+            why = f"{_division(*before)} divided it before, and now it is {_division(ranks, workers)}"
         else:
             return
         warn(
@@ -352,13 +383,16 @@ class CachedStream(Dataset[T], Generic[T]):
         for index in range(len(indexed[1])):
             yield self[index]
 
+    def __bool__(self) -> bool:
+        return True  # as any stream, which has no length to be asked for
+
     def __len__(self) -> int:
         self._require_index("length")
         return len(self._ids())
 
     def __getitem__(self, index: Any) -> T:
         self._require_index("index")
-        return self._cached[self._ids()[index].item()]  # type: ignore[no-any-return]
+        return self._cached[self._ids()[operator.index(index)].item()]  # type: ignore[no-any-return]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as torch's DataLoader calls it."""
@@ -552,7 +586,9 @@ class StreamRecording(IterableDataset[Any]):
         part = self._rank * workers + worker
         recorder = _PartRecorder(store, source, self.dataset, part, self._number, group)
         try:
-            for value in _values(source, samples):
+            for number, value in enumerate(_values(source, samples)):
+                if not number:
+                    recorder.watch(samples)
                 is_recorded = recorder.take(value)
                 if self._rest and is_recorded:
                     continue
@@ -616,10 +652,27 @@ class _PartRecorder:
         self._kept = int(self.parts.kept[part]) if part < self.parts.count else 0
         self._generation = store.clear_generation()
         self._position = 0
-        watched = [source.prefix] if source.prefix else []
-        if not store.segment.metadata.get("stream_draws", True):
-            watched.append(stream)
-        self._generators = Generators(watched) if watched else None
+        self._about = store.segment.metadata
+        self._watched = [source.prefix] if source.prefix else []
+        if not self._about.get("stream_draws", True):
+            self._watched.append(stream)
+        self._stream = stream
+        self._generators = Generators(self._watched) if self._watched else None
+        self._entropy = -1
+
+    def watch(self, samples: Iterator[Any]) -> None:
+        """Watch what the run draws from, too; called when it has given its first sample."""
+        if self._about.get("stream_own", False):
+            self._generators = Generators([*self._watched, *held_by_run(samples, self._stream)])
+        if not self._about.get("stream_entropy", True):
+            self._entropy = entropy.taken()
+
+    @property
+    def _drew(self) -> bool:
+        """Whether reading has drawn random numbers since the loader had its last sample."""
+        if self._entropy >= 0 and entropy.taken() != self._entropy:
+            return True
+        return self._generators is not None and self._generators.any_moved
 
     def take(self, value: Any) -> bool:
         """Take the next sample; return whether it was recorded before."""
@@ -635,12 +688,18 @@ class _PartRecorder:
             self._held.append(value)
             if len(self._held) >= self._group:
                 self.flush()
+        elif not self._number:  # the rest of a stream
+            self._store.participant.row[Slot.MISSES] += 1
         return False
 
     def resume(self) -> None:
         """The loader goes on: if it may have drawn since, what it drew is not the stream's."""
-        if not self._held and self._generators is not None:
+        if self._held:
+            return
+        if self._generators is not None:
             self._generators.note()
+        if self._entropy >= 0:
+            self._entropy = entropy.taken()
 
     def flush(self) -> None:
         """Record the samples that were taken last."""
@@ -648,7 +707,7 @@ class _PartRecorder:
         self.records = self.records and self.parts.owns(self.part, self._number)
         if not held or not self.records:
             return
-        if self._generators is not None and self._generators.any_moved:
+        if self._drew:
             self._stop(DREW)
             return
         begin = time.perf_counter_ns()
@@ -708,6 +767,18 @@ def _rank_of(parts: StreamParts | None) -> tuple[int, int]:
     """
     alone = parts is None or parts.is_alone or parts._store.segment.metadata.get("stream_alone", True)
     return (0, 1) if alone else local_rank()
+
+
+def _own_parts(parts: StreamParts | None) -> slice | None:
+    """The parts that this process's rank has recorded; None if other ranks than now have divided them."""
+    if parts is None or not parts.count:
+        return None
+    ranks, workers = parts.division
+    rank = local_rank()[0] if parts.is_alone else _rank_of(parts)[0]
+    own = slice(rank * workers, (rank + 1) * workers)
+    if not parts.is_alone and ranks != _rank_of(parts)[1]:
+        return None
+    return own if parts.given[own].any() or not parts.is_alone else None
 
 
 def _division(ranks: int, workers: int) -> str:

@@ -8,6 +8,8 @@ samples is compared (:meth:`StreamSource.look`):
 both runs give the same samples, and nothing draws     content and order are fixed. From then on a draw is
                                                        noticed: the part is not recorded beyond it
 the order differs, and some samples occur in both      it is shuffled: the order of the first pass is recorded
+the same, with generators of the run's own             if these were seeded anew, they are watched: a part is
+                                                       recorded up to where one draws
 no sample occurs in both, or the same key comes with   refused: content that is random would be the same in
 other content                                          all epochs
 =====================================================  =======================================================
@@ -25,29 +27,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 import os
 import shutil
 import time
+import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 from torch.utils.data._utils import worker as torch_worker
 
 from hotset._warnings import Warner
+from hotset.determinism import entropy
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import changeable
-from hotset.determinism.rng import Generators
+from hotset.determinism.object_graph import within_reach
+from hotset.determinism.rng import GLOBAL, KINDS, Generators, access
 from hotset.errors import ArgumentError, NotCacheable
 
 if TYPE_CHECKING:  # it reads the first samples from here
     from hotset.dataset.planner import PlanResult
 
-__all__ = ["PLANNED", "Look", "StreamSource", "as_worker", "is_stream", "run"]
+__all__ = ["PLANNED", "Look", "StreamSource", "as_worker", "held_by_run", "is_stream", "run"]
 
 # How many samples the planner gets.
 PLANNED = 8
@@ -55,6 +62,7 @@ _SPARE_IDS = 4096
 _BYTES_PER_ID = 128  # a sixteenth of the room, at most, is index
 _LOOK_SECONDS = 1.0
 _LOOK_SAMPLES = 256
+_MOST_OF_A_RUN = 64  # generators and iterators that are looked into for what a run holds
 
 
 def is_stream(dataset: object) -> bool:
@@ -86,6 +94,9 @@ class Look(NamedTuple):
         draws: whether reading moves a random number generator, or gives another order.
         note: a sentence for the plan.
         warning: a sentence for the user; None if there is nothing to say.
+        entropy: whether reading takes entropy that the first samples do not depend on.
+        own: whether a run has generators of its own that are seeded anew each time.
+        shuffled: whether another run gives another order.
     """
 
     samples: list[Any]
@@ -93,6 +104,25 @@ class Look(NamedTuple):
     draws: bool
     note: str
     warning: str | None
+    entropy: bool = True
+    own: bool = False
+    shuffled: bool = False
+
+
+class _Run(NamedTuple):
+    """The first samples of a run.
+
+    Attributes:
+        given: the samples.
+        seconds: the mean time that one took.
+        entropy: whether entropy was taken after the first one.
+        states: of the generators that the run itself holds.
+    """
+
+    given: list[_Given]
+    seconds: float
+    entropy: bool
+    states: list[Any]
 
 
 class _Given(NamedTuple):
@@ -118,6 +148,11 @@ class StreamSource(Dataset[Any]):
         self._hotset_runs: dict[int, tuple[Iterator[Any], int]] = {}
         self._hotset_warn = Warner()
         self.described = unordered(stream)
+        if isinstance(stream, IterDataPipe):
+            raise NotCacheable(
+                f"{_name(stream)} is a data pipe, which torch's loader itself divides and shuffles, so "
+                "hotset cannot run it as torch would; write it as a torch.utils.data.IterableDataset."
+            )
         if (
             isinstance(stream, Iterator)
             and not isinstance(stream, IterableDataset)
@@ -201,6 +236,9 @@ class StreamSource(Dataset[Any]):
             plan=plan,
             metadata={
                 "stream_draws": look.draws,
+                "stream_entropy": look.entropy,
+                "stream_own": look.own,
+                "stream_shuffled": look.shuffled or _has_shuffle(self._hotset_stream),
                 "stream_alone": alone,
                 "stream_batches": _batch_size(look.samples),
             },
@@ -260,29 +298,46 @@ def _look(stream: Any, name: str, declaration: str | None) -> Look:
     plain = _copy(stream)
     generators = Generators([plain])
     try:
-        first, seconds = _first(plain)
-        moved = generators.moved()
+        one = _first(plain)
+        moved, first, seconds = generators.moved(), one.given, one.seconds
         if not first:
             raise ArgumentError(f"{name} must give at least one sample, got none; check its files.")
         # Generators go on from where the first run left them: a stream that draws differs.
-        again, _ = _first(plain, most=len(first))
+        other = _first(plain, most=len(first))
+        again = other.given
     finally:
         generators.restore()
     samples = [each.sample for each in first[:PLANNED]]
     before, after = [each.digest for each in first], [each.digest for each in again]
-    if declaration == "deterministic":
-        return Look(samples, seconds, True, "the stream is declared deterministic", None)
-    if before == after:
-        note = f"two runs of the stream began with the same {len(first):,} samples"
-        return Look(samples, seconds, bool(moved), note if moved else f"{note}, and nothing was drawn", None)
-    _refuse_random_content(name, first, again)
     common = len(set(before) & set(after))
+    if declaration == "deterministic":
+        note = "the stream is declared deterministic"
+        return Look(samples, seconds, True, note, None, shuffled=before[: len(after)] != after)
+    if not again:
+        raise NotCacheable(
+            f"{name} gave samples in its first run and none in its second, so it can be read only once, and "
+            "hotset has read its beginning to find that out; make it anew, and have __iter__ begin it from "
+            "its first sample."
+        )
+    if before[: len(again)] == after:  # the second run may have been slower
+        note = f"two runs of the stream began with the same {len(again):,} samples"
+        return Look(
+            samples,
+            seconds,
+            bool(moved),
+            note if moved else f"{note}, and nothing was drawn",
+            None,
+            entropy=one.entropy or other.entropy,
+            own=_differ(one.states, other.states),
+        )
+    _refuse_random_content(name, first, again)
     note = (
         f"{common:,} of the first {len(first):,} samples occurred in a second run, in another order: the "
         "order "
         "of the first pass is recorded"
     )
-    return Look(samples, seconds, True, note, _order_warning(name) if common < len(first) else None)
+    told = _order_warning(name) if common < len(first) else None
+    return Look(samples, seconds, True, note, told, shuffled=True)
 
 
 def _order_warning(name: str) -> str:
@@ -335,11 +390,11 @@ def _contradicts(first: list[_Given], again: list[_Given]) -> bool:
     return False
 
 
-def _first(stream: Any, most: int = _LOOK_SAMPLES) -> tuple[list[_Given], float]:
-    """The first samples of a run, and the mean time that one took."""
+def _first(stream: Any, most: int = _LOOK_SAMPLES) -> _Run:
+    """Read the first samples of a run."""
     found: list[_Given] = []
     begun = before = time.perf_counter()
-    spent = 0.0
+    spent, taken = 0.0, 0
     samples = run(stream)
     while len(found) < most and (len(found) < 2 or before - begun < _LOOK_SECONDS):
         try:
@@ -357,10 +412,45 @@ def _first(stream: Any, most: int = _LOOK_SAMPLES) -> tuple[list[_Given], float]
             whole.update(place.encode() + b"\0" + digest)
         kept = copy.deepcopy(sample) if len(found) < PLANNED else None
         found.append(_Given(kept, whole.digest(), parts))
+        if len(found) == 1:  # the run has seeded what it seeds
+            taken = entropy.taken()
         before = time.perf_counter()
+    states = list(Generators(held_by_run(samples, stream)).states().values())
+    took = bool(found) and entropy.taken() != taken
     with contextlib.suppress(AttributeError):
         samples.close()  # type: ignore[attr-defined]
-    return found, spent / max(len(found), 1)
+    return _Run(found, spent / max(len(found), 1), took, states[len(GLOBAL) :])
+
+
+def held_by_run(samples: Iterator[Any], stream: Any) -> list[Any]:
+    """The random number generators that a run of a stream has beside the stream's own.
+
+    They are in variables of generator functions, which wait for the next sample to be asked for, and these in
+    each other, or in ``map``, ``zip`` and the like.
+    """
+    held: list[Any] = []
+    seen: set[int] = {id(stream)}
+    left: deque[Any] = deque([samples])
+    while left and len(seen) < _MOST_OF_A_RUN:
+        each = left.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, types.GeneratorType):
+            frame = each.gi_frame
+            left.extend([*(frame.f_locals.values() if frame is not None else ()), each.gi_yieldfrom])
+        elif isinstance(each, Iterator) and type(each).__module__ in ("builtins", "itertools"):
+            left.extend(gc.get_referents(each))
+        else:
+            held.append(each)
+    known = {id(found) for _, found in within_reach([stream], KINDS)}
+    found = [found for _, found in within_reach(held, KINDS) if id(found) not in known]
+    return [generator for generator in found if access(generator) is not None]
+
+
+def _differ(one: list[Any], other: list[Any]) -> bool:
+    """Whether generators that two runs made for themselves have other states."""
+    return [changeable(each) for each in one] != [changeable(each) for each in other]
 
 
 def _batch_size(samples: list[Any]) -> int:
@@ -402,6 +492,9 @@ def unordered(stream: Any) -> Any:
         plain = _shallow(stream)
         plain._distributed = None
         plain._epoch = 0
+        for attribute in vars(plain):
+            if attribute.endswith("_hffs_cache"):  # file systems, which each process names otherwise
+                setattr(plain, attribute, {})
         return plain
     return stream
 
@@ -413,6 +506,12 @@ def _shallow(stream: Any) -> Any:
     plain = object.__new__(type(stream))
     plain.__dict__.update(stream.__dict__)
     return plain
+
+
+def _has_shuffle(stream: Any) -> bool:
+    """Whether WebDataset shuffles it, which the copy that is looked at does not."""
+    stages = getattr(stream, "pipeline", None)
+    return isinstance(stages, list) and any(map(_is_shuffle, stages))
 
 
 def _is_shuffle(stage: Any) -> bool:

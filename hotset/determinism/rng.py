@@ -25,9 +25,9 @@ import torch
 
 from hotset.determinism.object_graph import within_reach
 
-__all__ = ["GLOBAL", "Generators", "access"]
+__all__ = ["GLOBAL", "KINDS", "Generators", "access"]
 
-_KINDS = (
+KINDS = (
     random.Random,
     np.random.Generator,
     np.random.RandomState,
@@ -96,7 +96,7 @@ class Generators:
     def look_again(self, holders: Sequence[object]) -> bool:
         """Watch also generators that were made since, as at the first read; True if there are any."""
         before = len(self._watched)
-        for path, found in within_reach(holders, _KINDS):
+        for path, found in within_reach(holders, KINDS):
             generator = getattr(found, "bit_generator", found)  # several numpy Generators may share one
             if id(generator) in self._watched or id(found) in self._global:
                 continue
@@ -256,7 +256,7 @@ def _behind_the_globals() -> Iterator[object]:
 
 def access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
     """How to read and set a generator's state; None if the object is not a generator, or has no state."""
-    if not issubclass(type(generator), _KINDS) or isinstance(generator, random.SystemRandom):
+    if not issubclass(type(generator), KINDS) or isinstance(generator, random.SystemRandom):
         return None  # the system's entropy has no state: only outputs that differ show it
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate

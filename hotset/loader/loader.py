@@ -187,7 +187,9 @@ class DataLoader(TorchDataLoader[T]):
         own = super().__len__()
         stream = self._stream
         return (
-            own if stream is None else own + stream._rest_batches(self.batch_size, drop_last=self.drop_last)
+            own
+            if stream is None
+            else own + len(stream._rest_sizes(self.batch_size, drop_last=self.drop_last))
         )
 
     @property
@@ -215,11 +217,14 @@ class DataLoader(TorchDataLoader[T]):
         if route is None:
             ended = self._stream._ended if self._stream is not None else None
             size = self.batch_size or 1
-            return TorchBatches(self._torch_iterator(), run, self._recorded, size, summary, ended=ended)
+            batches_of_torch = self._torch_iterator()
+            sizes = self._recorded.sizes if self._recorded is not None else None
+            return TorchBatches(batches_of_torch, run, sizes, size, summary, ended=ended)
         batches_of_cache = self._from_cache(route, run, batches, summary)
         if self._stream is None or not self._stream._has_rest:
             return batches_of_cache
         skip = max(run.batches - len(self._order), 0)
+        summary._followed = True
         return FollowedBy(batches_of_cache, partial(self._rest_of_stream, run, summary, skip), run)
 
     def _from_cache(
@@ -431,6 +436,13 @@ class DataLoader(TorchDataLoader[T]):
             if self._recorder is not None:
                 self._recorder = None  # ends its workers
                 self._workers_begun = False
+        elif not isinstance(sampler, StreamSampler) and self.batch_size is not None:
+            stream._told(
+                f"the first pass over {type(stream.dataset).__name__} comes in the stream's own order, as it "
+                "is recorded in it; sampler= holds from the second on. Call fill() first to have it hold in "
+                "the first, too.",
+                "order",
+            )
         elif isinstance(sampler, StreamSampler) and sampler.shuffle:
             stream._told(
                 f"the first pass over {type(stream.dataset).__name__} comes in the stream's own order, as it "
@@ -444,6 +456,12 @@ class DataLoader(TorchDataLoader[T]):
         """torch's own iterator over the dataset, or over a stream that is recorded as it goes by."""
         if self._stream is None:
             return super().__iter__()
+        if self.batch_size is None and self.batch_sampler is not None:
+            raise ArgumentError(
+                "batch_sampler= must be left out for the first pass over "
+                f"{type(self._stream.dataset).__name__}, which has no index before it was read once; call "
+                "fill() on the cached stream before."
+            )
         if self._recorder is None or not self.persistent_workers:
             recording = self._stream._recording(
                 self.num_workers, self.batch_size or 1, replay=self._in_stream_order
@@ -454,10 +472,22 @@ class DataLoader(TorchDataLoader[T]):
     def _rest_of_stream(self, run: EpochProgress, summary: EpochSummary, skip: int) -> Iterator[Any]:
         """The batches of the samples that are not recorded, at the end of a pass."""
         assert self._stream is not None
-        loader = self._stream_loader(self._stream._recording(self.num_workers, rest=True))
-        return TorchBatches(iter(loader), run, None, self.batch_size or 1, summary, skip)
+        stream, workers = self._stream, self._stream._rest_workers
+        if {workers, self.num_workers} <= {0, 1}:
+            workers = self.num_workers  # one worker divides nothing
+        elif workers != self.num_workers:
+            stream._told(
+                f"{workers} worker{'s' * (workers != 1)} divided {type(stream.dataset).__name__} as it was "
+                f"recorded, so as many read the rest of it, in place of {self.num_workers}.",
+                "rest",
+            )
+        sizes = stream._rest_sizes(self.batch_size, drop_last=self.drop_last)
+        loader = self._stream_loader(stream._recording(workers, rest=True), workers)
+        return TorchBatches(iter(loader), run, sizes, self.batch_size or 1, summary, skip)
 
-    def _stream_loader(self, recording: StreamRecording) -> TorchDataLoader[Any]:
+    def _stream_loader(self, recording: StreamRecording, workers: int | None = None) -> TorchDataLoader[Any]:
+        """torch's loader, with other workers than this one's if they are given."""
+        same = workers is None or workers == self.num_workers
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="This DataLoader will create"
@@ -466,15 +496,15 @@ class DataLoader(TorchDataLoader[T]):
                 recording,
                 batch_size=self.batch_size,
                 drop_last=self.drop_last,
-                num_workers=self.num_workers,
+                num_workers=self.num_workers if workers is None else workers,
                 collate_fn=self.collate_fn,
                 pin_memory=self.pin_memory,
-                timeout=self.timeout,
+                timeout=self.timeout if same else 0,
                 worker_init_fn=WorkerInit(self.worker_init_fn),
-                multiprocessing_context=self.multiprocessing_context,
+                multiprocessing_context=self.multiprocessing_context if same else None,
                 generator=self.generator,
-                prefetch_factor=self.prefetch_factor,
-                persistent_workers=self.persistent_workers,
+                prefetch_factor=self.prefetch_factor if same else None,
+                persistent_workers=self.persistent_workers and same,
                 pin_memory_device=self.pin_memory_device,
                 in_order=self.in_order,
             )

@@ -448,7 +448,8 @@ class TorchBatches:
     Args:
         batches: the batches of the whole pass.
         run: the pass.
-        order: their order; None for an iterable dataset, which has none: its batches count as full ones.
+        sizes: of the batches that were made and not handed over yet, as far as they are known; where they
+            are not, as in the first pass over a stream, a batch counts as full.
         size: how many samples a full batch has.
         summary: counts batches, samples and waiting.
         skip: how many batches were consumed already.
@@ -459,7 +460,7 @@ class TorchBatches:
         self,
         batches: Iterator[Any],
         run: EpochProgress,
-        order: RecordedOrder | None,
+        sizes: deque[int] | None,
         size: int,
         summary: EpochSummary,
         skip: int | None = None,
@@ -467,7 +468,7 @@ class TorchBatches:
     ) -> None:
         self._batches = batches
         self._run = run
-        self._order = order
+        self._sizes = sizes
         self._size = size
         self._summary = summary
         self._ended = ended
@@ -480,7 +481,7 @@ class TorchBatches:
 
     def _samples(self) -> int:
         """How many samples the batch has that was made last."""
-        return self._order.sizes.popleft() if self._order is not None and self._order.sizes else self._size
+        return self._sizes.popleft() if self._sizes else self._size
 
     def __iter__(self) -> TorchBatches:
         return self

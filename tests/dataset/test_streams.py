@@ -6,18 +6,27 @@ import itertools
 import os
 import pickle
 import random
+import secrets
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, failure, is_a_sentence, recorded, rng_states, seed_everything
+from helpers import equal_batches, failure, is_a_sentence, rarely, recorded, rng_states, seed_everything
 from kills import child, ended
 from streams import Numbers, Shuffled, share, values
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 import hotset
 
@@ -60,6 +69,58 @@ class Own(Numbers):
     def __iter__(self) -> Iterator[Any]:
         for number in share(self.count):
             yield torch.full((4,), self.generator.random()), number
+
+
+class Rarely(Numbers):
+    """Draws for one sample in 400, from a generator that lives as long as a run, or a draw."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(count=800)
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        draw = self.drawer()
+        for number in share(self.count):
+            noise = float(draw()) if number % 400 == 399 else 0.0
+            yield torch.full(self.shape, number + noise), number
+
+    def drawer(self) -> Callable[[], float]:
+        kinds: dict[str, Callable[[], Callable[[], float]]] = {
+            "numpy": lambda: np.random.default_rng().random,
+            "random": lambda: random.Random().random,
+            "torch": lambda: self.torchs(torch.Generator()),
+            "seeded": lambda: np.random.default_rng(3).random,
+            "secrets": lambda: lambda: secrets.randbelow(1000) / 1000,
+            "made anew": lambda: lambda: np.random.default_rng().random(),
+        }
+        return kinds[self.kind]()
+
+    @staticmethod
+    def torchs(generator: torch.Generator) -> Callable[[], float]:
+        generator.seed()
+        return lambda: float(torch.rand((), generator=generator))
+
+
+class Slower(Numbers):
+    """Each run takes longer than the one before."""
+
+    pause = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        Slower.pause += 0.02
+        for sample in super().__iter__():
+            time.sleep(Slower.pause)
+            yield sample
+
+
+class ReadOnce(IterableDataset[Any]):
+    """A stream over a generator: it cannot be copied, nor run twice."""
+
+    def __init__(self) -> None:
+        self.numbers = (torch.tensor([number]) for number in range(50))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.numbers
 
 
 class OfText(IterableDataset[Any]):
@@ -356,6 +417,7 @@ def test_a_closed_stream_comes_as_it_is() -> None:
         assert sorted(values(loader)) == list(range(N))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 class TestTooLittleRoom:
     def test_recorded_samples_come_first_and_the_stream_gives_the_rest(self) -> None:
         stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
@@ -374,6 +436,27 @@ class TestTooLittleRoom:
         assert 0 < some < N
         with pytest.raises(TypeError, match="more memory= or a spill="):
             len(stream)
+        stream.close()
+
+    @pytest.mark.parametrize(
+        ("recorded_by", "read_by"),
+        rarely([(0, 2), (2, 0), (2, 3), (3, 2), (0, 1), (2, 2)], (3, 2), (0, 1), (2, 2)),
+    )
+    def test_the_rest_is_divided_as_it_was_when_the_others_were_recorded(
+        self, recorded_by: int, read_by: int
+    ) -> None:
+        stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
+        quiet(hotset.DataLoader(stream, batch_size=4, num_workers=recorded_by))
+        loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=read_by)
+        with recorded() as told:
+            for _ in range(2):
+                assert sorted(values(loader)) == list(range(N))
+                assert loader.last_epoch is not None
+                assert loader.last_epoch.samples == N
+                assert loader.last_epoch.hit_rate == pytest.approx(stream.stats().cached / N)
+            assert len(loader) == sum(1 for _ in loader)
+        said = [str(one.message) for one in told if "as many read the rest" in str(one.message)]
+        assert len(said) == (1 if max(recorded_by, read_by) > 1 and recorded_by != read_by else 0)
         stream.close()
 
     def test_spill_takes_what_memory_has_no_room_for(self, tmp_path: Path) -> None:
@@ -408,7 +491,7 @@ class TestOtherSamples:
         with hotset.cache(Numbers(N), memory="10MiB") as stream:
             for _ in zip(range(3), hotset.DataLoader(stream, batch_size=4, num_workers=2), strict=False):
                 pass
-            with pytest.warns(hotset.HotsetWarning, match="2 workers divided it before, and now 1 worker do"):
+            with pytest.warns(hotset.HotsetWarning, match="2 workers divided it before, and now"):
                 assert values(hotset.DataLoader(stream, batch_size=4)) == list(range(N))
             assert len(stream) == N
             assert sorted(number for _, number in stream) == list(range(N))
@@ -419,13 +502,11 @@ class TestOtherSamples:
             loader = hotset.DataLoader(stream, batch_size=4)
             for _ in zip(range(5), loader, strict=False):
                 pass
-            assert sorted(values(loader)) == list(range(N))  # finds that the order is another
-            assert not stream.recorded
             assert sorted(values(loader)) == list(range(N))
-        assert stream.recorded
+        assert stream.recorded, "it began anew at once"
         assert sorted(number for _, number in stream) == list(range(N))
         (said,) = [str(one.message) for one in told if "recorded anew" in str(one.message)]
-        assert "other samples than in the pass before" in said
+        assert "the pass before was broken off, and it is shuffled anew in each" in said
         assert is_a_sentence(said)
         stream.close()
 
@@ -456,6 +537,46 @@ class TestOtherSamples:
         assert not torch.equal(drawn[1], drawn[2])
         assert any("drew random numbers" in str(one.message) for one in told) or not stream.recorded
         stream.close()
+
+    @pytest.mark.parametrize("workers", rarely([0, 2], 2))
+    @pytest.mark.parametrize("kind", ["numpy", "random", "torch", "secrets", "made anew"])
+    def test_rare_draws_of_a_runs_own_are_not_frozen(self, kind: str, workers: int) -> None:
+        stream = hotset.cache(Rarely(kind), memory="10MiB")
+        loader = hotset.DataLoader(stream, batch_size=8, num_workers=workers)
+        with recorded() as told:
+            epochs = [list(loader) for _ in range(3)]
+        drawn = [
+            dict(zip(values(epoch), [float(p[0]) for ps, _ in epoch for p in ps], strict=True))
+            for epoch in epochs
+        ]
+        assert all(sorted(epoch) == list(range(800)) for epoch in drawn)
+        assert len({epoch[399] for epoch in drawn}) == 3
+        assert any("drew random numbers" in str(one.message) for one in told)
+        stream.close()
+
+    def test_a_runs_own_generator_with_a_seed_keeps_nothing_out(self) -> None:
+        with hotset.cache(Rarely("seeded"), memory="10MiB") as stream:
+            first = list(hotset.DataLoader(stream, batch_size=8))
+            assert stream.recorded
+            equal_batches(list(hotset.DataLoader(stream, batch_size=8)), first)
+
+    def test_a_second_run_that_is_slower_is_no_other_order(self) -> None:
+        with recorded() as told, hotset.cache(Slower(N), memory="10MiB") as stream:
+            assert "began with the same" in str(stream.plan)
+        assert not told
+
+    def test_what_can_be_read_only_once_is_refused_and_said_to_be(self) -> None:
+        with pytest.raises(hotset.NotCacheable, match="can be read only once") as raised:
+            hotset.cache(ReadOnce(), memory="1MiB")
+        assert is_a_sentence(str(raised.value))
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+    def test_torchs_data_pipes_are_refused(self) -> None:
+        from torch.utils.data.datapipes.iter import IterableWrapper
+
+        with pytest.raises(hotset.NotCacheable, match="data pipe") as raised:
+            hotset.cache(IterableWrapper(range(20)), memory="1MiB")
+        assert is_a_sentence(str(raised.value))
 
     def test_a_shuffled_stream_is_taken_with_its_first_order(self) -> None:
         with hotset.cache(Shuffled(N), memory="10MiB") as stream:
@@ -536,6 +657,24 @@ class TestWrongInput:
                 assert values(loader) != list(range(N))
             (said,) = [str(one.message) for one in told]
             assert "shuffle=True holds from the second on" in said
+
+    def test_a_sampler_holds_from_the_second_pass_on_and_a_batch_sampler_needs_an_index(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            batches = BatchSampler(SequentialSampler(range(10)), 5, drop_last=False)
+            with pytest.raises(hotset.ArgumentError, match="batch_sampler= must be left out for the first"):
+                list(hotset.DataLoader(stream, batch_sampler=batches))
+            loader = hotset.DataLoader(stream, batch_size=4, sampler=SequentialSampler(range(10)))
+            with pytest.warns(hotset.HotsetWarning, match="sampler= holds from the second on"):
+                assert values(loader) == list(range(N))
+            assert values(loader) == list(range(10))
+            assert values(hotset.DataLoader(stream, batch_sampler=batches)) == list(range(10))
+
+    def test_a_stream_is_true_and_takes_no_slices(self) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            assert stream
+            stream.fill()
+            with pytest.raises(TypeError, match="slice"):
+                stream[1:3]
 
     def test_no_number_of_workers(self) -> None:
         with hotset.cache(Numbers(N), memory="1MiB") as stream, pytest.raises(hotset.ArgumentError):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,3 +144,25 @@ class TestNodes:
             assert labels(loader) == list(range(N))
             assert labels(loader) == list(range(N))
             assert stream.recorded
+
+
+def test_a_stream_of_hugging_face_is_one_content_in_all_processes(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"x": {number}}}\n' for number in range(20)))
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, datasets, hotset\n"
+        "stream = datasets.load_dataset('json', data_files=sys.argv[1], split='train', streaming=True)\n"
+        "with hotset.cache(stream, memory='1MiB') as cached: print(cached.plan.fingerprint)\n"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, str(program), str(tmp_path / "rows.jsonl")],
+            env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    assert [one.returncode for one in found] == [0, 0], found[0].stderr
+    assert found[0].stdout == found[1].stdout != ""
