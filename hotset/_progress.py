@@ -81,8 +81,11 @@ def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
 
 
 @contextlib.contextmanager
-def filled(what: str, total: int, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error; yields a function that takes how many are done, and their bytes."""
+def filled(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error; yields a function that takes how many are done, and their bytes.
+
+    Without a total it counts.
+    """
     if not shown or sys.stderr is None:
         yield lambda done, size: None
         return

@@ -50,7 +50,7 @@ from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError
 from hotset.session.job import local_rank
 from hotset.store.claims import Ids
-from hotset.store.format import PRESENT, Slot
+from hotset.store.format import CLAIMED, PRESENT, Slot
 from hotset.store.store import Store
 from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts, StreamState
 
@@ -61,6 +61,8 @@ T = TypeVar("T")
 _COMPARED, _LATER = 8, 64
 # So many passes that were broken off, one after the other, are worth a sentence.
 _BROKEN_OFF = 3
+# For how long a pass that takes over waits for what the earlier one is storing.
+_TAKE_OVER_SECONDS = 5.0
 # For how long a rank that has come to the end of its parts waits for others that go on recording theirs.
 _PATIENCE_SECONDS = 15.0
 
@@ -461,10 +463,13 @@ class CachedStream(Dataset[T], Generic[T]):
             generator=torch.Generator(),
         )
         store = self._cached._access.store
-        with filled(self._source.name, 0, progress) as show:
+        number = 0
+        with filled(self._source.name, None, progress) as show:
             for number, _ in enumerate(loader, 1):
                 if number % 64 == 0 and store is not None:
                     show(number, store.stored_bytes)
+            if store is not None:
+                show(number, store.stored_bytes)
         self._wait_for_ranks()
         self._ended()
 
@@ -717,7 +722,7 @@ class _PartRecorder:
         if ids:
             self.parts.use(ids[-1] + 1)
         mismatches = len(store.filler.mismatches)
-        store.insert(dict(zip(ids, held, strict=False)))
+        self._insert(dict(zip(ids, held, strict=False)))
         absent = np.flatnonzero(store.segment.index[np.array(ids, np.int64)] < PRESENT) if ids else [0]
         kept = int(absent[0]) if len(absent) else len(ids)
         self._kept = first + kept
@@ -728,6 +733,23 @@ class _PartRecorder:
         row = store.participant.row
         row[Slot.MISSES] += len(held)
         row[Slot.FILL_NS] += time.perf_counter_ns() - begin
+
+    def _insert(self, samples: dict[int, Any]) -> None:
+        """Store samples. Of two passes by one program the later one takes over, and the earlier one may be
+        storing these very samples now: wait for it, or for its end.
+        """
+        store, ids = self._store, np.fromiter(samples, np.int64)
+        store.insert(samples)
+        until, waited = time.monotonic() + _TAKE_OVER_SECONDS, False
+        while time.monotonic() < until:
+            words = store.segment.index[ids]
+            claimed = set(words[(words >= CLAIMED) & (words < PRESENT)].tolist())
+            if not any(map(store.filler.claims.is_open, claimed)):
+                break
+            waited = True
+            time.sleep(1e-3)
+        if waited or claimed:
+            store.insert(samples)
 
     def _stop(self, why: int) -> None:
         self.parts.stop(self.part, why)

@@ -676,6 +676,11 @@ class TestWrongInput:
             with pytest.raises(TypeError, match="slice"):
                 stream[1:3]
 
+    def test_a_fill_counts_what_it_reads(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            stream.fill(progress=True)
+        assert f"{N}/?" in capsys.readouterr().err
+
     def test_no_number_of_workers(self) -> None:
         with hotset.cache(Numbers(N), memory="1MiB") as stream, pytest.raises(hotset.ArgumentError):
             stream.fill(num_workers=-1)

@@ -104,7 +104,10 @@ LIVE: dict[str, Callable[[], Dataset[Any]]] = {
     ("kind", "workers"),
     rarely(
         itertools.product(LIVE, [0, 2]),
-        *[(kind, 2) for kind in ("LeRobot, one camera", "another name", "one of two", "two views")],
+        *[
+            (kind, 2)
+            for kind in ("LeRobot, one camera", "another name", "a subset", "one of two", "two views")
+        ],
     ),
 )
 def test_the_random_part_runs_live_and_draws_as_without_a_cache(kind: str, workers: int) -> None:

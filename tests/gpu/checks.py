@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import random
+import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ from torch.utils.data import TensorDataset
 
 import hotset
 from hotset.device.transfer import StreamTransfer
+from hotset.run.doctor import watch
+from hotset.run.doctor.observed import read
+from hotset.run.environment import WatchOptions
 
 from .networks import grey, lenet, sgd, training_step
 
@@ -654,6 +658,34 @@ def a_closed_sink_gives_its_memory_back(device: str) -> None:
     assert found[2] == found[1] <= found[0], found
 
 
+# hotset doctor
+
+
+def the_doctor_times_steps_that_return_before_the_gpu_is_done(device: str) -> None:
+    with tempfile.TemporaryDirectory() as ledger:
+        observer = watch.Observer(WatchOptions(ledger, 600.0))
+        loader = torch.utils.data.DataLoader(torch.arange(48), batch_size=4)
+        batches = iter(loader)
+        for _ in range(12):
+            observer.before(batches)
+            next(batches)
+            observer.after(batches, 1e-3, failed=False)
+            _slow(device)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        observer.before(batches)
+        observer.after(batches, 1e-3, failed=True)
+        assert watch._here is not None
+        watch._here.write()
+        watch._here = None
+        seen = read(ledger)
+    assert seen is not None
+    if device != "cpu":
+        assert seen.gpu is not None
+        assert seen.gpu > 2 * seen.step_beside, (seen.gpu, seen.step_beside)
+        assert seen.step.seconds * seen.batch_size >= 0.99 * seen.gpu
+
+
 # Streams, and several ranks
 
 
@@ -772,6 +804,7 @@ CHECKS: list[Callable[[str], None]] = [
     a_failed_capture_leaves_other_graphs_their_draws,
     slow_steps_hold_a_few_batches,
     memory_does_not_grow,
+    the_doctor_times_steps_that_return_before_the_gpu_is_done,
     a_closed_sink_gives_its_memory_back,
     a_consumer_on_a_stream_of_its_own_reads_whole_batches,
     sparse_batches_are_read_whole,

@@ -94,6 +94,7 @@ class TestCommand:
         assert "the program goes on" in kept.stderr
         assert "samples/s" in kept.stderr
 
+    @pytest.mark.chaos  # test_program.py has the exit codes of programs
     def test_a_program_that_fails_by_itself_ends_as_it_ends(self) -> None:
         done = doctor("--", sys.executable, "-c", training() + "\nraise SystemExit(7)")
         assert done.returncode == 7
@@ -130,6 +131,7 @@ class TestCommand:
         assert done.returncode in (-signal.SIGINT, 1)  # Python 3.11 ends so below -c
         assert "samples/s" in done.stderr
 
+    @pytest.mark.chaos  # other reasons not to judge are in the tests around this one
     def test_batches_of_another_thread_are_said_to_be(self) -> None:
         program = (
             "import threading, torch\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from helpers import eventually, is_a_sentence
+from helpers import eventually, is_a_sentence, rarely
 from server_process import Server, running
 
 from hotset.cluster.membership import Keys, Member, Membership, write_membership
@@ -326,7 +326,7 @@ def test_the_description_names_the_fields_that_must_be_sent_and_that_are_always_
     assert "memory" in refused.error
 
 
-@pytest.mark.parametrize("authorised", [True, False])
+@pytest.mark.parametrize("authorised", rarely([True, False], False))
 def test_it_keeps_to_its_own_description(server: Server, authorised: bool, tmp_path: Path) -> None:
     """Seeded requests made from /openapi.json, legal and not: no 5xx, and every answer as described."""
     with warnings.catch_warnings():
