@@ -2,7 +2,7 @@
 
 The limit is a plain copy loop: one process sends a batch's bytes with ``sendall``, the other receives them
 with ``recv_into`` into a ring of blocks that are there already. Hotset's path does the same for batches that
-are asked for by number, copies records out of a store, and verifies each one's checksum; once with CURVE
+are asked for by number, copies records out of a store, and verifies each one's checksum; once with
 keys, which encrypt every byte on one side and decrypt it on the other, and once without.
 """
 
@@ -26,11 +26,16 @@ from hotset.store.store import Store
 
 __all__ = ["peers"]
 
-_BATCH = 64
 _IN_FLIGHT = 4
 _RING = 4
 _FINGERPRINT = bytes(16)
-_SHAPES = {"150 KB": (150_000, 0), "10 KB": (10_000, 0), "256 B with tails": (256, 256)}
+# Bytes of a sample, the most bytes of its tail, and samples of a batch.
+_SHAPES = {
+    "32 KB": (32_768, 0, 64),
+    "150 KB": (150_528, 0, 64),
+    "1 MB": (1 << 20, 0, 16),
+    "256 B with tails": (256, 256, 64),
+}
 
 
 def _sample(size: int, tail: int) -> Callable[[int], Any]:
@@ -46,29 +51,29 @@ def _sample(size: int, tail: int) -> Callable[[int], Any]:
 def peers(settings: Settings) -> Outcome:
     """Peer reads over ZeroMQ are at least 0.7 times a plain TCP copy loop of the same batches."""
     outcome = Outcome()
-    for name, (size, tail) in _SHAPES.items():
+    for name, (size, tail, batch) in _SHAPES.items():
         make = _sample(size, tail)
-        count = _BATCH * (2 if settings.quick else max(8, min(64, (64 << 20) // (_BATCH * size))))
+        count = batch * (2 if settings.quick else max(8, min(64, (64 << 20) // (batch * size))))
         schema = Schema.infer([make(0), make(1)], as_lies=True)
         limit = 2 * count * (schema.stride + 2 * tail) + (1 << 22)
         with contextlib.closing(Store.create(schema, count, limit, about={"name": "bench"})) as store:
             store.fill(np.arange(count), make, keep=False)
             with (
-                _plain(store, settings) as plain,
-                _hotset(store, settings, True) as keyed,
-                _hotset(store, settings, False) as bare,
+                _plain(store, batch, settings) as plain,
+                _hotset(store, batch, settings, True) as keyed,
+                _hotset(store, batch, settings, False) as bare,
             ):
                 found = compare(
-                    {"TCP copy loop": plain, "with CURVE": keyed, "without keys": bare},
+                    {"TCP copy loop": plain, "with keys": keyed, "without keys": bare},
                     "TCP copy loop",
                     settings.pairs,
-                    title=f"batches of {_BATCH} records of {name}, between two processes",
+                    title=f"batches of {batch} records of {name}, between two processes",
                     unit="MB/s",
-                    subjects=("with CURVE", "without keys"),
+                    subjects=("with keys", "without keys"),
                     limits=("TCP copy loop",),
                 )
         outcome.comparisons.append(found)
-        for entry in ("with CURVE", "without keys"):
+        for entry in ("with keys", "without keys"):
             ratio = found.ratio(entry, "TCP copy loop")
             text = f"{name}, {entry}: to a plain TCP copy loop"
             reason = found.rows[entry].unfit
@@ -97,23 +102,23 @@ def _forked(body: Callable[[int], None]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def _batch_bytes(store: Store) -> int:
-    """Mean bytes of a batch's records, rows and tails."""
+def _batch_bytes(store: Store, batch: int) -> int:
+    """Mean bytes of the records of a batch, rows and tails."""
     live = int(store.stored_bytes)
-    return live // len(store) * _BATCH
+    return live // len(store) * batch
 
 
-def _rate(batch: Callable[[], int], seconds: float) -> float:
+def _rate(next_batch: Callable[[], int], seconds: float) -> float:
     """MB/s of calls that return how many bytes each has brought."""
     moved, begin = 0, time.perf_counter()
     while (taken := time.perf_counter() - begin) < seconds:
-        moved += batch()
+        moved += next_batch()
     return moved / taken / 1e6
 
 
 @contextlib.contextmanager
-def _plain(store: Store, settings: Settings) -> Iterator[Callable[[], float]]:
-    size = _batch_bytes(store)
+def _plain(store: Store, batch: int, settings: Settings) -> Iterator[Callable[[], float]]:
+    size = _batch_bytes(store, batch)
 
     def send(end: int) -> None:
         source = np.ones(size, np.uint8).data
@@ -130,7 +135,7 @@ def _plain(store: Store, settings: Settings) -> Iterator[Callable[[], float]]:
         turn = 0
         connection.sendall(b"n" * _IN_FLIGHT)
 
-        def batch() -> int:
+        def received() -> int:
             nonlocal turn
             into, got = ring[turn % _RING], 0
             while got < size:
@@ -139,11 +144,11 @@ def _plain(store: Store, settings: Settings) -> Iterator[Callable[[], float]]:
             turn += 1
             return size
 
-        yield lambda: _rate(batch, settings.seconds)
+        yield lambda: _rate(received, settings.seconds)
 
 
 @contextlib.contextmanager
-def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[[], float]]:
+def _hotset(store: Store, batch: int, settings: Settings, keyed: bool) -> Iterator[Callable[[], float]]:
     try:
         from hotset.cluster.client import PeerClients, PendingRequest
         from hotset.cluster.membership import Keys
@@ -171,12 +176,12 @@ def _hotset(store: Store, settings: Settings, keyed: bool) -> Iterator[Callable[
         draw = np.random.default_rng(0)
         asked: deque[PendingRequest] = deque()
 
-        def batch() -> int:
+        def answered() -> int:
             while len(asked) < _IN_FLIGHT:
-                asked.append(peer.ask(shelf.cache, draw.integers(0, len(store), _BATCH)))
+                asked.append(peer.ask(shelf.cache, draw.integers(0, len(store), batch)))
             answer = asked.popleft().wait(time.monotonic() + 10)
             if not answer.present.all():
                 raise Unfit(f"records are missing: {peer.traffic.why}")
             return answer.rows.nbytes + answer.tails.nbytes
 
-        yield lambda: _rate(batch, settings.seconds)
+        yield lambda: _rate(answered, settings.seconds)

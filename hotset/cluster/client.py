@@ -15,6 +15,9 @@ warned once for each peer.
 Nothing of an answer is believed. What does not answer the request is a failure of the peer; a record that is
 damaged, or another sample's, is absent, and counted.
 
+With keys, a process first asks over CURVE for what it needs to connect for records
+(:mod:`hotset.cluster.sealing`), and sends what it was asked for meanwhile when it has that.
+
 An answer is known by its request's number, which begins at random for each connection. An answer to a request
 that is no longer held (peers hold them weakly) is dropped, and so is one from before a restart.
 
@@ -44,7 +47,14 @@ from hotset.cluster import protocol as messages
 from hotset.cluster.membership import PATIENCE, Keys, Membership, MembershipFile, Owned
 from hotset.cluster.peer_stats import Backoff, PeerStats, PeerStatsFile, read_peer_stats
 from hotset.cluster.protocol import Head, Malformed, Operation, Status
-from hotset.cluster.sockets import close, open_socket, require_descriptors
+from hotset.cluster.sealing import Credentials, Sealing, Unsealable
+from hotset.cluster.sockets import (
+    ask_by_curve,
+    ask_by_password,
+    close,
+    open_socket,
+    require_descriptors,
+)
 from hotset.cluster.wire_records import (
     FULL,
     PENDING,
@@ -216,6 +226,8 @@ class Peer:
         self._pid = os.getpid()
         self._socket: Any = None
         self._events: Any = None
+        self._sealing: Sealing | None = None
+        self._unsent: list[list[Any]] | None = None  # while credentials are on their way
         self._number = 0
         self._open: weakref.WeakValueDictionary[int, PendingRequest] = weakref.WeakValueDictionary()
         self._rest = Backoff()
@@ -270,23 +282,59 @@ class Peer:
             request.is_lost = True
             self.fail(f"cannot be connected to: {error}")
             return
-        self._number = (self._number + 1) % (1 << 64)
-        try:
-            self._socket.send_multipart(frames(self._number), zmq.NOBLOCK)
-        except zmq.Again:
-            request.is_lost = True
-            self.fail("takes no more requests")
+        number = self._number = (self._number + 1) % (1 << 64)
+        self._open[number] = request
+        self._send_frames(frames(number))
+
+    def _send_frames(self, frames: list[Any]) -> None:
+        if self._unsent is not None:
+            self._unsent.append(frames)
             return
-        self._open[self._number] = request
+        if self._sealing is not None:
+            frames = self._sealing.seal(frames)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self.fail("takes no more requests")
 
     def _connect(self) -> None:
         require_descriptors()
-        context = self.peers.context()
-        self._socket = open_socket(context, zmq.DEALER, self.peers.keys, self._key)
-        self._socket.ipv6 = "[" in self.endpoint
-        self._events = self._socket.get_monitor_socket(sum(_ENDS))
-        self._socket.connect(self.endpoint)
         self._number = int.from_bytes(os.urandom(8), "little")
+        self._open_socket(self.endpoint)
+        keys = self.peers.keys
+        if keys is not None:
+            ask_by_curve(self._socket, keys, self._key)
+            self._unsent = []
+        self._socket.connect(self.endpoint)
+        if keys is not None:
+            self._socket.send_multipart(messages.key(self._number), zmq.NOBLOCK)
+
+    def _open_socket(self, endpoint: str) -> None:
+        self._socket = open_socket(self.peers.context(), zmq.DEALER, endpoint)
+        self._events = self._socket.get_monitor_socket(sum(_ENDS))
+
+    def _connect_for_records(self, frames: Sequence[memoryview]) -> None:
+        """Take credentials, connect with them, and send what was asked for meanwhile.
+
+        Raises:
+            Malformed: these are none.
+        """
+        if messages.parse_head(frames, answers=True).status is not Status.OK or len(frames) != 2:
+            raise Malformed("answers what it was not asked")
+        try:
+            credentials = Credentials.parse(frames[1])
+        except Unsealable:
+            raise Malformed("sends something that is no message of hotset's") from None
+        self._close_sockets()
+        endpoint = f"{self.endpoint.rpartition(':')[0]}:{credentials.port}"
+        self._open_socket(endpoint)
+        ask_by_password(self._socket, credentials)
+        self._socket.connect(endpoint)
+        self._sealing = Sealing(credentials, serves=False)
+        unsent, self._unsent = self._unsent or [], None
+        for each in unsent:
+            if self._socket is not None:  # it is closed where one cannot be sent
+                self._send_frames(each)
 
     def look(self, timeout: float) -> None:
         """Take in what has come; wait up to ``timeout`` seconds if nothing has."""
@@ -296,7 +344,7 @@ class Peer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._events, zmq.POLLIN)
         ready = dict(poller.poll(math.ceil(timeout * 1000)))
-        while self._socket is not None and self._socket in ready:
+        while self._socket is not None and self._socket in ready:  # it is another one with credentials
             try:
                 self._take_in(
                     [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
@@ -309,9 +357,17 @@ class Peer:
 
     def _take_in(self, frames: Sequence[memoryview]) -> None:
         try:
+            if self._unsent is not None:
+                self._connect_for_records(frames)
+                return
+            if self._sealing is not None:
+                frames = self._sealing.open(frames)
             head = messages.parse_head(frames, answers=True)
-        except Malformed as error:
+        except (Malformed, OSError, zmq.ZMQError) as error:
             self.fail(str(error))
+            return
+        except Unsealable:
+            self.fail("sends what it has not sealed for this process")
             return
         request = self._open.pop(head.number, None)
         if request is None or request.is_lost:
@@ -361,6 +417,10 @@ class Peer:
         for request in list(self._open.values()):
             request.is_lost = True
         self._open.clear()
+        self._sealing = self._unsent = None
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         if self._socket is not None:
             if self._events is not None:
                 self._socket.disable_monitor()
@@ -371,6 +431,7 @@ class Peer:
     def _leave_to_parent(self) -> None:
         _inherited.extend((self._socket, self._events))
         self._socket = self._events = None
+        self._sealing = self._unsent = None
         self._open.clear()
         self._pid = os.getpid()
 

@@ -7,12 +7,14 @@ was read before it: what has another length is refused with a reason. ::
     claim      the same; the client will bring what is absent
     clear      header | a word, i64: how often, by now          forget all
     put        header | ids | entries | rows | tails
-    answer     header | entries | rows | tails                  of a put: header | entries; of a clear: it
+    key        header                                           over CURVE: credentials for a connection
+    answer     header | entries | rows | tails                  of a put: header | entries; of a clear: it;
+                                                                of a key: header | credentials
     refusal    header                                           with a status other than OK
 
     header     +0   magic        8 B
                +8   version      u16
-               +10  operation    u8    1 get, 2 put, 3 claim, 4 clear; 0x80 is set in answers
+               +10  operation    u8    1 get, 2 put, 3 claim, 4 clear, 5 key; 0x80 is set in answers
                +11  status       u8    of an answer; 0 in a request
                +12  count        u32   of samples, or words
                +16  number       u64   of the request, which its answer repeats
@@ -58,6 +60,8 @@ __all__ = [
     "answer",
     "clear",
     "get",
+    "key",
+    "key_answer",
     "parse_head",
     "parse_ids",
     "parse_records",
@@ -71,7 +75,7 @@ __all__ = [
 Frame = memoryview | bytes
 
 MAGIC = b"hotpeer\x1a"
-VERSION = 1
+VERSION = 2
 # Samples of one message, and bytes of one frame.
 MOST = 1 << 16
 LARGEST = 64 << 20
@@ -87,9 +91,9 @@ class Malformed(ValueError):
 
 
 class Operation(IntEnum):
-    """What a request asks for: records; to keep some; some, and to promise others; to forget all."""
+    """What a request asks for: records; to keep some; some, and to promise others; to forget all; a key."""
 
-    GET, PUT, CLAIM, CLEAR = 1, 2, 3, 4
+    GET, PUT, CLAIM, CLEAR, KEY = 1, 2, 3, 4, 5
 
 
 class Status(IntEnum):
@@ -150,6 +154,16 @@ def put(number: int, cache: CacheIdentity, ids: Longs, records: WireRecords) -> 
 def clear(number: int, cache: CacheIdentity, said: Longs) -> list[Any]:
     """Frames that have a cache cleared; ``said`` is one word, see the module's table."""
     return [_header(Operation.CLEAR, 0, len(said), number, cache), _little(said)]
+
+
+def key(number: int) -> list[Any]:
+    """The one frame that asks for the credentials of a connection."""
+    return [_HEADER.pack(MAGIC, VERSION, Operation.KEY, 0, 0, number, bytes(16), bytes(16))]
+
+
+def key_answer(head: Head, said: bytes) -> list[Any]:
+    """Frames that give them."""
+    return [*refusal(head, Status.OK), said]
 
 
 def words_answer(head: Head, cache: CacheIdentity, said: Longs) -> list[Any]:

@@ -2,9 +2,11 @@
 
 ::
 
-    ROUTER ──> frames parsed ──> waiting ──> a buffer is free ──> records copied into it ──> sent from it
-                    │               │                                        tracker done: free again
-                    └─ refused      └─ more than 16 of one client: refused, as busy
+    ROUTER ──> opened ──> frames parsed ──> waiting ──> a buffer is free ──> records copied into it, sealed
+                  │            │               │                             there, and sent from it;
+                  └─ dropped   └─ refused      └─ more than 16 of one        tracker done: free again
+                                                  client: refused, as busy
+    ROUTER, CURVE ──> credentials for the other one (:mod:`hotset.cluster.sealing`)
 
 A record is copied once, side by side with the others, as the store's memory may be used again; what ZeroMQ
 sends lies in that copy until it has left, which a tracker tells. (To send each record from where it lies
@@ -15,8 +17,8 @@ two buffers at a time, so a client that stopped reading does not block the other
 heartbeat fails, and its buffers are free again.
 
 The server is bound to the one address that it is given. The same thread decides which clients are let in, by
-the list of allowed keys (:class:`hotset.cluster.sockets.ZapAuthenticator`); strangers get no byte of an
-answer.
+the list of allowed keys and the passwords that it gave them
+(:class:`hotset.cluster.sockets.ZapAuthenticator`); strangers get no byte of an answer.
 
 Whatever goes wrong with one request, the thread goes on, and answers the others.
 """
@@ -38,7 +40,15 @@ import zmq
 from hotset.cluster import protocol as messages
 from hotset.cluster.membership import Keys
 from hotset.cluster.protocol import LARGEST, Head, Malformed, Operation, Status
-from hotset.cluster.sockets import ZapAuthenticator, close, open_socket, require_descriptors
+from hotset.cluster.sealing import GivenKeys, Sealing, Unsealable
+from hotset.cluster.sockets import (
+    ZapAuthenticator,
+    close,
+    open_socket,
+    require_descriptors,
+    serve_by_curve,
+    serve_by_password,
+)
 from hotset.cluster.wire_records import (
     ABSENT,
     FULL,
@@ -106,7 +116,8 @@ class Served:
         bytes: of those records.
         stored: records that others brought.
         unsound: records that others brought, damaged or for another sample.
-        refused: requests that were refused: malformed, for another cache, or while the server was busy.
+        refused: requests that were refused: malformed, unsealed, for another cache, or while the server was
+            busy.
         dropped: answers that the client did not wait for.
         strangers: connections that were not let in.
         problem: what a store raised last, in words; empty if none did.
@@ -127,8 +138,15 @@ class _Busy(Exception):
     """The server is busy; the client may retry."""
 
 
+class _Client(NamedTuple):
+    """Where an answer goes: the connection, and how what passes on it is sealed; None if it is not."""
+
+    name: bytes
+    sealing: Sealing | None
+
+
 class _Request(NamedTuple):
-    client: bytes
+    client: _Client
     head: Head
     frames: Sequence[memoryview]
 
@@ -175,17 +193,26 @@ class Serving:
         self._services = services
         self._pid = os.getpid()
         self._context: zmq.Context[Any] = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
-        # Before the address is bound, so that the first client is asked for a key too.
-        self._authenticator = ZapAuthenticator(self._context, allowed)
-        self._socket = open_socket(self._context, zmq.ROUTER, keys, None)
+        self._given = GivenKeys()
+        # Before an address is bound, so that the first client is asked for a key too.
+        self._authenticator = ZapAuthenticator(self._context, allowed, self._given.admits)
+        where = f"tcp://{f'[{address}]' if ':' in address else address}:"
+        self._socket = open_socket(self._context, zmq.ROUTER, where)
         self._socket.router_mandatory = True
+        self._key_socket: Any = None
         try:
-            self._socket.ipv6 = ":" in address
-            self._socket.bind(f"tcp://{f'[{address}]' if ':' in address else address}:{_ANY_PORT}")
+            if keys is not None:
+                serve_by_password(self._socket)
+                self._key_socket = open_socket(self._context, zmq.ROUTER, where)
+                serve_by_curve(self._key_socket, keys)
+                self._key_socket.bind(where + _ANY_PORT)
+            self._socket.bind(where + (_ANY_PORT if keys is None else "*"))
         except zmq.ZMQError as error:
             self._close()
             raise OSError(error.errno, f"{address} cannot be served from ({error})") from error
-        self.endpoint: str = self._socket.last_endpoint.decode()
+        self._port = int(self._socket.last_endpoint.rpartition(b":")[2].rstrip(b"\0"))
+        first = self._socket if self._key_socket is None else self._key_socket
+        self.endpoint: str = first.last_endpoint.decode()
         self._stop = os.eventfd(0)
         self._buffers: list[_Buffer] = []
         self._waiting: deque[_Request] = deque()
@@ -211,8 +238,9 @@ class Serving:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._stop, self._socket, self._authenticator.socket):
-            poller.register(source, zmq.POLLIN)
+        for source in (self._stop, self._socket, self._authenticator.socket, self._key_socket):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
         try:
             while True:
                 # What waits for a buffer is looked at each millisecond: trackers cannot be polled.
@@ -230,30 +258,58 @@ class Serving:
         if self._authenticator.socket in ready:
             self._authenticator.admit()
             self.served.strangers = self._authenticator.strangers
+        if self._key_socket is not None and self._key_socket in ready:
+            self._give_key()
         if self._socket in ready:
             self._read()
         self._answer()
 
     def _close(self) -> None:
-        close(self._context, self._socket, self._authenticator.socket)
+        sockets = (self._socket, self._key_socket, self._authenticator.socket)
+        close(self._context, *(socket for socket in sockets if socket is not None))
+
+    def _give_key(self) -> None:
+        """Give a client what it needs to connect for records."""
+        client, *frames = self._key_socket.recv_multipart()
+        answer: list[Any] | None
+        try:
+            head = messages.parse_head(frames, answers=False)
+            if head.operation is not Operation.KEY or len(frames) != 1:
+                raise Malformed("asks for something else than a key")
+            answer = messages.key_answer(head, self._given.give(self._port).packed())
+        except Malformed:
+            self.served.refused += 1
+            answer = messages.refusal_of(frames)
+        if answer is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._key_socket.send_multipart([client, *answer], zmq.NOBLOCK)
 
     def _read(self) -> None:
         """Read what came, and queue it or refuse it."""
-        waiting = Counter(request.client for request in self._waiting)
+        waiting = Counter(request.client.name for request in self._waiting)
         for _ in range(_AT_ONCE):
             try:
-                client, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                name, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             frames = [frame.buffer for frame in rest]
+            sealing = None
             try:
-                request = _Request(client.bytes, messages.parse_head(frames, answers=False), frames[1:])
-            except Malformed:
-                self._refuse(client.bytes, messages.refusal_of(frames))
+                if self._key_socket is not None:
+                    sealing = self._given.of(frames)
+                    frames = sealing.open(frames)
+            except Unsealable:  # a stranger's, or sent again: no answer
+                self.served.refused += 1
                 continue
-            waiting[request.client] += 1
-            if waiting[request.client] > _WAITING_EACH:
-                self._refuse(request.client, messages.refusal(request.head, Status.BUSY))
+            client = _Client(name.bytes, sealing)
+            try:
+                request = _Request(client, messages.parse_head(frames, answers=False), frames[1:])
+            except Malformed:
+                self._refuse(client, messages.refusal_of(frames))
+                continue
+            waiting[client.name] += 1
+            if waiting[client.name] > _WAITING_EACH:
+                self._refuse(client, messages.refusal(request.head, Status.BUSY))
             else:
                 self._waiting.append(request)
 
@@ -262,7 +318,7 @@ class Serving:
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             try:
-                buffer = self._buffer(request.client)
+                buffer = self._buffer(request.client.name)
             except MemoryError:
                 self._refuse(request.client, messages.refusal(request.head, Status.BUSY))
                 continue
@@ -270,7 +326,7 @@ class Serving:
                 self._waiting.append(request)
                 continue
             frames = self._frames(request, buffer)
-            buffer.client, buffer.sent = request.client, self._send(request.client, frames)
+            buffer.client, buffer.sent = request.client.name, self._send(request.client, frames)
 
     def _buffer(self, client: bytes) -> _Buffer | None:
         """A buffer for this client; None if it has enough, or none is free.
@@ -313,6 +369,8 @@ class Serving:
 
     def _frames_of(self, service: Service, request: _Request, buffer: _Buffer) -> list[Any]:
         head = request.head
+        if head.operation is Operation.KEY:
+            raise Malformed("asks for a key where records are")
         if head.operation is Operation.CLEAR:
             said = _cleared(service, messages.parse_words(head, request.frames))
             return messages.words_answer(head, service.cache, said)
@@ -338,14 +396,19 @@ class Serving:
         missing = np.where(good, FULL, ABSENT)
         return WireRecords(np.where(there, 0, missing), np.zeros(len(ids), np.int64), nothing, nothing)
 
-    def _refuse(self, client: bytes, frames: list[Any] | None) -> None:
+    def _refuse(self, client: _Client, frames: list[Any] | None) -> None:
         self.served.refused += 1
         if frames is not None:
             self._send(client, frames)
 
-    def _send(self, client: bytes, frames: list[Any]) -> zmq.MessageTracker | None:
-        """Send, or drop what the client does not read; returns what tells when the answer has left."""
-        frames = [client, *frames]
+    def _send(self, client: _Client, frames: list[Any]) -> zmq.MessageTracker | None:
+        """Send, or drop what the client does not read; returns what tells when the answer has left.
+
+        Records are sealed where they lie: in a buffer, or in memory of their own.
+        """
+        if client.sealing is not None:
+            frames = client.sealing.seal(frames, overwrite=True)
+        frames = [client.name, *frames]
         with contextlib.suppress(zmq.ZMQError):
             # One by one: of many parts sent at once, pyzmq tracks the last one alone.
             more = [zmq.SNDMORE] * (len(frames) - 1) + [0]

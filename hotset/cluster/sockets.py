@@ -1,11 +1,12 @@
 """Sockets and keys: what both ends of a connection between machines set alike, and which clients are let in.
 
 Every machine has a pair of keys. A server lets in only the public keys that it was told of, and a client
-knows the server's public key, so each end is sure of the other. What passes between them is encrypted, and
-cannot be replayed, as CURVE numbers it (https://rfc.zeromq.org/spec/26/). Without keys (None) any process
-that reaches the address may ask: for networks that encrypt by themselves.
+knows the server's public key, so each end is sure of the other (CURVE, https://rfc.zeromq.org/spec/26/). Over
+such a connection a client only gets what it needs for another one, on which records pass, sealed
+(:mod:`hotset.cluster.sealing`); there a password keeps strangers from sending anything. Without keys (None)
+any process that reaches the address may ask: for networks that encrypt by themselves.
 
-Whether a key is allowed is asked at one address of a context, for all of its sockets (ZAP,
+Whether a key or a password is right is asked at one address of a context, for all of its sockets (ZAP,
 https://rfc.zeromq.org/spec/27/); the serving thread answers there.
 
 Heartbeats bound what the dead and the stopped hold: a connection that is silent for `SILENCE` is closed, and
@@ -15,7 +16,7 @@ what was waiting to be sent over it is freed.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import zmq
@@ -23,8 +24,20 @@ from zmq.utils import z85
 
 from hotset.cluster.membership import Keys
 from hotset.cluster.protocol import LARGEST
+from hotset.cluster.sealing import Credentials
 
-__all__ = ["SILENCE", "SPARE", "ZapAuthenticator", "close", "open_socket", "require_descriptors"]
+__all__ = [
+    "SILENCE",
+    "SPARE",
+    "ZapAuthenticator",
+    "ask_by_curve",
+    "ask_by_password",
+    "close",
+    "open_socket",
+    "require_descriptors",
+    "serve_by_curve",
+    "serve_by_password",
+]
 
 # Milliseconds. One is asked for often enough that two of them may get lost.
 SILENCE = 1500
@@ -35,14 +48,13 @@ _HANDSHAKE = 2000
 _ZAP = "inproc://zeromq.zap.01"
 
 
-def open_socket(context: zmq.Context[Any], kind: int, keys: Keys | None, server: bytes | None) -> Any:
-    """Make a socket that closes at once, takes no frame over ``LARGEST``, and has its keys.
+def open_socket(context: zmq.Context[Any], kind: int, address: str) -> Any:
+    """Make a socket that closes at once, and takes no frame over ``LARGEST``.
 
     Args:
         context: of this process.
         kind: ``zmq.ROUTER`` serves, ``zmq.DEALER`` asks.
-        keys: this machine's; None: without.
-        server: public key of the server that a DEALER asks.
+        address: that it is for; says whether it is one of IPv6.
     """
     socket: Any = context.socket(kind)
     socket.linger = 0
@@ -50,15 +62,37 @@ def open_socket(context: zmq.Context[Any], kind: int, keys: Keys | None, server:
     socket.heartbeat_ivl = _HEARTBEAT
     socket.heartbeat_timeout = SILENCE
     socket.handshake_ivl = _HANDSHAKE
-    if keys is not None:
-        socket.curve_publickey, socket.curve_secretkey = keys
-        if kind == zmq.ROUTER:
-            socket.curve_server = True
-            # Fail closed: without an answer from the authenticator no client is let in.
-            socket.zap_domain, socket.zap_enforce_domain = b"hotset", True
-        else:
-            socket.curve_serverkey = server
+    socket.ipv6 = "[" in address
     return socket
+
+
+def serve_by_curve(socket: Any, keys: Keys) -> None:
+    """Let in clients whose public keys are allowed."""
+    socket.curve_publickey, socket.curve_secretkey = keys
+    socket.curve_server = True
+    _ask_first(socket)
+
+
+def ask_by_curve(socket: Any, keys: Keys, server: bytes | None) -> None:
+    """Connect to none but the server with this public key."""
+    socket.curve_publickey, socket.curve_secretkey = keys
+    socket.curve_serverkey = server
+
+
+def serve_by_password(socket: Any) -> None:
+    """Let in clients that were given credentials."""
+    socket.plain_server = True
+    _ask_first(socket)
+
+
+def ask_by_password(socket: Any, credentials: Credentials) -> None:
+    """Connect with these."""
+    socket.plain_username, socket.plain_password = credentials.connection, credentials.password
+
+
+def _ask_first(socket: Any) -> None:
+    # Fail closed: without an answer from the authenticator no client is let in.
+    socket.zap_domain, socket.zap_enforce_domain = b"hotset", True
 
 
 def require_descriptors() -> None:
@@ -92,23 +126,33 @@ class ZapAuthenticator:
     Args:
         context: whose sockets it is for; a context has one authenticator.
         allowed: public keys that are let in; looked at anew with each connection.
+        admits: whether a name and a password are right.
 
     Attributes:
         socket: to be polled; if there is something, :meth:`admit`.
         strangers: connections that were not let in.
     """
 
-    def __init__(self, context: zmq.Context[Any], allowed: Collection[bytes]) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        allowed: Collection[bytes],
+        admits: Callable[[bytes, bytes], bool],
+    ) -> None:
         self._allowed = allowed
+        self._admits = admits
         self.strangers = 0
         self.socket: Any = context.socket(zmq.REP)
         self.socket.bind(_ZAP)
 
     def admit(self) -> None:
-        """Answer a request of ZAP, whose last frame is the public key."""
+        """Answer a request of ZAP, whose last frames are the public key, or name and password."""
         version, number, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
-        key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
-        known = key in self._allowed
+        known = False
+        if mechanism == b"CURVE" and len(credentials) == 1:
+            known = z85.encode(credentials[0]) in self._allowed
+        elif mechanism == b"PLAIN" and len(credentials) == 2:
+            known = self._admits(*credentials)
         self.strangers += not known
         code, text = (b"200", b"OK") if known else (b"400", b"a key that is not allowed")
-        self.socket.send_multipart([version, number, code, text, key, b""])
+        self.socket.send_multipart([version, number, code, text, b"", b""])

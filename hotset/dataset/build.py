@@ -15,6 +15,7 @@ import contextlib
 import difflib
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -196,10 +197,10 @@ def cache(
         it is an iterable one.
 
     Raises:
-        ArgumentError: the dataset is empty, or is an iterator that ends for good; a transform cannot be
-            called;
-            ``cut`` is not between 0 and the number of transforms; the folder above ``spill`` does not exist;
-            ``concurrency`` is below 1 or above 1,024; or two arguments are given that do not go together.
+        ArgumentError: the dataset is empty, several by name, or an iterator that ends for good; a transform
+            cannot be called; ``cut`` is not between 0 and the number of transforms; the folder above
+            ``spill`` does not exist; ``concurrency`` is below 1 or above 1,024; or two arguments are given
+            that do not go together.
         SessionError: there is no such session.
         ClusterError: Ray is not installed, or no Ray cluster can be reached.
         QuantityError: ``memory`` is not an amount of memory.
@@ -222,6 +223,7 @@ def cache(
             f"window= must be a hotset.Window, got {window!r}; write "
             f"window=hotset.Window(resident={window!r})."
         )
+    _require_one(dataset)
     _check_arguments(session, window, spill, cluster, replicate)
     _check_concurrency(concurrency, window)
     spill = checked_folder(spill)
@@ -243,6 +245,16 @@ def cache(
         return CachedDataset(dataset, maker)
     _check_stream(arguments)
     return CachedStream(dataset, maker)
+
+
+def _require_one(dataset: Any) -> None:
+    """Refuse several datasets by name, as Hugging Face's ``load_dataset`` returns them without ``split=``."""
+    names = list(itertools.islice(dataset, 4)) if isinstance(dataset, Mapping) else []
+    if names and all(isinstance(name, str) for name in names):
+        raise ArgumentError(
+            f"dataset must be one dataset, got {type(dataset).__name__} with {', '.join(map(repr, names))}; "
+            f"give one of them: hotset.cache(datasets[{names[0]!r}])."
+        )
 
 
 def _check_stream(arguments: dict[str, Any]) -> None:

@@ -200,7 +200,7 @@ def test_nor_do_messages_that_are_almost_right(data: st.DataObject, kind: str, c
     ("at", "value", "why"),
     [
         (0, b"nonsense", "no message of hotset's"),
-        (8, b"\x02\x00", "version 2 .* version 1: install"),
+        (8, b"\x01\x00", "version 1 .* version 2: install"),
         (10, b"\x07", "names an operation, 0x7"),
         (10, b"\x81", "names an operation, 0x81"),
         (11, b"\x01", "names a status, 1"),

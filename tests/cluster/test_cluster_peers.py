@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from hotset.cluster import server as serving  # noqa: E402
 from hotset.cluster.client import Answer, Peer, PeerClients, PendingRequest  # noqa: E402  # noqa: E402
 from hotset.cluster.membership import Keys  # noqa: E402
 from hotset.cluster.protocol import Operation, Status  # noqa: E402
+from hotset.cluster.sealing import Credentials, GivenKeys, Sealing  # noqa: E402
 from hotset.cluster.server import Served, Serving  # noqa: E402
 from hotset.cluster.sockets import SPARE  # noqa: E402
 from hotset.cluster.store_service import StoreService, cache_of  # noqa: E402
@@ -274,6 +276,113 @@ def test_strangers_get_nothing() -> None:
         assert served.strangers >= 1, "it tries again until it is told"
 
 
+@contextlib.contextmanager
+def relayed(path: Path, change: Callable[[bytes], bytes]) -> Iterator[None]:
+    """Servers that are made meanwhile send their clients through somebody who writes down what passes for
+    records, and changes what the server sends.
+    """
+    give = GivenKeys.give
+
+    def pump(source: socket.socket, to: socket.socket, change: Callable[[bytes], bytes]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                with path.open("ab") as seen:
+                    seen.write(data)
+                to.sendall(change(data))
+
+    def relay(listener: socket.socket, port: int) -> None:
+        while True:
+            near = listener.accept()[0]
+            far = socket.create_connection((HERE, port))
+            for arguments in ((near, far, bytes), (far, near, change)):
+                threading.Thread(target=pump, args=arguments, daemon=True).start()
+
+    def giving(keys: GivenKeys, port: int) -> Credentials:
+        listener = socket.create_server((HERE, 0))
+        threading.Thread(target=relay, args=(listener, port), daemon=True).start()
+        return give(keys, listener.getsockname()[1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GivenKeys, "give", giving)
+        yield
+
+
+def test_nothing_of_a_record_can_be_seen_on_its_way(tmp_path: Path) -> None:
+    cache = Fake(width=4000).cache
+    with (
+        relayed(tmp_path / "seen", bytes),
+        machine(fake(Fake(width=4000))) as other,
+        asker(other.endpoint) as peer,
+    ):
+        assert gets(peer, cache, 1, 2, 3)
+    seen = (tmp_path / "seen").read_bytes()
+    assert len(seen) > 3 * 4000
+    for known in (bytes([2]) * 16, FINGERPRINT, b"hotpeer", ids(1, 2, 3).tobytes()):
+        assert known not in seen
+
+
+def test_a_sealed_answer_that_is_changed_is_not_taken(tmp_path: Path) -> None:
+    def change(data: bytes) -> bytes:
+        middle = len(data) // 2  # in the rows
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if middle > 1000 else data
+
+    cache = Fake(width=4000).cache
+    with (
+        relayed(tmp_path / "seen", change),
+        machine(fake(Fake(width=4000))) as other,
+        asker(other.endpoint) as peer,
+    ):
+        refuses(peer, cache, "sends what it has not sealed for this process")
+
+
+def test_strangers_get_nothing_where_records_are_served() -> None:
+    """Without a password, with one that was overheard, and with a request that was overheard."""
+    cache = Fake().cache
+    told: Any = multiprocessing.SimpleQueue()
+    give = GivenKeys.give
+
+    def giving(keys: GivenKeys, port: int) -> Credentials:
+        drawn = give(keys, port)
+        told.put(tuple(drawn))
+        return drawn
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GivenKeys, "give", giving)
+        with machine(fake()) as other, asker(other.endpoint) as peer:
+            assert gets(peer, cache, 1)
+            credentials = Credentials(*told.get())
+            context: Any = zmq.Context()
+            bare, guessing, inside = raws = [context.socket(zmq.DEALER) for _ in range(3)]
+            sockets.ask_by_password(guessing, credentials._replace(password=bytes(16)))
+            sockets.ask_by_password(inside, credentials)
+            # What the peer itself has sent, as it was the first on this connection.
+            overheard = Sealing(credentials, serves=False).seal(messages.get(1, cache, ids(1)))
+            for raw in raws:
+                raw.linger = 0
+                raw.connect(f"tcp://{HERE}:{credentials.port}")
+                raw.send_multipart(messages.get(1, cache, ids(1)))
+                raw.send_multipart(overheard)
+            assert eventually(lambda: other.served.refused == 2 and other.served.strangers >= 1)
+            assert not inside.poll(50)
+            assert not bare.poll(0)
+            assert not guessing.poll(0)
+            for raw in raws:
+                raw.close()
+            context.term()
+            assert gets(peer, cache, 2, 3), "it goes on with whoever has the key"
+            assert other.served.requests == 2
+
+
+def test_what_is_asked_before_there_is_a_key_is_answered() -> None:
+    cache = Fake().cache
+    with machine(fake()) as other, asker(other.endpoint) as peer:
+        tickets = [peer.ask(cache, ids(number)) for number in range(10)]
+        for number, ticket in enumerate(tickets):
+            answer, rows = wait(ticket)
+            assert answer.present.all()
+            assert (rows[0, 24:] == number).all()
+
+
 def test_it_is_bound_to_the_one_address() -> None:
     with machine(fake(address="127.0.0.5")) as other:
         assert other.endpoint.startswith("tcp://127.0.0.5:")
@@ -304,8 +413,8 @@ def test_another_fingerprint_and_another_layout_are_refused() -> None:
 
 def test_another_version_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     with machine(fake()) as other, asker(other.endpoint) as peer:
-        monkeypatch.setattr(messages, "VERSION", 2)
-        refuses(peer, Fake().cache, "speaks version 1 of hotset's messages, and this process version 2")
+        monkeypatch.setattr(messages, "VERSION", 3)
+        refuses(peer, Fake().cache, "speaks version 2 of hotset's messages, and this process version 3")
         assert other.served.requests == 0
 
 
@@ -419,7 +528,7 @@ def flip(frame: int, at: int) -> Change:
     ("change", "why"),
     [
         (flip(0, 0), "no message of hotset's"),
-        (flip(0, 8), "speaks version 0"),
+        (flip(0, 8), "speaks version 3"),
         (flip(0, 10), "names an operation|was not asked"),
         (flip(0, 12), "was not asked"),
         (flip(0, 24), "was not asked"),

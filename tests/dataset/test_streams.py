@@ -588,6 +588,13 @@ class TestOtherSamples:
 
 
 class TestWrongInput:
+    @pytest.mark.parametrize("one", [Numbers(3), [1, 2, 3]])
+    def test_several_datasets_by_name(self, one: Any) -> None:
+        with pytest.raises(
+            hotset.ArgumentError, match=r"one dataset, got dict with 'train', 'test'; .*\['train'\]"
+        ):
+            hotset.cache({"train": one, "test": one}, memory="1MiB")
+
     def test_nothing(self) -> None:
         with pytest.raises(hotset.ArgumentError, match="must give at least one sample, got none"):
             hotset.cache(Nothing(), memory="1MiB")
