@@ -235,10 +235,12 @@ class CachedStream(Dataset[T], Generic[T]):
         own = _own_parts(parts) if rest else None
         if parts is not None and own is not None:
             rank = own.start // parts.division[1]
-        number = 0
+        number, division = 0, parts.division if parts is not None else (0, 0)
         if parts is not None and not rest and not replay and self._begin(parts, ranks, max(workers, 1)):
-            number = parts.new_pass()
-        return StreamRecording(self._dataset, self._cached, rank, number, rest=rest, group=group)
+            number, division = parts.new_pass(), (ranks, max(workers, 1))
+        return StreamRecording(
+            self._dataset, self._cached, rank, number, rest=rest, group=group, division=division
+        )
 
     def _begin(self, parts: StreamParts, ranks: int, workers: int) -> bool:
         """Prepare the parts for a pass by so many workers; False if it cannot be recorded."""
@@ -563,13 +565,22 @@ class StreamRecording(IterableDataset[Any]):
         number: of the pass, which records (:meth:`StreamParts.new_pass`); 0 to record nothing.
         rest: whether to leave out what is recorded.
         group: how many samples the loader collects before it makes a batch of them.
+        division: how many ranks, and workers in each, divide the samples in this pass.
 
     Attributes:
         silent: whether to give numbers in place of samples, as only the recording is wanted.
     """
 
     def __init__(
-        self, dataset: Any, cached: CachedDataset[Any], rank: int, number: int, *, rest: bool, group: int
+        self,
+        dataset: Any,
+        cached: CachedDataset[Any],
+        rank: int,
+        number: int,
+        *,
+        rest: bool,
+        group: int,
+        division: tuple[int, int],
     ) -> None:
         self.dataset = dataset
         self.silent = False
@@ -578,6 +589,7 @@ class StreamRecording(IterableDataset[Any]):
         self._number = number
         self._rest = rest
         self._group = group
+        self._division = division
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -589,7 +601,7 @@ class StreamRecording(IterableDataset[Any]):
             return
         group = 1 if source.live else self._group
         part = self._rank * workers + worker
-        recorder = _PartRecorder(store, source, self.dataset, part, self._number, group)
+        recorder = _PartRecorder(store, source, self.dataset, part, self._number, group, self._division)
         try:
             for number, value in enumerate(_values(source, samples)):
                 if not number:
@@ -640,22 +652,36 @@ class _PartRecorder:
         part: the number of the part.
         number: of the pass; 0 to record nothing.
         group: how many samples are given before one may be changed.
+        division: of the pass, by which the part is numbered. Another pass, with other workers, may have
+            divided the stream anew since this one was begun: then the number means another part now.
 
     Attributes:
         parts: how far all parts are recorded.
         records: whether to record: not if another process records this part, nor beyond what can be kept.
     """
 
-    def __init__(self, store: Store, source: Any, stream: Any, part: int, number: int, group: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        source: Any,
+        stream: Any,
+        part: int,
+        number: int,
+        group: int,
+        division: tuple[int, int],
+    ) -> None:
         self.parts = StreamParts(store)
         self.part = part
-        self.records = number > 0 and self.parts.own(part, number)
+        # In this order: who divides the stream anew clears the store before.
+        generation = store.clear_generation()
+        is_current = generation is not None and self.parts.division == division
+        self.records = is_current and number > 0 and self.parts.own(part, number)
         self._number = number
         self._store = store
         self._group = group
         self._held: list[Any] = []
         self._kept = int(self.parts.kept[part]) if part < self.parts.count else 0
-        self._generation = store.clear_generation()
+        self._generation = generation if is_current else None  # None: nothing to do with what is recorded
         self._position = 0
         self._about = store.segment.metadata
         self._watched = [source.prefix] if source.prefix else []
@@ -679,10 +705,20 @@ class _PartRecorder:
             return True
         return self._generators is not None and self._generators.any_moved
 
+    @property
+    def _is_current(self) -> bool:
+        """Whether what is recorded has not been cleared since this run was begun."""
+        return self._generation is not None and self._store.clear_generation() == self._generation
+
+    @property
+    def _owns(self) -> bool:
+        """Whether this pass still records this part."""
+        return self._is_current and self.parts.owns(self.part, self._number)
+
     def take(self, value: Any) -> bool:
         """Take the next sample; return whether it was recorded before."""
         position, self._position = self._position, self._position + 1
-        if self._store.clear_generation() != self._generation:
+        if not self._is_current:
             self.records = False  # recorded anew by others meanwhile
             return False
         if position < self._kept:
@@ -709,7 +745,7 @@ class _PartRecorder:
     def flush(self) -> None:
         """Record the samples that were taken last."""
         held, self._held = self._held, []
-        self.records = self.records and self.parts.owns(self.part, self._number)
+        self.records = self.records and self._owns
         if not held or not self.records:
             return
         if self._drew:
@@ -723,6 +759,9 @@ class _PartRecorder:
             self.parts.use(ids[-1] + 1)
         mismatches = len(store.filler.mismatches)
         self._insert(dict(zip(ids, held, strict=False)))
+        if not self._owns:  # divided anew meanwhile: this part's row is another's now
+            self.records = False
+            return
         absent = np.flatnonzero(store.segment.index[np.array(ids, np.int64)] < PRESENT) if ids else [0]
         kept = int(absent[0]) if len(absent) else len(ids)
         self._kept = first + kept
@@ -739,7 +778,7 @@ class _PartRecorder:
         storing these very samples now: wait for it, or for its end.
         """
         store, ids = self._store, np.fromiter(samples, np.int64)
-        store.insert(samples)
+        store.insert(samples, self._generation)
         until, waited = time.monotonic() + _TAKE_OVER_SECONDS, False
         while time.monotonic() < until:
             words = store.segment.index[ids]
@@ -749,7 +788,7 @@ class _PartRecorder:
             waited = True
             time.sleep(1e-3)
         if waited or claimed:
-            store.insert(samples)
+            store.insert(samples, self._generation)
 
     def _stop(self, why: int) -> None:
         self.parts.stop(self.part, why)
@@ -765,8 +804,7 @@ class _PartRecorder:
     def end(self) -> None:
         """The part has ended."""
         self.flush()
-        is_mine = self._number > 0 and self.parts.owns(self.part, self._number)
-        if is_mine and self._store.clear_generation() == self._generation:
+        if self._number > 0 and self._owns:
             self.parts.end(self.part, self._position)
 
 

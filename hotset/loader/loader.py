@@ -219,7 +219,8 @@ class DataLoader(TorchDataLoader[T]):
             size = self.batch_size or 1
             batches_of_torch = self._torch_iterator()
             sizes = self._recorded.sizes if self._recorded is not None else None
-            return TorchBatches(batches_of_torch, run, sizes, size, summary, ended=ended)
+            measured = self.batch_size is not None and self.collate_fn is default_collate
+            return TorchBatches(batches_of_torch, run, sizes, size, summary, ended=ended, measured=measured)
         batches_of_cache = self._from_cache(route, run, batches, summary)
         if self._stream is None or not self._stream._has_rest:
             return batches_of_cache

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -451,6 +451,8 @@ class TorchBatches:
         sizes: of the batches that were made and not handed over yet, as far as they are known; where they
             are not, as in the first pass over a stream, a batch counts as full.
         size: how many samples a full batch has.
+        measured: whether the summary takes the size of such a batch from the batch, as torch's own
+            ``default_collate`` has made it; the pass, and so its state, counts it as full all the same.
         summary: counts batches, samples and waiting.
         skip: how many batches were consumed already.
         ended: called at the end of the pass.
@@ -465,10 +467,13 @@ class TorchBatches:
         summary: EpochSummary,
         skip: int | None = None,
         ended: Callable[[], None] | None = None,
+        *,
+        measured: bool = False,
     ) -> None:
         self._batches = batches
         self._run = run
         self._sizes = sizes
+        self._measured = measured and sizes is None
         self._size = size
         self._summary = summary
         self._ended = ended
@@ -501,7 +506,8 @@ class TorchBatches:
             raise
         samples = self._samples()
         self._run.count(samples)
-        self._summary._count(samples, time.perf_counter() - start)
+        in_batch = _rows(batch) if self._measured else samples
+        self._summary._count(in_batch, time.perf_counter() - start)
         return batch
 
     def __len__(self) -> int:
@@ -509,6 +515,16 @@ class TorchBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
+
+
+def _rows(batch: Any) -> int:
+    """How many samples are in a batch of ``default_collate``: the length of the first thing in it."""
+    while isinstance(batch, (Mapping, list, tuple)) and batch:
+        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+        if isinstance(first, (str, bytes)):  # these are collected in a list
+            return len(batch)
+        batch = first
+    return len(batch)
 
 
 class FollowedBy:

@@ -185,7 +185,7 @@ class Filler:
         alone = self._threads <= {threading.get_ident()}
         return self.claims.take(missing, self._chunk, alone=alone)
 
-    def insert(self, samples: dict[int, Any]) -> None:
+    def insert(self, samples: dict[int, Any], generation: int | None) -> None:
         """See :meth:`hotset.store.store.Store.insert`."""
         ids = np.fromiter(samples, np.int64)
         ids = ids[self._index.missing(ids)]
@@ -194,6 +194,9 @@ class Filler:
         stored: set[int] = set()
         try:
             taken = np.concatenate([self.claims.own(ids), self.claims.take(ids, len(ids))])
+            now = int(self._participant.segment.live[Live.CLEAR_GENERATION])
+            if generation not in (None, now):  # looked at under the claims: a clear waits for these
+                return
             self._store({sample: samples[sample] for sample in taken.tolist()}, stored)
         finally:
             self.claims.release(_without(ids, np.fromiter(stored, np.int64)))

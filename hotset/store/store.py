@@ -212,15 +212,17 @@ class Store:
             self._clearing.finish()
         return self.filler.fill(ids, read, keep)
 
-    def insert(self, samples: dict[int, Any]) -> None:
-        """Store samples that came from another machine, where there is room and no process is reading them.
+    def insert(self, samples: dict[int, Any], generation: int | None = None) -> None:
+        """Store samples that came from another machine, or from a stream, where there is room and no process
+        is reading them.
 
         Args:
             samples: by sample id; as the source and its prefix give them, or packed: see
                 :func:`hotset.store.irregular_records.prepare`.
+            generation: the clear generation for which these ids hold; None for any.
         """
         if self.clear_generation() is not None:
-            self.filler.insert(samples)
+            self.filler.insert(samples, generation)
 
     # ---- reading -------------------------------------------------------------------------------------
 
