@@ -425,6 +425,7 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
             "batches": 5, "samples": 20, "wall": 0.2, "cpu": 0.1, "collate_cpu": 0.02,
             "decoders": {"cv2.imread": [20, 0.06, 2000.0]},
             "process": {"cpu": [1.0, 1.12], "queued": [0.0, 0.04], "wall": [0.0, 9.0], "rchar": [0, 400]},
+            "memory": [[1.0, 40e6], [6.0, 50e6]],
         },
     }  # fmt: skip
     for number, content in enumerate((main, worker, {**worker, "pid": 3})):
@@ -437,6 +438,7 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
     assert found.fetch == pytest.approx(Fetch(0.005, (0.2 - 0.1 - 0.04) / 20, 0.001, 0.0001))
     assert found.decoders == (Decoder("cv2.imread", 1.0, 0.003, 100.0),)
     assert found.read_bytes == pytest.approx(20)
+    assert (found.memory, found.growth) == (50e6, 2e6)
     assert read(str(tmp_path / "nothing")) is None
 
 

@@ -211,17 +211,14 @@ class _Fetches:
 
     @property
     def memory(self) -> float | None:
-        sizes = [pair[1] or pair[0] for pair in self._pss()]
+        sizes = [one["memory"][-1][1] for one in self._processes if one["memory"]]
         return statistics.median(sizes) if sizes and self._workers else None
 
     @property
     def growth(self) -> float | None:
         rates = []
-        for one, pair in zip(self._processes, self._pss(), strict=False):
-            begin, end = one["process"]["wall"]
-            if pair[1] is not None and end - begin > 1.0:
-                rates.append((pair[1] - pair[0]) / (end - begin))
+        for one in self._processes:
+            if len(one["memory"]) > 1:
+                (begin, before), (end, after) = one["memory"]
+                rates.append((after - before) / (end - begin))
         return statistics.median(rates) if rates and self._workers else None
-
-    def _pss(self) -> list[tuple[float, float | None]]:
-        return [tuple(one["process"]["pss"]) for one in self._processes if "pss" in one["process"]]

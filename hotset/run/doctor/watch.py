@@ -57,7 +57,7 @@ WATCHED, TRIAL, DONE, PAUSED, OURS, THREADS = "watch-", "trial.json", "done", "p
 INTERRUPTED = "interrupted"
 _TRYING = "trying"
 _WRITE_SECONDS = 0.5
-_MEMORY_SECONDS = 5.0
+_MEMORY_AFTER_SECONDS, _MEMORY_SECONDS = 0.5, 5.0
 _ALONE_STEPS, _ALONE_SHARE = 8, 0.01
 _LEAST_EPOCH_SECONDS = 10.0  # a pass that took as long is enough to judge by
 _LEAST_BATCHES = 3
@@ -79,7 +79,7 @@ class _Clocks(NamedTuple):
         return cls(time.perf_counter(), time.thread_time(), time.process_time())
 
     def since(self, earlier: _Clocks) -> _Clocks:
-        return _Clocks(*(now - then for now, then in zip(self, earlier, strict=True)))
+        return _Clocks(self.wall - earlier.wall, self.thread - earlier.thread, self.process - earlier.process)
 
 
 class _Sums:
@@ -105,7 +105,8 @@ class Fetching:
         self._inside = False  # a fetch
         self._decoding = False
         self._begun: dict[str, float] | None = None
-        self._memory_at = 0.0
+        self._memory: list[tuple[float, float]] = []  # when it was read first, and last, and the bytes
+        self._memory_at = 0.0  # when to read it next
 
     def fetch(self, fetcher: Any, plain: Callable[[Any, Any], Any], indices: Any) -> Any:
         """Call torch's ``fetch`` between two readings of the clocks."""
@@ -125,8 +126,8 @@ class Fetching:
             return
         self.sums.of.clear()
         self.decoders.clear()
-        self._begun = _process_figures(memory=True)
-        self._memory_at = time.monotonic()
+        self._begun = _process_figures()
+        self._memory_at = self._begun["wall"] + _MEMORY_AFTER_SECONDS
 
     def collated(self, cpu: float) -> None:
         self.sums.add(collate_cpu=cpu)
@@ -142,23 +143,33 @@ class Fetching:
         finally:
             self._decoding = False
             taken = time.thread_time() - begin
-        row = self.decoders.setdefault(name, [0.0, 0.0, 0.0])
-        for place, more in enumerate((1.0, taken, float(size(value)))):
-            row[place] += more
+        row = self.decoders.get(name)
+        if row is None:
+            row = self.decoders[name] = [0.0, 0.0, 0.0]
+        row[0] += 1.0
+        row[1] += taken
+        row[2] += size(value)
         return value
 
-    def to_json(self) -> dict[str, Any] | None:
+    def to_json(self, *, last: bool) -> dict[str, Any] | None:
+        """What is known so far.
+
+        Args:
+            last: whether the process ends.
+        """
         if self._begun is None:
             return None
-        memory = time.monotonic() - self._memory_at > _MEMORY_SECONDS
-        if memory:
-            self._memory_at = time.monotonic()
-        now = _process_figures(memory=memory)
+        now = _process_figures()
+        # Not with each batch: the kernel takes milliseconds to say it.
+        if now["wall"] > self._memory_at or (last and not self._memory):
+            self._memory_at = now["wall"] + _MEMORY_SECONDS
+            self._memory = [*self._memory[:1], *((now["wall"], size) for size in _memory())]
         figures = {name: [value, now.get(name)] for name, value in self._begun.items()}
         return {
             **self.sums.of,
             "decoders": self.decoders,
             "process": figures,
+            "memory": self._memory,
         }
 
 
@@ -187,7 +198,7 @@ def _bytes_of_picture(image: Any) -> int:
     return int(image.width) * int(image.height) * len(image.getbands())
 
 
-def _process_figures(*, memory: bool) -> dict[str, float]:
+def _process_figures() -> dict[str, float]:
     """What the kernel says of this process: each figure that it does not say is left out."""
     found: dict[str, float] = {"wall": time.perf_counter(), "cpu": time.process_time()}
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/schedstat") as file:
@@ -197,12 +208,14 @@ def _process_figures(*, memory: bool) -> dict[str, float]:
             name, _, value = line.partition(":")
             if name in ("rchar", "read_bytes"):
                 found[name] = int(value)
-    if memory:
-        with contextlib.suppress(OSError, ValueError), open("/proc/self/smaps_rollup") as file:
-            for line in file:
-                if line.startswith("Pss:"):
-                    found["pss"] = 1024.0 * int(line.split()[1])
     return found
+
+
+def _memory() -> list[float]:
+    """The bytes of this process, where what it shares with others counts in part; empty if unknown."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/smaps_rollup") as file:
+        return [1024.0 * int(line.split()[1]) for line in file if line.startswith("Pss:")]
+    return []
 
 
 # ---- in the process that trains --------------------------------------------------------------------------
@@ -254,7 +267,7 @@ class Loop:
         self._exited: _Clocks | None = None  # when the loop got its last batch; None before a pass's first
         self._entered: _Clocks | None = None  # when it asked for the next
         self._paused: list[int] = []
-        self._paused_at = 0.0
+        self._next_pause = 0.0
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for a batch."""
@@ -301,14 +314,14 @@ class Loop:
 
     def _pause(self, iterator: Any, now: float) -> None:
         """Stop the workers for this step, if it is time for that."""
-        workers = _workers(iterator)
-        if not workers or len(self.steps) < _WARM_UP or len(self.alone) >= _ALONE_STEPS:
+        if now < self._next_pause or len(self.steps) < _WARM_UP or len(self.alone) >= _ALONE_STEPS:
             return
         length = sorted(self.steps)[len(self.steps) // 2]
-        if length > _LONGEST_ALONE_SECONDS or now - self._paused_at < length / _ALONE_SHARE:
-            return
-        self._paused_at, self._paused = now, workers
-        self._ledger.pause(workers)
+        self._next_pause = now + min(length, _LONGEST_ALONE_SECONDS) / _ALONE_SHARE
+        workers = _workers(iterator)
+        if workers and length <= _LONGEST_ALONE_SECONDS:
+            self._paused = workers
+            self._ledger.pause(workers)
 
     def let_go_on(self) -> None:
         """Continue the workers, if they were stopped."""
@@ -440,7 +453,7 @@ class _Process:
         self._tried = self._has_threads = False
         self._is_worker = multiprocessing.parent_process() is not None
         if self._is_worker:  # atexit does not run there
-            multiprocessing.util.Finalize(None, self.write, exitpriority=0)
+            multiprocessing.util.Finalize(None, self.write, kwargs={"last": True}, exitpriority=0)
 
     def fetch(self, fetcher: Any, plain: Callable[[Any, Any], Any], indices: Any) -> Any:
         """A fetch, which whoever trains without workers calls, too."""
@@ -521,7 +534,7 @@ class _Process:
         self._over = True
         for loop, _ in self._loops.values():
             loop.let_go_on()
-        self.write()
+        self.write(last=True)
         main = self._main_settings()
         if main is not None and self._ledger.is_first(_TRYING):
             self._tried = True
@@ -554,10 +567,11 @@ class _Process:
             self._written = now
             self.write()
 
-    def write(self) -> None:
+    def write(self, *, last: bool = False) -> None:
+        """Write what this process has seen; ``last`` as it ends."""
         if os.getpid() != self.pid or self._ledger.has(_TRYING):
             return  # a worker that was stopped for the trial has a fetch as long as that
-        fetching = self.fetching.to_json()
+        fetching = self.fetching.to_json(last=last)
         loops = [loop.to_json() for loop, _ in self._loops.values()]
         if fetching or loops:
             found = {"pid": self.pid, "fetching": fetching, "loops": loops}
@@ -593,13 +607,17 @@ class Observer:
 
     def before(self, iterator: Any) -> None:
         if not _off and not self._is_ours(iterator):
-            with self._given_up_if_it_fails():
+            try:
                 _process(self._options).before(iterator)
+            except Exception as error:
+                self._give_up(error)
 
     def after(self, iterator: Any, seconds: float, failed: bool) -> None:
         if not _off and not self._is_ours(iterator):
-            with self._given_up_if_it_fails():
+            try:
                 _process(self._options).after(iterator, seconds, failed)
+            except Exception as error:
+                self._give_up(error)
 
     def _is_ours(self, iterator: Any) -> bool:
         """Whether it is the iterator by which hotset.DataLoader has its workers: its samples are tasks."""
@@ -609,15 +627,11 @@ class Observer:
             _Ledger(self._options.ledger).write(OURS, "")
         return ours
 
-    @contextlib.contextmanager
-    def _given_up_if_it_fails(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            watch_no_more()
-            ledger = _Ledger(self._options.ledger)
-            ledger.write(TRIAL, json.dumps({"refused": f"{type(error).__name__}: {error}", "loaders": {}}))
-            ledger.write(DONE, "")
+    def _give_up(self, error: Exception) -> None:
+        watch_no_more()
+        ledger = _Ledger(self._options.ledger)
+        ledger.write(TRIAL, json.dumps({"refused": f"{type(error).__name__}: {error}", "loaders": {}}))
+        ledger.write(DONE, "")
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------
