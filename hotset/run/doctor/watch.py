@@ -55,7 +55,7 @@ __all__ = [
 # Files of the ledger.
 WATCHED, TRIAL, DONE, PAUSED, OURS, THREADS = "watch-", "trial.json", "done", "paused-", "ours", "threads"
 INTERRUPTED = "interrupted"
-_TRYING = "trying"
+_TRYING, _MEMORY = "trying", "memory"
 _WRITE_SECONDS = 0.5
 _MEMORY_AFTER_SECONDS, _MEMORY_SECONDS = 0.5, 5.0
 _ALONE_STEPS, _ALONE_SHARE = 8, 0.01
@@ -151,17 +151,21 @@ class Fetching:
         row[2] += size(value)
         return value
 
-    def to_json(self, *, last: bool) -> dict[str, Any] | None:
+    @property
+    def is_unread(self) -> bool:
+        """Whether this process has made batches, and not read its memory."""
+        return self._begun is not None and not self._memory
+
+    def to_json(self, *, memory: bool) -> dict[str, Any] | None:
         """What is known so far.
 
         Args:
-            last: whether the process ends.
+            memory: whether to read this process's memory now, even if that is not due.
         """
         if self._begun is None:
             return None
         now = _process_figures()
-        # Not with each batch: the kernel takes milliseconds to say it.
-        if now["wall"] > self._memory_at or (last and not self._memory):
+        if memory or now["wall"] > self._memory_at:
             self._memory_at = now["wall"] + _MEMORY_SECONDS
             self._memory = [*self._memory[:1], *((now["wall"], size) for size in _memory())]
         figures = {name: [value, now.get(name)] for name, value in self._begun.items()}
@@ -448,7 +452,7 @@ class _Process:
         self._loops: dict[str, tuple[Loop, Settings]] = {}
         self._loop_of: weakref.WeakKeyDictionary[Any, Loop] = weakref.WeakKeyDictionary()
         self._begun: float | None = None  # when the first batch was there
-        self._writes, self._written = 0, 0.0
+        self._written = time.perf_counter()
         self._over = False
         self._tried = self._has_threads = False
         self._is_worker = multiprocessing.parent_process() is not None
@@ -560,10 +564,9 @@ class _Process:
     # The ledger
 
     def write_soon(self) -> None:
-        """Write now if that is due: after the first batches, and then twice a second."""
-        self._writes += 1
+        """Write now if that is due: twice a second."""
         now = time.perf_counter()
-        if self._writes in (2, 4, 8) or now - self._written > _WRITE_SECONDS:
+        if now - self._written > _WRITE_SECONDS:
             self._written = now
             self.write()
 
@@ -571,7 +574,9 @@ class _Process:
         """Write what this process has seen; ``last`` as it ends."""
         if os.getpid() != self.pid or self._ledger.has(_TRYING):
             return  # a worker that was stopped for the trial has a fetch as long as that
-        fetching = self.fetching.to_json(last=last)
+        # Of workers that live shortly one is enough: the kernel takes milliseconds to say their memory.
+        remembers = last and self.fetching.is_unread and self._ledger.is_first(_MEMORY)
+        fetching = self.fetching.to_json(memory=remembers)
         loops = [loop.to_json() for loop, _ in self._loops.values()]
         if fetching or loops:
             found = {"pid": self.pid, "fetching": fetching, "loops": loops}
