@@ -172,9 +172,10 @@ def watched_over_plain(epoch: Callable[[], float], seconds: float) -> list[float
         watch._off = off  # workers are forked at the beginning of each epoch
         return epoch()
 
+    watch._LEAST_EPOCH_SECONDS = float("inf")  # else it would end, and try a cache, within the epochs
     timed(False)
     ratios, begin = [], time.perf_counter()
-    while time.perf_counter() - begin < seconds or len(ratios) < 5:
+    while time.perf_counter() - begin < seconds or len(ratios) < 9:
         first = len(ratios) % 2 == 1
         one, other = timed(first), timed(not first)
         ratios.append(other / one if first else one / other)
