@@ -184,7 +184,7 @@ class Rank:
         here = np.flatnonzero(self._cached._store.present(np.arange(len(self._source)))).tolist()
         quick = Noise(len(self._source), size)
         with hotset.cache(quick, memory=2 * len(here) * size + (8 << 20), key="alone") as alone:
-            alone.supply.fill(np.array(here))
+            alone._access.fill(np.array(here))
             contestants = {
                 name: _rate(hotset.DataLoader(Subset(cached, here), BATCH, shuffle=True), seconds)
                 for name, cached in (("alone", alone), ("with cluster=", self._cached))

@@ -615,14 +615,14 @@ class Observer:
             try:
                 _process(self._options).before(iterator)
             except Exception as error:
-                self._give_up(error)
+                self._end_watching(error)
 
     def after(self, iterator: Any, seconds: float, failed: bool) -> None:
         if not _off and not self._is_ours(iterator):
             try:
                 _process(self._options).after(iterator, seconds, failed)
             except Exception as error:
-                self._give_up(error)
+                self._end_watching(error)
 
     def _is_ours(self, iterator: Any) -> bool:
         """Whether it is the iterator by which hotset.DataLoader has its workers: its samples are tasks."""
@@ -632,7 +632,7 @@ class Observer:
             _Ledger(self._options.ledger).write(OURS, "")
         return ours
 
-    def _give_up(self, error: Exception) -> None:
+    def _end_watching(self, error: Exception) -> None:
         watch_no_more()
         ledger = _Ledger(self._options.ledger)
         ledger.write(TRIAL, json.dumps({"refused": f"{type(error).__name__}: {error}", "loaders": {}}))
