@@ -1,8 +1,9 @@
-"""``hotset doctor`` against what it predicts: twelve trainings, each judged once and then run both ways.
+"""``hotset doctor`` against what it predicts: twelve trainings, each judged and then run both ways.
 
 Each is bound by something else: reading, waiting, decoding, live transforms, collate, the step, with 0 to 4
 workers. What was predicted is compared with the program's own figure of a run without hotset, with a run over
-a cache, and with a sweep over numbers of workers.
+a cache, and with a sweep over numbers of workers. A round does each once; a factor is the median over the
+rounds, because two runs of one program differ too: by how much is told beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,20 @@ _CASES = (
     ("device", 1),
 )
 _SWEEP = (0, 1, 2, 3, 4)
+_ROUNDS = 3
 _PATIENCE = 300.0
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Rates in samples/s: what the doctor said, and what the program then measured."""
+
+    said: float
+    plain: float
+    said_cached: float
+    cached: float
+    named: int
+    sweep: dict[int, float]
 
 
 def doctor(settings: Settings) -> Outcome:
@@ -48,18 +63,22 @@ def doctor(settings: Settings) -> Outcome:
     seconds = 0.5 if settings.quick else 4.0
     now, cached, best, watching, notes = [], [], [], [], []
     for name, workers in cases:
-        one = _case(settings.out / "doctor", name, workers, seconds)
-        now.append(_off(one["judged"]["now"]["samples_per_second"], one["plain"]))
-        cached.append(_off(one["judged"]["cached"]["samples_per_second"] or 0.0, one["cached"]))
-        best.append(max(one["sweep"].values()) / one["sweep"][one["named"]])
-        watching.append(one["watching"])
+        folder = settings.out / "doctor"
+        _rate(folder, name, 0, seconds)  # makes the data
+        rounds = [_round(folder, name, workers, seconds) for _ in range(1 if settings.quick else _ROUNDS)]
+        now.append(statistics.median(_off(one.said, one.plain) for one in rounds))
+        cached.append(statistics.median(_off(one.said_cached, one.cached) for one in rounds))
+        best.append(_short_of_the_best(rounds))
+        watching.append(_watching(_command(folder, name, workers, 2 * seconds)))
         notes.append(
-            f"{name}, {workers} workers: {one['judged']['now']['samples_per_second']:,.0f} said, "
-            f"{one['plain']:,.0f} as it is, {one['watching']:.3f} of the time without clocks; "
-            f"cached {one['judged']['cached']['samples_per_second'] or 0:,.0f} said, "
-            f"{one['cached']:,.0f}; {one['named']} workers named, of the best of the sweep "
-            f"{1 / best[-1]:.2f}"
+            f"{name}, {workers} workers, said / measured: "
+            f"as it is {_pairs((one.said, one.plain) for one in rounds)}, median factor {now[-1]:.2f}; "
+            f"cached {_pairs((one.said_cached, one.cached) for one in rounds)}, "
+            f"median factor {cached[-1]:.2f}; equal runs differ by {_differ(rounds):.2f}; "
+            f"named {', '.join(str(one.named) for one in rounds)} workers, {1 / best[-1]:.2f} of the best; "
+            f"watching {watching[-1]:.3f}"
         )
+        print(notes[-1], file=sys.stderr, flush=True)
     return Outcome(
         [],
         [
@@ -74,6 +93,27 @@ def doctor(settings: Settings) -> Outcome:
     )  # fmt: skip
 
 
+def _pairs(rates: Iterable[tuple[float, float]]) -> str:
+    return ", ".join(f"{said:,.0f} / {measured:,.0f}" for said, measured in rates)
+
+
+def _short_of_the_best(rounds: list[_Round]) -> float:
+    """The best of the sweep over the number most often named, each the median of its rounds."""
+    named = statistics.mode(one.named for one in rounds)
+    counts = set.intersection(*(set(one.sweep) for one in rounds)) | {named}
+    speeds = {
+        count: statistics.median(one.sweep[count] for one in rounds if count in one.sweep) for count in counts
+    }
+    return max(speeds.values()) / speeds[named]
+
+
+def _differ(rounds: list[_Round]) -> float:
+    """The fastest over the slowest of runs that are equal, of those as it is and of those with a cache."""
+    return max(
+        max(rates) / min(rates) for rates in ([one.plain for one in rounds], [one.cached for one in rounds])
+    )
+
+
 def _worst(factors: list[float]) -> Spread:
     """All must be below the bound: the greatest counts."""
     return Spread(max(factors), min(factors), max(factors))
@@ -83,37 +123,29 @@ def _off(said: float, measured: float) -> float:
     return max(said / measured, measured / said) if said and measured else float("inf")
 
 
-def _case(folder: Path, name: str, workers: int, seconds: float) -> dict[str, Any]:
-    def rate(count: int, *more: str) -> float:
-        return float(json.loads(_run(_command(folder, name, count, seconds) + [*more]))["rate"])
-
-    rate(0)  # makes the data
-    plain = [rate(workers)]
-    watched = _command(folder, name, workers, 1e6)
-    hotset = [
-        sys.executable,
-        "-m",
-        "hotset",
-        "doctor",
-        "--json",
-        "--seconds",
-        str(2 * seconds),
-        "--",
-        *watched,
-    ]
-    judged = json.loads(_run(hotset))
-    plain.append(rate(workers))
-    plain.append(rate(workers))
+def _round(folder: Path, name: str, workers: int, seconds: float) -> _Round:
+    plain = [_rate(folder, name, workers, seconds)]
+    judged = _judged(folder, name, workers, seconds)
+    plain += [_rate(folder, name, workers, seconds) for _ in range(2)]
     named = judged["num_workers"]["best"]
-    sweep = {count: rate(count) for count in {*_SWEEP, named}}
-    return {
-        "judged": judged,
-        "plain": statistics.median(plain),
-        "watching": _watching(_command(folder, name, workers, 2 * seconds)),
-        "cached": rate(workers, "--cached"),
-        "named": named,
-        "sweep": sweep,
-    }
+    return _Round(
+        judged["now"]["samples_per_second"],
+        statistics.median(plain),
+        judged["cached"]["samples_per_second"] or 0.0,
+        _rate(folder, name, workers, seconds, "--cached"),
+        named,
+        {count: _rate(folder, name, count, seconds) for count in sorted({*_SWEEP, named})},
+    )
+
+
+def _rate(folder: Path, name: str, workers: int, seconds: float, *more: str) -> float:
+    return float(json.loads(_run(_command(folder, name, workers, seconds) + [*more]))["rate"])
+
+
+def _judged(folder: Path, name: str, workers: int, seconds: float) -> dict[str, Any]:
+    doctor = [sys.executable, "-m", "hotset", "doctor", "--json", "--seconds", str(2 * seconds), "--"]
+    judged: dict[str, Any] = json.loads(_run(doctor + _command(folder, name, workers, 1e6)))
+    return judged
 
 
 def _watching(command: list[str]) -> float:
@@ -121,7 +153,7 @@ def _watching(command: list[str]) -> float:
     with tempfile.TemporaryDirectory() as ledger:
         environment = watched_environment(WatchOptions(ledger, 1e6), os.environ)
         ratios = json.loads(_run([*command, "--watching"], environment))["ratios"]
-    return statistics.median(ratios)
+    return float(statistics.median(ratios))
 
 
 def _command(folder: Path, name: str, workers: int, seconds: float) -> list[str]:
