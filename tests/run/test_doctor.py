@@ -43,6 +43,19 @@ if __name__ == "__main__":
 """
 
 
+# A worker takes longer for its second and third batch.
+STARTING = """
+from torch.utils.data import default_collate
+made = 0
+def collate(samples):
+    global made
+    made += 1
+    time.sleep(0.1 if made in (2, 3) else 0.0)
+    return default_collate(samples)
+
+"""
+
+
 def training(pause: float = 0.001, epochs: int = 2, workers: int = 0, more: str = "") -> str:
     return TRAINING.format(pause=pause, epochs=epochs, workers=workers, more=more)
 
@@ -77,6 +90,13 @@ class TestCommand:
         for one in found["advice"]:
             assert one["line"]
             assert one["gain"] >= 1.05
+
+    def test_what_new_workers_begin_with_counts_as_often_as_the_program_has_new_workers(self) -> None:
+        program = training(workers=1).replace("class Rows", STARTING + "class Rows")
+        program = program.replace("num_workers=1", "num_workers=1, collate_fn=collate")
+        found, _ = judged(program)
+        # An epoch is 16 batches of 4; after the first, 0.2 s more are in each that new workers begin.
+        assert found["cached"]["samples_per_second"] <= 15 * 4 / 0.2
 
     def test_a_long_program_is_ended(self) -> None:
         begin = time.monotonic()

@@ -12,7 +12,9 @@ the program's own workers stopped, and writes one dictionary:
             has workers
 ==========  ==============================================================================================
 
-A loader's rate is measured over a second, from when each of its workers has given a batch.
+A loader's rate is measured over a second or two, in passes as long as the program's own, without the first
+batch of each worker. What else a pass begins with counts as it does in the program: new workers touch the
+memory of their first batches for the first time, which is a third of a short pass over large samples.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +45,7 @@ from hotset.units import format_seconds
 __all__ = ["in_fork"]
 
 _PATIENCE_SECONDS = 60.0
-_FILL_SECONDS, _RATE_SECONDS = 3.0, 1.0
+_FILL_SECONDS, _RATE_SECONDS, _LONGEST_SECONDS = 3.0, 1.5, 5.0
 _LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
 _READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
 _MOST_TRIED = 20_000  # samples
@@ -188,21 +190,20 @@ class _Endless(Sampler[int]):
 
 def _loader(
     kind: Callable[..., Any], dataset: Any, settings: watch.Settings, workers: int, count: int
-) -> Iterator[Any]:
+) -> Iterable[Any]:
     size = settings.batch_size or 1
     more: dict[str, Any] = {"worker_init_fn": settings.worker_init_fn} if workers else {}
-    return iter(
-        kind(
-            dataset,
-            batch_size=size,
-            sampler=_Endless(count, size),
-            num_workers=workers,
-            collate_fn=settings.collate_fn,
-            multiprocessing_context="fork" if workers else None,
-            drop_last=True,
-            **more,
-        )
+    loader: Iterable[Any] = kind(
+        dataset,
+        batch_size=size,
+        sampler=_Endless(count, size),
+        num_workers=workers,
+        collate_fn=settings.collate_fn,
+        multiprocessing_context="fork" if workers else None,
+        drop_last=True,
+        **more,
     )
+    return loader
 
 
 class _Measured(NamedTuple):
@@ -222,11 +223,40 @@ class _Measured(NamedTuple):
     release: float
 
 
-def _rate(batches: Iterator[Any], workers: int, settings: watch.Settings) -> _Measured:
-    for _ in range(max(2, 2 * workers)):
-        next(batches)
+class _Pass(NamedTuple):
+    """What was measured of a pass, or of several: batches, and seconds."""
+
+    batches: int
+    seconds: float
+    cpu: float
+    release: float
+
+
+def _rate(loader: Iterable[Any], workers: int, settings: watch.Settings) -> _Measured:
+    size, passes, begin = settings.batch_size or 1, [], time.perf_counter()
+    while True:
+        batches = iter(loader)
+        passes.append(_pass(batches, workers, settings.batches))
+        count, seconds, cpu, release = (sum(each) for each in zip(*passes, strict=True))
+        if count == 0:
+            raise RuntimeError("the dataset gave no batch when it was tried")
+        enough = seconds >= _RATE_SECONDS and count >= _LEAST_BATCHES
+        if enough or time.perf_counter() - begin >= _LONGEST_SECONDS:
+            break
+    samples = count * size
+    ready = _seconds_if_ready(batches, seconds / count) / size
+    return _Measured(samples / seconds, ready, cpu / samples, release / samples)
+
+
+def _pass(batches: Iterator[Any], workers: int, length: int | None) -> _Pass:
+    """A pass of so many batches, or as many as are needed of one without end."""
+    left_out = watch.left_out(length, workers)
+    for _ in range(left_out):
+        next(batches, None)
     begin, cpu, count, release = time.perf_counter(), _processor_seconds(), 0, 0.0
-    while time.perf_counter() - begin < _RATE_SECONDS or count < _LEAST_BATCHES:
+    while length is None or count < max(length - left_out, 1):
+        if time.perf_counter() - begin >= _RATE_SECONDS and count >= _LEAST_BATCHES:
+            break
         batch = next(batches, None)
         if batch is None:
             break
@@ -234,10 +264,7 @@ def _rate(batches: Iterator[Any], workers: int, settings: watch.Settings) -> _Me
         there = time.perf_counter()
         del batch
         release += time.perf_counter() - there
-    samples = count * (settings.batch_size or 1)
-    seconds, cpu = time.perf_counter() - begin, _processor_seconds() - cpu
-    ready = _seconds_if_ready(batches, seconds / max(count, 1)) / (settings.batch_size or 1)
-    return _Measured(samples / seconds, ready, cpu / samples, release / samples)
+    return _Pass(count, time.perf_counter() - begin, _processor_seconds() - cpu, release)
 
 
 def _seconds_if_ready(batches: Iterator[Any], each: float) -> float:

@@ -49,6 +49,7 @@ __all__ = [
     "Observer",
     "Settings",
     "hooks",
+    "left_out",
     "watch_no_more",
 ]
 
@@ -280,7 +281,7 @@ class Loop:
         self.let_go_on()
         if not iterator._num_yielded:  # of torch's iterators: a pass begins
             self._exited = None
-            self._left_out = _left_out(iterator)
+            self._left_out = left_out(_length(iterator), int(iterator._num_workers))
         elif self._exited is not None:
             self._count_step(now.since(self._exited), paused)
         self._entered = _Clocks.now() if paused else now
@@ -343,14 +344,21 @@ class Loop:
         }
 
 
-def _left_out(iterator: Any) -> int:
-    """How many batches of a pass are left out of the sums: the first of each worker."""
-    workers = int(iterator._num_workers)
+def left_out(length: int | None, workers: int) -> int:
+    """How many batches of a pass are left out of the sums: the first of each worker.
+
+    Args:
+        length: the batches of a pass; None for one without end.
+        workers: the loader's.
+    """
+    return max(1, workers if length is None or length >= 4 * workers else 1)
+
+
+def _length(iterator: Any) -> int | None:
     try:
-        length = len(iterator)
+        return len(iterator)
     except TypeError:
-        length = 1 << 30
-    return max(1, workers if length >= 4 * workers else 1)
+        return None
 
 
 def _workers(iterator: Any) -> list[int]:
@@ -382,6 +390,8 @@ class Settings(NamedTuple):
     batch_size: int | None
     collate_fn: Callable[[Any], Any]
     worker_init_fn: Callable[[int], None] | None
+    batches: int | None
+    """Of a pass with the same workers; None for a pass without end."""
 
     @classmethod
     def of(cls, iterator: Any, facts: dict[str, Any]) -> Settings:
@@ -390,7 +400,8 @@ class Settings(NamedTuple):
         if size is None and iterator._auto_collation:
             size = _DEFAULT_BATCH  # a batch sampler of the user's own
         init = getattr(iterator, "_worker_init_fn", None)
-        return cls(iterator._dataset, facts["workers"], size, collate, init)
+        batches = None if getattr(iterator, "_persistent_workers", False) else _length(iterator)
+        return cls(iterator._dataset, facts["workers"], size, collate, init, batches)
 
 
 class _Ledger:
