@@ -143,11 +143,22 @@ def remove_caches(folder: int, number: int, spill: str | None) -> int:
     return freed
 
 
-def remove_cache(folder: int, file: str) -> int:
-    """Empty a cache, also while processes use it, and remove its file; returns the bytes freed."""
+def remove_cache(folder: int, file: str, spill: str | None = None) -> int:
+    """Empty a cache, also while processes use it, and remove its file; returns the bytes freed.
+
+    Args:
+        folder: the runtime folder.
+        file: the cache's.
+        spill: the folder of its records on disk, which are removed too; None keeps them, or there are none.
+    """
     freed = 0
+    # Emptied for good before its disk goes: a process that looks meanwhile finds no cache without its disk.
     with contextlib.suppress(SegmentError, OSError):
         freed += retire(f"/proc/self/fd/{folder}/{file}")
+    # The disk before the cache's file: a reboot would find it there, and take it for what was kept.
+    if spill is not None:
+        with contextlib.suppress(OSError):
+            freed += remove_spilled(spill, file.removesuffix("cache") + "spill")
     unlink(folder, file)
     return freed
 

@@ -39,7 +39,6 @@ from hotset.session.file_names import (
     is_there,
     member_of,
     remove_cache,
-    remove_spilled,
     runtime,
 )
 from hotset.session.quota import Quota
@@ -173,11 +172,7 @@ def _drop(
         name, size, idle = "", quota.bytes_of(row), time.time() - quota.used_at(row)
         if file is not None:
             name = _name_of(folder, file)
-            # The disk first: without its cache, a file there would be a reboot's to find.
-            if session.spill is not None and not session.persist:
-                with contextlib.suppress(OSError):
-                    remove_spilled(session.spill, file.removesuffix("cache") + "spill")
-            remove_cache(folder, file)
+            remove_cache(folder, file, None if session.persist else session.spill)
         quota.leave(row)
     return [Dropped(name, size, max(idle, 0.0))]
 

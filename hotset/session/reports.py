@@ -300,6 +300,8 @@ def _check(where: str | Address, name: str, owner: str) -> CheckedCache:
             return CheckedCache(name, owner, "dead")
         disk, spilled = _check_spilled(where, segment)
         problems = (*check_segment(segment), *spilled)
+        if problems and live[Live.INVALIDATED] == DESTROYED:  # while it was read here
+            return CheckedCache(name, owner, "dead")
         return CheckedCache(
             str(segment.metadata.get("name", name)),
             owner,

@@ -40,6 +40,7 @@ from hotset.loader import local_batches as local
 from hotset.session import file_names, find_or_create, reports, sessions
 from hotset.session import spill_dirs as spills
 from hotset.session.file_names import retire
+from hotset.session.reclaim import reclaim
 from hotset.session.reports import report
 from hotset.session.session_definition import open_quota
 from hotset.store.format import ROW_MASK, Live
@@ -653,6 +654,24 @@ def test_the_check_knows_what_is_half_destroyed(disk: str, runtime: Path) -> Non
         file.unlink()  # and killed there
     assert [(one.state, one.problems) for one in reports.check_caches()] == [("dead", ())]
     assert sessions.destroy(session) >= 0
+
+
+def test_the_check_takes_no_cache_for_damaged_that_makes_room(
+    monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    session = sessions.create("a", memory=20_000, spill=disk)
+    with hotset.cache(Samples(mapping, N), session="a") as cached:
+        read_all(cached, mapping)
+    assert [one.state for one in reports.check_caches()] == ["ok"]
+    unlink, seen = os.unlink, []
+
+    def looked_at(file: Any, **more: Any) -> None:
+        unlink(file, **more)
+        seen.append((Path(file).suffix, [(one.state, one.problems) for one in reports.check_caches()]))
+
+    monkeypatch.setattr(os, "unlink", looked_at)
+    assert reclaim(session, 1)
+    assert seen == [(".spill", [("dead", ())]), (".cache", [])]
 
 
 @pytest.mark.parametrize("live", [None, halve], ids=["gathered here", "made by workers"])
