@@ -382,16 +382,16 @@ def test_no_amount_is_a_sentence(memory: str) -> None:
 # Crashes
 
 
-@pytest.mark.parametrize("at", ["remove_cache", "remove_spilled", "leave"])
+@pytest.mark.parametrize("at", ["retire", "remove_spilled", "unlink", "leave"])
 def test_who_dies_while_dropping_leaves_nothing_for_good(start: Start, disk: str, at: str) -> None:
     create("--spill", disk)
     run_once(start, 2)
     die = (
         "import os, sys\n"
-        "from hotset.session import reclaim, sessions\n"
+        "from hotset.session import file_names, reclaim, sessions\n"
         "from hotset.session.quota import Quota\n"
         "def die(*_): os._exit(7)\n"
-        f"setattr(Quota if {at!r} == 'leave' else reclaim, {at!r}, die)\n"
+        f"setattr(Quota if {at!r} == 'leave' else file_names, {at!r}, die)\n"
         "reclaim.reclaim(sessions.find('a'), 1)\n"
     )
     assert subprocess.run([sys.executable, "-c", die], timeout=100).returncode == 7
