@@ -78,8 +78,7 @@ class WorkerBatches:
             self._run.over = True
             self._summary._end()
             if not self._persistent:
-                # The workers have ended; a batch that the user keeps must not keep all blocks.
-                self._buffers.rest()
+                self._buffers.rest_between_epochs()  # the workers have ended
             raise
         self._tasks.answered(message)
         report = message.report
@@ -103,4 +102,4 @@ class WorkerBatches:
         # At the interpreter's end anything may be gone, even this module's imports.
         with suppress(Exception):
             self._tasks.recall()
-            self._buffers.rest()
+            self._buffers.rest_between_epochs()

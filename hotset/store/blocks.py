@@ -160,10 +160,14 @@ class BlockPool:
             self._out.discard(number)
             self._free.append(number)
 
-    def trim(self) -> None:
-        """Return the memory of a shared pool's free blocks to the kernel; they can be taken as before."""
+    def trim(self, kept_bytes: int = 0) -> None:
+        """Return the memory of a shared pool's free blocks to the kernel; they can be taken as before.
+
+        Args:
+            kept_bytes: bytes of free blocks that keep their memory: of those that are taken next.
+        """
         self._take_back()
-        for number in list(self._free):
+        for number in self._free[: max(len(self._free) - kept_bytes // self.block_bytes, 0)]:
             self._maps[0].madvise(mmap.MADV_REMOVE, number * self.block_bytes, self.block_bytes)
 
     def retire_lent(self) -> None:

@@ -430,6 +430,59 @@ def test_memory_does_not_grow_from_epoch_to_epoch(loader: DataLoader[Any]) -> No
     assert resident() - before < 10 * N // BATCH * size / 2
 
 
+def _blocks() -> dict[int, int]:
+    """Bytes that each pool of blocks for workers' batches occupies, by its inode."""
+    gc.collect()
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    pools = [os.stat(link) for link in links if os.path.exists(link) and "hotset-blocks" in os.readlink(link)]
+    return {pool.st_ino: pool.st_blocks * 512 for pool in pools}
+
+
+def _drawn(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    return sample[0] + torch.zeros((), dtype=torch.uint8).random_(0, 1), sample[1]
+
+
+@pytest.mark.parametrize("to_the_end", [True, False])
+def test_blocks_stay_between_epochs_and_go_with_the_loader(to_the_end: bool) -> None:
+    """New workers find the last epoch's blocks; a batch that outlives the loader keeps its own alone."""
+    with hotset.cache(Samples(big_image_and_label, N), transform=[_drawn]) as cached:
+        before = _blocks()
+        loader = hotset.DataLoader(cached, batch_size=BATCH, num_workers=2)
+        list(itertools.islice(loader, None if to_the_end else 3))
+        size = BATCH * big_image_and_label(0)[0].nbytes
+        (inode,) = _blocks().keys() - before.keys()
+        assert _blocks()[inode] >= 2 * size
+        iterator = iter(loader)
+        kept = Held(next(iterator))
+        assert _blocks().keys() - before.keys() == {inode}
+        del loader, iterator
+        assert size <= _blocks()[inode] < 2 * size
+        kept.check()
+        del kept
+        assert inode not in _blocks()
+
+
+def test_no_more_than_a_bound_stays_between_epochs() -> None:
+    with hotset.cache(_Large(), transform=[_drawn]) as cached:
+        before = _blocks()
+        loader = hotset.DataLoader(cached, batch_size=2, num_workers=2, prefetch_factor=3)
+        held = list(loader)
+        (inode,) = _blocks().keys() - before.keys()
+        assert _blocks()[inode] > 320 << 20
+        del held
+        for _ in loader:
+            pass
+        assert 0 < _blocks()[inode] <= 256 << 20
+
+
+class _Large(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((16 << 20,), index, dtype=torch.uint8), index
+
+
 def test_ragged_batches_kept_stay_right() -> None:
     with hotset.cache(Samples(ragged, 40)) as cached:
         loader = hotset.DataLoader(cached, batch_size=5, collate_fn=hotset.collate.ragged)

@@ -433,3 +433,15 @@ def test_trimming_gives_memory_of_free_blocks_back_and_leaves_lent_ones_alone() 
     number, view = lent(pool, 9)
     assert view.eq(9).all()
     assert number != 3
+
+
+@pytest.mark.parametrize(("kept_bytes", "blocks"), [(0, 0), (3 * SIZE, 3), (4 * SIZE - 1, 3), (99 * SIZE, 8)])
+def test_trimming_keeps_memory_of_the_blocks_that_are_taken_next(kept_bytes: int, blocks: int) -> None:
+    pool = BlockPool(SIZE, shared=True)
+    made = [lent(pool, value) for value in range(8)]
+    del made
+    pool.trim(kept_bytes)
+    fd = pool.address.fd
+    assert os.fstat(fd).st_blocks * 512 == blocks * SIZE
+    again = [lent(pool, value) for value in range(blocks)]
+    assert os.fstat(fd).st_blocks * 512 == len(again) * SIZE
