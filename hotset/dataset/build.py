@@ -265,15 +265,13 @@ def _check_stream(arguments: dict[str, Any]) -> None:
     for name, value in given.items():
         raise ArgumentError(
             f"{name}= must be left out with an iterable dataset, got {value!r}: it is read in its own order, "
-            "by a "
-            "loader's workers; record it, and cache what was recorded again: cached.fill(), then "
+            "by a loader's workers; record it, and cache what was recorded again: cached.fill(), then "
             f"hotset.cache(cached, {name}=...)."
         )
     if any(isinstance(step, Batched) for step in leaves(chain_of(arguments["transform"]))):
         raise ArgumentError(
             "hotset.batched must not be used with an iterable dataset, whose samples come one by one; record "
-            "it, "
-            "and cache what was recorded again: cached.fill(), then hotset.cache(cached, transform=...)."
+            "it, and cache what was recorded again: cached.fill(), then hotset.cache(cached, transform=...)."
         )
 
 
@@ -403,7 +401,7 @@ class _Search:
                 f"{self.name} is not cached, and its samples come from the source: /proc is not mounted "
                 "here, through which processes reach shared memory; mount it (`mount -t proc proc /proc`)."
             )
-            self.result = self._made_plan()
+            self.result = make_plan(self._pipeline, self._options, self._identity)
             return Shared(None, None, joined=False)
         shared = self._in_session(self._options.session) if self._options.session is not None else None
         return shared if shared is not None else self._in_job()
@@ -447,20 +445,13 @@ class _Search:
                     lambda result: _create(result, options, location),
                 )
                 return store
-            self.result = self._made_plan()
+            self.result = make_plan(self._pipeline, self._options, self._identity)
         except SegmentError:  # the cluster has another cache under that name
             raise
         except OSError as error:
             self._source_error = error
             raise
         return _create(self.result, options, location)
-
-    def _made_plan(self) -> PlanResult:
-        result = make_plan(self._pipeline, self._options, self._identity)
-        dataset = self._pipeline.dataset
-        if isinstance(dataset, StreamSource):
-            return dataset.planned(result, alone=bool(self._identity.unknowns))
-        return result
 
     def _attach(self, address: Address | str) -> Store:
         store = attach_store(address)

@@ -454,8 +454,7 @@ class CachedDataset(Dataset[T], Generic[T]):
         if dropped and not names_transforms(name) and not alike:
             warn(
                 f"{what} was set, and samples may depend on it, so {dropped:,} cached samples were dropped, "
-                "and samples are cached anew; if no sample depends on it, set it "
-                "on `.dataset`."
+                "and samples are cached anew; if no sample depends on it, set it on `.dataset`."
             )
 
     def _resume_window(self, old: Current) -> None:

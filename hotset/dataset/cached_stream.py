@@ -42,7 +42,8 @@ from hotset.dataset.cached_dataset import CachedDataset, Maker, Own
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
-from hotset.dataset.stream_source import StreamSource, held_by_run, run
+from hotset.dataset.stream_probe import held_by_run, run
+from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import Snapshot
 from hotset.determinism import entropy
 from hotset.determinism.equality import same
@@ -260,8 +261,7 @@ class CachedStream(Dataset[T], Generic[T]):
         if stale and parts.is_recorded_by_others():
             self._told(
                 f"{name} is being recorded by other processes, with {_division(*parts.division)}, so this "
-                "pass is "
-                "not recorded; wait until they have read it.",
+                "pass is not recorded; wait until they have read it.",
             )
             return False
         if stale or unnamed:
@@ -271,9 +271,8 @@ class CachedStream(Dataset[T], Generic[T]):
         if self._open == _BROKEN_OFF:
             self._told(
                 f"{name} was begun three times and has never come to its end, so nothing is served from the "
-                "cache: "
-                "it has an index once one pass has read all of it. Let one pass come to its end, or call "
-                "fill(); if the stream is endless, bound it (WebDataset: with_epoch)."
+                "cache: it has an index once one pass has read all of it. Let one pass come to its end, or "
+                "call fill(); if the stream is endless, bound it (WebDataset: with_epoch)."
             )
         return parts.divide(ranks, workers)
 
@@ -289,8 +288,7 @@ class CachedStream(Dataset[T], Generic[T]):
             return
         warn(
             f"{name} is recorded anew: {why}. Let one pass come to its end with the same ranks and workers; "
-            "later "
-            "passes may have any."
+            "later passes may have any."
         )
 
     def _ended(self) -> None:
@@ -305,8 +303,7 @@ class CachedStream(Dataset[T], Generic[T]):
             why = "; ".join(text for reason, text in _REASONS.items() if reason in reasons)
             self._told(
                 f"{kept:,} of {given:,} samples of {name} are recorded: {why}. In each epoch the recorded "
-                "ones come "
-                "first, and then the stream is run again for the rest.",
+                "ones come first, and then the stream is run again for the rest.",
                 "in part",
             )
         self._tell_of_copies(parts)
@@ -354,14 +351,12 @@ class CachedStream(Dataset[T], Generic[T]):
         if parts.go_alone(rank):
             warn(
                 f"{name}: no other rank records into the cache of this one, so each rank has the samples of "
-                "its own "
-                "part alone; give hotset.cache the same key= in all ranks to share them."
+                "its own part alone; give hotset.cache the same key= in all ranks to share them."
             )
         else:
             warn(
                 f"{name}: other ranks have not read their part to its end, so this epoch comes from the "
-                "stream "
-                "again; let each rank read all of its part once."
+                "stream again; let each rank read all of its part once."
             )
 
     def _follow(self) -> None:
@@ -415,13 +410,11 @@ class CachedStream(Dataset[T], Generic[T]):
         if state == "in part":
             raise TypeError(
                 f"{name} has no {what}, as not all of it could be recorded; give more memory= or a spill=, "
-                "or use "
-                "hotset.DataLoader, which runs the stream again for the rest."
+                "or use hotset.DataLoader, which runs the stream again for the rest."
             )
         raise TypeError(
             f"{name} has no {what} before it was read once; read it to its end with hotset.DataLoader, or "
-            "call "
-            "fill()."
+            "call fill()."
         )
 
     # ---- the rest ------------------------------------------------------------------------------------
@@ -548,8 +541,7 @@ _REASONS = {
     NO_ROOM: "no more fit; give more memory= or a spill=",
     DREW: (
         "one drew random numbers as it was read, which a cache would repeat; move random transforms out of "
-        "the "
-        "stream, to transform=[...]"
+        "the stream, to transform=[...]"
     ),
     OTHER_KIND: "one is of a type that cannot be cached",
 }

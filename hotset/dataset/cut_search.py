@@ -399,9 +399,9 @@ class _CutSearch:
         ):
             name = self._pipeline.attributes[number].name
             raise NotCacheable(
-                f"{name} of {self._class_name} changes in place what the "
-                f"dataset holds, so samples change with each reading, and {why}, so it cannot get copies; "
-                "give the chain as transform=[...] to hotset.cache instead, or have it work on a copy."
+                f"{name} of {self._class_name} changes in place what the dataset holds, so samples change "
+                f"with each reading, and {why}, so it cannot get copies; give the chain as transform=[...] "
+                "to hotset.cache instead, or have it work on a copy."
             )
         self.notes.append(f"{why}, so the chain cannot be cut; to have it cut, give it as transform=")
         return findings._replace(whole=True, in_place=False)

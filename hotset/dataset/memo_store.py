@@ -198,8 +198,8 @@ def _in_session(session: Session, memory: int | str) -> Shared[KeyedStore]:
         warn(f"results of functions are kept for this job alone, as session {session.name!r}: {error}")
     except OSError as error:
         warn(
-            "results of functions are kept for this job alone, as session "
-            f"{session.name!r} cannot be used: {error}"
+            f"results of functions are kept for this job alone, as session {session.name!r} cannot be used: "
+            f"{error}"
         )
     raise _NotInSession
 

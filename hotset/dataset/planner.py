@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +33,8 @@ from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, file_bytes, remedies
 from hotset.dataset.source_reader import seconds_in_groups
+from hotset.dataset.stream_probe import batch_size_of, has_shuffle
+from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.unread import Unread
 from hotset.dataset.window import Sizes, Window
 from hotset.determinism.chain import leaves
@@ -59,6 +63,8 @@ __all__ = ["CacheOptions", "PlanResult", "found_plan", "joined_plan", "make_plan
 
 _PROBED = 8
 _PROBE_SECONDS = 1.0
+_SPARE_IDS = 4096
+_BYTES_PER_ID = 128  # of a stream's room, a sixteenth at most is index
 
 
 class CacheOptions(NamedTuple):
@@ -165,7 +171,10 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
         NotShared: ``session`` was given, but no other process could recognise what is cached.
     """
     # On a busy machine, the time of a transform would be the time that torch's threads wait for each other.
-    return one_thread(lambda: _make_plan(pipeline, options, identity))
+    result = one_thread(lambda: _make_plan(pipeline, options, identity))
+    if isinstance(pipeline.dataset, StreamSource):
+        return _plan_of_stream(pipeline.dataset, result, alone=bool(identity.unknowns))
+    return result
 
 
 def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> PlanResult:
@@ -229,6 +238,46 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     free = machine.headroom().bytes
     advice = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
     return PlanResult(replace(plan, notes=(*plan.notes, *advice)), source, choice.cuts, schema)
+
+
+def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) -> PlanResult:
+    """The plan of a stream, from a plan that was made with its first samples.
+
+    From now on an index is a sample id. The cache has room for as many ids as records fit, twice: ids count
+    through all parts, and some parts are longer than others.
+
+    Args:
+        stream: the stream.
+        result: the plan.
+        alone: whether no other process can use the cache.
+    """
+    probed, plan = stream.probe(), result.plan
+    stream.divided(1, 1)
+    room = plan.limit
+    if plan.spill is not None:
+        with contextlib.suppress(OSError):
+            room += shutil.disk_usage(os.path.dirname(plan.spill) or "/").free
+    size = max(plan.sample_bytes, result.schema.stride if result.schema is not None else 1)
+    first, *steps = plan.rows
+    plan = replace(
+        plan,
+        samples=min(2 * room // size, room // _BYTES_PER_ID) + _SPARE_IDS,
+        sample_seconds=plan.sample_seconds + probed.seconds,
+        rows=(first._replace(name=stream.name, seconds=probed.seconds), *steps),
+        audited=False,
+        stream=True,
+        notes=(probed.note, *plan.notes[1:]),  # the first is about reading the first samples twice
+        warnings=(*plan.warnings, *((probed.warning,) if probed.warning is not None else ())),
+    )
+    metadata = {
+        "stream_draws": probed.draws,
+        "stream_entropy": probed.entropy,
+        "stream_own": probed.own,
+        "stream_shuffled": probed.shuffled or has_shuffle(stream.stream),
+        "stream_alone": alone,
+        "stream_batches": batch_size_of(probed.samples),
+    }
+    return result._replace(plan=plan, metadata=metadata)
 
 
 def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, list[str]]:

@@ -1,4 +1,4 @@
-"""The layers: imports only point down, and modules that must start at once do not import torch.
+"""The layers: imports only point down, never in a circle; what must start at once does not import torch.
 
 ::
 
@@ -12,12 +12,14 @@
     policy
     errors  units  _warnings  _progress
 
-Every import counts: at the top of a module, inside a function, and for type checking alone.
+Nor do they go in a circle, within a layer either. Every import counts: at the top of a module, inside a
+function, and for type checking alone.
 """
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import subprocess
 import sys
@@ -106,6 +108,18 @@ def test_imports_point_down() -> None:
             if not (same or layer(its) < layer(mine) or its in MAY_START.get(mine, ())):
                 upward.append(f"{module}:{line} imports {name}")
     assert upward == []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    graph = {
+        module: {name for _, name in imports(module) if name in MODULES and name != module}
+        for module in MODULES
+        if part(module) != "run"
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" is imported by ".join(error.args[1]))
 
 
 def test_the_reading_of_imports_sees_those_inside_functions() -> None:
