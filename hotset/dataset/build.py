@@ -12,36 +12,31 @@ process that needs a missing sample reads it and stores it there for all. Each r
 from __future__ import annotations
 
 import contextlib
-import difflib
-import functools
-import inspect
-import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, overload
 
 from torch.utils.data import Dataset, IterableDataset
 
-from hotset._warnings import printable, warn
+from hotset._warnings import warn
 from hotset.dataset.active_window import ActiveWindow
+from hotset.dataset.arguments import CacheArguments, CacheOptions, check_arguments, explain_wrong_calls
 from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
 from hotset.dataset.cached_stream import CachedStream
-from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache, require_machines
+from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache
 from hotset.dataset.identity import Identity, NotShared, unshareable
-from hotset.dataset.pipeline import Pipeline, chain_of
-from hotset.dataset.planner import CacheOptions, PlanResult, found_plan, joined_plan, make_plan, own_memory
+from hotset.dataset.pipeline import Pipeline
+from hotset.dataset.planner import PlanResult, found_plan, joined_plan, make_plan, own_memory
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.stream_source import StreamSource, is_stream
 from hotset.dataset.unread import Unread
 from hotset.dataset.window import Window
-from hotset.determinism.batched import Batched
-from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
-from hotset.errors import ArgumentError, SegmentError, UnsupportedPlatform
+from hotset.errors import SegmentError, UnsupportedPlatform
 from hotset.session.find_or_create import (
     CacheLocation,
     Shared,
@@ -57,45 +52,10 @@ from hotset.store.ring import Ring, attach_store
 from hotset.store.segment import Address
 from hotset.store.store import Store
 from hotset.store.stream_parts import StreamParts
-from hotset.units import parse_bytes
 
 __all__ = ["cache"]
 
 T = TypeVar("T")
-_MOST_THREADS = 1024
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _explained(function: F) -> F:
-    """Have a call with wrong arguments raise an error that says what to write."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
-        try:
-            signature.bind(*given, **named)
-        except TypeError as error:
-            raise TypeError(_advice(given, named, list(signature.parameters), error)) from None
-        return function(*given, **named)
-
-    return cast(F, call)
-
-
-def _advice(given: Sequence[Any], named: Mapping[str, Any], known: list[str], error: TypeError) -> str:
-    """The error for these arguments: what is wrong, and what to write."""
-    if len(given) > 1:
-        value = printable(repr(given[1]), 60)
-        name = "memory" if isinstance(given[1], (int, str)) else "transform"
-        return (
-            f"hotset.cache takes nothing but the dataset by position, got {value} as well; "
-            f"write {name}={value}."
-        )
-    for name in named:
-        if name not in known:
-            like = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            rest = f"write {like[0]}=" if like else f"its arguments are {', '.join(known)}"
-            return f"hotset.cache has no argument {name}=; {rest}."
-    return f"hotset.cache must be given a dataset: {error}."
 
 
 @overload
@@ -130,7 +90,7 @@ def cache(
 ) -> CachedDataset[T]: ...
 
 
-@_explained
+@explain_wrong_calls
 def cache(
     dataset: Dataset[T],
     *,
@@ -215,111 +175,55 @@ def cache(
         >>> cached[2][0], cached.stats().cached
         (tensor([4, 5]), 1)
     """
-    if memory != "auto":
-        parse_bytes(memory, whole=lambda: 0)  # raises here also in a rank that takes another rank's cache
-    _check_batched(transform, window)
-    if window is not None and not isinstance(window, Window):
-        raise ArgumentError(
-            f"window= must be a hotset.Window, got {window!r}; write "
-            f"window=hotset.Window(resident={window!r})."
-        )
-    _require_one(dataset)
-    _check_arguments(session, window, spill, cluster, replicate)
-    _check_concurrency(concurrency, window)
-    spill = checked_folder(spill)
-    arguments = {
-        "transform": transform,
-        "memory": memory,
-        "spill": spill,
-        "session": session,
-        "key": key,
-        "window": window,
-        "cluster": cluster,
-        "replicate": replicate,
-        "concurrency": concurrency,
-        "strict": strict,
-        "cut": cut,
-    }
-    maker = Maker(_make, _lookup_key, arguments)
-    if not is_stream(dataset):
-        return CachedDataset(dataset, maker)
-    _check_stream(arguments)
-    return CachedStream(dataset, maker)
+    given = CacheArguments(
+        transform,
+        memory,
+        checked_folder(spill),
+        session,
+        key,
+        window,
+        cluster,
+        replicate,
+        concurrency,
+        strict,
+        cut,
+    )
+    check_arguments(dataset, given)
+    kind = CachedStream if is_stream(dataset) else CachedDataset
+    return kind(dataset, given, Maker(_make, _lookup_key))
 
 
-def _require_one(dataset: Any) -> None:
-    """Refuse several datasets by name, as Hugging Face's ``load_dataset`` returns them without ``split=``."""
-    names = list(itertools.islice(dataset, 4)) if isinstance(dataset, Mapping) else []
-    if names and all(isinstance(name, str) for name in names):
-        raise ArgumentError(
-            f"dataset must be one dataset, got {type(dataset).__name__} with {', '.join(map(repr, names))}; "
-            f"give one of them: hotset.cache(datasets[{names[0]!r}])."
-        )
-
-
-def _check_stream(arguments: dict[str, Any]) -> None:
-    """Refuse what does not go with an iterable dataset."""
-    given = {name: arguments[name] for name in ("window", "cluster", "replicate") if arguments[name]}
-    if arguments["concurrency"] > 1:
-        given["concurrency"] = arguments["concurrency"]
-    for name, value in given.items():
-        raise ArgumentError(
-            f"{name}= must be left out with an iterable dataset, got {value!r}: it is read in its own order, "
-            "by a loader's workers; record it, and cache what was recorded again: cached.fill(), then "
-            f"hotset.cache(cached, {name}=...)."
-        )
-    if any(isinstance(step, Batched) for step in leaves(chain_of(arguments["transform"]))):
-        raise ArgumentError(
-            "hotset.batched must not be used with an iterable dataset, whose samples come one by one; record "
-            "it, and cache what was recorded again: cached.fill(), then hotset.cache(cached, transform=...)."
-        )
-
-
-def _make(dataset: Any, arguments: dict[str, Any]) -> Current:
+def _make(dataset: Any, given: CacheArguments) -> Current:
     """Cache a dataset as it is now."""
-    memory, session, cluster = arguments["memory"], arguments["session"], arguments["cluster"]
     with contextlib.ExitStack() as stack:
-        joined, found = None, None
+        options = CacheOptions(given)
         if not can_reopen():
             pass  # neither a session nor a cluster can be used: _current warns
-        elif cluster is not None and isinstance(session, str):
-            joined = join_machines(cluster, session, memory)
+        elif given.cluster is not None and isinstance(given.session, str):
+            joined = join_machines(given.cluster, given.session, given.memory)
             stack.callback(joined.leave)
-            found = joined.here()
-        elif session is not None:
-            found = find(session)
-        strict, cut, window = arguments["strict"], arguments["cut"], arguments["window"]
-        options = CacheOptions(
-            memory,
-            strict,
-            cut,
-            window,
-            arguments["spill"],
-            found,
-            joined,
-            arguments["replicate"],
-            arguments["concurrency"],
-        )
-        pipeline = Pipeline.of(dataset, arguments["transform"])
-        identity = _identity(pipeline, arguments)
+            options = CacheOptions(given, joined.here(), joined)
+        elif given.session is not None:
+            options = CacheOptions(given, find(given.session))
+        pipeline = Pipeline.of(dataset, given.transform)
+        identity = _identity(pipeline, given)
         try:
             return _current(pipeline, identity, options)
         except NotShared as why:
-            assert found is not None
-            name = type(dataset).__name__
-            warn(f"{name} is cached for this job alone, and not in session {found.name!r}: {why}.")
-            return _current(pipeline, identity, options._replace(session=None, joined=None))
+            assert options.session is not None
+            name, session = type(dataset).__name__, options.session.name
+            warn(f"{name} is cached for this job alone, and not in session {session!r}: {why}.")
+            return _current(pipeline, identity, CacheOptions(given))
 
 
-def _lookup_key(dataset: Any, arguments: dict[str, Any]) -> str:
+def _lookup_key(dataset: Any, given: CacheArguments) -> str:
     """The text by which ranks and jobs find the cache of this dataset."""
-    return _identity(Pipeline.of(dataset, arguments["transform"]), arguments).lookup_key
+    return _identity(Pipeline.of(dataset, given.transform), given).lookup_key
 
 
-def _identity(pipeline: Pipeline, arguments: dict[str, Any]) -> Identity:
-    window = arguments["window"]
-    running = None if window is None else [str(field) for field in astuple(window)]
-    return Identity.of(pipeline, arguments["key"], arguments["strict"], arguments["cut"], running)
+def _identity(pipeline: Pipeline, given: CacheArguments) -> Identity:
+    window = None if given.window is None else [str(field) for field in astuple(given.window)]
+    return Identity.of(pipeline, given.key, given.strict, given.cut, window)
 
 
 def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> Current:
@@ -355,9 +259,9 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
         elif store.segment.trusted:
             map_ahead(store.segment)
     remote = remote_cache(options, identity, store)
-    window = _active_window(result, options.window, store)
+    window = _active_window(result, options.given.window, store)
     attachment = Attachment(store, handle, result.plan.name)
-    access = SampleAccess(result.source, result.plan, attachment, window, remote, options.concurrency)
+    access = SampleAccess(result.source, result.plan, attachment, window, remote, options.given.concurrency)
     return Current(result.source, result.plan, access, window, remote, identity.lookup_key)
 
 
@@ -495,68 +399,11 @@ def _is_steady(dataset: object) -> bool:
     return isinstance(dataset, (CachedDataset, CachedStream)) or declared(dataset) == "deterministic"
 
 
-def _check_concurrency(concurrency: object, window: Window | None) -> None:
-    if type(concurrency) is not int or not 1 <= concurrency <= _MOST_THREADS:
-        raise ArgumentError(
-            f"concurrency= must be a whole number from 1 to {_MOST_THREADS}, got {concurrency!r}; 16 suits "
-            "most sources that wait."
-        )
-    if concurrency > 1 and window is not None:
-        raise ArgumentError(
-            "concurrency= must be left out with window=: a window is filled by processes, of which a loader "
-            "starts as many as it has workers."
-        )
-
-
-def _check_batched(transform: Any, window: Window | None) -> None:
-    if window is None or not any(isinstance(step, Batched) for step in leaves(chain_of(transform))):
-        return
-    raise ArgumentError(
-        "hotset.batched must not be used with window=: a window is filled sample by sample, each when its "
-        "turn comes; leave out window=, and give memory= or spill= for all results."
-    )
-
-
-def _check_arguments(
-    session: str | int | None, window: Window | None, spill: object, cluster: object, replicate: bool
-) -> None:
-    """Refuse arguments that do not go together.
-
-    Raises:
-        ArgumentError: see :func:`cache`.
-    """
-    if cluster is not None:
-        require_machines(cluster, session, window)
-    elif replicate:
-        raise ArgumentError("replicate= is for cluster=, which was not given; leave it out.")
-    if window is not None and spill is not None:
-        raise ArgumentError(
-            "window= and spill= cannot be combined: a window keeps all samples of an epoch in memory; leave "
-            "out one of them."
-        )
-    if session is None:
-        if spill is False:
-            raise ArgumentError(
-                "spill=False is for a session that spills, and session= was not given; leave it out."
-            )
-        return
-    if window is not None:
-        raise ArgumentError(
-            "window= and session= cannot be combined: a window belongs to one job, which moves it; leave out "
-            "one of them."
-        )
-    if spill is not None and spill is not False:
-        raise ArgumentError(
-            f"session {session!r} has its own spill folder, set at its creation; leave out spill=, or create "
-            f"the session with `--spill {spill}`."
-        )
-
-
 def _create(result: PlanResult, options: CacheOptions, location: CacheLocation | None) -> Store | None:
     plan, schema = result.plan, result.schema
     if schema is None:
         return None
-    about = {**plan.about(options.memory, result.cuts), **result.metadata}
+    about = {**plan.about(options.given.memory, result.cuts), **result.metadata}
     try:
         if plan.window is not None:
             where = location.path if location is not None else None
@@ -566,7 +413,7 @@ def _create(result: PlanResult, options: CacheOptions, location: CacheLocation |
             return ring
         path, spill = (
             location.path if location is not None else None,
-            spill_to(plan.name, options.spill, location),
+            spill_to(plan.name, options.given.spill, location),
         )
         store = Store.create(
             schema, plan.samples, _limit(result, options, location), about=about, path=path, spill=spill
@@ -589,7 +436,7 @@ def _limit(result: PlanResult, options: CacheOptions, location: CacheLocation | 
     """The most bytes that the cache may ever take. A session may be resized; its quota applies as well."""
     if location is None:
         return result.plan.limit
-    return location.limit if options.memory == "auto" else min(own_memory(options), location.limit)
+    return location.limit if options.given.memory == "auto" else min(own_memory(options), location.limit)
 
 
 def _active_window(result: PlanResult, window: Window | None, store: Store | None) -> ActiveWindow | None:

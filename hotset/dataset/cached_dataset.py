@@ -33,7 +33,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -41,13 +41,15 @@ from torch.utils.data import Dataset, get_worker_info
 
 from hotset._warnings import printable, warn
 from hotset.dataset.active_window import ActiveWindow
+from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.attachment import Attachment
-from hotset.dataset.fill_now import fill_now
+from hotset.dataset.dataset_proxy import DatasetProxy, Own
+from hotset.dataset.fill_now import fill_now, require_worker_count
 from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
-from hotset.dataset.transform_attributes import Snapshot, names_transforms
+from hotset.dataset.transform_attributes import names_transforms
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
@@ -56,10 +58,9 @@ from hotset.store.store import Store
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.remote_cache import RemoteCache
 
-__all__ = ["CachedDataset", "Current", "Maker", "Own"]
+__all__ = ["CachedDataset", "Current", "Maker"]
 
 T = TypeVar("T")
-V = TypeVar("V")
 
 
 class Current(NamedTuple):
@@ -91,41 +92,18 @@ class Current(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """Makes a :class:`Current` with the arguments of :func:`cache`. It pickles.
+    """Makes a :class:`Current`. It pickles.
 
     Attributes:
-        make: makes it, from the dataset and the arguments.
+        make: makes it, from the dataset and the arguments of :func:`cache`.
         lookup_key: returns what ranks will find it by, from the same.
-        arguments: the arguments of :func:`cache`.
     """
 
-    make: Callable[[Any, dict[str, Any]], Current]
-    lookup_key: Callable[[Any, dict[str, Any]], str]
-    arguments: dict[str, Any]
+    make: Callable[[Any, CacheArguments], Current]
+    lookup_key: Callable[[Any, CacheArguments], str]
 
 
-class Own(Generic[V]):
-    """An attribute of a cached dataset, kept in the dict ``_own`` of its ``__dict__``.
-
-    MONAI's loader seeds random transforms by walking through all attributes of a dataset, and of what these
-    hold, each with the next seed. It does not look into dicts: so it finds the user's dataset alone, and
-    seeds what it would seed without a cache.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, holder: Any, owner: type) -> V:
-        try:
-            return holder.__dict__["_own"][self._name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(self._name) from None
-
-    def __set__(self, holder: Any, value: V) -> None:
-        holder.__dict__.setdefault("_own", {})[self._name] = value
-
-
-class CachedDataset(Dataset[T], Generic[T]):
+class CachedDataset(DatasetProxy[T]):
     """A dataset whose samples are cached; made by :func:`cache`.
 
     It can be used wherever the dataset itself could: with any DataLoader, in ``Subset`` and
@@ -152,32 +130,19 @@ class CachedDataset(Dataset[T], Generic[T]):
         (tensor([1, 2]),)
     """
 
-    _dataset: Any
     _maker = Own[Maker]()
     _current = Own[Current]()
-    _snapshot = Own[Snapshot]()
     _closed = Own[bool]()
-    _epoch = Own[int]()
 
-    def __init__(self, dataset: Dataset[T], maker: Maker) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset[T], arguments: CacheArguments, maker: Maker) -> None:
+        super().__init__(dataset, arguments)  # takes the snapshot before a transform is run
         self._maker = maker
         self._closed = False
-        self._epoch = 0
-        self._snapshot = Snapshot(dataset, maker.arguments["transform"])  # before a transform is run
-        self._current = maker.make(dataset, maker.arguments)
-
-    @property
-    def dataset(self) -> Dataset[T]:
-        return self._dataset  # type: ignore[no-any-return]
+        self._current = maker.make(dataset, arguments)
 
     @property
     def plan(self) -> Plan:
         return self._up_to_date().plan
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     # ---- for loaders ---------------------------------------------------------------------------------
 
@@ -264,7 +229,7 @@ class CachedDataset(Dataset[T], Generic[T]):
                 f"{printable(what)} cannot be passed to the dataset, as a window's indices are not the "
                 "dataset's; index it by integers."
             )
-        if self._maker.arguments["transform"] is not None:
+        if self._arguments.transform is not None:
             raise TypeError(
                 f"transform= takes one sample, but {printable(what)} may return any number of them; index "
                 "the cached dataset by integers, or give the transform to the dataset itself."
@@ -316,8 +281,7 @@ class CachedDataset(Dataset[T], Generic[T]):
             100
             >>> cached.close()
         """
-        if type(num_workers) is not int or num_workers < 0:
-            raise ArgumentError(f"num_workers= must be a whole number from 0 on, got {num_workers!r}.")
+        require_worker_count(num_workers)
         current = self._up_to_date()
         if current.window is not None:
             raise ArgumentError(
@@ -383,12 +347,6 @@ class CachedDataset(Dataset[T], Generic[T]):
         self._closed = True
         self._current.close()
 
-    def __enter__(self) -> CachedDataset[T]:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         # At interpreter exit anything may be gone already, this module's imports included.
         with suppress(Exception):
@@ -396,34 +354,22 @@ class CachedDataset(Dataset[T], Generic[T]):
 
     # ---- attributes ----------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "_dataset" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_dataset" or name.startswith("__") or isinstance(vars(CachedDataset).get(name), Own):
-            object.__setattr__(self, name, value)
-            return
-        if hasattr(CachedDataset, name):
-            raise AttributeError(
-                f"{name!r} is the cached dataset's own and cannot be set; set the dataset's on `.dataset`"
-                + (", or call set_epoch()." if name == "epoch" else ".")
-            )
-        setattr(self._dataset, name, value)
-        self._rebuild(name)
-
     def _up_to_date(self) -> Current:
         """The current objects, made again if transforms have changed."""
         if not self._snapshot.is_current():
-            self._rebuild("transform", noticed=True)
+            self._attribute_was_set("transform", noticed=True)
         return self._current
 
-    def _rebuild(self, name: str, *, noticed: bool = False) -> None:
-        """Make another plan and cache after this attribute was changed."""
+    def _attribute_was_set(self, name: str, *, noticed: bool = False) -> None:
+        """Make another plan and cache after this attribute was set.
+
+        Args:
+            name: of the attribute.
+            noticed: whether it was set on the dataset itself, some time before.
+        """
         what = f"{type(self._dataset).__name__}.{name}"
-        self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
-        old, arguments = self._current, self._maker.arguments
+        self._take_snapshot()
+        old, arguments = self._current, self._arguments
         if get_worker_info() is not None:
             # Noticed: it was set before the worker began, and the main process notices it at its next epoch.
             sentence = f"{what} was set in a loader's worker, so this worker reads its samples uncached."
@@ -432,9 +378,9 @@ class CachedDataset(Dataset[T], Generic[T]):
         if self._closed:
             self._read_uncached(None)
             return
-        if arguments["key"] is not None:
+        if arguments.key is not None:
             self._read_uncached(
-                f'{what} was set, but key="{arguments["key"]}" names what was cached before, so samples come '
+                f'{what} was set, but key="{arguments.key}" names what was cached before, so samples come '
                 "from the source; set it before you call hotset.cache, with another key."
             )
             return
@@ -468,7 +414,7 @@ class CachedDataset(Dataset[T], Generic[T]):
     def _read_uncached(self, why: str | None) -> None:
         """Read all samples from the dataset as it is now, uncached."""
         old = self._current
-        pipeline = Pipeline.of(self._dataset, self._maker.arguments["transform"])
+        pipeline = Pipeline.of(self._dataset, self._arguments.transform)
         source = Source(pipeline.dataset, (), (), pipeline.given)
         window = old.window.reading(source.read) if old.window is not None else None
         rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])
@@ -479,20 +425,9 @@ class CachedDataset(Dataset[T], Generic[T]):
         if why is not None:
             warn(why)
 
-    # ---- the rest ------------------------------------------------------------------------------------
-
-    def __repr__(self) -> str:
-        return f"CachedDataset({self._dataset!r})"
-
     def __getstate__(self) -> dict[str, Any]:
         self._up_to_date()
-        own = {name: value for name, value in self.__dict__["_own"].items() if name != "_snapshot"}
-        return {**self.__dict__, "_own": own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _own=dict(state["_own"]))
-        # It compares identities, so it is taken of the unpickled dataset; it was current at pickling.
-        self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
+        return super().__getstate__()
 
 
 def _integer(index: Any) -> int | None:

@@ -30,32 +30,30 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from hotset._progress import filled
 from hotset._warnings import Warner, warn
-from hotset.dataset.cached_dataset import CachedDataset, Maker, Own
+from hotset.dataset.arguments import CacheArguments
+from hotset.dataset.cached_dataset import CachedDataset, Maker
+from hotset.dataset.dataset_proxy import DatasetProxy, Own
+from hotset.dataset.fill_now import require_worker_count
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
-from hotset.dataset.stream_probe import held_by_run, run
+from hotset.dataset.stream_recording import StreamRecording
 from hotset.dataset.stream_source import StreamSource
-from hotset.dataset.transform_attributes import Snapshot
-from hotset.determinism import entropy
 from hotset.determinism.equality import same
-from hotset.determinism.rng import Generators
-from hotset.errors import ArgumentError
 from hotset.session.job import local_rank
 from hotset.store.claims import Ids
-from hotset.store.format import CLAIMED, PRESENT, Slot
-from hotset.store.store import Store
+from hotset.store.format import PRESENT
 from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts, StreamState
 
-__all__ = ["CachedStream", "StreamRecording"]
+__all__ = ["CachedStream"]
 
 T = TypeVar("T")
 # Which recorded samples a further pass compares with the stream: the first, and then one in so many.
@@ -68,7 +66,7 @@ _TAKE_OVER_SECONDS = 5.0
 _PATIENCE_SECONDS = 15.0
 
 
-class CachedStream(Dataset[T], Generic[T]):
+class CachedStream(DatasetProxy[T]):
     """An iterable dataset that is recorded as it is read first; made by :func:`hotset.cache`.
 
     Give it to a :class:`hotset.DataLoader`. The first pass gives what torch's loader would give over the
@@ -99,38 +97,25 @@ class CachedStream(Dataset[T], Generic[T]):
         (True, 6, 16)
     """
 
-    _dataset: Any
     _maker = Own[Maker]()
-    _snapshot = Own[Snapshot]()
     _source = Own[StreamSource]()
     _cached = Own[CachedDataset[Any]]()
     _known = Own["tuple[Any, Ids] | None"]()
-    _told = Own[Warner]()
-    _epoch = Own[int]()
+    _warn = Own[Warner]()
     _open = Own[int]()
 
-    def __init__(self, stream: Any, maker: Maker) -> None:
-        self._dataset = stream
+    def __init__(self, stream: Any, arguments: CacheArguments, maker: Maker) -> None:
+        super().__init__(stream, arguments)
         self._maker = maker
-        self._snapshot = Snapshot(stream, maker.arguments["transform"])
         self._source = StreamSource(stream)
-        self._cached = CachedDataset(self._source, maker)
+        self._cached = CachedDataset(self._source, arguments, maker)
         self._known = None
-        self._told = Warner()
-        self._epoch = 0
+        self._warn = Warner()
         self._open = 0  # how many passes over the stream were begun here, and have not come to their end
-
-    @property
-    def dataset(self) -> Any:
-        return self._dataset
 
     @property
     def plan(self) -> Plan:
         return replace(self._cached.plan, samples=len(self._ids()) if self.recorded else 0)
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     @property
     def recorded(self) -> bool:
@@ -151,7 +136,7 @@ class CachedStream(Dataset[T], Generic[T]):
         """The ids of the recorded samples, in the order of their indices."""
         parts = self._parts()
         assert parts is not None
-        about = (id(parts._store), parts._store.clear_generation(), parts.division, tuple(parts.kept))
+        about = (id(parts.store), parts.store.clear_generation(), parts.division, tuple(parts.kept))
         if self._known is None or self._known[0] != about:
             self._known = about, parts.ids()
             self._source.divided(parts.count, parts.division[1])
@@ -174,7 +159,7 @@ class CachedStream(Dataset[T], Generic[T]):
         samples.
         """
         parts = self._parts()
-        return int(parts._store.segment.metadata.get("stream_batches", 0)) if parts is not None else 0
+        return int(parts.store.segment.metadata.get("stream_batches", 0)) if parts is not None else 0
 
     def _told_length(self) -> int:
         """The length that the stream itself states.
@@ -247,7 +232,7 @@ class CachedStream(Dataset[T], Generic[T]):
         """Prepare the parts for a pass by so many workers; False if it cannot be recorded."""
         name = self._source.name
         self._open += 1
-        store = parts._store
+        store = parts.store
         # What is shuffled anew cannot be gone on with. Of several ranks, another may have begun anew by now.
         broken = (
             ranks == 1
@@ -259,7 +244,7 @@ class CachedStream(Dataset[T], Generic[T]):
         stale = broken or parts.is_other or parts.division not in ((0, 0), (ranks, workers))
         unnamed = parts.count == 0 and bool((store.segment.used_index >= PRESENT).any())
         if stale and parts.is_recorded_by_others():
-            self._told(
+            self._warn(
                 f"{name} is being recorded by other processes, with {_division(*parts.division)}, so this "
                 "pass is not recorded; wait until they have read it.",
             )
@@ -269,7 +254,7 @@ class CachedStream(Dataset[T], Generic[T]):
             if not store.clear():
                 return False
         if self._open == _BROKEN_OFF:
-            self._told(
+            self._warn(
                 f"{name} was begun three times and has never come to its end, so nothing is served from the "
                 "cache: it has an index once one pass has read all of it. Let one pass come to its end, or "
                 "call fill(); if the stream is endless, bound it (WebDataset: with_epoch)."
@@ -301,7 +286,7 @@ class CachedStream(Dataset[T], Generic[T]):
         if parts.state == "in part":
             reasons = parts.reasons()
             why = "; ".join(text for reason, text in _REASONS.items() if reason in reasons)
-            self._told(
+            self._warn(
                 f"{kept:,} of {given:,} samples of {name} are recorded: {why}. In each epoch the recorded "
                 "ones come first, and then the stream is run again for the rest.",
                 "in part",
@@ -310,7 +295,7 @@ class CachedStream(Dataset[T], Generic[T]):
 
     def _tell_of_copies(self, parts: StreamParts) -> None:
         """Warn if two parts begin with the same samples: the stream does not divide itself."""
-        store, count, kept = parts._store, parts.count, parts.kept
+        store, count, kept = parts.store, parts.count, parts.kept
         with contextlib.suppress(Exception):
             for one in range(min(count, 8)):
                 for other in range(one):
@@ -319,7 +304,7 @@ class CachedStream(Dataset[T], Generic[T]):
                         np.array([parts.sample_id(part, at) for at in range(common)]) for part in (one, other)
                     ]
                     if common and same(store.read(ids[0]), store.read(ids[1])) is None:
-                        self._told(
+                        self._warn(
                             f"{self._source.name} gives the same samples to {count} workers, so each comes "
                             f"{count} times in an epoch: have __iter__ divide them by "
                             "torch.utils.data.get_worker_info(), or use one worker.",
@@ -362,14 +347,12 @@ class CachedStream(Dataset[T], Generic[T]):
     def _follow(self) -> None:
         """Record anew if a transform of the stream was set behind this object's back."""
         if not self._snapshot.is_current():
-            self._remake()
+            self._attribute_was_set("transform")
 
-    def _remake(self) -> None:
-        stream = self._dataset
-        if get_worker_info() is not None:
-            return
-        self._cached.close()
-        self.__dict__.update(CachedStream(stream, self._maker).__dict__)
+    def _attribute_was_set(self, name: str) -> None:
+        if get_worker_info() is None:
+            self._cached.close()
+            self.__dict__.update(CachedStream(self._dataset, self._arguments, self._maker).__dict__)
 
     # ---- samples -------------------------------------------------------------------------------------
 
@@ -443,8 +426,7 @@ class CachedStream(Dataset[T], Generic[T]):
             >>> list(letters), letters[-1]
             (['a', 'b', 'c'], 'c')
         """
-        if type(num_workers) is not int or num_workers < 0:
-            raise ArgumentError(f"num_workers= must be a whole number from 0 on, got {num_workers!r}.")
+        require_worker_count(num_workers)
         if self._state() in ("whole", "in part"):
             return
         recording = self._recording(num_workers, 64)
@@ -454,7 +436,7 @@ class CachedStream(Dataset[T], Generic[T]):
             recording,
             batch_size=None,
             num_workers=num_workers,
-            worker_init_fn=_Begin(),
+            worker_init_fn=parent_death_signal().arm_in_worker,
             generator=torch.Generator(),
         )
         store = self._cached._access.store
@@ -475,7 +457,7 @@ class CachedStream(Dataset[T], Generic[T]):
         parts = self._parts()
         if parts is None:
             return self._cached.stats()
-        return stats_of(parts._store, int(parts.given.sum()), None, {})
+        return stats_of(parts.store, int(parts.given.sum()), None, {})
 
     def check(self) -> list[str]:
         """Verify every record. Returns a sentence for each problem, or an empty list."""
@@ -503,38 +485,10 @@ class CachedStream(Dataset[T], Generic[T]):
         """Detach from the cache; the stream then comes as it is. Existing batches stay valid."""
         self._cached.close()
 
-    def __enter__(self) -> CachedStream[T]:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "_dataset" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_dataset" or name.startswith("__") or isinstance(vars(CachedStream).get(name), Own):
-            object.__setattr__(self, name, value)
-            return
-        if hasattr(CachedStream, name):
-            raise AttributeError(
-                f"{name!r} is the cached stream's own and cannot be set; set it on `.dataset`."
-            )
-        setattr(self._dataset, name, value)
-        self._remake()
-
-    def __repr__(self) -> str:
-        return f"CachedStream({self._dataset!r})"
-
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__["_own"].items() if name != "_snapshot"}
-        return {**self.__dict__, "_own": {**own, "_known": None}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _own=dict(state["_own"]))
-        self._snapshot = Snapshot(self._dataset, self._maker.arguments["transform"])
+        state: dict[str, Any] = super().__getstate__()
+        state["_own"]["_known"] = None
+        return state
 
 
 _REASONS = {
@@ -547,277 +501,11 @@ _REASONS = {
 }
 
 
-class StreamRecording(IterableDataset[Any]):
-    """The stream as torch runs it in a worker: it gives what the stream gives, and records it.
-
-    Args:
-        dataset: the user's stream; also what ``get_worker_info().dataset`` is in a worker.
-        cached: the cache.
-        rank: of this process on this machine.
-        number: of the pass, which records (:meth:`StreamParts.new_pass`); 0 to record nothing.
-        rest: whether to leave out what is recorded.
-        group: how many samples the loader collects before it makes a batch of them.
-        division: how many ranks, and workers in each, divide the samples in this pass.
-
-    Attributes:
-        silent: whether to give numbers in place of samples, as only the recording is wanted.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        cached: CachedDataset[Any],
-        rank: int,
-        number: int,
-        *,
-        rest: bool,
-        group: int,
-        division: tuple[int, int],
-    ) -> None:
-        self.dataset = dataset
-        self.silent = False
-        self._cached = cached
-        self._rank = rank
-        self._number = number
-        self._rest = rest
-        self._group = group
-        self._division = division
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        source, store = self._cached._source, self._cached._access.store
-        samples = _only_once(self.dataset, worker)
-        if store is None or not (self._number or self._rest):
-            yield from _each(source, samples)
-            return
-        group = 1 if source.live else self._group
-        part = self._rank * workers + worker
-        recorder = _PartRecorder(store, source, self.dataset, part, self._number, group, self._division)
-        try:
-            for number, value in enumerate(_values(source, samples)):
-                if not number:
-                    recorder.watch(samples)
-                is_recorded = recorder.take(value)
-                if self._rest and is_recorded:
-                    continue
-                yield source.finish(value) if not self.silent else 0
-                recorder.resume()
-            recorder.end()
-        finally:
-            recorder.parts.disown(part, self._number)
-
-
-def _only_once(stream: Any, worker: int) -> Iterator[Any]:
-    """A run of the stream in this worker. A node of torchdata knows of no workers: the first one runs it."""
-    if worker and hasattr(stream, "reset") and isinstance(stream, Iterator):
-        return iter(())
-    return run(stream)
-
-
-def _values(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
-    """The samples, with the cached transforms applied."""
-    while True:
-        try:
-            value = source.of_stream(samples)
-        except StopIteration:
-            return
-        yield value
-
-
-def _each(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
-    for value in _values(source, samples):
-        yield source.finish(value)
-
-
-class _PartRecorder:
-    """Records one part of a stream, as this process gives it.
-
-    Samples are recorded in groups, as that takes a tenth of the time. A group is recorded before its last
-    sample
-    is given: until then torch's loader only collects them, and none has been collated, or otherwise changed.
-
-    Args:
-        store: of the cache.
-        source: its cached transforms.
-        stream: the user's.
-        part: the number of the part.
-        number: of the pass; 0 to record nothing.
-        group: how many samples are given before one may be changed.
-        division: of the pass, by which the part is numbered. Another pass, with other workers, may have
-            divided the stream anew since this one was begun: then the number means another part now.
-
-    Attributes:
-        parts: how far all parts are recorded.
-        records: whether to record: not if another process records this part, nor beyond what can be kept.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        source: Any,
-        stream: Any,
-        part: int,
-        number: int,
-        group: int,
-        division: tuple[int, int],
-    ) -> None:
-        self.parts = StreamParts(store)
-        self.part = part
-        # In this order: who divides the stream anew clears the store before.
-        generation = store.clear_generation()
-        is_current = generation is not None and self.parts.division == division
-        self.records = is_current and number > 0 and self.parts.own(part, number)
-        self._number = number
-        self._store = store
-        self._group = group
-        self._held: list[Any] = []
-        self._kept = int(self.parts.kept[part]) if part < self.parts.count else 0
-        self._generation = generation if is_current else None  # None: nothing to do with what is recorded
-        self._position = 0
-        self._about = store.segment.metadata
-        self._watched = [source.prefix] if source.prefix else []
-        if not self._about.get("stream_draws", True):
-            self._watched.append(stream)
-        self._stream = stream
-        self._generators = Generators(self._watched) if self._watched else None
-        self._entropy = -1
-
-    def watch(self, samples: Iterator[Any]) -> None:
-        """Watch what the run draws from, too; called when it has given its first sample."""
-        if self._about.get("stream_own", False):
-            self._generators = Generators([*self._watched, *held_by_run(samples, self._stream)])
-        if not self._about.get("stream_entropy", True):
-            self._entropy = entropy.taken()
-
-    @property
-    def _drew(self) -> bool:
-        """Whether reading has drawn random numbers since the loader had its last sample."""
-        if self._entropy >= 0 and entropy.taken() != self._entropy:
-            return True
-        return self._generators is not None and self._generators.any_moved
-
-    @property
-    def _is_current(self) -> bool:
-        """Whether what is recorded has not been cleared since this run was begun."""
-        return self._generation is not None and self._store.clear_generation() == self._generation
-
-    @property
-    def _owns(self) -> bool:
-        """Whether this pass still records this part."""
-        return self._is_current and self.parts.owns(self.part, self._number)
-
-    def take(self, value: Any) -> bool:
-        """Take the next sample; return whether it was recorded before."""
-        position, self._position = self._position, self._position + 1
-        if not self._is_current:
-            self.records = False  # recorded anew by others meanwhile
-            return False
-        if position < self._kept:
-            if position < _COMPARED or position % _LATER == 0:
-                self._compare(position, value)
-            return True
-        if self.records:
-            self._held.append(value)
-            if len(self._held) >= self._group:
-                self.flush()
-        elif not self._number:  # the rest of a stream
-            self._store.participant.row[Slot.MISSES] += 1
-        return False
-
-    def resume(self) -> None:
-        """The loader goes on: if it may have drawn since, what it drew is not the stream's."""
-        if self._held:
-            return
-        if self._generators is not None:
-            self._generators.note()
-        if self._entropy >= 0:
-            self._entropy = entropy.taken()
-
-    def flush(self) -> None:
-        """Record the samples that were taken last."""
-        held, self._held = self._held, []
-        self.records = self.records and self._owns
-        if not held or not self.records:
-            return
-        if self._drew:
-            self._stop(DREW)
-            return
-        begin = time.perf_counter_ns()
-        store, first = self._store, self._kept
-        ids = [self.parts.sample_id(self.part, first + number) for number in range(len(held))]
-        ids = [sample for sample in ids if sample < len(store)]
-        if ids:
-            self.parts.use(ids[-1] + 1)
-        mismatches = len(store.filler.mismatches)
-        self._insert(dict(zip(ids, held, strict=False)))
-        if not self._owns:  # divided anew meanwhile: this part's row is another's now
-            self.records = False
-            return
-        absent = np.flatnonzero(store.segment.index[np.array(ids, np.int64)] < PRESENT) if ids else [0]
-        kept = int(absent[0]) if len(absent) else len(ids)
-        self._kept = first + kept
-        if kept:
-            self.parts.note(self.part, self._kept - 1, kept=True)
-        if kept < len(held):
-            self._stop(OTHER_KIND if len(store.filler.mismatches) > mismatches else NO_ROOM)
-        row = store.participant.row
-        row[Slot.MISSES] += len(held)
-        row[Slot.FILL_NS] += time.perf_counter_ns() - begin
-
-    def _insert(self, samples: dict[int, Any]) -> None:
-        """Store samples. Of two passes by one program the later one takes over, and the earlier one may be
-        storing these very samples now: wait for it, or for its end.
-        """
-        store, ids = self._store, np.fromiter(samples, np.int64)
-        store.insert(samples, self._generation)
-        until, waited = time.monotonic() + _TAKE_OVER_SECONDS, False
-        while time.monotonic() < until:
-            words = store.segment.index[ids]
-            claimed = set(words[(words >= CLAIMED) & (words < PRESENT)].tolist())
-            if not any(map(store.filler.claims.is_open, claimed)):
-                break
-            waited = True
-            time.sleep(1e-3)
-        if waited or claimed:
-            store.insert(samples, self._generation)
-
-    def _stop(self, why: int) -> None:
-        self.parts.stop(self.part, why)
-        self.records = False
-
-    def _compare(self, position: int, value: Any) -> None:
-        """Compare a recorded sample with what the stream gives now."""
-        copies = self._store.read(np.array([self.parts.sample_id(self.part, position)]))
-        if copies is not None and same(copies[0], value, across=True) is not None:
-            self.parts.note_other()
-            self.records = False
-
-    def end(self) -> None:
-        """The part has ended."""
-        self.flush()
-        if self._number > 0 and self._owns:
-            self.parts.end(self.part, self._position)
-
-
-class _Begin:
-    """Runs in each worker before its first sample: from then on the worker dies with this process."""
-
-    def __init__(self) -> None:
-        self._parent = parent_death_signal()
-
-    def __call__(self, worker: int) -> None:
-        self._parent.arm_or_exit()
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, StreamRecording):
-            object.__setattr__(info, "dataset", info.dataset.dataset)
-
-
 def _rank_of(parts: StreamParts | None) -> tuple[int, int]:
     """The number of this process among those of this machine that record into one cache, and how many
     they are.
     """
-    alone = parts is None or parts.is_alone or parts._store.segment.metadata.get("stream_alone", True)
+    alone = parts is None or parts.is_alone or parts.store.segment.metadata.get("stream_alone", True)
     return (0, 1) if alone else local_rank()
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hotset._warnings import warn
+from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.identity import Identity
 from hotset.dataset.pipeline import Pipeline
-from hotset.dataset.planner import CacheOptions, PlanResult, joined_plan, make_plan
-from hotset.errors import ArgumentError, ClusterError
+from hotset.dataset.planner import PlanResult, joined_plan, make_plan
+from hotset.errors import ClusterError
 from hotset.store.memory_limits import headroom
 from hotset.store.schema import Schema
 from hotset.store.store import Store
@@ -24,27 +25,7 @@ if TYPE_CHECKING:  # what they need is an extra
     from hotset.cluster.ray_join import Joined
     from hotset.cluster.remote_cache import RemoteCache
 
-__all__ = ["join_machines", "planned_by_all", "remote_cache", "require_machines"]
-
-
-def require_machines(cluster: object, session: object, window: object) -> None:
-    """Refuse arguments that ``cluster=`` does not allow.
-
-    Raises:
-        ArgumentError: says what, and which argument to change.
-    """
-    if not isinstance(cluster, str) or not cluster:
-        raise ArgumentError(f'cluster= must be "auto" or an address (host:port), got {cluster!r}.')
-    if window is not None:
-        raise ArgumentError(
-            "window= and cluster= cannot be combined; give each machine its own torch.utils.data.Subset of "
-            "the dataset with its own window=, and leave out cluster= and session=."
-        )
-    if not isinstance(session, str):
-        raise ArgumentError(
-            f"cluster= needs a session name, by which machines find each other, got session={session!r}; "
-            'write session="...".'
-        )
+__all__ = ["join_machines", "planned_by_all", "remote_cache"]
 
 
 def join_machines(cluster: str, session: str, memory: int | str) -> Joined:
@@ -114,4 +95,6 @@ def remote_cache(options: CacheOptions, identity: Identity, store: Store | None)
             f"session {joined.session!r} is not ready on all machines: {why}. Samples that other machines "
             "own come from the source until it is; `hotset cluster status` shows the machines."
         )
-    return RemoteCache(joined.number, fingerprint_of(store.segment.metadata), replicate=options.replicate)
+    return RemoteCache(
+        joined.number, fingerprint_of(store.segment.metadata), replicate=options.given.replicate
+    )

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 from hotset._progress import filled
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.sample_access import SampleAccess
+from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
 
-__all__ = ["fill_now"]
+__all__ = ["fill_now", "require_worker_count"]
 
 _PART = 64
 
@@ -56,16 +57,6 @@ class _Parts(Dataset[_Done]):
         return _Done(noted, store is None or store.filler.is_full)
 
 
-class _Begin:
-    """Runs in each worker before its first part: from then on the worker dies with this process."""
-
-    def __init__(self) -> None:
-        self._parent = parent_death_signal()
-
-    def __call__(self, worker: int) -> None:
-        self._parent.arm_or_exit()
-
-
 def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) -> None:
     """Read all samples that are not cached, as far as there is room.
 
@@ -95,6 +86,16 @@ def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) 
     access.warn_of_draws()
 
 
+def require_worker_count(num_workers: object) -> None:
+    """Refuse what is not a number of workers.
+
+    Raises:
+        ArgumentError: ``num_workers`` is not a whole number from 0 on.
+    """
+    if type(num_workers) is not int or num_workers < 0:
+        raise ArgumentError(f"num_workers= must be a whole number from 0 on, got {num_workers!r}.")
+
+
 def _each(parts: _Parts, num_workers: int) -> Iterator[_Done]:
     if not num_workers:
         yield from map(parts.__getitem__, range(len(parts)))
@@ -103,6 +104,6 @@ def _each(parts: _Parts, num_workers: int) -> Iterator[_Done]:
         parts,
         batch_size=None,
         num_workers=num_workers,
-        worker_init_fn=_Begin(),
+        worker_init_fn=parent_death_signal().arm_in_worker,
         generator=torch.Generator(),  # the workers' seeds must not be drawn from the program's generator
     )

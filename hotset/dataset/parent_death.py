@@ -68,8 +68,8 @@ class ParentDeathSignal(NamedTuple):
             raise ProcessLookupError(_GONE)
         return end
 
-    def arm_or_exit(self) -> None:
-        """As :meth:`arm`, in a worker of torch's; exits if the parent is gone already.
+    def arm_in_worker(self, worker: int) -> None:
+        """As :meth:`arm`, as the ``worker_init_fn`` of a loader; exits if the parent is gone already.
 
         Where the signal cannot be armed (no descriptor is left, for example), torch's own check remains.
         """

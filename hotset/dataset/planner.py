@@ -23,10 +23,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import Subset
 
+from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.cut_search import CutChoice, Row, choose
 from hotset.dataset.format_transform import format_of
 from hotset.dataset.identity import Identity, NotShared, unshareable
@@ -36,7 +37,7 @@ from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.stream_probe import batch_size_of, has_shuffle
 from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.unread import Unread
-from hotset.dataset.window import Sizes, Window
+from hotset.dataset.window import Sizes
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import changeable, same
@@ -56,29 +57,12 @@ from hotset.store.torch_threads import one_thread
 from hotset.store.verification import FULL_CHECK
 from hotset.units import format_bytes, parse_bytes
 
-if TYPE_CHECKING:  # what it needs is an extra
-    from hotset.cluster.ray_join import Joined
-
-__all__ = ["CacheOptions", "PlanResult", "found_plan", "joined_plan", "make_plan"]
+__all__ = ["PlanResult", "found_plan", "joined_plan", "make_plan"]
 
 _PROBED = 8
 _PROBE_SECONDS = 1.0
 _SPARE_IDS = 4096
 _BYTES_PER_ID = 128  # of a stream's room, a sixteenth at most is index
-
-
-class CacheOptions(NamedTuple):
-    """The arguments of :func:`hotset.cache`."""
-
-    memory: int | str = "auto"
-    strict: bool = False
-    cut: int | None = None
-    window: Window | None = None
-    spill: str | Literal[False] | None = None
-    session: Session | None = None
-    joined: Joined | None = None
-    replicate: bool = False
-    concurrency: int = 1
 
 
 class PlanResult(NamedTuple):
@@ -139,10 +123,9 @@ def joined_plan(
         raise SegmentError("the cache is of other samples.")
     whose = "this job" if options.session is None else f"a job in session {options.session.name!r}"
     notes = [f"process {about['pid']} of {whose} made the cache, and read the samples for this plan"]
-    if options.memory not in ("auto", about["memory"]):
-        notes.append(
-            f"memory={options.memory!r} has no effect: the cache was made with memory={about['memory']!r}"
-        )
+    memory, used = options.given.memory, about["memory"]
+    if memory not in ("auto", used):
+        notes.append(f"memory={memory!r} has no effect: the cache was made with memory={used!r}")
     return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None)
 
 
@@ -209,7 +192,7 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     except SchemaMismatch as mismatch:
         warned.append(f"nothing of {name} can be cached, so samples come from the source: {mismatch}.")
     sizes = None
-    if options.window is not None:
+    if options.given.window is not None:
         sizes, limit, sentences = _window(options, len(dataset), sample_bytes, limit)
         warned += sentences
     rows = choice.rows
@@ -304,7 +287,7 @@ def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, li
 
 def _limit(options: CacheOptions) -> tuple[int, list[str]]:
     """The bytes that the cache may take, and warnings about them."""
-    room, memory = machine.headroom(), options.memory
+    room, memory = machine.headroom(), options.given.memory
     if options.session is not None:
         # Later jobs fill it as well: the memory that is free is checked when they do, and not here.
         most = options.session.memory
@@ -350,7 +333,7 @@ def own_memory(options: CacheOptions) -> int:
     """``memory`` in bytes; it must not be ``"auto"``. A percentage is of the memory that "auto" considers."""
     session = options.session
     whole = machine.headroom().bytes if session is None else session.memory
-    return parse_bytes(options.memory, whole=lambda: whole)
+    return parse_bytes(options.given.memory, whole=lambda: whole)
 
 
 def _resident_bytes(resident: str) -> str:
@@ -360,15 +343,15 @@ def _resident_bytes(resident: str) -> str:
 
 def _spill_folder(options: CacheOptions) -> str | None:
     if options.session is not None:
-        return options.session.spill if options.spill is not False else None
-    return options.spill or None
+        return options.session.spill if options.given.spill is not False else None
+    return options.given.spill or None
 
 
 def _window(
     options: CacheOptions, samples: int, sample_bytes: int, limit: int
 ) -> tuple[Sizes | None, int, list[str]]:
     """A window's sizes, the bytes that it may take here, and what the user should know about them."""
-    window = options.window
+    window = options.given.window
     assert window is not None
     if isinstance(window.resident, str):
         window = replace(window, resident=_resident_bytes(window.resident))
@@ -397,12 +380,12 @@ def _too_small(sizes: Sizes, needed: int, available: int) -> str:
 
 def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutChoice, Source, Probe]:
     """Cut and probe. If the probe finds randomness, do so again with transforms of unknown structure live."""
-    if options.window is not None:
+    if options.given.window is not None:
         limit = sys.maxsize  # the user gives the number of residents: smaller samples do not raise it
-    choice = choose(pipeline, limit, options.strict, options.cut)
+    choice = choose(pipeline, limit, options.given.strict, options.given.cut)
     source = pipeline.cut(choice.cuts)
     probed = _probe(source, len(pipeline.dataset))
-    if (probed.moved or probed.differs) and choice.probed and options.cut is None:
+    if (probed.moved or probed.differs) and choice.probed and options.given.cut is None:
         choice = choose(pipeline, limit, True, None)
         reason = (*probed.moved, *probed.differs)[0]
         note = f"transforms that are deterministic only by their trial stay live, as {reason}"

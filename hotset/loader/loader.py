@@ -37,7 +37,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
 from hotset.dataset.cached_dataset import CachedDataset, Current
-from hotset.dataset.cached_stream import CachedStream, StreamRecording
+from hotset.dataset.cached_stream import CachedStream
+from hotset.dataset.stream_recording import StreamRecording
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError, StateError
 from hotset.loader.batch_buffer import BlockCollate
@@ -427,7 +428,7 @@ class DataLoader(TorchDataLoader[T]):
         if isinstance(sampler, StreamSampler) and (saved is None or not saved.under_way):
             sampler.begin_pass()
         if self.batch_size is not None and stream._batch_size:
-            stream._told(
+            stream._warn(
                 f"{type(stream.dataset).__name__} seems to give batches of {stream._batch_size} samples, and "
                 "the "
                 "loader makes batches of these; leave batches to the loader, or pass batch_size=None.",
@@ -438,14 +439,14 @@ class DataLoader(TorchDataLoader[T]):
                 self._recorder = None  # ends its workers
                 self._workers_begun = False
         elif not isinstance(sampler, StreamSampler) and self.batch_size is not None:
-            stream._told(
+            stream._warn(
                 f"the first pass over {type(stream.dataset).__name__} comes in the stream's own order, as it "
                 "is recorded in it; sampler= holds from the second on. Call fill() first to have it hold in "
                 "the first, too.",
                 "order",
             )
         elif isinstance(sampler, StreamSampler) and sampler.shuffle:
-            stream._told(
+            stream._warn(
                 f"the first pass over {type(stream.dataset).__name__} comes in the stream's own order, as it "
                 "is "
                 "recorded in it; shuffle=True holds from the second on. Call fill() first to shuffle the "
@@ -477,7 +478,7 @@ class DataLoader(TorchDataLoader[T]):
         if {workers, self.num_workers} <= {0, 1}:
             workers = self.num_workers  # one worker divides nothing
         elif workers != self.num_workers:
-            stream._told(
+            stream._warn(
                 f"{workers} worker{'s' * (workers != 1)} divided {type(stream.dataset).__name__} as it was "
                 f"recorded, so as many read the rest of it, in place of {self.num_workers}.",
                 "rest",

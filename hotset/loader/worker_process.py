@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
-from hotset.dataset.cached_stream import StreamRecording
 from hotset.dataset.parent_death import parent_death_signal
+from hotset.dataset.stream_recording import StreamRecording
 from hotset.determinism.rng import Generators
 from hotset.loader.batch_buffer import BatchBuffer
 from hotset.loader.batch_builder import BatchBuilder, make_gather
@@ -347,7 +347,7 @@ class WorkerInit:
         self._parent = parent_death_signal()
 
     def __call__(self, worker: int) -> None:
-        self._parent.arm_or_exit()
+        self._parent.arm_in_worker(worker)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, (BatchMaker, StreamRecording)):
             keep_freed_memory()

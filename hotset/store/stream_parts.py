@@ -50,11 +50,11 @@ class StreamParts:
     """The parts of the stream that a store records, as this process sees them.
 
     Args:
-        store: the store.
+        store: the store; also an attribute.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
         self._rows: Words = store.segment.slots
         self._live: Words = store.segment.live
 
@@ -93,7 +93,7 @@ class StreamParts:
     @property
     def state(self) -> StreamState:
         """How far all parts are recorded."""
-        if not self.count or self._store.clear_generation() is None:
+        if not self.count or self.store.clear_generation() is None:
             return "nothing"
         if not self.ended.all() or self.is_other:
             return "recording"
@@ -127,24 +127,24 @@ class StreamParts:
         word = ranks << _WORKERS | workers
         if not 0 < ranks * workers <= SLOTS:
             return False
-        with self._store.participant.short_lock() as held:
+        with self.store.participant.short_lock() as held:
             if held and not self._live[Live.PARTS]:
                 self._live[Live.PARTS] = word
         return int(self._live[Live.PARTS]) == word
 
     def is_recorded_by_others(self) -> bool:
         """Whether another program records a part now."""
-        mine = self._store.participant.slot + 1
+        mine = self.store.participant.slot + 1
         owners = {
             int(row[Slot.PART_OWNER])
             for row in self._rows[: self.count]
             if row[Slot.PART_OWNER] and int(row[Slot.PART_PASS]) >> _PASS_BITS != mine
         }
-        return any(map(self._store.filler.claims.is_open, owners))
+        return any(map(self.store.filler.claims.is_open, owners))
 
     def new_pass(self) -> int:
         """A word for a pass that this process begins; 0 if it cannot record."""
-        slot = self._store.participant.slot
+        slot = self.store.participant.slot
         return (slot + 1) << _PASS_BITS | secrets.randbits(_PASS_BITS) if slot >= 0 else 0
 
     def own(self, part: int, number: int) -> bool:
@@ -153,9 +153,9 @@ class StreamParts:
         A pass of the same program gives way: it may be one that was broken off, and whose workers are still
         there because a traceback refers to it.
         """
-        claims, row = self._store.filler.claims, self._rows[part]
+        claims, row = self.store.filler.claims, self._rows[part]
         mine = claims.word
-        with self._store.participant.short_lock() as held:
+        with self.store.participant.short_lock() as held:
             owner, before = int(row[Slot.PART_OWNER]), int(row[Slot.PART_PASS])
             theirs = owner not in (0, mine) and before >> _PASS_BITS != number >> _PASS_BITS
             if not held or mine < 0 or (theirs and claims.is_open(owner)):
@@ -182,7 +182,7 @@ class StreamParts:
         """Leave out the parts of other ranks; False if one of them has been begun."""
         ranks, workers = self.division
         others = [part for part in range(ranks * workers) if part // workers != rank]
-        with self._store.participant.short_lock() as held:
+        with self.store.participant.short_lock() as held:
             if not held or self._rows[others][:, [Slot.PART_GIVEN, Slot.PART_OWNER]].any():
                 return False
             self._rows[others, Slot.PART_ENDED] |= 1
@@ -201,11 +201,11 @@ class StreamParts:
     def use(self, count: int) -> None:
         """Note that sample ids below this number are in use; before one of them is stored."""
         segments = [
-            self._store.segment,
-            *([self._store.spill.segment] if self._store.spill is not None else []),
+            self.store.segment,
+            *([self.store.spill.segment] if self.store.spill is not None else []),
         ]
         if count > int(segments[0].live[Live.IDS]):
-            with self._store.participant.short_lock():
+            with self.store.participant.short_lock():
                 for segment in segments:
                     segment.live[Live.IDS] = max(int(segment.live[Live.IDS]), count)
 

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 HOLE = "\N{HORIZONTAL ELLIPSIS}"
 # The position of the sentence among the arguments of each function that warns.
 SINKS = {"warn": 0, "_warn": 0, "_warn_once": 0, "_tell": 2, "_read_uncached": 0, "_give_up": 0}
-SINKS |= {"_told": 0, "_hotset_warn": 0}
+SINKS |= {"_hotset_warn": 0}
 # Calls that hand a sentence on, and where it is composed; nothing where that is a sink itself.
 COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("_warnings.py", "Warner.__call__"): (),
@@ -31,7 +31,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
         "dataset/planner.py:_limit",
         "dataset/planner.py:_window",
         "dataset/planner.py:_too_small",
-        "dataset/stream_source.py:_order_warning",
+        "dataset/stream_probe.py:_order_warning",
     ),
     ("cli/doctor.py", "doctor"): ("cli/doctor.py:_no_loader",),
     ("dataset/cached_dataset.py", "CachedDataset._read_uncached"): (),

@@ -1,0 +1,288 @@
+"""The recording of a stream: each worker stores the samples of its part, as it gives them to the loader.
+
+In a first pass torch runs the stream in each worker of each rank, with a :class:`StreamRecording` in its
+place. That gives what the stream gives, and stores it (:mod:`hotset.store.stream_parts` says under which
+sample ids). Samples that an earlier pass has recorded are not stored again, but some of them are compared. A
+sample that draws random numbers, or for which there is no room, ends the recording of its part, and not the
+pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hotset.dataset.cached_dataset import CachedDataset
+from hotset.dataset.stream_probe import held_by_run, run
+from hotset.determinism import entropy
+from hotset.determinism.equality import same
+from hotset.determinism.rng import Generators
+from hotset.store.format import CLAIMED, PRESENT, Slot
+from hotset.store.store import Store
+from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts
+
+__all__ = ["StreamRecording"]
+
+# Which recorded samples a further pass compares with the stream: the first, and then one in so many.
+_COMPARED, _LATER = 8, 64
+# For how long a pass that takes over waits for what the earlier one is storing.
+_TAKE_OVER_SECONDS = 5.0
+
+
+class StreamRecording(IterableDataset[Any]):
+    """The stream as torch runs it in a worker: it gives what the stream gives, and records it.
+
+    Args:
+        dataset: the user's stream; also what ``get_worker_info().dataset`` is in a worker.
+        cached: the cache.
+        rank: of this process on this machine.
+        number: of the pass, which records (:meth:`StreamParts.new_pass`); 0 to record nothing.
+        rest: whether to leave out what is recorded.
+        group: how many samples the loader collects before it makes a batch of them.
+        division: how many ranks, and workers in each, divide the samples in this pass.
+
+    Attributes:
+        silent: whether to give numbers in place of samples, as only the recording is wanted.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        cached: CachedDataset[Any],
+        rank: int,
+        number: int,
+        *,
+        rest: bool,
+        group: int,
+        division: tuple[int, int],
+    ) -> None:
+        self.dataset = dataset
+        self.silent = False
+        self._cached = cached
+        self._rank = rank
+        self._number = number
+        self._rest = rest
+        self._group = group
+        self._division = division
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        if info is not None and info.dataset is self:  # the stream must find itself there
+            object.__setattr__(info, "dataset", self.dataset)
+        source, store = self._cached._source, self._cached._access.store
+        samples = _only_once(self.dataset, worker)
+        if store is None or not (self._number or self._rest):
+            yield from _each(source, samples)
+            return
+        group = 1 if source.live else self._group
+        part = self._rank * workers + worker
+        recorder = _PartRecorder(store, source, self.dataset, part, self._number, group, self._division)
+        try:
+            for number, value in enumerate(_values(source, samples)):
+                if not number:
+                    recorder.watch(samples)
+                is_recorded = recorder.take(value)
+                if self._rest and is_recorded:
+                    continue
+                yield source.finish(value) if not self.silent else 0
+                recorder.resume()
+            recorder.end()
+        finally:
+            recorder.parts.disown(part, self._number)
+
+
+def _only_once(stream: Any, worker: int) -> Iterator[Any]:
+    """A run of the stream in this worker. A node of torchdata knows of no workers: the first one runs it."""
+    if worker and hasattr(stream, "reset") and isinstance(stream, Iterator):
+        return iter(())
+    return run(stream)
+
+
+def _values(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
+    """The samples, with the cached transforms applied."""
+    while True:
+        try:
+            value = source.of_stream(samples)
+        except StopIteration:
+            return
+        yield value
+
+
+def _each(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
+    for value in _values(source, samples):
+        yield source.finish(value)
+
+
+class _PartRecorder:
+    """Records one part of a stream, as this process gives it.
+
+    Samples are recorded in groups, as that takes a tenth of the time. A group is recorded before its last
+    sample
+    is given: until then torch's loader only collects them, and none has been collated, or otherwise changed.
+
+    Args:
+        store: of the cache.
+        source: its cached transforms.
+        stream: the user's.
+        part: the number of the part.
+        number: of the pass; 0 to record nothing.
+        group: how many samples are given before one may be changed.
+        division: of the pass, by which the part is numbered. Another pass, with other workers, may have
+            divided the stream anew since this one was begun: then the number means another part now.
+
+    Attributes:
+        parts: how far all parts are recorded.
+        records: whether to record: not if another process records this part, nor beyond what can be kept.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        source: Any,
+        stream: Any,
+        part: int,
+        number: int,
+        group: int,
+        division: tuple[int, int],
+    ) -> None:
+        self.parts = StreamParts(store)
+        self.part = part
+        # In this order: who divides the stream anew clears the store before.
+        generation = store.clear_generation()
+        is_current = generation is not None and self.parts.division == division
+        self.records = is_current and number > 0 and self.parts.own(part, number)
+        self._number = number
+        self._store = store
+        self._group = group
+        self._held: list[Any] = []
+        self._kept = int(self.parts.kept[part]) if part < self.parts.count else 0
+        self._generation = generation if is_current else None  # None: nothing to do with what is recorded
+        self._position = 0
+        self._about = store.segment.metadata
+        self._watched = [source.prefix] if source.prefix else []
+        if not self._about.get("stream_draws", True):
+            self._watched.append(stream)
+        self._stream = stream
+        self._generators = Generators(self._watched) if self._watched else None
+        self._entropy = -1
+
+    def watch(self, samples: Iterator[Any]) -> None:
+        """Watch what the run draws from, too; called when it has given its first sample."""
+        if self._about.get("stream_own", False):
+            self._generators = Generators([*self._watched, *held_by_run(samples, self._stream)])
+        if not self._about.get("stream_entropy", True):
+            self._entropy = entropy.taken()
+
+    @property
+    def _drew(self) -> bool:
+        """Whether reading has drawn random numbers since the loader had its last sample."""
+        if self._entropy >= 0 and entropy.taken() != self._entropy:
+            return True
+        return self._generators is not None and self._generators.any_moved
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether what is recorded has not been cleared since this run was begun."""
+        return self._generation is not None and self._store.clear_generation() == self._generation
+
+    @property
+    def _owns(self) -> bool:
+        """Whether this pass still records this part."""
+        return self._is_current and self.parts.owns(self.part, self._number)
+
+    def take(self, value: Any) -> bool:
+        """Take the next sample; return whether it was recorded before."""
+        position, self._position = self._position, self._position + 1
+        if not self._is_current:
+            self.records = False  # recorded anew by others meanwhile
+            return False
+        if position < self._kept:
+            if position < _COMPARED or position % _LATER == 0:
+                self._compare(position, value)
+            return True
+        if self.records:
+            self._held.append(value)
+            if len(self._held) >= self._group:
+                self.flush()
+        elif not self._number:  # the rest of a stream
+            self._store.participant.row[Slot.MISSES] += 1
+        return False
+
+    def resume(self) -> None:
+        """The loader goes on: if it may have drawn since, what it drew is not the stream's."""
+        if self._held:
+            return
+        if self._generators is not None:
+            self._generators.note()
+        if self._entropy >= 0:
+            self._entropy = entropy.taken()
+
+    def flush(self) -> None:
+        """Record the samples that were taken last."""
+        held, self._held = self._held, []
+        self.records = self.records and self._owns
+        if not held or not self.records:
+            return
+        if self._drew:
+            self._stop(DREW)
+            return
+        begin = time.perf_counter_ns()
+        store, first = self._store, self._kept
+        ids = [self.parts.sample_id(self.part, first + number) for number in range(len(held))]
+        ids = [sample for sample in ids if sample < len(store)]
+        if ids:
+            self.parts.use(ids[-1] + 1)
+        mismatches = len(store.filler.mismatches)
+        self._insert(dict(zip(ids, held, strict=False)))
+        if not self._owns:  # divided anew meanwhile: this part's row is another's now
+            self.records = False
+            return
+        absent = np.flatnonzero(store.segment.index[np.array(ids, np.int64)] < PRESENT) if ids else [0]
+        kept = int(absent[0]) if len(absent) else len(ids)
+        self._kept = first + kept
+        if kept:
+            self.parts.note(self.part, self._kept - 1, kept=True)
+        if kept < len(held):
+            self._stop(OTHER_KIND if len(store.filler.mismatches) > mismatches else NO_ROOM)
+        row = store.participant.row
+        row[Slot.MISSES] += len(held)
+        row[Slot.FILL_NS] += time.perf_counter_ns() - begin
+
+    def _insert(self, samples: dict[int, Any]) -> None:
+        """Store samples. Of two passes by one program the later one takes over, and the earlier one may be
+        storing these very samples now: wait for it, or for its end.
+        """
+        store, ids = self._store, np.fromiter(samples, np.int64)
+        store.insert(samples, self._generation)
+        until, waited = time.monotonic() + _TAKE_OVER_SECONDS, False
+        while time.monotonic() < until:
+            words = store.segment.index[ids]
+            claimed = set(words[(words >= CLAIMED) & (words < PRESENT)].tolist())
+            if not any(map(store.filler.claims.is_open, claimed)):
+                break
+            waited = True
+            time.sleep(1e-3)
+        if waited or claimed:
+            store.insert(samples, self._generation)
+
+    def _stop(self, why: int) -> None:
+        self.parts.stop(self.part, why)
+        self.records = False
+
+    def _compare(self, position: int, value: Any) -> None:
+        """Compare a recorded sample with what the stream gives now."""
+        copies = self._store.read(np.array([self.parts.sample_id(self.part, position)]))
+        if copies is not None and same(copies[0], value, across=True) is not None:
+            self.parts.note_other()
+            self.records = False
+
+    def end(self) -> None:
+        """The part has ended."""
+        self.flush()
+        if self._number > 0 and self._owns:
+            self.parts.end(self.part, self._position)
