@@ -160,15 +160,13 @@ class CudaGraphs:
 
     def _recover(self, graph: Any, pool: Any) -> None:
         """Take allocator and generator out of a capture that has failed."""
-        core = self._core
-        end = getattr(core, "_cuda_endAllocateToPool", None) or core._cuda_endAllocateCurrentStreamToPool
-        with contextlib.suppress(RuntimeError):  # raised if the capture's end has done it
-            end(self._device.index, pool)
+        self._end_recording(pool)
         try:
             graph.pool()  # raised unless the capture has ended in order: then the graph releases it
         except RuntimeError:
-            with contextlib.suppress(RuntimeError):
-                core._cuda_releasePool(self._device.index, pool)
+            if not self._torch_releases_pools():
+                with contextlib.suppress(RuntimeError):
+                    self._core._cuda_releasePool(self._device.index, pool)
         with self.side():
             with contextlib.suppress(RuntimeError):  # the first launch reports the capture's error once more
                 self._api._sleep(1)
@@ -177,6 +175,36 @@ class CudaGraphs:
                 mended.capture_begin(capture_error_mode="thread_local")
                 self._api._sleep(1)  # torch warns of a graph that is empty
                 mended.capture_end()
+
+    def _end_recording(self, pool: Any) -> None:
+        """Have the allocator give no more memory of a graph's pool."""
+        core = self._core
+        end = getattr(core, "_cuda_endAllocateToPool", None) or core._cuda_endAllocateCurrentStreamToPool
+        with contextlib.suppress(RuntimeError):  # raised if the capture's end has done it
+            end(self._device.index, pool)
+
+    def _torch_releases_pools(self) -> bool:
+        """Whether a graph whose capture has failed releases its pool, as it does in torch's builds since July
+        2026. Released twice, a pool ends the process, or is freed while another graph writes to it.
+
+        A capture that fails on purpose shows it. If its graph has released the pool, which has no memory,
+        then emptying the cache removes the pool, and the allocator does not know it any more.
+        """
+        graph, pool = self._api.CUDAGraph(), self._api.graph_pool_handle()
+        with contextlib.suppress(RuntimeError), self.side():
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                self._api.synchronize(self._device)  # not permitted in a capture
+            finally:
+                graph.capture_end()
+        self._end_recording(pool)
+        del graph
+        self._api.empty_cache()
+        try:
+            self._core._cuda_releasePool(self._device.index, pool)
+        except RuntimeError:
+            return True
+        return False
 
     def lowest(self, vote: int, groups: list[Any]) -> int:
         for group in groups:

@@ -143,18 +143,18 @@ def blocks_are_held_until_their_copies_have_ended(device: str) -> None:
 def _sends_while_copies_are_to_come(device: str, cycles: int) -> bool:
     """Send batches behind so many cycles of nothing; whether the last one was sent before they were over."""
     recycled = _Recycled(8, 32 << 20)
-    lane = StreamTransfer(torch.device(device))
+    transfer = StreamTransfer(torch.device(device))
     over = torch.cuda.Event()
-    with torch.cuda.stream(lane._stream):
+    with torch.cuda.stream(transfer._stream):
         torch.cuda._sleep(cycles)
         over.record()
-    sent = [lane.send(batch) for batch in recycled]
+    sent = [transfer.send(batch) for batch in recycled]
     let_go, in_time = recycled.overwritten, not over.query()
     assert let_go == 0 or not in_time, "a block was let go of before its copy had begun"
     for number, one in enumerate(sent):
-        batch = lane.receive(one)
+        batch = transfer.receive(one)
         assert bool((batch == number).all()), f"batch {number} was overwritten while it was copied"
-    lane.close()
+    transfer.close()
     del sent, one, batch
     assert recycled.overwritten >= 7  # the generator still holds the last one
     return in_time
@@ -209,6 +209,29 @@ def schedules_are_followed(device: str) -> None:
 
     with _deterministic():
         assert run(10, graph="auto") == run(10, graph=False)
+
+
+def a_learning_rate_in_a_tensor_costs_no_capture(device: str) -> None:
+    def run(graph: Any) -> list[float]:
+        training = Training(device)
+        rate = torch.tensor(1e-3, device=device)
+        training.optimizer = torch.optim.Adam(
+            training.network.parameters(), lr=rate, capturable=device != "cpu"
+        )
+        step = training_step(training.network, training.optimizer, grey)
+        schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.9)
+        found: list[float] = []
+        with hotset.data_sink(step, loader_of(digits()), 1, graph=graph, device=device) as sink:
+            for _ in range(2 * PASS):
+                replayed = sink.captured
+                found.append(sink().item())
+                assert sink.captured or not replayed, "the step is to be captured again"
+                schedule.step()
+            assert graph is False or device == "cpu" or sink.captured, sink.why
+        return found
+
+    with _deterministic():
+        _close(run("auto"), run(False), 1e-4)
 
 
 def dropout_draws_as_in_single_steps(device: str) -> None:
@@ -310,6 +333,17 @@ def a_step_that_draws_on_the_host_is_eager(device: str) -> None:
         return lambda images, labels: step((images * random.random()).byte(), labels)
 
     _falls_back(device, make, "random's global state moved")
+
+
+def a_step_compiled_into_graphs_of_its_own_is_eager(device: str) -> None:
+    if device == "cpu":
+        return
+
+    def make(training: Training) -> Any:
+        network = torch.compile(training.network, mode="reduce-overhead")
+        return training_step(network, training.optimizer, grey)
+
+    _falls_back(device, make, "compiled into graphs of its own")
 
 
 def a_scheduler_inside_the_step_is_eager(device: str) -> None:
@@ -560,8 +594,16 @@ def _interrupted(training: Training) -> Any:
     return waiting
 
 
+def _reserved(device: str) -> int:
+    """Bytes of the device's memory that torch keeps, when it has given back all that it can."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
 def a_failed_capture_leaves_torch_as_it_was(device: str) -> None:
-    """Memory is used again, dropout draws, and another step can be captured."""
+    """Memory is used again and given back, dropout draws, and another step can be captured."""
     _falls_back(device, _interrupted, "the step cannot be one graph")
     if device == "cpu":
         return
@@ -571,6 +613,11 @@ def a_failed_capture_leaves_torch_as_it_was(device: str) -> None:
         del [torch.empty(1 << 22, device=device) for _ in range(8)][:]
         reserved.append(torch.cuda.memory_reserved(device))
     assert reserved[-1] == reserved[1], "memory is not used again"
+    kept = []
+    for _ in range(3):
+        _falls_back(device, _interrupted, "the step cannot be one graph")
+        kept.append(_reserved(device))
+    assert kept[2] == kept[1], "the memory of a failed capture is not given back"
     losses_of(Training(device, dropout=0.5), loader_of(digits()), device, 20, True)
 
 
@@ -640,13 +687,6 @@ def memory_does_not_grow(device: str) -> None:
 def a_closed_sink_gives_its_memory_back(device: str) -> None:
     if device == "cpu":
         return
-
-    def reserved() -> int:
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(device)
-
     training = Training(device)
     found = []
     for _ in range(3):
@@ -654,7 +694,7 @@ def a_closed_sink_gives_its_memory_back(device: str) -> None:
             sink()
             assert sink.captured
         training.optimizer.zero_grad()
-        found.append(reserved())
+        found.append(_reserved(device))
     assert found[2] == found[1] <= found[0], found
 
 
@@ -782,12 +822,14 @@ CHECKS: list[Callable[[str], None]] = [
     queues_give_what_the_loader_gives,
     losses_are_those_of_a_plain_loop,
     schedules_are_followed,
+    a_learning_rate_in_a_tensor_costs_no_capture,
     dropout_draws_as_in_single_steps,
     bfloat16_is_captured,
     resident_samples_train_alike,
     a_step_that_asks_the_device_is_eager,
     a_failed_capture_leaves_no_gradients_behind,
     a_step_that_draws_on_the_host_is_eager,
+    a_step_compiled_into_graphs_of_its_own_is_eager,
     a_scheduler_inside_the_step_is_eager,
     loaded_states_are_captured_anew,
     batch_norm_and_clipping_are_captured,
