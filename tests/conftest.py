@@ -116,7 +116,7 @@ def _unhurried() -> Iterator[None]:
     from hotset.determinism.fingerprint import fingerprint
 
     budgets = (
-        "dataset.cut_search._READ_SECONDS",
+        "dataset.recorder._READ_SECONDS",
         "dataset.cut_search._LIVE_SECONDS",
         "dataset.planner._PROBE_SECONDS",
     )

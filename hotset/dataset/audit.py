@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from hotset.dataset.pipeline import Pipeline, Source, recorded
+from hotset.dataset.pipeline import Pipeline, Source
+from hotset.dataset.recorder import recorded
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied, leaves
 from hotset.determinism.equality import same

@@ -11,7 +11,6 @@ The cut is the last one that is allowed, unless an earlier one is clearly cheape
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,28 +19,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hotset.dataset.pipeline import (
-    UNUSED,
-    Chain,
-    Cuts,
-    Pipeline,
-    Recorder,
-    SamplePath,
-    find_paths,
-    passes_shared_objects,
-    recorded,
-)
-from hotset.dataset.source_reader import seconds_in_groups
+from hotset.dataset.pipeline import UNUSED, Chain, Cuts, Pipeline, SamplePath
+from hotset.dataset.recorder import RecordedSamples, Recorder, find_paths, passes_shared_objects, recorded
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
-from hotset.determinism.aliasing import copied
 from hotset.determinism.batch_transform import BatchTransform
-from hotset.determinism.batched import Batched, same_but_for_rounding
+from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
-from hotset.determinism.equality import same
 from hotset.determinism.rng import Generators
 from hotset.determinism.split import Split, split
-from hotset.determinism.trial import alters, once, typical
+from hotset.determinism.trial import alters, mixed_rows, once, try_together
 from hotset.determinism.verdict import Verdict, name_of, verdict_of
 from hotset.errors import ArgumentError, NotCacheable
 from hotset.policy.cut_point import cheapest_cut
@@ -49,8 +36,6 @@ from hotset.units import format_bytes
 
 __all__ = ["CutChoice", "Row", "choose"]
 
-_SAMPLES = 4
-_READ_SECONDS = 0.25
 _LIVE_SECONDS = 0.5
 # Of a dataset's own chains, the one whose transforms `cut=` counts.
 _MAIN = ("transform", "transforms")
@@ -111,22 +96,10 @@ def choose(pipeline: Pipeline, limit: float, strict: bool, user_cut: int | None)
     generators = Generators([pipeline.dataset, pipeline.given])
     try:
         found = _CutSearch(pipeline, strict)
-        for number in range(len(pipeline.attributes)):
-            found.judge_own(number)
-        found.judge_given()
+        found.judge()
         return found.choose(limit, user_cut)
     finally:
         generators.restore()
-
-
-class _KeywordCalls:
-    """Calls a chain with the items of a dict as keywords."""
-
-    def __init__(self, chain: Any) -> None:
-        self._chain = chain
-
-    def __call__(self, keywords: dict[str, Any]) -> Any:
-        return self._chain(**keywords)
 
 
 class _ChainFindings(NamedTuple):
@@ -174,160 +147,80 @@ class _CutSearch:
         self.notes: list[str] = []
         self._own: list[_ChainFindings] = []
         self._given = _ChainFindings(pipeline.given)
-        self._read_seconds = 0.0
-        self._times: list[float] = []
-        self._sample: Any = None
-        self._indices: list[int] = []
-        # What the dataset raises when a recorder is in place of its chain; None if it accepts one.
-        self._refusal: Exception | None = None
-        # What reads put in place of each chain: nothing, or None, which leaves the chain there.
-        self._prefixes: list[tuple[()] | None] = [()] * len(pipeline.attributes)
-        if pipeline.attributes or pipeline.given:
-            self._read()
-
-    def _read(self) -> None:
-        """Read a few samples with recorders in place of the dataset's own chains.
-
-        If that fails for all, one is read without recorders: some datasets check the type of their chain.
-        """
-        length = len(self._pipeline.dataset)
-        spread = sorted({i * (length - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)})
-        self._reads: list[tuple[Any, list[Any]]] = []
-        error: Exception | None = None
-        failed: list[int] = []
-        begin = time.perf_counter()
-        for index in sorted(spread, key=lambda index: min(index, length - 1 - index)):
-            if self._reads and time.perf_counter() - begin > _READ_SECONDS:
-                break
-            try:
-                self._reads.append(self._read_one(index))
-                self._indices.append(index)
-            except Exception as raised:  # a sample that cannot be read may never be asked for
-                error = error or raised
-                failed.append(index)
-        if not self._reads:
-            assert error is not None
-            # An attribute of another name may not be for the samples alone.
-            others = [attribute.name not in TRANSFORM_NAMES for attribute in self._pipeline.attributes]
-            if any(others) and None not in self._prefixes:
-                self._prefixes = [None if other else () for other in others]
-                self._read()
-                return
-            self._read_without_recorders(failed, error)
-        self._sample = self._reads[0][0]
-        for index in self._indices * 3 if self._refusal is None else ():  # to measure the time
-            if time.perf_counter() - begin > _READ_SECONDS:
-                break
-            with contextlib.suppress(Exception):
-                self._read_one(index)
-        self._read_seconds = typical(self._times)
-        in_groups = getattr(self._pipeline.dataset, "__getitems__", None)
-        if in_groups is not None and not self._pipeline.attributes:
-            self._read_seconds = seconds_in_groups(in_groups, self._read_seconds, length)
-
-    def _read_one(self, index: int) -> tuple[Any, list[Recorder]]:
-        begun = time.perf_counter()
-        sample, recorders = recorded(self._pipeline, index, self._prefixes)
-        spent = sum(recorder.seconds for recorder in recorders)
-        self._times.append(time.perf_counter() - begun - spent)
-        return sample, recorders
-
-    def _read_without_recorders(self, indices: Sequence[int], error: Exception) -> None:
-        """Read the first of these samples that the dataset can read with its own chains.
-
-        Raises:
-            Exception: what the dataset raises, if it can read none of them.
-        """
-        own: Exception | None = None
-        for index in indices if self._pipeline.attributes else ():
-            begun = time.perf_counter()
-            try:
-                sample = self._pipeline.dataset[index]
-            except Exception as raised:
-                own = own or raised
-                continue
-            self._times.append(time.perf_counter() - begun)
-            self._reads.append((sample, []))
-            self._indices.append(index)
-            self._refusal = error
-            return
-        raise own or error
+        self._reads = RecordedSamples(pipeline)
 
     @property
     def _class_name(self) -> str:
         return type(self._pipeline.dataset).__name__
 
+    @property
+    def _sample(self) -> Any:
+        """The first sample that was read, or the exception in its place; None if none was read."""
+        return self._reads.samples[0] if self._reads.samples else None
+
     # ---- judging -------------------------------------------------------------------------------------
 
-    def judge_own(self, number: int) -> None:
+    def judge(self) -> None:
+        """Judge all chains, in the order in which they are applied."""
+        for number in range(len(self._pipeline.attributes)):
+            self._own.append(self._judge_own(number))
+        self._judge_given()
+
+    def _judge_own(self, number: int) -> _ChainFindings:
         """Judge one of the dataset's own chains, and find out whether it can be cut."""
-        attribute = self._pipeline.attributes[number]
-        if self._refusal is not None:
-            why = f"{self._class_name} accepts nothing in place of its {attribute.name} ({self._refusal})"
-            self._own.append(self._keep_whole(_ChainFindings(attribute.chain), number, why, (), ()))
-            return
-        recorders = [recorders[number] for _, recorders in self._reads]
-        if attribute.name not in TRANSFORM_NAMES and not any(r.inputs or r.irregular for r in recorders):
-            self._own.append(_ChainFindings(attribute.chain, whole=True, calls=0))
-            return
+        name, chain = self._pipeline.attributes[number]
+        unknown = _ChainFindings(chain)
+        if self._reads.refusal is not None:
+            why = f"{self._class_name} accepts nothing in place of its {name} ({self._reads.refusal})"
+            return self._keep_whole(unknown, number, why, (), ())
+        recorders = [recorders[number] for recorders in self._reads.recorders]
+        values = [value for recorder in recorders for value in recorder.inputs]
+        irregular = any(recorder.irregular for recorder in recorders)
+        if name not in TRANSFORM_NAMES and not values and not irregular:
+            return unknown._replace(whole=True, calls=0)
         if self._is_called_for_each(number):
-            self._judge_several(number, recorders)
-            return
-        values = [recorder.inputs[0] for recorder in recorders if len(recorder.inputs) == 1]
-        if any(recorder.irregular for recorder in recorders):
-            why = f"{self._class_name} calls its {attribute.name} with keywords"
+            first = recorders[0].inputs
+            findings = _ChainFindings(chain, self._split(chain, values), values, calls=len(first))
+            return self._measured(findings, first)
+        if irregular:
+            why = f"{self._class_name} calls its {name} with keywords"
             calls = [each for recorder in recorders for each in recorder.keyword_calls]
-            self._own.append(
-                self._keep_whole(
-                    _ChainFindings(attribute.chain), number, why, [_KeywordCalls(attribute.chain)], calls
-                )
-            )
-            return
-        if len(values) < len(recorders):
-            why = f"{self._class_name} does not call its {attribute.name} once for each sample"
-            several = [value for recorder in recorders for value in recorder.inputs]
-            self._own.append(
-                self._keep_whole(
-                    _ChainFindings(attribute.chain), number, why, leaves(attribute.chain), several
-                )
-            )
-            return
+            return self._keep_whole(unknown, number, why, [lambda keywords: chain(**keywords)], calls)
+        if any(len(recorder.inputs) != 1 for recorder in recorders):
+            why = f"{self._class_name} does not call its {name} once for each sample"
+            return self._keep_whole(unknown, number, why, leaves(chain), values)
         # A chain that cannot be cut is tried as well: if it is random, it must not be cached as a whole.
-        findings = _ChainFindings(attribute.chain, self._split(attribute.chain, values), values)
+        findings = _ChainFindings(chain, self._split(chain, values), values)
         if isinstance(self._sample, Exception) or find_paths(self._sample, recorders[0]) is None:
             why = (
-                f"{self._class_name} processes the results of its {attribute.name} further, or gives it "
-                "several values"
+                f"{self._class_name} processes the results of its {name} further, or gives it several values"
             )
-            self._own.append(self._keep_whole(findings, number, why, leaves(attribute.chain), values))
-        else:
-            around = _size_of(self._sample) - _size_of(values[0])
-            steps = leaves(attribute.chain)[: findings.cacheable]
-            in_place = any(alters(steps, value) for value in values)
-            self._own.append(findings._replace(around=around, in_place=in_place))
+            return self._keep_whole(findings, number, why, leaves(chain), values)
+        return self._measured(findings, values[:1])
+
+    def _measured(self, findings: _ChainFindings, first: Sequence[Any]) -> _ChainFindings:
+        """Findings on a chain that can be cut, with what the first sample shows.
+
+        Args:
+            findings: the chain's.
+            first: what the chain was called with for the first sample.
+        """
+        around = _size_of(self._sample) - sum(map(_size_of, first))
+        steps = leaves(findings.chain)[: findings.cacheable]
+        in_place = any(alters(steps, value) for value in findings.values)
+        return findings._replace(around=around, in_place=in_place)
 
     def _is_called_for_each(self, number: int) -> bool:
         """Whether a chain is called for several values, one by one, in the same way for each sample."""
         found = set()
-        for sample, recorders in self._reads:
+        for sample, recorders in zip(self._reads.samples, self._reads.recorders, strict=True):
             recorder = recorders[number]
             alone = not any(isinstance(value, Values) for value in recorder.inputs)
             known = alone and not isinstance(sample, Exception)
             found.add(find_paths(sample, recorder) if known and len(recorder.inputs) > 1 else None)
         return len(found) == 1 and None not in found
 
-    def _judge_several(self, number: int, recorders: Sequence[Recorder]) -> None:
-        """Judge a chain that is called for each of several values."""
-        chain = self._pipeline.attributes[number].chain
-        first = recorders[0].inputs
-        values = [value for recorder in recorders for value in recorder.inputs]
-        findings = _ChainFindings(chain, self._split(chain, values), values, calls=len(first))
-        around = _size_of(self._sample) - sum(map(_size_of, first))
-        steps = leaves(chain)[: findings.cacheable]
-        in_place = any(alters(steps, value) for value in values)
-        self._own.append(findings._replace(around=around, in_place=in_place))
-
-    def judge_given(self) -> None:
+    def _judge_given(self) -> None:
         """Split the chain given as ``transform=``, if everything before it may be cached."""
         if not self._pipeline.given:
             return
@@ -337,12 +230,12 @@ class _CutSearch:
         found = self._split(self._pipeline.given, samples)
         first = leaves(self._pipeline.given)[0]
         if found.count and isinstance(first, BatchTransform) and declared(first) != "deterministic":
-            why = _mixes_rows(first, samples, found.outputs[0])
+            why = mixed_rows(first, samples, found.outputs[0])
             if why is not None:
                 verdict = replace(found.verdicts[0], kind="random", evidence=why)
                 verdicts = (verdict, *found.verdicts[1:])
                 found = Split((), self._pipeline.given, verdicts, 0, (), ())
-        _try_together(leaves(self._pipeline.given), found, samples)
+        try_together(leaves(self._pipeline.given), samples, found.outputs)
         self._given = _ChainFindings(self._pipeline.given, found, samples)
 
     def _samples(self) -> list[Any]:
@@ -360,7 +253,7 @@ class _CutSearch:
             if own.in_place
         }
         dataset = with_transforms(self._pipeline.dataset, copying)
-        for index in self._indices:
+        for index in self._reads.indices:
             try:
                 samples.append(dataset[index])
             except Exception as raised:
@@ -395,7 +288,7 @@ class _CutSearch:
                     "hotset.cache instead."
                 )
         if any(alters(steps, value) for value in values) and any(
-            passes_shared_objects(self._pipeline, index)[number] for index in self._indices
+            passes_shared_objects(self._pipeline, index)[number] for index in self._reads.indices
         ):
             name = self._pipeline.attributes[number].name
             raise NotCacheable(
@@ -519,7 +412,7 @@ class _CutSearch:
             steps += [verdict.step for verdict in split.verdicts[: split.count]]
         samples = len(self._pipeline.dataset)
         least = max((n for n, step in enumerate(steps, 1) if isinstance(step, Batched)), default=0)
-        best = cheapest_cut(self._read_seconds, seconds, sizes, samples, limit, least)
+        best = cheapest_cut(self._reads.seconds, seconds, sizes, samples, limit, least)
         if best < len(seconds):
             fit, later = (min(1.0, limit / (samples * sizes[cut])) for cut in (best, -1))
             self.notes.append(
@@ -538,7 +431,7 @@ class _CutSearch:
         paths: list[tuple[SamplePath, ...]] = [()] * len(counts)
         cut = [n for n, own in enumerate(self._own) if UNUSED < counts[n] < len(leaves(own.chain))]
         if cut:
-            sample, recorders = recorded(self._pipeline, self._indices[0], prefixes)
+            sample, recorders = recorded(self._pipeline, self._reads.indices[0], prefixes)
             for n in cut:
                 found = None if isinstance(sample, Exception) else find_paths(sample, recorders[n])
                 # Live parts run in the order of `attributes`. In another order they would draw other numbers.
@@ -569,7 +462,7 @@ class _CutSearch:
     def _rows(self, cuts: Cuts) -> tuple[Row, ...]:
         known = self._sample is not None and not isinstance(self._sample, Exception)
         size = int(_size_of(self._sample)) if known else None
-        rows = [Row(self._class_name, "source", "the dataset", self._read_seconds or None, size, True)]
+        rows = [Row(self._class_name, "source", "the dataset", self._reads.seconds or None, size, True)]
         deadline = time.perf_counter() + _LIVE_SECONDS
         for findings, count in zip((*self._own, self._given), (*cuts.own, cuts.given), strict=True):
             rows += self._rows_of(findings, count, deadline)
@@ -592,46 +485,6 @@ class _CutSearch:
             rows.append(Row(verdict.name, verdict.kind, verdict.evidence, seconds, size, number < count))
             value = output
         return rows
-
-
-def _try_together(steps: Sequence[Any], found: Split, samples: Sequence[Any]) -> None:
-    """Try each ``hotset.batched`` on several samples at once, as a fill will.
-
-    Raises:
-        NotCacheable: its result for a sample depends on the others, by more than rounding.
-        Exception: what it raises for several samples; an ArgumentError if it returns another number of rows.
-    """
-    inputs = samples
-    for step, outputs in zip(steps, found.outputs, strict=False):
-        if isinstance(step, Batched) and step.size > 1 and declared(step) != "deterministic":
-            count = min(step.size, max(len(inputs), 2))
-            some = [n % len(inputs) for n in range(count)]
-            together = step.many(copied([inputs[n] for n in some]))
-            if not same_but_for_rounding([outputs[n] for n in some], together):
-                raise NotCacheable(
-                    f"{step!r} must return the same row for a sample whatever else is in its batch, got "
-                    f"other rows for {count} samples at once than for each alone; leave padding and "
-                    "normalising over the batch to collate_fn, or give it size=1."
-                )
-        inputs = outputs
-
-
-def _mixes_rows(step: BatchTransform, rows: list[Any], alone: list[Any]) -> str | None:
-    """How the results of a transform for some rows in one batch differ from those for each of them alone.
-
-    None if they do not. A transform that pads to the longest row of a batch cannot be cached row by row.
-    """
-    if len(rows) < 2:
-        return "only one row could be read in time, so it is not known whether rows of a batch are mixed"
-    for batch in (rows, rows[::-1]):
-        try:
-            together = step.many(copied(batch))
-        except Exception as error:  # it may be made for batches of another size
-            return f"a batch of {len(rows)} rows raised {type(error).__name__}"
-        found = same(together, alone if batch is rows else alone[::-1])
-        if found is not None:
-            return f"its result for a row depends on the other rows of the batch ({found})"
-    return None
 
 
 # ---- measuring ------------------------------------------------------------------------------------------

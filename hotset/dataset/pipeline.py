@@ -23,7 +23,6 @@ that was seen to work in place gets copies. So the dataset does not change, howe
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,11 +31,10 @@ from hotset._warnings import Warner
 from hotset.dataset.format_transform import without_format_transform
 from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import TransformAttribute, transform_attributes_of, with_transforms
-from hotset.determinism.aliasing import copied, owned, owns_all
+from hotset.determinism.aliasing import copied, owned
 from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, applied, cut, leaves
-from hotset.determinism.equality import changeable
 from hotset.errors import ArgumentError, NotCacheable
 
 __all__ = [
@@ -44,13 +42,9 @@ __all__ = [
     "Chain",
     "Cuts",
     "Pipeline",
-    "Recorder",
     "SamplePath",
     "Source",
     "chain_of",
-    "find_paths",
-    "passes_shared_objects",
-    "recorded",
     "transformed",
 ]
 
@@ -408,130 +402,6 @@ def _put(sample: Any, path: SamplePath, value: Any) -> Any:
         return type(sample)._make(parts) if hasattr(sample, "_make") else tuple(parts)
     sample[key] = _put(sample[key], rest, value)
     return sample
-
-
-# ---- looking into a dataset ----------------------------------------------------------------------------
-
-
-class Recorder(Chain):
-    """Replaces a dataset's own chain while a sample is read, and records its inputs and outputs.
-
-    It always returns a copy, as the dataset may process the output further in place.
-
-    Attributes:
-        inputs: for each call the value, or :class:`Values`.
-        keyword_calls: the arguments of each call with keywords, as albumentations' chains are called.
-        first_called, last_called: when it was called, to tell which of two chains comes first.
-        outputs: for each call what was returned.
-        digests: for each output its digests at that time.
-        seconds: the sum over all calls.
-    """
-
-    def __init__(self, parts: Sequence[Transform] = ()) -> None:
-        super().__init__(parts, copies=True)
-        self.inputs: list[Any] = []
-        self.keyword_calls: list[dict[str, Any]] = []
-        self.outputs: list[Any] = []
-        self.digests: list[dict[str, bytes]] = []
-        self.first_called = self.last_called = 0
-        self.seconds = 0.0
-
-    @property
-    def irregular(self) -> bool:
-        """Whether it was called with keywords, or without a value."""
-        return bool(self.keyword_calls)
-
-    def __call__(self, *values: Any, **named: Any) -> Any:
-        if named or not values:
-            self.keyword_calls.append(named)
-            raise TypeError("called with keywords")
-        self.last_called = time.perf_counter_ns()
-        self.first_called = self.first_called or self.last_called
-        self.inputs.append(values[0] if len(values) == 1 else Values(values))
-        output = super().__call__(*values)
-        self.outputs.append(output)
-        self.digests.append(changeable(output))
-        self.seconds += (time.perf_counter_ns() - self.last_called) / 1e9
-        return output
-
-
-def recorded(
-    pipeline: Pipeline, index: int, prefixes: Sequence[Sequence[Transform] | None]
-) -> tuple[Any, list[Recorder]]:
-    """Read a sample with these first parts in place of the dataset's own chains; None leaves a chain there.
-
-    Returns:
-        The sample, and the recorder of each chain. If the dataset raises after all recorders were called, or
-        after one was called with keywords, the exception is returned in place of the sample: the dataset may
-        not accept what the recorder returned.
-
-    Raises:
-        Exception: what the dataset raises before that.
-    """
-    recorders = [Recorder(parts or ()) for parts in prefixes]
-    named = {
-        attribute.name: recorder
-        for attribute, recorder, parts in zip(pipeline.attributes, recorders, prefixes, strict=True)
-        if parts is not None
-    }
-    try:
-        return with_transforms(pipeline.dataset, named)[index], recorders
-    except Exception as error:
-        if any(recorder.irregular for recorder in recorders) or all(r.outputs for r in named.values()):
-            return error, recorders
-        raise
-
-
-def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None:
-    """The path of each of a chain's results in the sample; None unless each is there exactly once."""
-    if recorder.irregular or not recorder.outputs or len(recorder.outputs) < len(recorder.inputs):
-        return None
-    results: list[Any] = []
-    for inputs, output, before in zip(recorder.inputs, recorder.outputs, recorder.digests, strict=True):
-        now = changeable(output)
-        if any(now.get(part, digest) != digest for part, digest in before.items() if part):
-            return None  # changed in place since; something added to the sample itself changes no result
-        if not isinstance(inputs, Values):
-            results.append(output)
-        elif len(recorder.outputs) == 1 and isinstance(output, tuple) and len(output) == len(inputs):
-            results += output
-        else:
-            return None
-    found = [_find(sample, result) for result in results]
-    paths = tuple(each[0] for each in found if len(each) == 1)
-    return paths if len(paths) == len(results) == len(set(paths)) else None
-
-
-def passes_shared_objects(pipeline: Pipeline, index: int) -> list[bool]:
-    """For each of a dataset's own chains, whether its input is also referred to by another object.
-
-    ``__getitem__`` itself refers to the input while it runs, so the references are counted after it returned.
-    """
-    _, recorders = recorded(pipeline, index, [()] * len(pipeline.attributes))
-    given: list[list[Any]] = []
-    while recorders:
-        recorder = recorders.pop(0)
-        inputs = [
-            value for each in recorder.inputs for value in (each if isinstance(each, Values) else [each])
-        ]
-        inputs += [value for named in recorder.keyword_calls for value in named.values()]
-        given.append(list({id(value): value for value in inputs}.values()))
-    del recorder, inputs, _
-    return [not owns_all(values) for values in given]
-
-
-def _find(sample: Any, target: Any, depth: int = 0) -> list[SamplePath]:
-    """Every path at which this very object is in a sample."""
-    if sample is target:
-        return [()]
-    if depth > 4:
-        return []
-    items: Any = ()
-    if type(sample) is dict:
-        items = sample.items()
-    elif isinstance(sample, (list, tuple)):
-        items = enumerate(sample)
-    return [(key, *rest) for key, part in items for rest in _find(part, target, depth + 1)]
 
 
 def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transform, ...]:

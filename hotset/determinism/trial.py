@@ -13,6 +13,9 @@ their old values; lists, dicts, sets, arrays and tensors among them get their ol
 processor, and one such call among few would decide the mean. So the lowest and the highest quarter are left
 out. The rest is averaged: a median would be wrong for a transform that works on every other sample only, and
 so takes one of two times.
+
+What a transform returns for a batch must be what it returns for each sample alone, or it cannot be cached
+sample by sample: :func:`try_together` and :func:`mixed_rows` compare the two.
 """
 
 from __future__ import annotations
@@ -27,13 +30,17 @@ import numpy as np
 import torch
 
 from hotset.determinism.aliasing import copied
+from hotset.determinism.batch_transform import BatchTransform
+from hotset.determinism.batched import Batched, same_but_for_rounding
 from hotset.determinism.chain import applied
-from hotset.determinism.equality import changeable
+from hotset.determinism.declare import declared
+from hotset.determinism.equality import changeable, same
 from hotset.determinism.object_graph import attributes
 from hotset.determinism.probe import probe
 from hotset.determinism.rng import Generators
+from hotset.errors import NotCacheable
 
-__all__ = ["Timed", "Trial", "alters", "attempt", "once", "typical"]
+__all__ = ["Timed", "Trial", "alters", "attempt", "mixed_rows", "once", "try_together", "typical"]
 
 _REPEATS = 16
 _ONCE_SECONDS = 0.02
@@ -184,6 +191,54 @@ def _refill(value: Any, content: Any) -> None:
     elif not value.requires_grad:
         with torch.no_grad():
             value.copy_(content)
+
+
+# ---- several samples at once --------------------------------------------------------------------------
+
+
+def try_together(steps: Sequence[Any], samples: Sequence[Any], found: Sequence[list[Any]]) -> None:
+    """Try each ``hotset.batched`` of a chain on several samples at once, as a fill will.
+
+    Args:
+        steps: the chain's transforms.
+        samples: as they reach the first.
+        found: for each transform, its output for each sample alone.
+
+    Raises:
+        NotCacheable: its result for a sample depends on the others, by more than rounding.
+        Exception: what it raises for several samples; an ArgumentError if it returns another number of rows.
+    """
+    inputs = samples
+    for step, outputs in zip(steps, found, strict=False):
+        if isinstance(step, Batched) and step.size > 1 and declared(step) != "deterministic":
+            count = min(step.size, max(len(inputs), 2))
+            some = [n % len(inputs) for n in range(count)]
+            together = step.many(copied([inputs[n] for n in some]))
+            if not same_but_for_rounding([outputs[n] for n in some], together):
+                raise NotCacheable(
+                    f"{step!r} must return the same row for a sample whatever else is in its batch, got "
+                    f"other rows for {count} samples at once than for each alone; leave padding and "
+                    "normalising over the batch to collate_fn, or give it size=1."
+                )
+        inputs = outputs
+
+
+def mixed_rows(step: BatchTransform, rows: list[Any], alone: list[Any]) -> str | None:
+    """A phrase: how the results for rows in one batch differ from those for each alone; None if they do not.
+
+    A transform that pads to the longest row of a batch cannot be cached row by row.
+    """
+    if len(rows) < 2:
+        return "only one row could be read in time, so it is not known whether rows of a batch are mixed"
+    for batch in (rows, rows[::-1]):
+        try:
+            together = step.many(copied(batch))
+        except Exception as error:  # it may be made for batches of another size
+            return f"a batch of {len(rows)} rows raised {type(error).__name__}"
+        found = same(together, alone if batch is rows else alone[::-1])
+        if found is not None:
+            return f"its result for a row depends on the other rows of the batch ({found})"
+    return None
 
 
 # ---- timing ----------------------------------------------------------------------------------------------
