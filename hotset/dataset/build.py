@@ -28,8 +28,9 @@ from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
 from hotset.dataset.cached_stream import CachedStream
 from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache
 from hotset.dataset.identity import Identity, NotShared, unshareable
+from hotset.dataset.memory_budget import own_memory
 from hotset.dataset.pipeline import Pipeline
-from hotset.dataset.planner import PlanResult, found_plan, joined_plan, make_plan, own_memory
+from hotset.dataset.planner import PlanResult, found_plan, joined_plan, make_plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.stream_source import StreamSource, is_stream

@@ -140,25 +140,15 @@ class Plan:
             memory: the user's ``memory=``.
             cuts: where the chains are cut.
         """
-        found = (
-            "name",
-            "fingerprint",
-            "rows",
-            "sample_bytes",
-            "sample_seconds",
-            "refused",
-            "limit",
-            "window",
-            "audited",
-        )
-        about: dict[str, Any] = {
+        fields = "name fingerprint rows sample_bytes sample_seconds refused limit window audited"
+        return {
             "job": this_job().offers,
             "pid": os.getpid(),
             "memory": memory,
             "cuts": cuts.to_json(),
+            "spills_to": self.spill,
+            **{field: getattr(self, field) for field in fields.split()},
         }
-        about["spills_to"] = self.spill
-        return {**about, **{field: getattr(self, field) for field in found}}
 
     def to_dict(self) -> dict[str, Any]:
         """All of the plan, as JSON types. The keys are stable.
@@ -202,7 +192,7 @@ class Plan:
         return [
             ("dataset", f"{self.name}, {self.samples:,} samples"),
             ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
-            *([("window", self._window_text(self.window))] if self.window is not None else []),
+            *([("window", _window_text(self.window))] if self.window is not None else []),
             ("memory", f"{room} for {format_bytes(self.total_bytes)}: {share}"),
             ("an epoch", epochs),
             ("fingerprint", self.fingerprint),
@@ -238,14 +228,14 @@ class Plan:
         facts = [_html_row(fact, "td") for fact in self._facts()]
         return f"<table>{''.join(steps)}</table><table>{''.join(facts)}</table>"
 
-    @staticmethod
-    def _window_text(window: Sizes) -> str:
-        seen = window.epochs_until_all_seen
-        rate = f"{window.replaced:,} are replaced after each epoch"
-        if window.auto:
-            rate = f"as many as are ready, up to {window.replaced:,}, are replaced after each epoch"
-        when = "the others are never used" if seen is None else f"all are seen after {seen:,} epochs"
-        return f"{window.resident:,} of {window.samples:,} samples are resident, {rate}, and {when}"
+
+def _window_text(window: Sizes) -> str:
+    seen = window.epochs_until_all_seen
+    rate = f"{window.replaced:,} are replaced after each epoch"
+    if window.auto:
+        rate = f"as many as are ready, up to {window.replaced:,}, are replaced after each epoch"
+    when = "the others are never used" if seen is None else f"all are seen after {seen:,} epochs"
+    return f"{window.resident:,} of {window.samples:,} samples are resident, {rate}, and {when}"
 
 
 def _html_row(cells: Sequence[str], tag: str) -> str:

@@ -20,19 +20,18 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch.utils.data import Subset
-
 from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.cut_search import CutChoice, Row, choose
-from hotset.dataset.format_transform import format_of
 from hotset.dataset.identity import Identity, NotShared, unshareable
+from hotset.dataset.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, file_bytes, remedies
+from hotset.dataset.source_judgement import judge_source
 from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.stream_probe import batch_size_of, has_shuffle
 from hotset.dataset.stream_source import StreamSource
@@ -40,13 +39,10 @@ from hotset.dataset.unread import Unread
 from hotset.dataset.window import Sizes
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
-from hotset.determinism.equality import changeable, same
 from hotset.determinism.probe import Probe, probe
-from hotset.determinism.rng import Generators
 from hotset.determinism.trial import Timed
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
-from hotset.session.reclaim import room_of
 from hotset.session.session_definition import Session
 from hotset.store import irregular_records as forms
 from hotset.store import memory_limits as machine
@@ -55,7 +51,6 @@ from hotset.store.leaves import SchemaMismatch
 from hotset.store.schema import Schema
 from hotset.store.torch_threads import one_thread
 from hotset.store.verification import FULL_CHECK
-from hotset.units import format_bytes, parse_bytes
 
 __all__ = ["PlanResult", "found_plan", "joined_plan", "make_plan"]
 
@@ -162,29 +157,18 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
 
 def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> PlanResult:
     dataset, name = pipeline.dataset, pipeline.name
-    limit, warned = _limit(options)
+    limit, warned = memory_limit(options)
     if declared(dataset) == "nondeterministic":
         raise NotCacheable(
             f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; move its random "
             "part to transform=, after the part that may be cached."
         )
-    held = _held_by_others(options.session, limit)
+    held = held_by_others(options.session, limit)
     own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
     unread = Unread(dataset, [*own, *leaves(pipeline.given)])
     choice, source, probed = _decide(pipeline, options, limit - held)
-    judged, believed = _judge(dataset, source, probed)
-    if not believed and not probed.drawing:
-        _judge_batches(dataset, source)
-    notes = [*choice.notes, *judged]
-    if source.batched:
-        notes.append(
-            "cached samples are not compared with the source while training: the last bits of what "
-            f"{source.batched[0]!r} returns may depend on how many samples it is given"
-        )
-    if FULL_CHECK:
-        notes.append(
-            "this processor may reorder stores, so each read of the cache is verified, which costs time"
-        )
+    judged, believed = judge_source(dataset, source, probed)
+    notes = [*choice.notes, *judged, *_notes_on_checks(source)]
     schema, sample_bytes, share = None, 0, 0.0
     try:
         schema, sample_bytes, share, unlike = _infer_schema(source, probed)
@@ -193,7 +177,7 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
         warned.append(f"nothing of {name} can be cached, so samples come from the source: {mismatch}.")
     sizes = None
     if options.given.window is not None:
-        sizes, limit, sentences = _window(options, len(dataset), sample_bytes, limit)
+        sizes, limit, sentences = window_sizes(options, len(dataset), sample_bytes, limit)
         warned += sentences
     rows = choice.rows
     if len(rows) == 1:  # without transforms, nothing was measured yet
@@ -221,6 +205,21 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     free = machine.headroom().bytes
     advice = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
     return PlanResult(replace(plan, notes=(*plan.notes, *advice)), source, choice.cuts, schema)
+
+
+def _notes_on_checks(source: Source) -> list[str]:
+    """Notes on how what the cache returns is checked."""
+    notes = []
+    if source.batched:
+        notes.append(
+            "cached samples are not compared with the source while training: the last bits of what "
+            f"{source.batched[0]!r} returns may depend on how many samples it is given"
+        )
+    if FULL_CHECK:
+        notes.append(
+            "this processor may reorder stores, so each read of the cache is verified, which costs time"
+        )
+    return notes
 
 
 def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) -> PlanResult:
@@ -285,37 +284,6 @@ def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, li
     return schema, sample_bytes, len(refused) / count if refused else 0.0, notes
 
 
-def _limit(options: CacheOptions) -> tuple[int, list[str]]:
-    """The bytes that the cache may take, and warnings about them."""
-    room, memory = machine.headroom(), options.given.memory
-    if options.session is not None:
-        # Later jobs fill it as well: the memory that is free is checked when they do, and not here.
-        most = options.session.memory
-        return (most if memory == "auto" else min(own_memory(options), most)), []
-    if memory == "auto":
-        return room.bytes // 2, []
-    limit = own_memory(options)
-    if limit <= room.bytes:
-        return limit, []
-    return room.bytes, [
-        f"memory={memory!r} is more than {room.what} has to give, so the machine would swap or kill; the "
-        f"cache takes {format_bytes(room.bytes)} at most. Lower `memory=` or free some memory."
-    ]
-
-
-def _held_by_others(session: Session | None, limit: int) -> int:
-    """Bytes of a cache's limit in a session that are not available now; 0 without a session.
-
-    The memory of caches that no process uses is available: they are freed where a cache needs room.
-    """
-    if session is None:
-        return 0
-    with contextlib.suppress(OSError):
-        room = room_of(session)
-        return max(limit - min(room.free, machine.headroom().bytes) - room.unused, 0)
-    return 0
-
-
 def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:
     """The plan of a cache that was found in a session, with the memory that is available there now.
 
@@ -329,53 +297,10 @@ def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:
     return result._replace(plan=replace(plan, notes=(*plan.notes, *advice)))
 
 
-def own_memory(options: CacheOptions) -> int:
-    """``memory`` in bytes; it must not be ``"auto"``. A percentage is of the memory that "auto" considers."""
-    session = options.session
-    whole = machine.headroom().bytes if session is None else session.memory
-    return parse_bytes(options.given.memory, whole=lambda: whole)
-
-
-def _resident_bytes(resident: str) -> str:
-    """A window's amount of memory as bytes; a share is of what ``memory`` is of."""
-    return f"{parse_bytes(resident, name='resident', whole=lambda: machine.headroom().bytes)}B"
-
-
 def _spill_folder(options: CacheOptions) -> str | None:
     if options.session is not None:
         return options.session.spill if options.given.spill is not False else None
     return options.given.spill or None
-
-
-def _window(
-    options: CacheOptions, samples: int, sample_bytes: int, limit: int
-) -> tuple[Sizes | None, int, list[str]]:
-    """A window's sizes, the bytes that it may take here, and what the user should know about them."""
-    window = options.given.window
-    assert window is not None
-    if isinstance(window.resident, str):
-        window = replace(window, resident=_resident_bytes(window.resident))
-    sizes = Sizes.of(window, samples, sample_bytes or 1)
-    if sizes.resident == samples:
-        larger = isinstance(window.resident, int) and window.resident > samples
-        note = f"resident={window.resident!r} is more than the {samples:,} samples there are"
-        sentence = f"{note}, so all are cached and none is replaced; lower it, or leave out window=."
-        return None, limit, [sentence] if larger else []
-    room = machine.headroom()
-    needed = sizes.slots * sample_bytes
-    if isinstance(window.resident, str):
-        limit = min(max(parse_bytes(window.resident, name="resident"), needed), room.bytes)
-    if needed <= limit:
-        return sizes, limit, []
-    return sizes, limit, [_too_small(sizes, needed, limit)]
-
-
-def _too_small(sizes: Sizes, needed: int, available: int) -> str:
-    return (
-        f"a window of {sizes.resident:,} samples, and {sizes.ahead:,} prepared for the next epoch, takes "
-        f"{format_bytes(needed)}, but only {format_bytes(available)} are available: samples that do not fit "
-        "come from the source. Lower `resident=`, or raise `memory=` if there is more."
-    )
 
 
 def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutChoice, Source, Probe]:
@@ -415,107 +340,6 @@ def _probe(source: Source, length: int) -> Probe:
 
 def _spread(length: int) -> list[int]:
     return sorted({i * (length - 1) // max(_PROBED - 1, 1) for i in range(_PROBED)})
-
-
-def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
-    """Refuse a random source, unless it is declared deterministic.
-
-    Returns:
-        Notes, and whether a declaration is believed against what the probe saw.
-
-    Raises:
-        NotCacheable: says what the probe saw, and what to do.
-    """
-    kind = type(dataset).__name__
-    seen = (*probed.moved, *probed.differs[:2])  # one sample that differs is enough
-    read, drawing = len(probed.samples), probed.drawing
-    if not seen:
-        some = f"the {read} samples that were read twice were" if read > 1 else "the sample that was read was"
-        return [f"{some} alike, and no random number generator moved"], False
-    if declared(dataset) == "deterministic":
-        return [
-            f"declared deterministic, although {text}: draws differ from an uncached run" for text in seen
-        ], True
-    is_random = _is_random(source.dataset, drawing or (0,))
-    if source.prefix and not is_random:
-        note = (
-            "the cached transforms are declared deterministic, although {}: draws differ from an uncached run"
-        )
-        return [note.format(text) for text in seen], True
-    if is_random and 0 < len(drawing) < read and not probed.frozen:
-        return [
-            f"{len(drawing)} of the {read} samples that were read draw random numbers "
-            f"(sample {drawing[0]}, for example: {seen[0]}): such samples come from the source for "
-            "each use, and the others are cached"
-        ], False
-    if not probed.moved and _changes_in_place(source.dataset, probed.differing):
-        raise NotCacheable(
-            f"{kind}.__getitem__ changes in place what the dataset holds, so that each reading of a sample "
-            f"returns another one ({'; '.join(seen)}). Let it work on a copy (`x = x / 2` instead of "
-            "`x /= 2`, or .copy() and .clone()), and make the dataset anew: the samples that hotset has read "
-            "are changed."
-        )
-    raise NotCacheable(
-        f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
-        "all epochs. Move the random part to transform=[...], after the part to be cached; or, if the "
-        f"differences do not matter, declare it: hotset.deterministic({kind})."
-    )
-
-
-def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:
-    """Whether reading one of these samples changes what an earlier reading has returned."""
-    for index in indices[:2]:
-        sample = dataset[index]
-        before = changeable(sample)
-        dataset[index]
-        if changeable(sample) != before:
-            return True
-    return False
-
-
-def _judge_batches(dataset: Any, source: Source) -> None:
-    """Refuse a dataset whose ``__getitems__``, which torch's loader prefers, returns other samples.
-
-    The cache reads other batches than the loader asks for. A batch of two is compared: what is computed from
-    a whole batch may be right for a batch of one. Rows of Hugging Face datasets are not compared with those
-    of ``__getitem__``: in numpy's format a float is float64 in a row, and float32 in a batch.
-
-    Raises:
-        NotCacheable: says what to do.
-    """
-    inner = source.dataset
-    while type(inner) is Subset:  # has a __getitems__ of its own, which calls the dataset's if there is one
-        inner = inner.dataset
-    if declared(dataset) == "deterministic" or not getattr(inner, "__getitems__", None):
-        return
-    read = source.dataset.__getitems__
-    read_one = source.dataset.__getitem__ if format_of(inner) is None else lambda index: read([index])[0]
-    indices = sorted({0, len(dataset) - 1})
-    generators = Generators((source.dataset,))
-    try:
-        alone = list(map(read_one, indices))
-        generators.restore()
-        together = read(indices)
-        alike = not generators.moved() and same(alone, list(together)) is None
-    except Exception:  # a sample that cannot be read may never be asked for
-        return
-    finally:
-        generators.restore()
-    if not alike:
-        kind = type(dataset).__name__
-        raise NotCacheable(
-            f"{kind}.__getitems__ returns other samples than {kind}.__getitem__, or draws random numbers; "
-            "torch's loader uses the first, the cache the second. Let both return the same, and move what is "
-            "computed from a whole batch to collate_fn; or, if the differences do not matter, declare it: "
-            f"hotset.deterministic({kind})."
-        )
-
-
-def _is_random(dataset: Any, indices: Sequence[int]) -> bool:
-    """Whether the dataset itself, without the cached transforms, is random for these samples."""
-    read: Callable[[int], Any] = dataset.__getitem__
-    alone = probe(read, indices, (dataset,))
-    return bool(alone.moved or alone.differs)
 
 
 def _measure(schema: Schema, samples: list[Any]) -> tuple[int, list[SchemaMismatch]]:

@@ -28,9 +28,9 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("cluster/client.py", "Peer.fail"): (),  # _warn says the rest
     ("cluster/client.py", "Peer.refuses"): (),
     ("dataset/build.py", "_warn_of_source"): (
-        "dataset/planner.py:_limit",
-        "dataset/planner.py:_window",
-        "dataset/planner.py:_too_small",
+        "dataset/memory_budget.py:memory_limit",
+        "dataset/memory_budget.py:window_sizes",
+        "dataset/memory_budget.py:_too_small",
         "dataset/stream_probe.py:_order_warning",
     ),
     ("cli/doctor.py", "doctor"): ("cli/doctor.py:_no_loader",),

@@ -1,0 +1,127 @@
+"""Whether what is cached of a dataset is random, and what follows: refused, believed, or cached in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import Subset
+
+from hotset.dataset.format_transform import format_of
+from hotset.dataset.pipeline import Source
+from hotset.determinism.declare import declared
+from hotset.determinism.equality import changeable, same
+from hotset.determinism.probe import Probe, probe
+from hotset.determinism.rng import Generators
+from hotset.errors import NotCacheable
+
+__all__ = ["judge_source"]
+
+
+def judge_source(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
+    """Refuse a random source, unless it is declared deterministic, or only some of its samples draw.
+
+    Args:
+        dataset: the user's dataset.
+        source: the same, with its cached transforms.
+        probed: what a probe of the source saw.
+
+    Returns:
+        Notes for the plan, and whether a declaration is believed against what the probe saw.
+
+    Raises:
+        NotCacheable: says what was seen, and what to do.
+    """
+    notes, believed = _judge(dataset, source, probed)
+    if not believed and not probed.drawing:
+        _judge_batches(dataset, source)
+    return notes, believed
+
+
+def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
+    kind = type(dataset).__name__
+    seen = (*probed.moved, *probed.differs[:2])  # one sample that differs is enough
+    read, drawing = len(probed.samples), probed.drawing
+    if not seen:
+        some = f"the {read} samples that were read twice were" if read > 1 else "the sample that was read was"
+        return [f"{some} alike, and no random number generator moved"], False
+    believed = "declared deterministic" if declared(dataset) == "deterministic" else None
+    is_random = believed is None and _is_random(source.dataset, drawing or (0,))
+    if source.prefix and believed is None and not is_random:
+        believed = "the cached transforms are declared deterministic"
+    if believed is not None:
+        return [f"{believed}, although {text}: draws differ from an uncached run" for text in seen], True
+    if is_random and 0 < len(drawing) < read and not probed.frozen:
+        return [
+            f"{len(drawing)} of the {read} samples that were read draw random numbers "
+            f"(sample {drawing[0]}, for example: {seen[0]}): such samples come from the source for "
+            "each use, and the others are cached"
+        ], False
+    if not probed.moved and _changes_in_place(source.dataset, probed.differing):
+        raise NotCacheable(
+            f"{kind}.__getitem__ changes in place what the dataset holds, so that each reading of a sample "
+            f"returns another one ({'; '.join(seen)}). Let it work on a copy (`x = x / 2` instead of "
+            "`x /= 2`, or .copy() and .clone()), and make the dataset anew: the samples that hotset has read "
+            "are changed."
+        )
+    raise NotCacheable(
+        f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
+        "all epochs. Move the random part to transform=[...], after the part to be cached; or, if the "
+        f"differences do not matter, declare it: hotset.deterministic({kind})."
+    )
+
+
+def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:
+    """Whether reading one of these samples changes what an earlier reading has returned."""
+    for index in indices[:2]:
+        sample = dataset[index]
+        before = changeable(sample)
+        dataset[index]
+        if changeable(sample) != before:
+            return True
+    return False
+
+
+def _judge_batches(dataset: Any, source: Source) -> None:
+    """Refuse a dataset whose ``__getitems__``, which torch's loader prefers, returns other samples.
+
+    The cache reads other batches than the loader asks for. A batch of two is compared: what is computed from
+    a whole batch may be right for a batch of one. Rows of Hugging Face datasets are not compared with those
+    of ``__getitem__``: in numpy's format a float is float64 in a row, and float32 in a batch.
+
+    Raises:
+        NotCacheable: says what to do.
+    """
+    inner = source.dataset
+    while type(inner) is Subset:  # has a __getitems__ of its own, which calls the dataset's if there is one
+        inner = inner.dataset
+    if declared(dataset) == "deterministic" or not getattr(inner, "__getitems__", None):
+        return
+    read = source.dataset.__getitems__
+    read_one = source.dataset.__getitem__ if format_of(inner) is None else lambda index: read([index])[0]
+    indices = sorted({0, len(dataset) - 1})
+    generators = Generators((source.dataset,))
+    try:
+        alone = list(map(read_one, indices))
+        generators.restore()
+        together = read(indices)
+        alike = not generators.moved() and same(alone, list(together)) is None
+    except Exception:  # a sample that cannot be read may never be asked for
+        return
+    finally:
+        generators.restore()
+    if not alike:
+        kind = type(dataset).__name__
+        raise NotCacheable(
+            f"{kind}.__getitems__ returns other samples than {kind}.__getitem__, or draws random numbers; "
+            "torch's loader uses the first, the cache the second. Let both return the same, and move what is "
+            "computed from a whole batch to collate_fn; or, if the differences do not matter, declare it: "
+            f"hotset.deterministic({kind})."
+        )
+
+
+def _is_random(dataset: Any, indices: Sequence[int]) -> bool:
+    """Whether the dataset itself, without the cached transforms, is random for these samples."""
+    read: Callable[[int], Any] = dataset.__getitem__
+    alone = probe(read, indices, (dataset,))
+    return bool(alone.moved or alone.differs)
