@@ -45,6 +45,7 @@ from hotset.dataset.fill_now import require_worker_count
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
+from hotset.dataset.stream_probe import may_reorder
 from hotset.dataset.stream_recording import StreamRecording
 from hotset.dataset.stream_source import StreamSource
 from hotset.determinism.equality import same
@@ -293,6 +294,18 @@ class CachedStream(DatasetProxy[T]):
             )
         self._tell_of_copies(parts)
 
+    def _tell_of_order(self) -> None:
+        """Warn before a pass in the recorded order, if without a cache each pass would have its own."""
+        parts = self._parts()
+        shuffled = parts is not None and parts.store.segment.metadata.get("stream_shuffled")
+        if shuffled or (self._epoch and may_reorder(self._dataset)):
+            self._warn(
+                f"{self._source.name} may give its samples in another order in each epoch, but recorded ones "
+                "come in the order in which they were recorded; give the loader shuffle=True to have another "
+                "order in each.",
+                "one order",
+            )
+
     def _tell_of_copies(self, parts: StreamParts) -> None:
         """Warn if two parts begin with the same samples: the stream does not divide itself."""
         store, count, kept = parts.store, parts.count, parts.kept
@@ -475,7 +488,8 @@ class CachedStream(DatasetProxy[T]):
         """Announce the epoch that begins; calls the stream's ``set_epoch`` as well, if it has one.
 
         The stream's own shuffle counts in the pass that records it. The order of later epochs is drawn by the
-        sampler.
+        sampler: a loader with ``shuffle=True`` has another one in each, any other the recorded one, and a
+        warning.
         """
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):

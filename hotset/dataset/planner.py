@@ -167,14 +167,16 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
     unread = Unread(dataset, [*own, *leaves(pipeline.given)])
     choice, source, probed = _decide(pipeline, options, limit - held)
-    judged, believed = judge_source(dataset, source, probed)
+    inferred = _infer_schema(source, probed)
+    stored = not isinstance(inferred, SchemaMismatch)
+    judged, believed = judge_source(dataset, source, probed, stored=stored)
     notes = [*choice.notes, *judged, *_notes_on_checks(source)]
     schema, sample_bytes, share = None, 0, 0.0
-    try:
-        schema, sample_bytes, share, unlike = _infer_schema(source, probed)
+    if isinstance(inferred, SchemaMismatch):
+        warned.append(f"nothing of {name} can be cached, so samples come from the source: {inferred}.")
+    else:
+        schema, sample_bytes, share, unlike = inferred
         notes += unlike
-    except SchemaMismatch as mismatch:
-        warned.append(f"nothing of {name} can be cached, so samples come from the source: {mismatch}.")
     sizes = None
     if options.given.window is not None:
         sizes, limit, sentences = window_sizes(options, len(dataset), sample_bytes, limit)
@@ -262,17 +264,18 @@ def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) ->
     return result._replace(plan=plan, metadata=metadata)
 
 
-def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, list[str]]:
+def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, list[str]] | SchemaMismatch:
     """The schema of the samples that were read, the mean bytes of one, and which of them it does not take.
 
     Returns:
         (schema, bytes, share, notes): ``share`` of the samples that cannot be cached, and a note about them.
-
-    Raises:
-        SchemaMismatch: none of them can be cached.
+        If none of them can be cached, the reason.
     """
     # With a live part, samples are read one by one, otherwise in batches: see hotset.store.leaves.
-    schema = Schema.infer(probed.samples, as_lies=bool(source.live))
+    try:
+        schema = Schema.infer(probed.samples, as_lies=bool(source.live))
+    except SchemaMismatch as mismatch:
+        return mismatch
     sample_bytes, refused = _measure(schema, probed.samples)
     count = len(probed.samples)
     notes = []

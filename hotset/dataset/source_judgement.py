@@ -18,13 +18,14 @@ from hotset.errors import NotCacheable
 __all__ = ["judge_source"]
 
 
-def judge_source(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
+def judge_source(dataset: Any, source: Source, probed: Probe, *, stored: bool) -> tuple[list[str], bool]:
     """Refuse a random source, unless it is declared deterministic, or only some of its samples draw.
 
     Args:
         dataset: the user's dataset.
         source: the same, with its cached transforms.
         probed: what a probe of the source saw.
+        stored: whether any of the samples that it read can be stored: what is never stored is never frozen.
 
     Returns:
         Notes for the plan, and whether a declaration is believed against what the probe saw.
@@ -32,6 +33,8 @@ def judge_source(dataset: Any, source: Source, probed: Probe) -> tuple[list[str]
     Raises:
         NotCacheable: says what was seen, and what to do.
     """
+    if not stored and not probed.moved and not _changes_in_place(source.dataset, probed.differing):
+        return ["the samples that were read cannot be cached, so they were not compared"], False
     notes, believed = _judge(dataset, source, probed)
     if not believed and not probed.drawing:
         _judge_batches(dataset, source)

@@ -45,6 +45,7 @@ __all__ = [
     "batch_size_of",
     "has_shuffle",
     "held_by_run",
+    "may_reorder",
     "probe_stream",
     "run",
     "without_order",
@@ -344,9 +345,36 @@ def _shallow(stream: Any) -> Any:
 
 
 def has_shuffle(stream: Any) -> bool:
-    """Whether WebDataset shuffles it, which the copy that is looked at does not."""
+    """Whether WebDataset shuffles it, which the copy that is looked at does not.
+
+    ``shardshuffle=False`` makes a shuffle, too, of one shard at a time.
+    """
     stages = getattr(stream, "pipeline", None)
-    return isinstance(stages, list) and any(map(_is_shuffle, stages))
+    return isinstance(stages, list) and any(
+        _is_shuffle(stage) and _buffer_size(stage) > 1 for stage in stages
+    )
+
+
+def _buffer_size(stage: Any) -> int:
+    """How many samples or shards one of WebDataset's shuffles draws from."""
+    given = {**vars(stage), **getattr(stage, "kw", {})}
+    return int((*getattr(stage, "args", ()), given.get("bufsize", 1000))[0] or 0)
+
+
+def may_reorder(stream: Any) -> bool:
+    """Whether ``set_epoch`` may give the samples another order: not in Hugging Face's, if nothing there
+    shuffles.
+    """
+    if not _is_of("datasets", stream):
+        return hasattr(stream, "set_epoch")
+    left = [getattr(stream, "_ex_iterable", None)]
+    while left:
+        node = left.pop()
+        if "Shuffled" in type(node).__name__ or "Random" in type(node).__name__:
+            return True
+        parts = [getattr(node, "ex_iterable", None), *(getattr(node, "ex_iterables", None) or ())]
+        left.extend(part for part in parts if part is not None)
+    return False
 
 
 def _is_shuffle(stage: Any) -> bool:

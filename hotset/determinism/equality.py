@@ -15,7 +15,8 @@ dict, list, tuple       keys in order, or the length
 float, complex          the bits
 Decimal                 its text
 other, from Python      nothing: its attributes are children
-other, from C           its ``==`` decides
+weak reference          nothing: it holds no data
+other, from C           its ``==`` decides, or what pickle keeps of it
 ======================  ======================================================================
 
 Attributes are children of tensors, arrays and containers too: that covers a MetaTensor's affine matrix and a
@@ -32,6 +33,7 @@ import reprlib
 import struct
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -60,7 +62,7 @@ def same(a: object, b: object, *, across: bool = False) -> str | None:
     It compares exact types, the tree, keys in order, dtypes, shapes and bytes (a NaN equals the same NaN,
     -0.0 differs from 0.0), and attributes, of: tensors and ndarrays of any dtype and their subclasses, numpy
     scalars, PIL images, numbers, strings, None, and anything nested in dict, list, tuple, namedtuple,
-    dataclass or an object's attributes. Anything else is compared with ``==``.
+    dataclass or an object's attributes. Anything else is compared with ``==``, or by what pickle keeps of it.
 
     Args:
         a, b: two samples.
@@ -137,7 +139,28 @@ def _own_difference(a: Any, b: Any) -> str | None:
         return None if _bits(a) == _bits(b) else _two(a, b)
     if isinstance(a, decimal.Decimal):
         return None if str(a) == str(b) else _two(a, b)  # == ignores zeros and signs, and no NaN equals one
-    return None if solid_base(type(a)) is object or _equal(a, b) else _two(a, b)
+    if solid_base(type(a)) is object or isinstance(a, weakref.ref) or _equal(a, b) or _pickled_alike(a, b):
+        return None
+    return _two(a, b)
+
+
+def _pickled_alike(a: object, b: object) -> bool:
+    """Whether pickle keeps the same of both: a table or tokens of a library in C may have no ``==`` but
+    their identity. What moves on as it is used is another one each time.
+    """
+    if isinstance(a, (Iterator, torch.Generator)):
+        return False
+    try:
+        return same(_reduced(a), _reduced(b)) is None
+    except Exception:  # it cannot be pickled, or only by itself (a RecursionError)
+        return False
+
+
+def _reduced(node: object) -> object:
+    reduced = node.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        return reduced
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]
 
 
 def _equal(a: object, b: object) -> bool:

@@ -435,6 +435,8 @@ class DataLoader(TorchDataLoader[T]):
                 "batches",
             )
         if self._route() is not None:
+            if isinstance(sampler, StreamSampler) and not sampler.shuffle:
+                stream._tell_of_order()
             if self._recorder is not None:
                 self._recorder = None  # ends its workers
                 self._workers_begun = False

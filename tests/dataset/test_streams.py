@@ -448,6 +448,37 @@ def test_a_loaders_length_is_the_streams_before_the_first_pass_if_it_states_one(
         assert failure(lambda: len(hotset.DataLoader(stream, batch_size=8))).kind is TypeError
 
 
+class Reseeded(Numbers):
+    """Another order in each epoch that is announced."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(share(self.count))
+        random.Random(self.epoch).shuffle(numbers)
+        yield from ((torch.full(self.shape, float(number)), number) for number in numbers)
+
+
+@pytest.mark.parametrize("kind", [Shuffled, Reseeded, Numbers])
+def test_a_shuffle_of_the_stream_that_recording_ends_is_said_once(kind: type[Numbers]) -> None:
+    for shuffle in (None, True):
+        with recorded(), hotset.cache(kind(N), memory="10MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=8, shuffle=shuffle)
+            with recorded():
+                list(loader)
+            with recorded() as told:
+                epochs = []
+                for epoch in (1, 2):
+                    stream.set_epoch(epoch)
+                    epochs.append(values(loader))
+        one_order = kind is not Numbers and not shuffle
+        assert ["shuffle=True" in str(each.message) for each in told] == [True] * one_order
+        assert (epochs[0] == epochs[1]) is not bool(shuffle)
+
+
 def test_a_closed_stream_comes_as_it_is() -> None:
     stream = hotset.cache(Numbers(N), memory="10MiB")
     stream.fill()
@@ -623,7 +654,8 @@ class TestOtherSamples:
             first = values(hotset.DataLoader(stream, batch_size=4))
             assert sorted(first) == list(range(N))
             assert first != sorted(first)
-            assert values(hotset.DataLoader(stream, batch_size=4)) == first
+            with pytest.warns(hotset.HotsetWarning, match="shuffle=True"):
+                assert values(hotset.DataLoader(stream, batch_size=4)) == first
             assert "another order" in str(stream.plan)
 
 

@@ -249,6 +249,13 @@ def test_one_attribute_more_is_a_difference() -> None:
     assert same(defaultdict(int, a=1), defaultdict(int, a=1)) is None
 
 
+def test_objects_of_c_libraries_are_compared_by_what_pickle_keeps_of_them() -> None:
+    for make in (np.random.MT19937, np.random.PCG64):  # without an == of their own, as a tokenizer's result
+        assert same(make(2), make(2)) is None
+        assert same(make(2), make(3)) is not None
+        assert same([make(2)], [make(2).jumped()]) is not None
+
+
 def test_values_that_cannot_be_compared_count_as_different() -> None:
     assert same(object(), object()) is None, "two objects without any content are alike"
     assert same(iter([1]), iter([1])) is not None

@@ -77,7 +77,8 @@ class TestWebDataset:
         first = labels(hotset.DataLoader(one, batch_size=4))
         assert sorted(first) == list(range(N))
         assert first != sorted(first)
-        assert labels(hotset.DataLoader(one, batch_size=4)) == first
+        with pytest.warns(hotset.HotsetWarning, match="shuffle=True"):
+            assert labels(hotset.DataLoader(one, batch_size=4)) == first
         one.close()
         other.close()
 
@@ -120,6 +121,16 @@ class TestHuggingFace:
                     equal_batches(list(loader), expected)
                 got = [x for batch in loader for x in batch["x"].tolist()]
                 assert sorted(got) == list(range(N))
+
+    def test_a_shuffle_by_epochs_that_recording_ends_is_said(self, rows: Callable[[], Any]) -> None:
+        for stream, told in ((rows(), 0), (rows().map(doubled).shuffle(seed=3, buffer_size=10), 1)):
+            with hotset.cache(stream, memory="10MiB") as cached:
+                loader = hotset.DataLoader(cached, batch_size=4)
+                with recorded() as warnings:
+                    for epoch in range(3):
+                        cached.set_epoch(epoch)
+                        assert len(list(loader)) == N // 4
+            assert ["shuffle=True" in str(each.message) for each in warnings] == [True] * told
 
     def test_ranks_have_one_content(self, rows: Callable[[], Any]) -> None:
         from datasets.distributed import split_dataset_by_node

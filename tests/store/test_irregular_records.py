@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,29 @@ def test_what_cannot_be_cached_is_named_and_the_plan_counts_it() -> None:
         assert is_a_sentence(told)
         assert cached.stats().cached == N // 2
         assert cached.check() == []
+
+
+class _Handle:
+    """Holds something that can be compared and pickled by nobody, as objects of a library in C do."""
+
+    def __init__(self, i: int) -> None:
+        self.number, self.handle = i, iter((i,))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_cannot_be_compared_come_from_the_source(workers: int) -> None:
+    """Two readings of one differ, which is nothing that a cache could freeze: none of them is stored."""
+    source = Samples(_Handle, N)
+    with recorded() as caught, hotset.cache(source, memory="64MiB") as cached:
+        loader = hotset.DataLoader(
+            cached, batch_size=4, num_workers=workers, collate_fn=lambda samples: [s.number for s in samples]
+        )
+        assert [number for _ in range(2) for batch in loader for number in batch] == [*range(N)] * 2
+        assert cached.stats().cached == 0
+    (told,) = {str(w.message) for w in caught}
+    assert told.startswith("nothing of Samples can be cached, so samples come from the source")
+    with pytest.raises(hotset.NotCacheable, match="random's global state moved"):
+        hotset.cache(Samples(lambda i: (_Handle(i), random.random()), N), memory="64MiB")
 
 
 def test_a_class_that_cannot_be_found_by_name_is_not_kept() -> None:
