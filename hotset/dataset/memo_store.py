@@ -10,7 +10,6 @@ The largest ``memory=`` that was given is the budget; ``spill=`` counts where th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from typing import NamedTuple
@@ -83,7 +82,6 @@ class MemoStore:
         self._process = os.getpid()
         shared = _find_or_make(memory, spill, session)
         self._attachment = Attachment(shared.value, shared.handle, "results of functions")
-        self._is_ours = not shared.joined
 
     def store(self) -> KeyedStore | None:
         """The store; None if there can be none, and after the last user has left."""
@@ -169,8 +167,9 @@ def _find_or_make(memory: int | str, spill: str | None, session: str | int | Non
         )
         return Shared(None, None, joined=False)
     if found is not None:
-        with contextlib.suppress(_NotInSession):
-            return _in_session(found, memory)
+        in_session = _in_session(found, memory)
+        if in_session is not None:
+            return in_session
     shared = find_or_create_in_job(
         _NAME,
         _NAME,
@@ -183,11 +182,9 @@ def _find_or_make(memory: int | str, spill: str | None, session: str | int | Non
     return shared
 
 
-class _NotInSession(Exception):
-    """The session cannot be used, which was said."""
+def _in_session(session: Session, memory: int | str) -> Shared[KeyedStore] | None:
+    """The store in a session; None, with a warning, if the session cannot be used."""
 
-
-def _in_session(session: Session, memory: int | str) -> Shared[KeyedStore]:
     def create(location: CacheLocation) -> KeyedStore | None:
         most = location.limit if memory == "auto" else min(_bytes(memory, session), location.limit)
         return _make(most, memory, None, location)
@@ -201,7 +198,7 @@ def _in_session(session: Session, memory: int | str) -> Shared[KeyedStore]:
             f"results of functions are kept for this job alone, as session {session.name!r} cannot be used: "
             f"{error}"
         )
-    raise _NotInSession
+    return None
 
 
 def _bytes(memory: int | str, session: Session | None) -> int:

@@ -83,7 +83,6 @@ class SampleAccess:
         remote: RemoteCache | None,
         concurrency: int = 1,
     ) -> None:
-        self._source = source
         self._reader = SourceReader(source, concurrency)
         self._plan = plan
         self._attachment = attachment
@@ -157,7 +156,7 @@ class SampleAccess:
         take the next.
 
         Args:
-            ids: what :meth:`numbers` returned.
+            ids: what :meth:`sample_ids` returned.
             uncached: what :meth:`fill` has just returned for them, if it was called.
         """
         store = self.store
@@ -271,7 +270,7 @@ class SampleAccess:
         """Announce that these samples are needed soon: those on a disk are read ahead.
 
         Args:
-            ids: what :meth:`numbers` returned.
+            ids: what :meth:`sample_ids` returned.
         """
         store = self.any_store
         # Called in a thread, which must not warn: the warning comes with the next batch.
@@ -282,7 +281,7 @@ class SampleAccess:
         """Announce that these samples are needed next: other machines send theirs ahead.
 
         Args:
-            ids: what :meth:`numbers` returned.
+            ids: what :meth:`sample_ids` returned.
         """
         store = self.store
         if store is not None and self._remote is not None:
@@ -358,7 +357,7 @@ class SampleAccess:
         """Count samples that this process has served from the store, and now and then audit one of them.
 
         Args:
-            ids: what :meth:`numbers` returned.
+            ids: what :meth:`sample_ids` returned.
             less: how many of them were read for this batch.
         """
         store = self.store

@@ -106,7 +106,7 @@ class SharedCache:
             # data.
             self._open(lines, secrets.token_hex(16) if key is None else key)
         elif limit:
-            _warn(
+            warn(
                 f"SharedCache: size_limit_gib={size_limit_gib} is too small for one of {self._samples:,} "
                 "samples, so nothing is cached; raise `size_limit_gib=`, or give 0 to cache nothing without "
                 "a warning."
@@ -293,7 +293,7 @@ class SharedCache:
         live = slots.segment.live
         if slots.store.room.why_full is not None and not live[Live.TOLD]:
             live[Live.TOLD] = 1
-            _warn(
+            warn(
                 f"SharedCache: {int(slots.present().sum()):,} of {self._length:,} slots are set, and no more "
                 f"fit: {slots.store.room.why_full}."
             )
@@ -327,7 +327,7 @@ class SharedCache:
             except UnsupportedPlatform:
                 raise
             except (OSError, MemoryError, ValueError, OverflowError) as error:
-                _warn(
+                warn(
                     f"SharedCache: no cache can be made, so every slot stays empty: {error}. Check the "
                     "limits of this shell (`ulimit -a`), or lower `size_limit_gib=`."
                 )
@@ -364,7 +364,7 @@ class SharedCache:
         try:
             slots = attach_again(address, Slots.attach)
         except (SegmentError, OSError) as error:
-            _warn(
+            warn(
                 f"SharedCache: its memory cannot be attached to, so every slot is empty: {error} Unpickle it "
                 "on the same machine, while a process that has it lives."
             )
@@ -403,7 +403,3 @@ def _integer(idx: object) -> int:
         return operator.index(idx)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"The index of a SharedCache must be an int, got {idx!r}.") from None
-
-
-def _warn(sentence: str) -> None:
-    warn(sentence)

@@ -111,8 +111,7 @@ def _wrapped_table(to: Describer, table: Any) -> None:
 def _dataset(to: Describer, dataset: Any) -> None:
     to.put(b"H")
     to.add(type(dataset), dataset._data, dataset._indices, dataset._info.features)
-    own = {name: part for name, part in attributes(dataset).items() if name not in _NO_CONTENT}
-    to.add({name: part for name, part in own.items() if not name.startswith("_hotset")})
+    to.add({name: part for name, part in attributes(dataset).items() if name not in _NO_CONTENT})
 
 
 OF_ARROW: dict[type | str, Handler] = {

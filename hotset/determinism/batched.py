@@ -146,7 +146,7 @@ class Batched(TakesBatches):
     def _moved(self, value: Any, device: torch.device) -> Any:
         """A batch with its tensors on a device."""
         try:
-            return _on(value, device)
+            return _to_device(value, device)
         except (RuntimeError, NotImplementedError) as error:
             where = self.device or device
             raise RuntimeError(
@@ -206,13 +206,13 @@ def same_but_for_rounding(one: Any, other: Any) -> bool:
     return torch.allclose(found, exact, rtol=0.0, atol=_ROUNDING * largest, equal_nan=True)
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {name: _on(part, device) for name, part in value.items()}
+        return {name: _to_device(part, device) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_on(part, device) for part in value]
+        parts = [_to_device(part, device) for part in value]
         if isinstance(value, list):
             return parts
         return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,67 +125,81 @@ def file_behind(array: Array) -> FileRange | None:
     first = int(array.__array_interface__["data"][0])
     low = first + sum(step for step in steps if step < 0)
     high = first + sum(step for step in steps if step > 0) + array.itemsize
-    found = _mapped(low, high)
-    return found._replace(offset=found.offset + first - low) if found is not None else None
+    found = mapped_files([(low, high - low)])
+    return found[0]._replace(offset=found[0].offset + first - low) if found else None
 
 
 def mapped_files(spans: Sequence[tuple[int, int]]) -> list[FileRange] | None:
-    """Return the range of a file behind each span of memory; None if one of them does not map a file.
+    """Return the range of a file behind each span of memory.
+
+    None if one of them does not map a file, or holds other bytes than the file.
 
     Args:
         spans: address and size of each, in bytes.
     """
-    files: dict[tuple[int, int], FileRange] = {}
     found: list[FileRange] = []
+    files: dict[str, os.stat_result] = {}
     try:
-        with open("/proc/self/maps") as lines:
-            entries = [entry for entry in map(_MAPPING.match, lines) if entry is not None]
-        ends = [(int(entry[1], 16), int(entry[2], 16)) for entry in entries]
-        written = _written()
+        mappings, written = _mappings(), None
         for address, size in spans:
-            at = bisect.bisect_right(ends, (address, sys.maxsize)) - 1
-            begin, end = ends[at] if at >= 0 else (0, 0)
-            if not begin <= address <= address + size <= end or (begin, end) in written:
+            run = _mapped_at(mappings, address, address + size)
+            if not run:
                 return None
-            if (begin, end) not in files:
-                about = os.stat(entries[at][6])
-                if about.st_ino != int(entries[at][5]):
-                    return None  # another file has the name now
-                offset = int(entries[at][4], 16) - begin
-                files[begin, end] = FileRange(entries[at][6], about.st_size, about.st_mtime_ns, offset)
-            file = files[begin, end]
-            found.append(file._replace(offset=file.offset + address))
+            if any(mapping.private for mapping in run):
+                written = _written() if written is None else written
+                if any((mapping.begin, mapping.end) in written for mapping in run):
+                    return None
+            first = run[0]
+            if first.path not in files:
+                files[first.path] = os.stat(first.path)
+            about = files[first.path]
+            if about.st_ino != first.inode:
+                return None  # another file has the name now
+            offset = first.offset + address - first.begin
+            found.append(FileRange(first.path, about.st_size, about.st_mtime_ns, offset))
     except (OSError, ValueError):  # there is no /proc, or a file was deleted
         return None
     return found
 
 
-def _mapped(low: int, high: int) -> FileRange | None:
-    """The file mapped at these addresses; None if there is none, or if the bytes are not those on disk."""
-    at, found, private = low, None, False
-    try:
-        with open("/proc/self/maps") as lines:
-            for entry in filter(None, map(_MAPPING.match, lines)):
-                begin, end, offset = int(entry[1], 16), int(entry[2], 16), int(entry[4], 16)
-                if not begin <= at < min(end, high):
-                    continue
-                here = (entry[6], int(entry[5]), offset - begin)
-                if found not in (None, here):
-                    return None
-                found, at, private = here, end, private or entry[3][3] == "p"
-        if found is None or at < high or (private and _is_written(low, high)):
-            return None
-        about = os.stat(found[0])
-    except (OSError, ValueError):  # there is no /proc, or the file was deleted
-        return None
-    if about.st_ino != found[1]:
-        return None  # another file has the name now
-    return FileRange(found[0], about.st_size, about.st_mtime_ns, low + found[2])
+class _Mapping(NamedTuple):
+    """A line of ``/proc/self/maps`` about a file: addresses, offset in the file, inode and path."""
+
+    begin: int
+    end: int
+    private: bool
+    offset: int
+    inode: int
+    path: str
 
 
-def _is_written(low: int, high: int) -> bool:
-    """Whether this process has written to private pages at these addresses."""
-    return any(begin < high and end > low for begin, end in _written())
+def _mappings() -> list[_Mapping]:
+    """The mappings of files, by address."""
+    with open("/proc/self/maps") as lines:
+        return [
+            _Mapping(int(m[1], 16), int(m[2], 16), m[3][3] == "p", int(m[4], 16), int(m[5]), m[6])
+            for m in map(_MAPPING.match, lines)
+            if m is not None
+        ]
+
+
+def _mapped_at(mappings: Sequence[_Mapping], low: int, high: int) -> list[_Mapping]:
+    """The adjacent mappings of one file that cover these addresses; empty if there are none."""
+    run: list[_Mapping] = []
+    start = max(bisect.bisect_right(mappings, low, key=attrgetter("begin")) - 1, 0)
+    for mapping in itertools.islice(mappings, start, None):
+        at = run[-1].end if run else low
+        if not mapping.begin <= at < mapping.end:
+            return []
+        run.append(mapping)
+        first = run[0]
+        if (mapping.path, mapping.inode) != (first.path, first.inode) or (
+            mapping.offset - mapping.begin != first.offset - first.begin
+        ):
+            return []
+        if mapping.end >= high:
+            return run
+    return []
 
 
 def _written() -> set[tuple[int, int]]:

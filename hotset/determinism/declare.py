@@ -31,9 +31,9 @@ from typing import Any, Literal, TypeVar, cast
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.errors import ArgumentError
 
-__all__ = ["DeclaredCallable", "Kind", "declared", "deterministic", "nondeterministic"]
+__all__ = ["Declaration", "DeclaredCallable", "declared", "deterministic", "nondeterministic"]
 
-Kind = Literal["deterministic", "nondeterministic"]
+Declaration = Literal["deterministic", "nondeterministic"]
 T = TypeVar("T")
 
 _ATTRIBUTE = "_hotset_declared"
@@ -44,8 +44,8 @@ class _Mark:
 
     __slots__ = ("kind",)
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind: Kind = kind
+    def __init__(self, kind: Declaration) -> None:
+        self.kind: Declaration = kind
 
 
 class DeclaredCallable:
@@ -57,7 +57,7 @@ class DeclaredCallable:
 
     __slots__ = ("__wrapped__", "_mark")
 
-    def __init__(self, wrapped: Callable[..., Any], kind: Kind) -> None:
+    def __init__(self, wrapped: Callable[..., Any], kind: Declaration) -> None:
         self.__wrapped__ = wrapped
         self._mark = _Mark(kind)
 
@@ -111,7 +111,7 @@ def nondeterministic(obj: T) -> T:
     return _declare(obj, "nondeterministic")
 
 
-def declared(obj: object) -> Kind | None:
+def declared(obj: object) -> Declaration | None:
     """Return what was declared of ``obj`` or, failing that, of its class; None if nothing was.
 
     A bound method has the declaration of its function.
@@ -134,7 +134,7 @@ def declared(obj: object) -> Kind | None:
     return mark.kind
 
 
-def _declare(obj: T, kind: Kind) -> T:
+def _declare(obj: T, kind: Declaration) -> T:
     target = obj.__func__ if isinstance(obj, (staticmethod, classmethod)) else obj
     # Not through the object's own __setattr__: a frozen dataclass refuses, and a module may register things.
     put: Any = type.__setattr__ if isinstance(target, type) else object.__setattr__

@@ -142,9 +142,9 @@ class Describer:
 
     def state(self, value: object) -> None:
         """Put the attributes of an object."""
-        own = [(name, part) for name, part in attributes(value).items() if not name.startswith("_hotset")]
+        own = attributes(value)
         self.count(len(own))
-        for name, part in sorted(own, key=itemgetter(0)):
+        for name, part in sorted(own.items(), key=itemgetter(0)):
             self.name(name)
             self.add(part)
 

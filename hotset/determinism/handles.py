@@ -239,8 +239,7 @@ def with_own_state(handler: Handler) -> Handler:
         if codes.installed(str(type(value).__module__)) is not None:
             return
         theirs = _names_of_library(type(value))
-        own = {name: part for name, part in attributes(value).items() if name not in theirs}
-        to.add({name: part for name, part in own.items() if not name.startswith("_hotset")})
+        to.add({name: part for name, part in attributes(value).items() if name not in theirs})
 
     return both
 

@@ -32,7 +32,7 @@ from hotset.determinism.draw_watch import DrawWatch
 from hotset.determinism.equality import changeable, same
 from hotset.determinism.rng import Generators
 
-__all__ = ["Probe", "probe", "same"]
+__all__ = ["Probe", "probe"]
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def _file(to: Describer, file: Any) -> None:
 def _version(info: Mapping[str, Any]) -> bytes:
     """What a store tells of a file, as far as it changes with the file's content."""
     plain = {re.sub(r"[-_ ]", "", name.lower()): value for name, value in info.items()}
-    told = sorted((name, str(value)) for name, value in plain.items() if _VERSION.fullmatch(name))
-    return repr(told).encode("utf-8", "surrogatepass")
+    said = sorted((name, str(value)) for name, value in plain.items() if _VERSION.fullmatch(name))
+    return repr(said).encode("utf-8", "surrogatepass")
 
 
 OF_REMOTE_FILES: dict[type | str, Handler] = {

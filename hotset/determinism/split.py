@@ -136,8 +136,8 @@ def _after_trial(verdict: Verdict, doubts: tuple[str, ...]) -> Verdict:
         known = f", although {verdict.evidence}" if verdict.kind == "deterministic" else ""
         return replace(verdict, kind="random", evidence="; ".join(doubts) + known)
     if verdict.kind == "unknown":
-        told = (
+        evidence = (
             "probed: not from a library that hotset knows, but its outputs were alike and no generator moved"
         )
-        return replace(verdict, evidence=told)
+        return replace(verdict, evidence=evidence)
     return verdict

@@ -1,7 +1,7 @@
 """A hit is indistinguishable from a miss: every kind of leaf in every kind of container.
 
 Two independent comparisons have to agree: the library's own
-``hotset.determinism.probe.same`` and the tests' ``difference``, which looks at strides and byte order too.
+``hotset.determinism.equality.same`` and the tests' ``difference``, which looks at strides and byte order too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from sources import Batched, Counting, ReadLog, Samples, SeedsItself
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import hotset
-from hotset.determinism.probe import same
+from hotset.determinism.equality import same
 
 N = 24
 

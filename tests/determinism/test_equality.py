@@ -20,8 +20,7 @@ import torch
 from helpers import difference, rarely
 from PIL import Image
 
-from hotset.determinism.equality import changeable
-from hotset.determinism.probe import same
+from hotset.determinism.equality import changeable, same
 
 PURE = [
     make

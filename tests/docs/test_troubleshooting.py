@@ -46,7 +46,6 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("dataset/sample_access.py", "SampleAccess.warn_of_machines"): (),
     ("dataset/sample_access.py", "SampleAccess._warn_of_shortage"): ("dataset/sample_access.py:_shortage",),
     ("dataset/sample_access.py", "SampleAccess.warn_of_draws"): ("dataset/sample_access.py:_draws",),
-    ("dataset/shared_cache.py", "_warn"): (),
     ("device/queue.py", "_look"): ("device/queue.py:_Starving.__call__",),
     ("loader/worker_batches.py", "WorkerBatches.__next__"): (),
     # These give up room, and say nothing.
