@@ -1,7 +1,7 @@
 """Cycle through a loader without end, as far as each call wants, and keep count of passes and batches.
 
 A pass begins when its first batch is wanted, not when the last batch of the pass before was taken: the
-model's draws of that step come before the sampler's. A sampler that deals or shuffles by epoch
+model's draws of that step come before the sampler's. A sampler that divides or shuffles by epoch
 (``set_epoch``) gets the number of each new pass here, as the user's loop does not see where passes begin.
 
 Where all samples are resident on the device, the cycle gives rows instead of batches, all that a call wants
@@ -27,12 +27,12 @@ class StepInput(NamedTuple):
     """What a step runs on.
 
     Attributes:
-        batch: on the device; rows (int64) if ``serving`` is given.
-        serving: the resident samples that these are rows of.
+        batch: on the device; the numbers of rows, int64, if ``resident`` is given.
+        resident: the resident samples whose rows these are.
     """
 
     batch: Any
-    serving: ResidentBatches | None = None
+    resident: ResidentBatches | None = None
 
 
 class BatchCycle:
@@ -50,7 +50,7 @@ class BatchCycle:
         self._passes = 0
         self._taken = 0
         self._empty = True  # whether the pass has given nothing so far, not even an exception
-        self._dealt: Any = None  # the epoch of what deals or shuffles, as the pass began
+        self._epoch_set: Any = None  # the epoch of the loader or sampler as the pass began
         self._ready: deque[tuple[StepInput, Any]] = deque()  # each with the loader's state before it
         self._ended: Exception | None = None  # what ended these early
 
@@ -92,8 +92,9 @@ class BatchCycle:
                 self._end_pass()
         taken, _ = self._ready.popleft()
         self._taken += 1
-        if taken.serving is not None:
-            self.queue.count(taken.batch)
+        if taken.resident is not None:
+            assert self._pass is not None
+            self._pass.count(taken.batch)
         return taken
 
     def _fetch(self, wanted: int) -> bool:
@@ -108,9 +109,9 @@ class BatchCycle:
             if self._pass is None:
                 self._begin_pass()
             assert self._pass is not None
-            serving = self._pass.serving
-            if serving is not None and serving.complete:
-                self._fetch_rows(serving, wanted)
+            resident = self._pass.resident
+            if resident is not None and resident.cache.complete:
+                self._fetch_rows(resident, wanted)
             else:
                 self._ready.append((StepInput(next(self._pass)), None))
         except StopIteration:
@@ -121,7 +122,7 @@ class BatchCycle:
         self._empty = self._empty and not self._ready
         return True
 
-    def _fetch_rows(self, serving: ResidentBatches, wanted: int) -> None:
+    def _fetch_rows(self, resident: ResidentBatches, wanted: int) -> None:
         """Rows for all that a call wants of this pass, in one upload."""
         found: list[tuple[Any, Any]] = []
         rest: list[tuple[StepInput, Any]] = []
@@ -129,32 +130,32 @@ class BatchCycle:
         while len(found) < wanted and not rest:
             state = loader.state_dict() if hasattr(loader, "state_dict") else None
             try:
-                rows = serving.rows()
+                rows = resident.rows()
                 if rows is None:
-                    rest.append((StepInput(serving.build()), state))
+                    rest.append((StepInput(resident.build()), state))
                 else:
                     found.append((rows, state))
             except Exception as error:
                 self._ended = error
                 break
         if found:
-            together = serving.upload(np.concatenate([rows for rows, _ in found]))
+            together = resident.cache.upload(np.concatenate([rows for rows, _ in found]))
             parts = torch.split(together, [len(rows) for rows, _ in found])
             for part, (_, state) in zip(parts, found, strict=True):
-                self._ready.append((StepInput(part, serving), state))
+                self._ready.append((StepInput(part, resident), state))
         self._ready += rest
 
     def _begin_pass(self) -> None:
-        dealer = _dealer(self.queue.loader)
+        sampler = _with_epochs(self.queue.loader)
         # A pass that continues from a state was given its epoch when it began.
-        if self._passes and not self._taken and dealer is not None:
-            epoch = getattr(dealer, "epoch", None)
+        if self._passes and not self._taken and sampler is not None:
+            epoch = getattr(sampler, "epoch", None)
             if epoch is None:
-                dealer.set_epoch(self._passes)
-            elif epoch == self._dealt or self._dealt is None:  # else the user has set it
-                dealer.set_epoch(epoch + 1)
+                sampler.set_epoch(self._passes)
+            elif epoch == self._epoch_set or self._epoch_set is None:  # else the user has set it
+                sampler.set_epoch(epoch + 1)
         self._pass = iter(self.queue)
-        self._dealt = getattr(dealer, "epoch", None)
+        self._epoch_set = getattr(sampler, "epoch", None)
 
     def _end_pass(self) -> None:
         self._pass = None
@@ -194,7 +195,7 @@ class BatchCycle:
         self.queue.load_state_dict(loader)
         self._passes, self._taken = passes, taken
         self._empty = taken == 0
-        self._dealt = None
+        self._epoch_set = None
 
     def close(self) -> None:
         """End the pass under way."""
@@ -208,7 +209,7 @@ class BatchCycle:
             self.queue.end_pass()
 
 
-def _dealer(loader: Any) -> Any:
+def _with_epochs(loader: Any) -> Any:
     """The loader or sampler with ``set_epoch``; None if there is none."""
     batches = getattr(loader, "batch_sampler", None)
     places = (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))

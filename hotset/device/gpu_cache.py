@@ -89,6 +89,9 @@ class GpuCache:
 
     Attributes:
         count: how many are kept.
+        columns: for each leaf of a batch a tensor on the device, ``(count, ...)``; a sample is a row of each.
+            Other tensors take their place when the samples are filled anew.
+        example: a batch of one sample on the host, which has the tree of all batches.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
@@ -141,7 +144,7 @@ class GpuCache:
 
     @property
     def complete(self) -> bool:
-        """Whether all samples that may come are resident."""
+        """Whether all samples that may come are resident, so that a step needs only the numbers of rows."""
         return self._ids is not None and self.count == len(self._ids)
 
     def rows(self, ids: Ids) -> Ids:
@@ -200,8 +203,8 @@ class GpuCache:
     def mixed(self, rows: Ids, absent: Any) -> Any:
         """A batch of which some samples (row -1) come from the host, in order, as ``absent``."""
         there, missing = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
-        picked = self._to_device(rows[there])
-        at_there, at_missing = self._to_device(there), self._to_device(missing)
+        picked = self.upload(rows[there])
+        at_there, at_missing = self.upload(there), self.upload(missing)
         columns = []
         for column, brought in zip(self.columns, tensors_of(absent), strict=True):
             made = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, device=self._device)
@@ -212,11 +215,8 @@ class GpuCache:
         made_of = iter(columns)
         return map_tensors(lambda _: next(made_of), self.example)
 
-    def upload(self, rows: Ids) -> torch.Tensor:
-        """Row numbers on the device."""
-        return self._to_device(rows)
-
-    def _to_device(self, numbers: Ids) -> torch.Tensor:
+    def upload(self, numbers: Ids) -> torch.Tensor:
+        """Numbers of rows or places (int64) on the device."""
         tensor = torch.from_numpy(np.ascontiguousarray(numbers))
         if self._device.type == "cuda":
             tensor = tensor.pin_memory()
@@ -224,21 +224,15 @@ class GpuCache:
 
 
 class ResidentBatches:
-    """Iterator over a pass's batches, made on the device as far as their samples are resident."""
+    """Iterator over a pass's batches, made on the device as far as their samples are resident.
 
-    def __init__(self, residents: GpuCache, source: SampleSelector) -> None:
-        self.residents = residents
+    Attributes:
+        cache: the resident samples.
+    """
+
+    def __init__(self, cache: GpuCache, source: SampleSelector) -> None:
+        self.cache = cache
         self._source = source
-
-    @property
-    def columns(self) -> list[torch.Tensor]:
-        """The tensors whose rows the samples are; others if the samples were brought anew."""
-        return self.residents.columns
-
-    @property
-    def complete(self) -> bool:
-        """Whether all samples are resident, so that rows are all that a step needs."""
-        return self.residents.complete
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -247,23 +241,19 @@ class ResidentBatches:
         ids = self._next()
         if ids is None:
             return self._source.build()
-        rows = self.residents.rows(ids)
+        rows = self.cache.rows(ids)
         missing = ids[rows < 0]
         if not len(missing):
-            return self.residents.select(self.residents.upload(rows))
+            return self.cache.select(self.cache.upload(rows))
         absent = self._source.gather(missing) if len(missing) < len(ids) else None
         if absent is None:
             return self._source.build()
-        return self.residents.mixed(rows, absent)
+        return self.cache.mixed(rows, absent)
 
     def _next(self) -> Ids | None:
         """The next batch's sample ids; None if it has none, or the cache was cleared since the pass began."""
         ids = self._source.select()
-        return ids if self.residents.is_current(self._source.generation()) else None
-
-    def upload(self, rows: Ids) -> torch.Tensor:
-        """Row numbers on the device."""
-        return self.residents.upload(rows)
+        return ids if self.cache.is_current(self._source.generation()) else None
 
     def rows(self) -> Ids | None:
         """The rows of the next batch, which counts as handed over; None if it is not made of resident ones.
@@ -274,7 +264,7 @@ class ResidentBatches:
         ids = self._next()
         if ids is None:
             return None
-        rows = self.residents.rows(ids)
+        rows = self.cache.rows(ids)
         return rows if int(rows.min(initial=0)) >= 0 else None
 
     def build(self) -> Any:

@@ -99,9 +99,8 @@ class HostState:
             if isinstance(one, torch.Tensor) and one.device in there
         }
 
-    def make_capturable(self) -> list[str]:
-        """Have the optimizers count their steps on the device; returns the names of those that changed."""
-        changed = []
+    def make_capturable(self) -> None:
+        """Have the optimizers count their steps on the device."""
         for optimizer in self.optimizers:
             groups = [group for group in optimizer.param_groups if group.get("capturable") is False]
             for group in groups:
@@ -113,8 +112,6 @@ class HostState:
             if groups:
                 # Its steps before the capture would have it say that this makes no sense.
                 optimizer._warned_capturable_if_run_uncaptured = True
-                changed.append(type(optimizer).__name__)
-        return changed
 
     def settings(self) -> list[Any]:
         """The optimizers' settings in plain values, and where parameters and states lie."""
@@ -313,16 +310,18 @@ def _found(fn: Callable[..., Any], *kinds: type) -> list[Any]:
     return list({id(thing): thing for _, thing in within_reach([fn], kinds)}.values())
 
 
-def _saved(shelves: list[dict[str, Any]]) -> Callable[[], None]:
-    """Returns what makes dicts hold what they hold now; the host's tensors, the same numbers too."""
-    held = [(shelf, dict(shelf)) for shelf in shelves]
+def _saved(dicts: list[dict[str, Any]]) -> Callable[[], None]:
+    """Returns a function that gives these dicts their present content back, and the tensors on the host in
+    them their present numbers.
+    """
+    held = [(one, dict(one)) for one in dicts]
     values = [value for _, before in held for value in before.values() if isinstance(value, torch.Tensor)]
     numbers = [(value, value.detach().clone()) for value in values if _on_host(value)]
 
     def put_back() -> None:
-        for shelf, before in held:
-            shelf.clear()
-            shelf.update(before)
+        for one, before in held:
+            one.clear()
+            one.update(before)
         with torch.no_grad():
             for value, number in numbers:
                 value.copy_(number)

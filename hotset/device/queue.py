@@ -19,25 +19,17 @@ any other iterable     a prefetch thread, up to ``depth`` items ahead: a generat
                        give ``depth=0``
 =====================  ====================================================================================
 
-What the iterable raises is raised at the consumer when its turn comes, with its own traceback. The prefetch
-thread ends with the iterable, or with the iterator over it; it holds nothing of the latter, so that a
-consumer that stops early leaves no thread behind.
-
-A stall monitor, another thread, watches the consumer. The consumer may hang in the user's own code (a storage
-that does not answer), where nothing can be raised; and a wait that ends after all should not have ended a
-training run. So the monitor *warns*, each time the time-out has passed once more, and interrupts nothing. It
-reads, at least every quarter of the time-out, a clock that the consumer starts and stops.
+An exception of the loader, in whichever thread, is raised at the consumer when its batch's turn comes. A
+stall monitor, another thread, warns of waits that last too long.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -45,12 +37,13 @@ from torch.utils.data import DataLoader
 
 from hotset._warnings import warn
 from hotset.device.gpu_cache import GpuCache, ResidentBatches, parse_resident
+from hotset.device.prefetch_thread import PrefetchThread
+from hotset.device.stall_monitor import StallMonitor
 from hotset.device.transfer import Transfer, resolve_device, transfer_to
 from hotset.device.trees import others, tensors_of
 from hotset.errors import ArgumentError, StateError
-from hotset.store.torch_threads import HelperThread
 
-__all__ = ["DeviceQueue", "PrefetchThread", "QueuePass", "QueueStats", "StallMonitor"]
+__all__ = ["DeviceQueue", "QueuePass", "QueueStats"]
 
 T = TypeVar("T")
 
@@ -126,9 +119,9 @@ class DeviceQueue(Generic[T]):
         self.device = _device(device)
         self.timeout = float(timeout)
         self.resident = parse_resident(resident, self.device)
-        self._residents: GpuCache | None = None
+        self._gpu_cache: GpuCache | None = None
         if self.resident is not None and self.device.type != "cpu":
-            self._residents = GpuCache(self.resident, self.device)
+            self._gpu_cache = GpuCache(self.resident, self.device)
         self._transfer: Transfer | None = None
         self._pass: QueuePass[T] | None = None
         self._state: dict[str, Any] | None = None
@@ -151,7 +144,7 @@ class DeviceQueue(Generic[T]):
 
     def stats(self) -> QueueStats:
         """What it has done so far."""
-        kept = self._residents.count if self._residents is not None else 0
+        kept = self._gpu_cache.count if self._gpu_cache is not None else 0
         return QueueStats(self._tally.batches, self._tally.bytes, self._tally.waited, kept)
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,8 +182,8 @@ class DeviceQueue(Generic[T]):
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
-        if self._residents is not None:
-            self._residents.clear()
+        if self._gpu_cache is not None:
+            self._gpu_cache.clear()
 
     def end_pass(self) -> None:
         """End the pass under way; what is resident on the device stays."""
@@ -198,10 +191,6 @@ class DeviceQueue(Generic[T]):
             self._pass.close()
             self._state = self._pass.state
             self._pass = None
-
-    def count(self, batch: Any) -> None:
-        """Count a batch that is handed over in another way than by a pass."""
-        self._tally.count(batch)
 
     def __enter__(self) -> DeviceQueue[T]:
         return self
@@ -260,15 +249,15 @@ class QueuePass(Generic[T]):
         self._transfer = transfer
         self._loader: Any = queue.loader
         self._depth = queue.depth
-        self._kept = queue._residents
-        self._starving = _Starving(queue)
+        self._gpu_cache = queue._gpu_cache
+        self._stall = _StallWarning(queue)
         self._closed = self._over = self._stuck = False
         self._fetched: deque[_Fetched] = deque()
         self.state = queue._state
         self._ahead = queue.depth if transfer.ahead else 0
         self._stateful = hasattr(self._loader, "state_dict")
         self._source: Iterator[Any] | None = None
-        self._residents: ResidentBatches | None = None
+        self._resident: ResidentBatches | None = None
         self._watch: StallMonitor | None = None
 
     def _begin(self) -> Iterator[Any]:
@@ -279,10 +268,10 @@ class QueuePass(Generic[T]):
             # The state of a loader would count what a thread has read, not what was handed over.
             own = isinstance(loader, DataLoader) or self._stateful or self._depth == 0
             self._source = iter(loader) if own else PrefetchThread(loader, self._depth)
-            self._residents = self._kept.serve(self._source) if self._kept is not None else None
+            self._resident = self._gpu_cache.serve(self._source) if self._gpu_cache is not None else None
             # After the loader's workers were forked: threads are better begun then.
-            self._watch = StallMonitor(self._starving.timeout, self._starving)
-        return self._residents if self._residents is not None else self._source
+            self._watch = StallMonitor(self._stall.timeout, self._stall)
+        return self._resident if self._resident is not None else self._source
 
     def _claim(self, loader: Any) -> None:
         try:
@@ -335,14 +324,14 @@ class QueuePass(Generic[T]):
         source = self._begin()
         assert self._watch is not None
         state = self._loader.state_dict() if self._ahead and self._stateful else None
-        self._starving.sent = len(self._fetched)
+        self._stall.sent = len(self._fetched)
         begun = time.perf_counter()
         try:
             try:
                 batch = self._watch.watched(partial(next, source))
             finally:
                 took = time.perf_counter() - begun
-                self._starving.took.append(took)
+                self._stall.took.append(took)
                 self._tally.waited += took
             self._fetched.append(_Fetched(self._transfer.send(batch), None, state))
         except Exception as error:  # StopIteration, or whatever the user's code raises
@@ -356,22 +345,27 @@ class QueuePass(Generic[T]):
         if isinstance(self._source, PrefetchThread):
             self._source.stop()  # a traceback may hold it for long
         # Workers end with their iterator, and the consumer may hold this pass for long.
-        self._source, self._residents = None, None
+        self._source, self._resident = None, None
 
     def _stop_watch(self) -> None:
         if self._watch is not None:
             self._watch.stop()
 
+    def count(self, batch: Any) -> None:
+        """Count a batch that is handed over in another way than by ``next()``."""
+        self._tally.count(batch)
+
     @property
-    def serving(self) -> ResidentBatches | None:
+    def resident(self) -> ResidentBatches | None:
         """The resident samples; None if there are none, or if the pass was ended."""
         if not self._closed:
             self._begin()
-        return self._residents
+        return self._resident
 
 
-class _Starving:
-    """The warning about a consumer that waits. It holds nothing of the pass: the monitor would keep it alive.
+class _StallWarning:
+    """The warning about a consumer that waits. It holds nothing of the pass, which the monitor's thread would
+    keep alive.
 
     Attributes:
         timeout: seconds of patience.
@@ -408,165 +402,3 @@ def _device(device: Any) -> torch.device:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArgumentError(f"device must be one that this machine has, got {device!r}: {why}") from error
     return found
-
-
-# ---- an iterable read ahead ------------------------------------------------------------------------
-
-
-class PrefetchThread:
-    """Iterator over an iterable that a thread reads ahead.
-
-    Args:
-        iterable: it; ``iter()`` of it is called in the thread too.
-        depth: how many items may wait, at least 1.
-    """
-
-    def __init__(self, iterable: Iterable[Any], depth: int) -> None:
-        self._reader = _Reader(iterable)
-        self._thread: HelperThread[Any] = HelperThread("hotset-ahead", self._reader.close)
-        self._over = False
-        for _ in range(depth):
-            self._thread.ask(self._reader)
-
-    @property
-    def waiting(self) -> int:
-        """How many items wait to be taken."""
-        return self._thread.ready
-
-    def __iter__(self) -> PrefetchThread:
-        return self
-
-    def __next__(self) -> Any:
-        if self._over:
-            raise StopIteration
-        item = self._thread.next()
-        if not isinstance(item, _End):
-            self._thread.ask(self._reader)
-            return item
-        self.stop()
-        try:
-            raise item.error or StopIteration
-        finally:
-            del item  # its traceback holds this frame, which would live until the garbage collector runs
-
-    def stop(self) -> None:
-        """End the thread, after the item that it is reading; there are no more items."""
-        self._over = True
-        self._thread.stop()
-
-
-class _End:
-    """What comes after the last item: the exception that ended the iterable, if one did."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
-class _Reader:
-    """What the thread calls for each item; the iterator lives in the thread alone."""
-
-    def __init__(self, iterable: Iterable[Any]) -> None:
-        self._iterable = iterable
-        self._iterator: Iterator[Any] | None = None
-        self._over = False
-        # A thread begins with the first GPU as its current one, whichever the consumer's is.
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-    def __call__(self) -> Any:
-        if self._over:
-            return _End(None)
-        try:
-            if self._iterator is None:
-                if self._gpu is not None:
-                    torch.cuda.set_device(self._gpu)
-                self._iterator = iter(self._iterable)
-            return next(self._iterator)
-        except StopIteration:
-            ended = _End(None)
-        except BaseException as error:
-            ended = _End(error)
-        try:
-            self.close()
-        except BaseException as error:
-            ended.error = ended.error or error
-        try:
-            return ended
-        finally:
-            del ended  # its traceback holds this frame
-
-    def close(self) -> None:
-        """Run a generator's ``finally`` here and now, not when its garbage is collected."""
-        self._over = True
-        iterator, self._iterator = self._iterator, None
-        close = getattr(iterator, "close", None)
-        if close is not None and iterator is not self._iterable:
-            close()
-
-
-# ---- a consumer that waits -------------------------------------------------------------------------
-
-
-class StallMonitor:
-    """Warns when one consumer waits too long.
-
-    Args:
-        patience: the time-out, in seconds.
-        what: returns the warning, given the seconds waited so far.
-
-    Example:
-        >>> watch = StallMonitor(60.0, lambda seconds: "nothing comes")
-        >>> watch.watched(lambda: "come")
-        'come'
-        >>> watch.stop()
-    """
-
-    def __init__(self, patience: float, what: Callable[[float], str]) -> None:
-        self._clock = _Clock()
-        self._told: SimpleQueue[None] = SimpleQueue()  # its put may be called by a destructor
-        arguments = (self._clock, patience, what, self._told)
-        threading.Thread(target=_look, args=arguments, name="hotset-watch", daemon=True).start()
-
-    def watched(self, wait: Callable[[], T]) -> T:
-        """Return what ``wait()`` returns; the clock runs meanwhile.
-
-        No ``with`` block: an interrupt may come before the first line of its exit, and the clock would run
-        on. The ``finally`` here is one store.
-        """
-        try:
-            self._clock.since = time.monotonic()
-            return wait()
-        finally:
-            self._clock.since = None
-
-    def stop(self) -> None:
-        """End it."""
-        self._told.put(None)
-
-    def __del__(self) -> None:
-        self.stop()
-
-
-class _Clock:
-    """When the waiting began; None while the consumer does not wait. Stores of an attribute are atomic."""
-
-    since: float | None = None
-
-
-def _look(clock: _Clock, patience: float, what: Callable[[float], str], told: SimpleQueue[None]) -> None:
-    patient_until, since = 0.0, None
-    pause = min(patience / 4, threading.TIMEOUT_MAX)  # patience may be without end
-    while True:
-        try:
-            told.get(timeout=pause)
-            return
-        except Empty:
-            pass
-        # In this order: a thread delayed between the two must not warn of a wait that is over.
-        now, began = time.monotonic(), clock.since
-        if began is None:
-            continue
-        if began != since:
-            since, patient_until = began, began + patience
-        if now >= patient_until:
-            patient_until = now + patience
-            warn(what(now - began))

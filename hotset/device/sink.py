@@ -134,7 +134,7 @@ class Sink:
         self._step = self._current = Step(lambda batch: call(fn, batch), fn, self._graphs)
         # A weak reference, so that samples that were released do not keep the device's memory.
         self._resident: tuple[weakref.ref[torch.Tensor], Step] | None = None
-        self._told = False
+        self._has_warned = False
 
     # ---- what it is ----------------------------------------------------------------------------------
 
@@ -204,25 +204,25 @@ class Sink:
         return _stacked(found) if self._all else _kept(result)
 
     def _step_for(self, taken: StepInput) -> Step:
-        step = self._step if taken.serving is None else self._step_on(taken.serving)
+        step = self._step if taken.resident is None else self._step_on(taken.resident)
         if step is not self._current:
             self._current.release()  # two graphs of one step would take its memory twice
             self._current = step
             step.begin()
         return step
 
-    def _step_on(self, serving: ResidentBatches) -> Step:
-        first = serving.columns[0]
+    def _step_on(self, resident: ResidentBatches) -> Step:
+        first = resident.cache.columns[0]
         if self._resident is None or self._resident[0]() is not first:
-            made = Step(_from_rows(self._fn, serving), self._fn, self._graphs)
+            made = Step(_from_rows(self._fn, resident), self._fn, self._graphs)
             self._resident = (weakref.ref(first), made)
         return self._resident[1]
 
     def _check(self, taken: StepInput) -> None:
         assert self._expected is not None
         batch = taken.batch
-        if taken.serving is not None:
-            rows, example = len(taken.batch), taken.serving.residents.example
+        if taken.resident is not None:
+            rows, example = len(taken.batch), taken.resident.cache.example
             batch = map_tensors(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), example)
         wrong = difference(self._expected, batch, shorter=self._cycle.may_end)
         if wrong:
@@ -231,8 +231,8 @@ class Sink:
     def _say_why(self, why: str) -> None:
         if self._graph is True:
             raise ArgumentError(f"graph=True, and the step cannot be one graph: {why}.")
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             warn(f"steps are run one kernel at a time, as the step cannot be one graph: {why}.")
 
     # ---- life ----------------------------------------------------------------------------------------
@@ -274,9 +274,9 @@ class Sink:
         self.close()
 
 
-def _from_rows(fn: Callable[..., Any], serving: ResidentBatches) -> Callable[[torch.Tensor], Any]:
-    residents = serving.residents
-    return lambda rows: call(fn, residents.select(rows))
+def _from_rows(fn: Callable[..., Any], resident: ResidentBatches) -> Callable[[torch.Tensor], Any]:
+    cache = resident.cache
+    return lambda rows: call(fn, cache.select(rows))
 
 
 def _checked(size: Any) -> int:

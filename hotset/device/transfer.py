@@ -7,18 +7,17 @@ run on a stream of their own, beside the step:
     step's stream    ── step k ────────────────┴─ waits for k+1's event ── step k+1 ──
 
 - The consumer's stream waits for the event of its batch. The host runs ahead of the steps, but not without
-  end: each batch whose step has not ended takes the device's memory. An event is recorded behind each step,
-  and before a batch is sent, the host waits until no more steps are left than ``steps``, or than
-  ``_AT_WORK`` bytes of batches have.
+  end: each batch whose step has not ended takes the device's memory. An event is recorded behind each step.
+  Before a batch is sent, the host waits until at most ``steps`` steps have not ended, or until the batches of
+  these take at most ``_PENDING_BYTES``.
 - The *host's* memory of a batch is held until its event has passed: a block that goes back to its pool
   earlier is written to while it is copied. Copies are asynchronous from page-locked memory only. Batches that
   lie in other memory are brought there first, into torch's own page-locked allocator; ``pin_memory=True`` on
   the loader saves that copy, as batches are then made there.
 - The *device's* memory comes from torch's allocator, on the copy stream, and is marked as used by the
-  consumer's stream when received: dropped, it is recycled once both have passed, a ring of as many banks as
-  there are batches under way. A fixed ring of banks was rejected: a consumer that keeps a batch
-  would see it overwritten.
-- All that goes to a device goes by one stream: torch keeps memory apart for each stream that ever had some.
+  consumer's stream when received: once the consumer has dropped it and both streams have passed it, it is
+  used again. A fixed ring of buffers was rejected: a consumer that keeps a batch would see it overwritten.
+- All copies to a device use one stream, as torch's allocator keeps memory for each stream apart.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from hotset.device.trees import map_tensors, memory_of, tensors_of
 
 __all__ = ["HostTransfer", "StreamTransfer", "Transfer", "copy_stream", "resolve_device", "transfer_to"]
 
-# Bytes of batches whose steps may be to come, however many batches that are.
-_AT_WORK = 256 << 20
+# The batches whose steps have not ended may take as many bytes, however many batches these are.
+_PENDING_BYTES = 256 << 20
 
 
 class Transfer(Protocol):
@@ -84,10 +83,10 @@ class _Sent(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What runs on a batch that was handed over, up to the next one."""
+    """What runs on a batch that was handed over, until the next batch is."""
 
     event: Any
-    size: int
+    size: int  # bytes that the batch takes on the device
 
 
 class StreamTransfer:
@@ -95,7 +94,7 @@ class StreamTransfer:
 
     Args:
         device: the GPU.
-        steps: how many steps may be to come before another batch is sent, if their batches are large.
+        steps: how many steps may not have ended when another batch is sent, if their batches are large.
         api: ``torch.cuda``, or what stands for it in a test.
     """
 
@@ -106,10 +105,11 @@ class StreamTransfer:
         self._steps = steps
         self._api = api
         self._stream = copy_stream(self._device, api)
-        self._held: deque[tuple[Any, Any]] = deque()
-        self._handed_over = 0  # the size of the last one
-        self._at_work: deque[_Step] = deque()
-        self._size_at_work = 0
+        # The event behind each copy under way, and the host's memory that it reads.
+        self._copying: deque[tuple[Any, Any]] = deque()
+        self._last_size = 0  # of the batch that was handed over last
+        self._pending: deque[_Step] = deque()
+        self._pending_bytes = 0
 
     def send(self, batch: Any) -> _Sent:
         self._wait_for_steps()
@@ -120,17 +120,17 @@ class StreamTransfer:
             finally:
                 # Where one of the copies cannot be made, those before it are under way all the same.
                 event = self._stream.record_event()
-                self._held.append((event, host))
-        self._let_go()
+                self._copying.append((event, host))
+        self._release_copied()
         return _Sent(moved, event, sum(one.nbytes for tensor in host for one in memory_of(tensor)))
 
     def _wait_for_steps(self) -> None:
-        steps = self._at_work
-        while steps and steps[0].event.query():
-            self._size_at_work -= steps.popleft().size
-        while len(steps) > self._steps and self._size_at_work > _AT_WORK:
-            steps[0].event.synchronize()
-            self._size_at_work -= steps.popleft().size
+        pending = self._pending
+        while pending and pending[0].event.query():
+            self._pending_bytes -= pending.popleft().size
+        while len(pending) > self._steps and self._pending_bytes > _PENDING_BYTES:
+            pending[0].event.synchronize()
+            self._pending_bytes -= pending.popleft().size
 
     def _copy(self, tensor: torch.Tensor, host: list[torch.Tensor]) -> torch.Tensor:
         if tensor.device == self._device:
@@ -145,30 +145,30 @@ class StreamTransfer:
 
     def receive(self, sent: _Sent) -> Any:
         stream = self._api.current_stream(self._device)
-        if self._handed_over:  # its step is issued, as the next batch is asked for
-            self._at_work.append(_Step(stream.record_event(), self._handed_over))
-            self._size_at_work += self._handed_over
-        self._handed_over = sent.size
+        if self._last_size:  # its step is issued, as the next batch is asked for
+            self._pending.append(_Step(stream.record_event(), self._last_size))
+            self._pending_bytes += self._last_size
+        self._last_size = sent.size
         stream.wait_event(sent.event)
         for tensor in tensors_of(sent.batch):
             for one in memory_of(tensor):
                 if one.device == self._device:
                     one.record_stream(stream)
-        self._let_go()
+        self._release_copied()
         return sent.batch
 
-    def _let_go(self) -> None:
+    def _release_copied(self) -> None:
         """Drop the host's memory of the copies that have ended; they end in the order in which they began."""
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
+        while self._copying and self._copying[0][0].query():
+            self._copying.popleft()
 
     def close(self) -> None:
-        while self._held:
-            event, _ = self._held[0]
+        while self._copying:
+            event, _ = self._copying[0]
             event.synchronize()
-            self._held.popleft()
-        self._at_work.clear()
-        self._size_at_work = self._handed_over = 0
+            self._copying.popleft()
+        self._pending.clear()
+        self._pending_bytes = self._last_size = 0
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         with suppress(Exception):  # an error here was raised where the copy was made

@@ -163,8 +163,8 @@ class EpochSummary:
         else:
             raise ArgumentError(
                 "writer must have add_scalar() as TensorBoard's SummaryWriter has it, log_metrics() as "
-                "Lightning's "
-                f"loggers, or log() as a run of W&B, got {type(writer).__name__}; write to_dict() yourself."
+                f"Lightning's loggers, or log() as a run of W&B, got {type(writer).__name__}; write "
+                "to_dict() yourself."
             )
 
     def to_dict(self) -> dict[str, Any]:

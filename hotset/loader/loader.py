@@ -398,8 +398,7 @@ class DataLoader(TorchDataLoader[T]):
         if identity["samples"] is None:
             raise StateError(
                 "the state is from a stream that was recorded, and here it is not recorded yet; call fill() "
-                "on the "
-                "cached stream first, or keep it in the session in which it was recorded (session=)."
+                "on the cached stream first, or keep it in the session in which it was recorded (session=)."
             )
         return identity
 
@@ -430,8 +429,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.batch_size is not None and stream._batch_size:
             stream._warn(
                 f"{type(stream.dataset).__name__} seems to give batches of {stream._batch_size} samples, and "
-                "the "
-                "loader makes batches of these; leave batches to the loader, or pass batch_size=None.",
+                "the loader makes batches of these; leave batches to the loader, or pass batch_size=None.",
                 "batches",
             )
         if self._route() is not None:
@@ -450,8 +448,7 @@ class DataLoader(TorchDataLoader[T]):
         elif isinstance(sampler, StreamSampler) and sampler.shuffle:
             stream._warn(
                 f"the first pass over {type(stream.dataset).__name__} comes in the stream's own order, as it "
-                "is "
-                "recorded in it; shuffle=True holds from the second on. Call fill() first to shuffle the "
+                "is recorded in it; shuffle=True holds from the second on. Call fill() first to shuffle the "
                 "first, too.",
                 "order",
             )

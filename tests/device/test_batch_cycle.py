@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from hotset.device.batch_cycle import BatchCycle
-from hotset.device.gpu_cache import GpuCache
 from hotset.device.queue import DeviceQueue
 from hotset.errors import StateError
 
@@ -161,7 +160,7 @@ class Serving:
         self._script = iter(script)
         self._one: Any = None
         self.uploads: list[list[int]] = []
-        self.residents = GpuCache(1, torch.device("cpu"))
+        self.cache = self
 
     def rows(self) -> Any:
         self._one = next(self._script)
@@ -189,8 +188,9 @@ class Scripted(DeviceQueue[Any]):
         iterator: Any = iter(())
 
         class Pass:
-            serving = next(self._next)
+            resident = next(self._next)
             __next__ = iterator.__next__
+            count = self._tally.count
 
         return Pass()
 
@@ -203,7 +203,7 @@ def told(rounds: BatchCycle, count: int) -> list[Any]:
         except OSError:
             found.append("error")
         else:
-            found.append(one.batch.tolist() if one.serving is not None else one.batch)
+            found.append(one.batch.tolist() if one.resident is not None else one.batch)
     return found
 
 

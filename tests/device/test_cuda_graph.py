@@ -828,7 +828,7 @@ def test_resident_samples_are_one_upload_a_call_and_the_same_losses(
         graphs = FakeGraphs(training)
         loader = loader_of(cached)
         sink = sink_on(graphs, training.step, loader, PASS // 2, outputs="all")
-        sink.queue._residents = GpuCache(1 << 20, torch.device("cpu"))
+        sink.queue._gpu_cache = GpuCache(1 << 20, torch.device("cpu"))
         losses = [loss for _ in range(10) for loss in sink().tolist()]
         assert losses == expected
         assert training.weights() == reference.weights()
@@ -842,7 +842,7 @@ def test_resident_samples_are_one_upload_a_call_and_the_same_losses(
         )
         sink.close()
         strict = sink_on(graphs, training.step, loader, 3, input_signature=signature)
-        strict.queue._residents = GpuCache(1 << 20, torch.device("cpu"))
+        strict.queue._gpu_cache = GpuCache(1 << 20, torch.device("cpu"))
         with pytest.raises(ArgumentError, match=r"input_signature: at \[0\].*\(4, 3, 6, 5\)"):
             strict()
 
@@ -862,7 +862,7 @@ def test_a_state_in_the_midst_of_uploaded_rows_is_that_of_the_next_step(sink_on:
         sinks = []
         for _ in range(2):
             sinks.append(data_sink(step, hotset.DataLoader(cached, batch_size=2), 8))
-            sinks[-1].queue._residents = GpuCache(1 << 20, torch.device("cpu"))
+            sinks[-1].queue._gpu_cache = GpuCache(1 << 20, torch.device("cpu"))
         first, second = sinks
         with first, second:
             with pytest.raises(ValueError, match="diverged"):
@@ -888,7 +888,7 @@ def test_what_is_resident_is_captured_with_todays_settings_and_again_after_a_bre
             rate = 0.05 / (number + 1)
             for one in (training, reference):
                 one.optimizer.param_groups[0]["lr"] = rate
-            sink.queue._residents = GpuCache(1 << 20, torch.device("cpu")) if number == 1 else None
+            sink.queue._gpu_cache = GpuCache(1 << 20, torch.device("cpu")) if number == 1 else None
             seed_everything(number)
             losses += sink().tolist()
             seed_everything(number)
@@ -903,7 +903,7 @@ def test_samples_that_were_let_go_of_take_no_memory_on_the_device(sink_on: Make)
             pass
         training = Training()
         sink = sink_on(FakeGraphs(training), training.step, loader_of(cached), 6)
-        residents = sink.queue._residents = GpuCache(1 << 20, torch.device("cpu"))
+        residents = sink.queue._gpu_cache = GpuCache(1 << 20, torch.device("cpu"))
         sink()
         held = weakref.ref(residents.columns[0])
         residents.clear()

@@ -37,7 +37,9 @@ from torch.utils.data import DataLoader, default_collate
 
 import hotset
 from hotset._warnings import warn
-from hotset.device.queue import DeviceQueue, PrefetchThread, StallMonitor
+from hotset.device.prefetch_thread import PrefetchThread
+from hotset.device.queue import DeviceQueue
+from hotset.device.stall_monitor import StallMonitor
 from hotset.device.transfer import HostTransfer
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, StateError
 
@@ -70,7 +72,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     clocks = SimpleNamespace(monotonic=lambda: found.now, perf_counter=time.perf_counter)
-    monkeypatch.setattr("hotset.device.queue.time", clocks)
+    monkeypatch.setattr("hotset.device.stall_monitor.time", clocks)
     return found
 
 
@@ -496,7 +498,7 @@ def test_a_stall_is_said_and_the_pass_goes_on(
             said.append(sentence)
             go.touch()
 
-    monkeypatch.setattr("hotset.device.queue.warn", let_go)
+    monkeypatch.setattr("hotset.device.stall_monitor.warn", let_go)
     loader: Any = map(StalledAtTwo(go), range(3))
     if kind == "workers":
         loader = DataLoader(Samples(StalledAtTwo(go), 3), None, num_workers=1)
@@ -760,7 +762,7 @@ def test_a_generator_that_was_given_is_its_owners_to_close() -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> queues.SimpleQueue[str]:
     found: queues.SimpleQueue[str] = queues.SimpleQueue()
-    monkeypatch.setattr("hotset.device.queue.warn", found.put)
+    monkeypatch.setattr("hotset.device.stall_monitor.warn", found.put)
     return found
 
 

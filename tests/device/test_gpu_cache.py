@@ -178,7 +178,7 @@ def test_the_device_is_filled_once_and_reads_nothing_more(tmp_path: Any) -> None
             serving = residents.serve(iter(loader))
             assert serving is not None
             list(serving)
-            places.add(serving.columns[0].data_ptr())
+            places.add(serving.cache.columns[0].data_ptr())
         assert (log.total(), len(places)) == (0, 1)
 
 
@@ -190,7 +190,7 @@ def test_rows_name_what_batches_hold() -> None:
         seed_everything()
         serving = residents.serve(iter(loader))
         assert serving is not None
-        assert serving.complete
+        assert serving.cache.complete
         got = []
         while True:
             try:
@@ -199,12 +199,12 @@ def test_rows_name_what_batches_hold() -> None:
                 break
             torch.rand(1)
             assert rows is not None
-            got.append(residents.select(serving.upload(rows)))
+            got.append(residents.select(serving.cache.upload(rows)))
         equal_batches(got, expected)
         partial = GpuCache(98 * 6, CPU)
         other = partial.serve(iter(hotset.DataLoader(cached, batch_size=4)))
         assert other is not None
-        assert not other.complete
+        assert not other.cache.complete
         first, second = other.rows(), other.rows()
         assert first is not None
         assert first.tolist() == [0, 1, 2, 3]
@@ -434,7 +434,7 @@ def test_a_queue_with_residents_goes_on_from_its_state(limit: Any, monkeypatch: 
 
         def queue() -> Any:
             made = hotset.DeviceQueue(hotset.DataLoader(cached, batch_size=4, shuffle=True), device="cpu")
-            made._residents = GpuCache(ALL if limit == "1MiB" else limit, CPU)
+            made._gpu_cache = GpuCache(ALL if limit == "1MiB" else limit, CPU)
             return made
 
         loader = hotset.DataLoader(cached, batch_size=4, shuffle=True)

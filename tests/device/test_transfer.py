@@ -212,7 +212,7 @@ def test_slow_steps_hold_no_more_batches_than_a_few(
     depth: int, on_card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a sink of a hundred steps has a hundred batches on the device."""
-    monkeypatch.setattr("hotset.device.transfer._AT_WORK", 1000)
+    monkeypatch.setattr("hotset.device.transfer._PENDING_BYTES", 1000)
     slow, held = Slow(on_card), []
     with hotset.DeviceQueue([torch.ones(100)] * 40, depth, "cpu") as queue:  # 400 bytes each
         for batch in queue:
@@ -236,7 +236,7 @@ def test_small_batches_run_far_ahead(on_card: Card) -> None:
 
 
 def test_the_host_waits_for_bytes_not_for_batches(on_card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotset.device.transfer._AT_WORK", 4000)
+    monkeypatch.setattr("hotset.device.transfer._PENDING_BYTES", 4000)
     slow, held = Slow(on_card), []
     with hotset.DeviceQueue([torch.ones(100)] * 40, 0, "cpu") as queue:
         for batch in queue:
@@ -318,7 +318,7 @@ def test_a_sparse_tensor_is_used_by_the_consumers_stream_with_all_that_it_is_mad
         moved = lane.receive(lane.send(sparse))
         assert [one.to_dense().tolist() for one in moved] == [dense.tolist()] * 2
         assert [tensor.shape for tensor, _ in card.used] == [(2, 2), (2,), (3,), (2,), (2,)]
-        assert lane._handed_over == sum(tensor.nbytes for tensor, _ in card.used)
+        assert lane._last_size == sum(tensor.nbytes for tensor, _ in card.used)
         lane.close()
 
 

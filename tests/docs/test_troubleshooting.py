@@ -46,7 +46,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("dataset/sample_access.py", "SampleAccess.warn_of_machines"): (),
     ("dataset/sample_access.py", "SampleAccess._warn_of_shortage"): ("dataset/sample_access.py:_shortage",),
     ("dataset/sample_access.py", "SampleAccess.warn_of_draws"): ("dataset/sample_access.py:_draws",),
-    ("device/queue.py", "_look"): ("device/queue.py:_Starving.__call__",),
+    ("device/stall_monitor.py", "_watch"): ("device/queue.py:_StallWarning.__call__",),
     ("loader/worker_batches.py", "WorkerBatches.__next__"): (),
     # These give up room, and say nothing.
     ("store/keyed_store.py", "KeyedAllocator._find"): (),
