@@ -18,7 +18,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset.store.blocks import BlockPool
 
-__all__ = ["BatchMessage", "TensorRef", "WorkerReport", "message_pool"]
+__all__ = ["NO_BLOCK", "BatchMessage", "TensorRef", "WorkerReport", "message_pool"]
+
+# The number of the block of a batch that has none.
+NO_BLOCK = -1
 
 _pools: weakref.WeakValueDictionary[int, BlockPool] = weakref.WeakValueDictionary()
 # The memory of the block whose message this thread is unpickling; messages are not nested.
@@ -81,6 +84,8 @@ class _BlockRef:
 
 
 def _open(pool: int, block: int) -> Any:
+    if block == NO_BLOCK:
+        return None
     owner = _pools.get(pool)
     if owner is None:
         raise RuntimeError("a batch arrived for a pool of blocks that is gone")
@@ -111,7 +116,7 @@ class BatchMessage:
     """A batch on its way from a worker.
 
     Attributes:
-        pool, block: where its tensors lie.
+        pool, block: where its tensors lie; with :data:`NO_BLOCK`, they are sent as torch sends them.
         batch: the batch; its tensors are views of the block once the message has arrived.
         report: what the worker reports with it.
     """

@@ -18,6 +18,7 @@ persistence, through its public arguments.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,7 +37,7 @@ from hotset.loader.collate import bound, is_known
 from hotset.loader.index_route import Route, route_to, samples_in
 from hotset.loader.look_ahead import Ahead, IdleWork, Upcoming, batches_ahead
 from hotset.loader.rng_state import pack, restore
-from hotset.loader.worker_messages import BatchMessage, TensorRef, WorkerReport, message_pool
+from hotset.loader.worker_messages import NO_BLOCK, BatchMessage, TensorRef, WorkerReport, message_pool
 from hotset.store.blocks import BlockPool, SharedBlocks
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy, Gather
@@ -66,14 +67,14 @@ class Task(NamedTuple):
     Attributes:
         indices: of the batch; with ``batch_size=None``, an index of any kind that the dataset takes.
         idle: whether the task has no batch, and only takes the worker's turn.
-        pool, block_bytes, block: the block for the batch.
+        pool, block_bytes, block: the block for the batch; None, 0 and :data:`NO_BLOCK` without one.
         states: states to restore the worker's generators to first; None to leave them.
         ahead: what comes later; None if that is not known.
     """
 
     indices: Any
     idle: bool
-    pool: Address
+    pool: Address | None
     block_bytes: int
     block: int
     states: Any = None
@@ -94,12 +95,19 @@ class BatchBuffers:
         self.needed = block_bytes
         self._pool: BlockPool | None = None
 
-    def pool(self) -> BlockPool:
-        """A pool with blocks that are large enough."""
+    def take(self) -> tuple[BlockPool, int] | None:
+        """A free block that is large enough, by its pool and number.
+
+        None if there is none: the limits of this process leave no room for a pool (``ulimit -v``), or the
+        user keeps as many batches as it has blocks.
+        """
         pool = self._pool
-        if pool is None or not pool.is_ours or pool.block_bytes < self.needed:
-            pool = self._pool = message_pool(self.needed)
-        return pool
+        try:
+            if pool is None or not pool.is_ours or pool.block_bytes < self.needed:
+                pool = self._pool = message_pool(self.needed)
+            return pool, pool.take()
+        except (OSError, MemoryError):
+            return None
 
     def rest(self, kept_bytes: int = 0) -> None:
         """Free the blocks' memory but for so many bytes, as no batch is being built."""
@@ -158,17 +166,23 @@ class TaskSampler:
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
         # The workers take turns, so the number of each first task is the number of its worker.
         for turn, indices in enumerate(itertools.chain(itertools.repeat((), self._idle), batches)):
-            pool = self._buffers.pool()
-            number = pool.take()
-            address = pool.address
-            self._out[address.inode, number] = pool
+            taken = self._buffers.take()
             idle = turn < self._idle
             if self._prefetch is not None and not idle:
                 self._prefetch(indices)
             ahead = None
             if self._workers and isinstance(batches, WholeEpoch) and not idle:
                 ahead = batches_ahead(batches, turn - self._idle, self._workers)
-            yield Task(indices, idle, address, pool.block_bytes, number, self._states.get(turn), ahead)
+            yield Task(indices, idle, *self._place(taken), self._states.get(turn), ahead)
+
+    def _place(self, taken: tuple[BlockPool, int] | None) -> tuple[Address | None, int, int]:
+        """What a task says of its block, which a worker has from now on."""
+        if taken is None:
+            return None, 0, NO_BLOCK
+        pool, number = taken
+        address = pool.address
+        self._out[address.inode, number] = pool
+        return address, pool.block_bytes, number
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -251,20 +265,24 @@ class _InWorker:
         self._draws |= any(cached._access.draws for cached in self.route.caches)
         states = pack(self._drawn_from().states()) if self._draws else None
         report = WorkerReport(self._worker, buffer.needed, samples_in(task.indices), told, states)
-        return BatchMessage(task.pool.inode, task.block, batch, report)
+        pool = task.pool.inode if task.pool is not None else 0
+        return BatchMessage(pool, task.block, batch, report)
 
     def _buffer(self, task: Task) -> BatchBuffer:
-        """The task's block; an empty one if this process cannot reach the memory of the one that has it."""
+        """The task's block; an empty one, for a batch that goes as torch sends it, if this process cannot
+        reach the memory of the one that has it.
+        """
+        empty = BatchBuffer(bytearray(), 0, _reference)
+        if task.pool is None:
+            return empty
         blocks = self._pools.get(task.pool)
         if blocks is None:
             try:
                 blocks = SharedBlocks(task.pool, task.block_bytes)
-            except OSError:
-                if can_reopen():
+            except OSError as error:
+                if can_reopen() and error.errno != errno.ENOMEM:
                     raise  # that process has died
-                return BatchBuffer(
-                    bytearray(), 0, _reference
-                )  # without /proc: batches go as torch sends them
+                return empty  # without /proc, or without address space
             self._pools[task.pool] = blocks
         return BatchBuffer(blocks.array(task.block), task.block_bytes, _reference)
 

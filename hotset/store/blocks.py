@@ -20,9 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import itertools
 import mmap
 import os
+import resource
+import sys
 import threading
 import weakref
 from typing import Any
@@ -35,6 +38,8 @@ __all__ = ["BlockPool", "SharedBlocks", "making_workers"]
 # Address space for the blocks of a shared pool; only those in use ever take memory.
 _MOST_BLOCKS = 1 << 14
 _MOST_BYTES = 1 << 44
+# Of a limited address space (`ulimit -v`, a batch system's limit), of which the program needs the rest.
+_SHARE = 1 / 16
 
 _array_types: dict[int, Any] = {}
 
@@ -53,6 +58,16 @@ class _Lent(weakref.ref[Any]):
     number: int
 
 
+def _allowed_bytes() -> int:
+    """How large a file this process may make and map, at most."""
+    allowed = sys.maxsize
+    for limit, share in ((resource.RLIMIT_FSIZE, 1.0), (resource.RLIMIT_AS, _SHARE)):
+        bound = resource.getrlimit(limit)[0]
+        if bound != resource.RLIM_INFINITY:
+            allowed = min(allowed, int(bound * share))
+    return allowed
+
+
 class BlockPool:
     """Blocks of one size in one mapping.
 
@@ -62,6 +77,9 @@ class BlockPool:
 
     Attributes:
         block_bytes: bytes of each block.
+
+    Raises:
+        OSError: the limits of this process leave no room for a shared pool.
     """
 
     def __init__(self, block_bytes: int, *, shared: bool = False) -> None:
@@ -77,10 +95,13 @@ class BlockPool:
         self._fd = -1
         if shared:
             self._fd = os.memfd_create("hotset-blocks", os.MFD_CLOEXEC)
-            self._most = max(min(_MOST_BLOCKS, _MOST_BYTES // self.block_bytes), 64)
+            weakref.finalize(self, os.close, self._fd).atexit = False
+            most = max(min(_MOST_BLOCKS, _MOST_BYTES // self.block_bytes), 64)
+            self._most = min(most, _allowed_bytes() // self.block_bytes)
+            if not self._most:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             os.ftruncate(self._fd, self.block_bytes * self._most)
             self._maps[0] = mmap.mmap(self._fd, self.block_bytes * self._most)
-            weakref.finalize(self, os.close, self._fd).atexit = False
             _shared_pools.add(self)
 
     @property
@@ -113,8 +134,9 @@ class BlockPool:
                 # With small pages a tenth of a copy's time goes into looking up their addresses.
                 block.madvise(mmap.MADV_HUGEPAGE)
         elif number >= self._most:
+            self._out.discard(number)
             raise MemoryError(
-                f"{number:,} batches are held at once, more than a pool of blocks holds; "
+                f"{self._most:,} batches are held at once, more than a pool of blocks holds; "
                 "copy what you keep with `.clone()`."
             )
         return number
@@ -205,7 +227,7 @@ class SharedBlocks:
     """A shared pool as a worker sees it: memory to write batches into.
 
     Raises:
-        OSError: the pool's process is gone.
+        OSError: the pool's process is gone; or this process has no address space left (``ENOMEM``).
     """
 
     def __init__(self, address: Address, block_bytes: int) -> None:

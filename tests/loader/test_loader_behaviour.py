@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,19 @@ from helpers import (
     rng_states,
     seed_everything,
 )
+from kills import in_child
 from live import WritesWorker, describe_samples, draw_all, keep_first
-from samples import image_and_label, mapping, named, number, object_array, opaque, poster_and_label, text
+from samples import (
+    big_image_and_label,
+    image_and_label,
+    mapping,
+    named,
+    number,
+    object_array,
+    opaque,
+    poster_and_label,
+    text,
+)
 from sources import Counting, Listed, ReadLog, Samples, Streamed, TextFiles, Transformed
 from torch.utils.data import DataLoader, Subset, default_collate
 
@@ -394,3 +406,22 @@ def test_clear_reaches_running_workers_so_that_nothing_stale_is_served(
         for _ in range(2):
             data = torch.cat([batch[0] for batch in loader])
             assert data.tolist() == [[i, 2] for i in range(12)]
+
+
+@pytest.mark.filterwarnings("ignore::hotset.HotsetWarning")
+@pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_AS"])
+def test_workers_give_batches_under_a_limit_of_the_shell(limit: str) -> None:
+    """``ulimit -f`` and ``ulimit -v``, which batch systems set: with fewer blocks than batches, or none."""
+
+    def body() -> None:
+        address_space = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        most = 256 << 10 if limit == "RLIMIT_FSIZE" else address_space + (256 << 20)
+        resource.setrlimit(getattr(resource, limit), (most, most))
+        expected = list(DataLoader(Samples(big_image_and_label, 80), batch_size=2))
+        with hotset.cache(Samples(big_image_and_label, 80), memory="16MiB") as cached:
+            loader = hotset.DataLoader(cached, batch_size=2, num_workers=2)
+            kept = [list(loader) for _ in range(2)]  # held, all of them
+            for batches in kept:
+                equal_batches(batches, expected)
+
+    in_child(body)
