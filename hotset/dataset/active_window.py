@@ -92,7 +92,7 @@ class ActiveWindow:
         self._pid = os.getpid()
         # The slot of the process that announces epochs; its workers inherit its number.
         self._slot = -1
-        self._here = WindowPosition(-1, 0, 0)
+        self._position = WindowPosition(-1, 0, 0)
         self._offset: int | None = None
         self._announced = False
         self._order: tuple[tuple[int, int], Ids] | None = None
@@ -100,7 +100,7 @@ class ActiveWindow:
         self._served: float = 0
         self._started = 0.0
         # Epoch and cursor if nothing can be cached, as there is no slot then: workers may be persistent.
-        self._bare = _words() if ring is None else None
+        self._epoch_words = _words() if ring is None else None
         if ring is not None:
             self._remember_slot(ring)
 
@@ -142,14 +142,14 @@ class ActiveWindow:
 
     def _epoch_and_cursor(self, ring: Ring | None) -> tuple[int, int]:
         """Epoch and cursor of the process that announces epochs: this one, or this worker's parent."""
-        if ring is None and self._bare is not None:
-            return int(self._bare[0]), int(self._bare[1])
+        if ring is None and self._epoch_words is not None:
+            return int(self._epoch_words[0]), int(self._epoch_words[1])
         if (
             ring is None
             or self._slot < 0
             or (self._pid == os.getpid() and ring.participant.slot == self._slot)
         ):
-            return max(self._here.epoch, 0), self._here.cursor
+            return max(self._position.epoch, 0), self._position.cursor
         row = ring.segment.slots[self._slot]
         return max(int(row[Slot.EPOCH]), 0), int(row[Slot.CURSOR])
 
@@ -160,7 +160,7 @@ class ActiveWindow:
     ) -> None:
         """Begin the next epoch, unless the user has announced one since the last."""
         if not self._announced:
-            self.begin(self._here.epoch + 1, ring, processes, context, warn)
+            self.begin(self._position.epoch + 1, ring, processes, context, warn)
         self._announced = False
 
     def announce(self, epoch: int, ring: Ring | None, warn: Callable[[str], None]) -> None:
@@ -183,11 +183,11 @@ class ActiveWindow:
         Raises:
             Exception: what the dataset has raised in a prefetch worker.
         """
-        if epoch == self._here.epoch:
+        if epoch == self._position.epoch:
             return
         if ring is None:  # nothing can be cached
-            moves = self.sizes.replaced if self._here.epoch >= 0 else 0
-            self._set_position(WindowPosition(epoch, self._here.cursor + moves, 0))
+            moves = self.sizes.replaced if self._position.epoch >= 0 else 0
+            self._set_position(WindowPosition(epoch, self._position.cursor + moves, 0))
             return
         self._remember_slot(ring)
         first = self._pool is None
@@ -196,8 +196,8 @@ class ActiveWindow:
         live = ring.segment.live
         if self._offset is None:  # this job counts from 0, while other jobs of the window are ahead
             self._offset = max(int(live[Live.EPOCH]) - 1 - epoch, 0)
-        elif epoch < self._here.epoch:  # counted from 0 again: another training, with new epochs
-            self._offset += self._here.epoch + 1 - epoch
+        elif epoch < self._position.epoch:  # counted from 0 again: another training, with new epochs
+            self._offset += self._position.epoch + 1 - epoch
         number = epoch + self._offset
         # The word counts from 1; 0 means that no epoch has begun, so nothing is due.
         if self._wait and not ring.invalidated and 0 < int(live[Live.EPOCH]) <= number:
@@ -205,7 +205,7 @@ class ActiveWindow:
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
         self._move(ring, number, warn)
         self.raise_errors()  # a sample that entered because a worker has just given it up
-        self._here = WindowPosition(epoch, int(live[Live.CURSOR]), int(live[Live.BEHIND]))
+        self._position = WindowPosition(epoch, int(live[Live.CURSOR]), int(live[Live.BEHIND]))
         self._publish_position(ring)
         if self._pool is not None:
             if self._prefill and first:
@@ -265,7 +265,7 @@ class ActiveWindow:
     def _fill_first(self, ring: Ring) -> None:
         """Read the residents before the first epoch, with a progress bar."""
         assert self._pool is not None
-        residents = _run(self._here.cursor, self.sizes.resident)
+        residents = _run(self._position.cursor, self.sizes.resident)
         self._pool.request(residents)
         with counted(self._name, len(residents), "samples") as show:
             while not (settled := ring.settled(residents)).all() and not self._pool.idle:
@@ -279,7 +279,7 @@ class ActiveWindow:
         """Count samples that another kind of loader has taken; warn if no epochs are announced."""
         self._served += samples
         if 2 * self.sizes.resident < self._served < math.inf:
-            begun = self._here.epoch >= 0 or (ring is not None and ring.segment.live[Live.EPOCH])
+            begun = self._position.epoch >= 0 or (ring is not None and ring.segment.live[Live.EPOCH])
             if self.sizes.replaced and not begun:
                 warn(
                     f"{self._name} was read twice and no epoch was announced, so its window does not move: "
@@ -297,11 +297,11 @@ class ActiveWindow:
     @property
     def position(self) -> WindowPosition:
         """The window's position in this process."""
-        return self._here
+        return self._position
 
     def state(self) -> list[int]:
         """The window's sizes and its position, as plain numbers."""
-        epoch, cursor, behind = self._here
+        epoch, cursor, behind = self._position
         return [*map(int, self.sizes), epoch + 1, cursor, behind]
 
     def go_to(self, position: WindowPosition, ring: Ring | None) -> None:
@@ -321,14 +321,14 @@ class ActiveWindow:
 
     def _set_position(self, position: WindowPosition) -> None:
         """Set the position, for workers too if there is no slot."""
-        self._here = position
-        if self._bare is not None:
-            self._bare[0], self._bare[1] = max(position.epoch, 0), position.cursor
+        self._position = position
+        if self._epoch_words is not None:
+            self._epoch_words[0], self._epoch_words[1] = max(position.epoch, 0), position.cursor
 
     def _publish_position(self, ring: Ring) -> None:
         """Tell this process's workers which epoch they are in."""
         row = ring.participant.row
-        row[Slot.CURSOR], row[Slot.EPOCH] = self._here.cursor, self._here.epoch
+        row[Slot.CURSOR], row[Slot.EPOCH] = self._position.cursor, self._position.epoch
 
     def _remember_slot(self, ring: Ring) -> None:
         """Remember the slot from which this process's workers read the epoch."""

@@ -7,16 +7,16 @@
                   runs it)
     later passes  [store] ── any order, any batch size, any number of workers ──> batches
 
-The first pass is the stream's own: torch runs it in each worker of each rank, and :class:`StreamRecording`
-looks at what it gives (:mod:`hotset.store.stream_parts` says how that is addressed). A pass that is broken
-off leaves what it has recorded, and the next one goes on: it is a first pass as well, gives all samples, and
-stores those that are new. While it passes over the others, it compares some of them with the recorded ones.
+The first pass is the stream's own: torch runs it in each worker of each rank, and
+:mod:`hotset.dataset.stream_recording` stores what it gives. A pass that is broken off leaves what it has
+recorded. The next one is a first pass as well: it gives all samples, stores those that are new, and compares
+some of the others with the recorded ones.
 
 =====================================  =======================================================================
 all parts have ended                   the dataset has a length and an index
 all have ended, but not all fit        the recorded samples first, in any order; then the stream is run again,
                                        and gives those that are not recorded
-other ranks or workers than before     nothing recorded can be used: recorded anew, and said
+other ranks or workers than before     nothing recorded can be used: recorded anew, with a warning
 the stream gave other samples          the same
 recorded by another living process     this pass is not recorded
 =====================================  =======================================================================
@@ -57,13 +57,9 @@ from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts, St
 __all__ = ["CachedStream"]
 
 T = TypeVar("T")
-# Which recorded samples a further pass compares with the stream: the first, and then one in so many.
-_COMPARED, _LATER = 8, 64
-# So many passes that were broken off, one after the other, are worth a sentence.
+# After so many passes in a row that did not reach the end of the stream, the user is warned.
 _BROKEN_OFF = 3
-# For how long a pass that takes over waits for what the earlier one is storing.
-_TAKE_OVER_SECONDS = 5.0
-# For how long a rank that has come to the end of its parts waits for others that go on recording theirs.
+# How long a rank that has finished its own parts waits for a rank that makes no progress with its parts.
 _PATIENCE_SECONDS = 15.0
 
 
@@ -112,7 +108,7 @@ class CachedStream(DatasetProxy[T]):
         self._cached = CachedDataset(self._source, arguments, maker)
         self._known = None
         self._warn = Warner()
-        self._open = 0  # how many passes over the stream were begun here, and have not come to their end
+        self._open = 0  # how many passes over the stream were begun here since one reached its end
 
     @property
     def plan(self) -> Plan:
@@ -156,13 +152,11 @@ class CachedStream(DatasetProxy[T]):
 
     @property
     def _batch_size(self) -> int:
-        """How many samples there seem to be in each of what the stream gives; 0 if it gives single
-        samples.
-        """
+        """How many samples each item of the stream seems to hold, if it gives batches; otherwise 0."""
         parts = self._parts()
         return int(parts.store.segment.metadata.get("stream_batches", 0)) if parts is not None else 0
 
-    def _told_length(self) -> int:
+    def _stated_length(self) -> int:
         """The length that the stream itself states.
 
         Raises:
@@ -174,9 +168,13 @@ class CachedStream(DatasetProxy[T]):
         raise TypeError(f"{self._source.name} has no length.")
 
     def _rest_sizes(self, size: int | None, *, drop_last: bool) -> deque[int]:
-        """The sizes of the batches that the stream gives in each pass to what is recorded, in this rank.
+        """The sizes of the batches that this rank gets from the stream, after the recorded samples.
 
-        torch's loader takes a batch of each worker in turn, of those that have one.
+        torch's loader takes one batch from each worker in turn, as long as the worker has one.
+
+        Args:
+            size: of a batch; None for single samples.
+            drop_last: leave out a worker's smaller last batch.
         """
         parts = self._parts()
         own = _own_parts(parts) if self._has_rest else None
@@ -208,13 +206,13 @@ class CachedStream(DatasetProxy[T]):
     def _recording(
         self, workers: int, group: int = 1, *, rest: bool = False, replay: bool = False
     ) -> StreamRecording:
-        """What torch's loader runs in each of so many workers: the stream, recorded as it goes by.
+        """The dataset that torch's loader runs in each worker: it gives the samples, and records them.
 
         Args:
-            workers: of the loader.
-            group: how many samples it collects before it makes a batch of them.
-            rest: give only what is not recorded.
-            replay: record nothing, as a pass is repeated that was recorded.
+            workers: how many workers the loader has.
+            group: how many samples the loader collects before it makes a batch of them.
+            rest: give only the samples that are not recorded.
+            replay: record nothing, as this pass repeats one that was recorded.
         """
         self._follow()
         parts = self._parts()
@@ -234,7 +232,7 @@ class CachedStream(DatasetProxy[T]):
         name = self._source.name
         self._open += 1
         store = parts.store
-        # What is shuffled anew cannot be gone on with. Of several ranks, another may have begun anew by now.
+        # A stream that is shuffled anew cannot be continued. Of several ranks, another may have begun anew.
         broken = (
             ranks == 1
             and bool(store.segment.metadata.get("stream_shuffled"))
@@ -251,7 +249,7 @@ class CachedStream(DatasetProxy[T]):
             )
             return False
         if stale or unnamed:
-            self._say_anew(parts, ranks, workers, broken=broken)
+            self._warn_recorded_anew(parts, ranks, workers, broken=broken)
             if not store.clear():
                 return False
         if self._open == _BROKEN_OFF:
@@ -262,7 +260,7 @@ class CachedStream(DatasetProxy[T]):
             )
         return parts.divide(ranks, workers)
 
-    def _say_anew(self, parts: StreamParts, ranks: int, workers: int, *, broken: bool) -> None:
+    def _warn_recorded_anew(self, parts: StreamParts, ranks: int, workers: int, *, broken: bool) -> None:
         name, before = self._source.name, parts.division
         if parts.is_other:
             why = "it gave other samples than in the pass before (is it shuffled anew in each?)"
@@ -278,7 +276,7 @@ class CachedStream(DatasetProxy[T]):
         )
 
     def _ended(self) -> None:
-        """Tell the user what came of a pass that has ended."""
+        """Warn of what a pass that has reached its end could not record."""
         self._open = 0
         parts = self._parts()
         if parts is None or parts.state not in ("whole", "in part"):
@@ -292,7 +290,7 @@ class CachedStream(DatasetProxy[T]):
                 "ones come first, and then the stream is run again for the rest.",
                 "in part",
             )
-        self._tell_of_copies(parts)
+        self._warn_of_copies(parts)
 
     def _tell_of_order(self) -> None:
         """Warn before a pass in the recorded order, if without a cache each pass would have its own."""
@@ -306,7 +304,7 @@ class CachedStream(DatasetProxy[T]):
                 "one order",
             )
 
-    def _tell_of_copies(self, parts: StreamParts) -> None:
+    def _warn_of_copies(self, parts: StreamParts) -> None:
         """Warn if two parts begin with the same samples: the stream does not divide itself."""
         store, count, kept = parts.store, parts.count, parts.kept
         with contextlib.suppress(Exception):
@@ -326,7 +324,7 @@ class CachedStream(DatasetProxy[T]):
                         return
 
     def _wait_for_ranks(self) -> None:
-        """Wait while other ranks read the rest of their parts, and this rank's own have ended."""
+        """Wait for other ranks that still read their parts, if this rank has finished its own."""
         parts = self._parts()
         rank, ranks = _rank_of(parts)
         if parts is None or ranks < 2 or parts.division[0] != ranks:
@@ -340,11 +338,11 @@ class CachedStream(DatasetProxy[T]):
             if given != before:
                 since, before = time.monotonic(), given
             if time.monotonic() - since > _PATIENCE_SECONDS:
-                self._tell_of_ranks(parts, rank)
+                self._warn_of_ranks(parts, rank)
                 return
             time.sleep(5e-3)
 
-    def _tell_of_ranks(self, parts: StreamParts, rank: int) -> None:
+    def _warn_of_ranks(self, parts: StreamParts, rank: int) -> None:
         name = self._source.name
         if parts.go_alone(rank):
             warn(
@@ -358,7 +356,7 @@ class CachedStream(DatasetProxy[T]):
             )
 
     def _follow(self) -> None:
-        """Record anew if a transform of the stream was set behind this object's back."""
+        """Record anew if a transform was set on the stream itself."""
         if not self._snapshot.is_current():
             self._attribute_was_set("transform")
 
@@ -379,7 +377,7 @@ class CachedStream(DatasetProxy[T]):
             yield self[index]
 
     def __bool__(self) -> bool:
-        return True  # as any stream, which has no length to be asked for
+        return True  # without this, Python would ask for the length, which a stream may not have
 
     def __len__(self) -> int:
         self._require_index("length")
@@ -396,6 +394,9 @@ class CachedStream(DatasetProxy[T]):
 
     def _require_index(self, what: str) -> None:
         """Refuse what only a recorded stream has.
+
+        Args:
+            what: ``"length"`` or ``"index"``.
 
         Raises:
             TypeError: it is not recorded, or not wholly.
@@ -416,9 +417,10 @@ class CachedStream(DatasetProxy[T]):
     # ---- the rest ------------------------------------------------------------------------------------
 
     def fill(self, *, progress: bool = False, num_workers: int = 0) -> None:
-        """Record the stream now, and not as training comes to it.
+        """Record the stream now, and not as training reads it.
 
-        What an interrupted call has recorded stays, and the next one goes on, if it has as many workers.
+        What an interrupted call has recorded stays, and the next call records the rest, if it has as many
+        workers.
 
         Args:
             progress: show a bar on standard error.
@@ -464,8 +466,9 @@ class CachedStream(DatasetProxy[T]):
         self._ended()
 
     def stats(self) -> Stats:
-        """What the cache holds and has served, over all processes; ``uncached`` counts the samples seen
-        so far.
+        """What the cache holds and has served, over all processes.
+
+        ``uncached`` counts samples that the stream has given so far and that are not recorded.
         """
         parts = self._parts()
         if parts is None:
@@ -516,9 +519,7 @@ _REASONS = {
 
 
 def _rank_of(parts: StreamParts | None) -> tuple[int, int]:
-    """The number of this process among those of this machine that record into one cache, and how many
-    they are.
-    """
+    """The rank of this process among those of this machine that record into one cache, and their number."""
     alone = parts is None or parts.is_alone or parts.store.segment.metadata.get("stream_alone", True)
     return (0, 1) if alone else local_rank()
 
@@ -536,6 +537,6 @@ def _own_parts(parts: StreamParts | None) -> slice | None:
 
 
 def _division(ranks: int, workers: int) -> str:
-    """Text: so many workers, of so many ranks."""
+    """A phrase for so many ranks of so many workers each."""
     text = f"{workers} worker{'s' if workers != 1 else ''}"
     return text if ranks == 1 else f"{ranks} ranks of {text}"

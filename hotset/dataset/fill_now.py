@@ -5,7 +5,7 @@ private dataset whose items are the parts. Claims divide them among all processe
 is read is kept at once, so that an interrupted fill resumes where it was. Nothing is drawn from a random
 number generator of the program.
 
-It ends early where the cache has no room left: the rest would be read in vain.
+It ends as soon as the cache is full, as what is read after that could not be stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PART = 64
 
 
 class _Done(NamedTuple):
-    """What a part came to: warnings for the user, and whether the cache has no more room."""
+    """The result of filling a part: warnings for the user, and whether the cache is full."""
 
     warnings: list[tuple[str, str]]
     full: bool
@@ -61,9 +61,9 @@ def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) 
     """Read all samples that are not cached, as far as there is room.
 
     Args:
-        access: of the cached dataset.
-        name: shown beside the bar.
-        progress: show one.
+        access: the cached dataset's.
+        name: the dataset's, shown beside the bar.
+        progress: show a bar on standard error.
         num_workers: processes that read; 0 reads in this one.
 
     Raises:

@@ -160,8 +160,10 @@ class Calls:
             identity = describe_arguments(bound)
         except NoIdentity as why:
             return self._unidentified(why, lambda: function(*args, **kwargs))
-        again = None if identity.fixed and not identity.version else lambda: describe_arguments(bound)
-        return self._get(identity, lambda: function(*args, **kwargs), again)
+        describe_again = (
+            None if identity.fixed and not identity.version else lambda: describe_arguments(bound)
+        )
+        return self._get(identity, lambda: function(*args, **kwargs), describe_again)
 
     def get(self, identity: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """See :meth:`hotset.dataset.memo.Memo.get`."""
@@ -174,8 +176,19 @@ class Calls:
         return self._get(described, compute, lambda: describe_arguments(identity))
 
     def _get(
-        self, identity: ArgumentKey, compute: Callable[[], Any], again: Callable[[], ArgumentKey] | None
+        self,
+        identity: ArgumentKey,
+        compute: Callable[[], Any],
+        describe_again: Callable[[], ArgumentKey] | None,
     ) -> Any:
+        """The result that is kept under an identity, computed if there is none.
+
+        Args:
+            identity: the arguments'.
+            compute: computes the result.
+            describe_again: describes the arguments once more, to notice that one has changed while the
+                function ran; None if none can change.
+        """
         state = self._state or self._attached()
         if state is None:
             return compute()
@@ -197,8 +210,8 @@ class Calls:
                 return value if not self._is_audit_due(state) else self._audit(state, value, compute)
         if store.segment.live[Live.CLEAR_GENERATION] != state.clear_generation:
             self._state = None  # the store was emptied, and knows the function no longer
-            return self._get(identity, compute, again)
-        return self._miss(state, key, identity, compute, again)
+            return self._get(identity, compute, describe_again)
+        return self._miss(state, key, identity, compute, describe_again)
 
     def _miss(
         self,
@@ -206,8 +219,9 @@ class Calls:
         key: bytes,
         identity: ArgumentKey,
         compute: Callable[[], Any],
-        again: Callable[[], ArgumentKey] | None,
+        describe_again: Callable[[], ArgumentKey] | None,
     ) -> Any:
+        """Claim the result that belongs to this key and compute it, or wait for the process that does."""
         store, version = state.store, 0 if self._view else identity.version
         state.reads[Slot.MISSES] += 1
         state.mark()
@@ -230,7 +244,7 @@ class Calls:
             return self._timed(state, compute)
         kept = False
         try:
-            value, may_keep = self._computed(state, sample, identity, compute, again)
+            value, may_keep = self._computed(state, sample, identity, compute, describe_again)
             kept = may_keep and self._kept(state, sample, version, value)
         finally:
             if not kept:
@@ -274,7 +288,7 @@ class Calls:
         sample: int,
         identity: ArgumentKey,
         compute: Callable[[], Any],
-        again: Callable[[], ArgumentKey] | None,
+        describe_again: Callable[[], ArgumentKey] | None,
     ) -> tuple[Any, bool]:
         """Compute a claimed value under watch; returns it, and whether it may be kept."""
         watch = self._watches.pop() if self._watches else DrawWatch([self._function])
@@ -294,7 +308,7 @@ class Calls:
                 return self._timed(state, compute), False
         finally:
             self._watches.append(watch)
-        if again is not None and again() != identity:
+        if describe_again is not None and describe_again() != identity:
             self._tell(
                 state,
                 "changed",

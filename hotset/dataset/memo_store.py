@@ -90,7 +90,7 @@ class MemoStore:
         store = self._attachment.store()
         return store if isinstance(store, KeyedStore) else None
 
-    def want(self, memory: int | str) -> None:
+    def raise_budget(self, memory: int | str) -> None:
         """Raise the budget to what another function asks for."""
         store = self.store()
         if store is not None and memory != "auto" and self._key is None:
@@ -133,7 +133,7 @@ def open_store(memory: int | str, spill: str | None, session: str | int | None) 
         if known is None:
             known = _open[session] = MemoStore(memory, spill, session)
         else:
-            known.want(memory)
+            known.raise_budget(memory)
         return known.enter()
 
 

@@ -6,7 +6,7 @@
     concurrency=16                   up to sixteen at once, each in a thread: for a source that waits
     otherwise                        one after the other
 
-    transform= has a hotset.batched  what was read goes on in groups, in the caller's thread
+    transform= has a hotset.batched  then the samples pass it in groups, in the caller's thread
 
 Samples come in the order in which they were asked for, and what reading one raises is raised in its turn. So
 a batch, an error and a claim are the same in all ways. A single sample is always read in the caller's
@@ -18,10 +18,10 @@ from then, and threads would open it several times.
 The threads live as long as one call: to start sixteen takes a millisecond, beside reads of twenty, and a
 process that forks has none of them.
 
-Not every dataset bears threads: a database connection belongs to the thread that opened it, a file has one
-position. If a sample raises in a thread, and not when the caller's own thread reads it again, the process
-reads all further samples one after the other. Two threads that move one file's position give wrong bytes
-without any exception: that is why ``concurrency=`` is left to the user.
+Not every dataset can be read by several threads: a database connection belongs to the thread that opened it,
+a file has one position. If a sample raises in a thread, and not when the caller's own thread reads it again,
+the process reads all further samples one after the other. Two threads that move one file's position give
+wrong bytes without any exception: that is why ``concurrency=`` is left to the user.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SourceReader:
         self._batch = max((step.size for step in source.batched), default=1)
         self.threads = concurrency
         self.trouble: str | None = None
-        self._process: int | None = None  # has read
+        self._process: int | None = None  # the process in which a first sample was read
 
     @property
     def at_once(self) -> int:
@@ -125,11 +125,11 @@ class SourceReader:
 
 
 class NotingReader:
-    """Reads samples with another reader, and notes which one raised what.
+    """Reads samples with another reader, and notes which sample raised which exception.
 
     Args:
         read: the other reader.
-        failed: gets the exceptions, by sample id.
+        failed: receives the exceptions, by sample id.
     """
 
     def __init__(self, read: Read, failed: dict[int, Exception]) -> None:
@@ -158,8 +158,8 @@ def seconds_in_groups(read: Callable[[list[int]], Any], alone: float, length: in
 
     Args:
         read: reads several samples by their indices.
-        alone: the seconds that one takes which is read by itself; returned where groups are no faster.
-        length: of the dataset.
+        alone: the seconds for a sample that is read by itself; returned if groups are no faster.
+        length: the length of the dataset.
     """
     count = min(_GROUP, length, int(_GROUP_SECONDS / max(alone, 1e-6)))
     if count < 2:

@@ -27,26 +27,26 @@ from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts
 
 __all__ = ["StreamRecording"]
 
-# Which recorded samples a further pass compares with the stream: the first, and then one in so many.
+# Which recorded samples a further pass compares with the stream: the first few, then one in so many.
 _COMPARED, _LATER = 8, 64
-# For how long a pass that takes over waits for what the earlier one is storing.
+# How long a pass that takes over a part waits for the samples that the earlier pass is storing.
 _TAKE_OVER_SECONDS = 5.0
 
 
 class StreamRecording(IterableDataset[Any]):
-    """The stream as torch runs it in a worker: it gives what the stream gives, and records it.
+    """The stream as torch runs it in a worker: it gives the stream's samples, and records them.
 
     Args:
         dataset: the user's stream; also what ``get_worker_info().dataset`` is in a worker.
         cached: the cache.
-        rank: of this process on this machine.
-        number: of the pass, which records (:meth:`StreamParts.new_pass`); 0 to record nothing.
-        rest: whether to leave out what is recorded.
+        rank: the number of this process on this machine.
+        number: what :meth:`StreamParts.new_pass` returned for this pass; 0 to record nothing.
+        rest: whether to leave out the samples that are recorded.
         group: how many samples the loader collects before it makes a batch of them.
-        division: how many ranks, and workers in each, divide the samples in this pass.
+        division: how many ranks, and how many workers in each, divide the samples in this pass.
 
     Attributes:
-        silent: whether to give numbers in place of samples, as only the recording is wanted.
+        silent: whether to give zeros in place of samples, as only the recording is wanted.
     """
 
     def __init__(
@@ -97,7 +97,10 @@ class StreamRecording(IterableDataset[Any]):
 
 
 def _only_once(stream: Any, worker: int) -> Iterator[Any]:
-    """A run of the stream in this worker. A node of torchdata knows of no workers: the first one runs it."""
+    """A run of the stream in this worker; only the first worker runs a node of torchdata.
+
+    Such a node does not divide itself among workers.
+    """
     if worker and hasattr(stream, "reset") and isinstance(stream, Iterator):
         return iter(())
     return run(stream)
@@ -122,18 +125,17 @@ class _PartRecorder:
     """Records one part of a stream, as this process gives it.
 
     Samples are recorded in groups, as that takes a tenth of the time. A group is recorded before its last
-    sample
-    is given: until then torch's loader only collects them, and none has been collated, or otherwise changed.
+    sample is given: until then torch's loader only collects them, and none has been collated or changed.
 
     Args:
-        store: of the cache.
-        source: its cached transforms.
-        stream: the user's.
+        store: the cache's store.
+        source: applies the cached transforms.
+        stream: the user's stream.
         part: the number of the part.
-        number: of the pass; 0 to record nothing.
-        group: how many samples are given before one may be changed.
-        division: of the pass, by which the part is numbered. Another pass, with other workers, may have
-            divided the stream anew since this one was begun: then the number means another part now.
+        number: the pass; 0 to record nothing.
+        group: how many samples are given before one of them may be changed.
+        division: the division of the pass, by which the part is numbered. Another pass, with other workers,
+            may have divided the stream anew since this one was begun: then the number means another part now.
 
     Attributes:
         parts: how far all parts are recorded.
@@ -152,7 +154,7 @@ class _PartRecorder:
     ) -> None:
         self.parts = StreamParts(store)
         self.part = part
-        # In this order: who divides the stream anew clears the store before.
+        # Read in this order: a process that divides the stream anew clears the store before that.
         generation = store.clear_generation()
         is_current = generation is not None and self.parts.division == division
         self.records = is_current and number > 0 and self.parts.own(part, number)
@@ -161,7 +163,7 @@ class _PartRecorder:
         self._group = group
         self._held: list[Any] = []
         self._kept = int(self.parts.kept[part]) if part < self.parts.count else 0
-        self._generation = generation if is_current else None  # None: nothing to do with what is recorded
+        self._generation = generation if is_current else None  # None: this pass uses nothing recorded
         self._position = 0
         self._about = store.segment.metadata
         self._watched = [source.prefix] if source.prefix else []
@@ -172,7 +174,7 @@ class _PartRecorder:
         self._entropy = -1
 
     def watch(self, samples: Iterator[Any]) -> None:
-        """Watch what the run draws from, too; called when it has given its first sample."""
+        """Also watch the generators that the run itself holds; called when it has given its first sample."""
         if self._about.get("stream_own", False):
             self._generators = Generators([*self._watched, *held_by_run(samples, self._stream)])
         if not self._about.get("stream_entropy", True):
@@ -214,7 +216,7 @@ class _PartRecorder:
         return False
 
     def resume(self) -> None:
-        """The loader goes on: if it may have drawn since, what it drew is not the stream's."""
+        """Compare with the present states from here on: the loader may have drawn since the last sample."""
         if self._held:
             return
         if self._generators is not None:
@@ -254,8 +256,10 @@ class _PartRecorder:
         row[Slot.FILL_NS] += time.perf_counter_ns() - begin
 
     def _insert(self, samples: dict[int, Any]) -> None:
-        """Store samples. Of two passes by one program the later one takes over, and the earlier one may be
-        storing these very samples now: wait for it, or for its end.
+        """Store samples.
+
+        Of two passes by one program the later one takes over. The earlier one may be storing the same samples
+        now: wait until it has stored them, or has ended.
         """
         store, ids = self._store, np.fromiter(samples, np.int64)
         store.insert(samples, self._generation)
@@ -282,7 +286,7 @@ class _PartRecorder:
             self.records = False
 
     def end(self) -> None:
-        """The part has ended."""
+        """Store what is left, and note that the part has ended."""
         self.flush()
         if self._number > 0 and self._owns:
             self.parts.end(self.part, self._position)

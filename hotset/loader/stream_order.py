@@ -94,6 +94,6 @@ class StreamSampler(Sampler[int]):
             TypeError: it was not read yet, and does not say.
         """
         if self.stream._indexed(in_part=True) is None:
-            return self.stream._told_length()
+            return self.stream._stated_length()
         rank, ranks = self.division
         return len(range(rank, len(self.stream._ids()), ranks))
