@@ -102,8 +102,9 @@ class DatasetProxy(Dataset[T], Generic[T]):
             return
         if hasattr(type(self), name):
             raise AttributeError(
-                f"{name!r} is an attribute of {type(self).__name__} itself and cannot be set; set the "
-                "dataset's on `.dataset`" + (", or call set_epoch()." if name == "epoch" else ".")
+                f"{name!r} is an attribute of {type(self).__name__} itself and cannot be set; "
+                + ("call set_epoch(), or " if name == "epoch" else "")
+                + "set the dataset's on `.dataset`, and call clear() if samples depend on it."
             )
         setattr(self._dataset, name, value)
         self._attribute_was_set(name)

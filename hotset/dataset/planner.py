@@ -35,6 +35,7 @@ from hotset.dataset.source_judgement import judge_source
 from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.stream_probe import batch_size_of, has_shuffle
 from hotset.dataset.stream_source import StreamSource
+from hotset.dataset.threads_begun import ThreadsBegun
 from hotset.dataset.unread import Unread
 from hotset.dataset.window import Sizes
 from hotset.determinism.chain import leaves
@@ -166,7 +167,9 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
     held = held_by_others(options.session, limit)
     own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
     unread = Unread(dataset, [*own, *leaves(pipeline.given)])
+    threads = ThreadsBegun()
     choice, source, probed = _decide(pipeline, options, limit - held)
+    warned += threads.warnings(name)
     inferred = _infer_schema(source, probed)
     stored = not isinstance(inferred, SchemaMismatch)
     judged, believed = judge_source(dataset, source, probed, stored=stored)
@@ -323,6 +326,13 @@ def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutC
     return choice, source, probed
 
 
+_NOT_BY_NUMBER = (
+    "hotset.cache reads samples by the indices 0 to {:,}, and none of those that it tried could be read. A "
+    "dataset that takes other indices (names, pairs) cannot be cached: memoise the function that reads a "
+    "sample, with hotset.memo."
+)
+
+
 def _probe(source: Source, length: int) -> Probe:
     """Read samples spread over the dataset twice each, as many as the time allows, at least two.
 
@@ -334,7 +344,12 @@ def _probe(source: Source, length: int) -> Probe:
     inwards = sorted(spread, key=lambda index: min(index, length - 1 - index))
     held = (source.dataset, source.prefix)
     timed = Timed(source.read)
-    found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
+    try:
+        found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(_NOT_BY_NUMBER.format(length - 1))
+        raise
     seconds = timed.seconds
     if getattr(source.dataset, "__getitems__", None) and not found.moved:
         seconds = seconds_in_groups(lambda indices: list(source.read_many(indices)), seconds, length)

@@ -5,8 +5,8 @@ argument                is described by
 ======================  ===========================================================================
 None, bool, int, float, type and value: ``1``, ``1.0`` and ``True`` are three; -0.0 and 0.0 are two
 complex, str, bytes
-path, or a str that is  its text, and as the *version* of what it names: size, times of change, inode
-the path of a file
+path, or text or bytes  its text, and as the *version* of what it names: size, times of change, inode
+that are a file's path
 tuple, list, dict, set  type, length, parts; a set's in the order of their own descriptions
 dataclass, enum, slice, type and parts
 range, namedtuple
@@ -149,12 +149,22 @@ def _a(name: str) -> str:
 def _add_str(to: _Description, value: str, depth: int) -> None:
     to._add_bytes(b"s", value.encode("utf-8", "surrogatepass"))
     if value and len(value) <= _LONGEST_PATH and "\0" not in value:
-        try:
-            found = os.stat(value)
-        except (OSError, ValueError):
-            return
-        times = found.st_mtime_ns ^ found.st_ctime_ns << 1  # a program can set the former, but not both
-        to.files.append(_STAT.pack(found.st_ino, found.st_size, times & _WORD, found.st_dev))
+        _add_file(to, value)
+
+
+def _add_content(to: _Description, value: bytes, depth: int) -> None:
+    to._add_bytes(b"b", value)
+    if value and len(value) <= _LONGEST_PATH and b"\0" not in value:
+        _add_file(to, value)
+
+
+def _add_file(to: _Description, path: str | bytes) -> None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return
+    times = found.st_mtime_ns ^ found.st_ctime_ns << 1  # a program can set the former, but not both
+    to.files.append(_STAT.pack(found.st_ino, found.st_size, times & _WORD, found.st_dev))
 
 
 def _add_sequence(to: _Description, value: Sequence[Any], depth: int) -> None:
@@ -206,7 +216,7 @@ _EXACT: dict[type, Callable[[_Description, Any, int], object]] = {
         b"c" + _FLOAT.pack(value.real) + _FLOAT.pack(value.imag)
     ),
     str: _add_str,
-    bytes: lambda to, value, depth: to._add_bytes(b"b", value),
+    bytes: _add_content,
     tuple: _add_sequence,
     list: _add_sequence,
     dict: lambda to, value, depth: to._add_mapping(value, depth),

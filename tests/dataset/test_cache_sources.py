@@ -7,7 +7,10 @@ frozen without a word (MONAI), Python randomness is not detected, also in a map 
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, equal_batches, failure, is_a_sentence, rng_states, seed_everything
+from helpers import difference, equal_batches, failure, is_a_sentence, recorded, rng_states, seed_everything
 from live import (
     Compose,
     HeldGenerator,
@@ -504,3 +507,60 @@ def test_getitems_that_returns_the_same_samples_is_cached() -> None:
     with hotset.cache(_BatchesOtherwise(list), memory="1MiB") as cached:
         batch = next(iter(torch.utils.data.DataLoader(cached, batch_size=6)))
         assert batch.tolist() == [number(i) for i in range(6)]
+
+
+class _BeginsThread(Samples):
+    """Begins a thread of this name when a sample is first read, as a library in Rust begins its pool."""
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__(number, N)
+        self.name, self.thread, self.end = name, None, threading.Event()
+
+    def begin(self) -> None:
+        named = threading.Event()
+
+        def run() -> None:
+            ctypes.CDLL(None).prctl(15, self.name, 0, 0, 0)  # PR_SET_NAME
+            named.set()
+            self.end.wait()
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+        named.wait()
+
+    def __getitem__(self, index: int) -> Any:
+        if self.thread is None:
+            self.begin()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "told"), [(b"polars-0", 0, 1), (b"polars-0", 1, 0), (b"ours-0", 0, 0)]
+)
+def test_threads_that_reading_begins_and_a_fork_loses_are_said(name: bytes, before: int, told: int) -> None:
+    source = hotset.deterministic(_BeginsThread(name))
+    if before:
+        source.begin()
+    try:
+        with recorded() as caught, hotset.cache(source, memory="1MiB", key="threads") as cached:
+            assert [cached[i] for i in range(N)] == [number(i) for i in range(N)]
+    finally:
+        source.end.set()
+        source.thread.join()
+    assert ["forkserver" in str(each.message) for each in caught] == [True] * told
+
+
+class _ByName(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, name: str) -> int:
+        return {"a": 1, "b": 2, "c": 3}[name]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
+def test_the_error_of_a_dataset_without_numbers_as_indices_has_a_note_with_what_to_do() -> None:
+    with pytest.raises(KeyError) as caught:
+        hotset.cache(_ByName(), memory="1MiB")
+    assert caught.value.args == (0,)
+    assert any("hotset.memo" in note for note in caught.value.__notes__)

@@ -32,6 +32,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
         "dataset/memory_budget.py:window_sizes",
         "dataset/memory_budget.py:_too_small",
         "dataset/stream_probe.py:_order_warning",
+        "dataset/threads_begun.py:ThreadsBegun.warnings",
     ),
     ("cli/doctor.py", "doctor"): ("cli/doctor.py:_no_loader",),
     ("dataset/cached_dataset.py", "CachedDataset._read_uncached"): (),
