@@ -119,17 +119,17 @@ def explain(
     )
 
 
-@app.command(
-    "run",
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
-)
+# A program's own options are not hotset's.
+_PROGRAM_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+Program = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(metavar="-- PROGRAM [ARGS]...", help="The program and its arguments.", show_default=False),
+]
+
+
+@app.command("run", context_settings=_PROGRAM_SETTINGS)
 def run_program(
-    command: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(
-            metavar="-- PROGRAM [ARGS]...", help="The program and its arguments.", show_default=False
-        ),
-    ] = None,
+    command: Program = None,
     memory: Annotated[
         str, typer.Option(help="Memory limit of all that is kept: 64GiB, or 50% of what is free.")
     ] = "auto",
@@ -169,17 +169,9 @@ def run_program(
     die_as(run(options, command or []))
 
 
-@app.command(
-    "doctor",
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
-)
+@app.command("doctor", context_settings=_PROGRAM_SETTINGS)
 def doctor_program(
-    command: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(
-            metavar="-- PROGRAM [ARGS]...", help="The program and its arguments.", show_default=False
-        ),
-    ] = None,
+    command: Program = None,
     seconds: Annotated[float, typer.Option(help="How long it is watched, from its first batch.")] = 60.0,
     keep: Annotated[bool, typer.Option("--keep", help="Let the program go on afterwards.")] = False,
     as_json: Annotated[
