@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.programs.training_loop import train
 
 
 class Photographs(Dataset[Any]):
@@ -42,15 +42,7 @@ def main(folder: str, epochs: int) -> None:
     )
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     loader = DataLoader(Photographs(folder), batch_size=16, shuffle=True, num_workers=2)
-    for _ in range(epochs):
-        start, losses = time.perf_counter(), []
-        for pictures, labels in loader:
-            loss = nn.functional.cross_entropy(net(pictures), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        print(json.dumps({"seconds": time.perf_counter() - start, "losses": losses}), flush=True)
+    train(net, optimizer, nn.functional.cross_entropy, loader, epochs)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ import robot_frames
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.programs.training_loop import train
 
 FPS = 10
 
@@ -41,15 +41,7 @@ def main(video: str, epochs: int) -> None:
     with robot_frames.av.open(video) as container:
         count = container.streams.video[0].frames
     loader = DataLoader(Episode(video, count), batch_size=8, shuffle=True, num_workers=2)
-    for _ in range(epochs):
-        start, losses = time.perf_counter(), []
-        for frames, actions in loader:
-            loss = nn.functional.mse_loss(policy(frames), actions)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        print(json.dumps({"seconds": time.perf_counter() - start, "losses": losses}), flush=True)
+    train(policy, optimizer, nn.functional.mse_loss, loader, epochs)
 
 
 if __name__ == "__main__":
