@@ -8,9 +8,10 @@ case. Only ``_getdecoder`` is replaced. It looks who calls it: if that is ``load
 tile of a file, the decoder that it returns puts kept pixels into the image and asks for no data.
 
 What is kept is a function of the file and of what a decoder gets: its name and arguments, mode, size,
-configuration (which ``draft`` changes), the offset in the file. On a miss, the decoder reads a second handle
-of the file into an image of its own, so that the caller's image is as ``load`` wants it in either case; if
-anything goes wrong there, PIL's decoder does its work as always, its errors included.
+configuration (which ``draft`` changes), the offset in the file. On a miss, a second decoder of PIL's reads a
+second handle of the file into the caller's image, and the pixels are copied from there. (An image of its own
+would cost as much again: its memory is touched for the first time.) If anything goes wrong, the caller's
+image is blank again, and its own decoder does its work as always, its errors included.
 
 ========  ======================================================================================
 jpeg      JPEG and MPO (the pictures of phones). The file is not read on a hit.
@@ -45,7 +46,6 @@ __all__ = ["hooks"]
 NAME = "PIL.Image.Image.load"
 # Modes whose bytes in a file of raw pixels are all that there is.
 _MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I", "I;16", "I;16B", "F"}
-_END_BYTES = 8
 _UNCOMPRESSED = "its pixels are not compressed"
 # Their file may change before they are decoded, and nothing tells what was read.
 _READ_AT_ONCE = {name: f"a picture of format {name} is read as it is opened" for name in ("WEBP", "AVIF")}
@@ -93,6 +93,7 @@ class _Decoders:
         self.kept = kept
         self.known = (
             "PIL",
+            "pixels, end",  # what is kept
             image_module.__version__,
             *sorted(
                 f"{name} {getattr(self.core, name)}" for name in dir(self.core) if name.endswith("version")
@@ -202,7 +203,8 @@ class _Decoder:
     def __init__(self, all_: _Decoders, image: Any, decoder: Any, call: Call, source: _Source) -> None:
         self._all, self._image, self._decoder = all_, image, decoder
         self._call, self._source = call, source
-        self._filled = False
+        self._filled = False  # whether the image has its pixels
+        self._end: int | None = None  # where in the file, or after how many reads of a PNG, they ended
 
     @property
     def pulls_fd(self) -> Any:
@@ -218,35 +220,37 @@ class _Decoder:
         except Exception as error:  # the memo's own: the program must not know
             left_alone(NAME, f"{type(error).__name__}: {error}")
         if not self._filled:
+            if self._end is not None:
+                core.paste(self._all.core.new(core.mode, core.size), (0, 0, *core.size))
             self._decoder.setimage(core, extents)
 
     def _fill(self, core: Any, extents: Any) -> None:
         source = self._source
         rest = (self._all.known, source.status, source.identity)
-        found = self._all.kept.get(Path(source.path).absolute(), rest, lambda: self._decoded(core.size))
-        pixels, end = found[:-_END_BYTES], int.from_bytes(found[-_END_BYTES:].tobytes(), "little")
-        mode = self._call[0]
-        raw = self._all.plain(mode, "raw", (mode, 0, 1))
-        raw.setimage(core, extents)
-        _, status = raw.decode(pixels)
-        if status < 0:
-            raise NotKept
+        pixels, end = self._all.kept.get(Path(source.path).absolute(), rest, lambda: self._decoded(core))
+        if self._end is None:
+            mode = self._call[0]
+            raw = self._all.plain(mode, "raw", (mode, 0, 1))
+            raw.setimage(core, extents)
+            _, status = raw.decode(pixels)
+            if status < 0:
+                raise NotKept
         self._end = end
         self._filled = True
 
-    def _decoded(self, size: tuple[int, int]) -> Any:
-        """Decode into an image of our own: its pixels and, in the last bytes, where that ended."""
+    def _decoded(self, core: Any) -> Any:
+        """Decode into the image: its pixels, and where they end."""
         mode, name, args, extra = self._call
-        image = self._all.core.new(mode, size)
+        self._end = 0  # from here on the image is not blank
         try:
             with open(self._source.path, "rb") as file:
                 self._check(file)
                 if name == "libtiff":
-                    end = _decode_libtiff(self._all.plain, self._call, image, self._image, file)
+                    end = _decode_libtiff(self._all.plain, self._call, core, self._image, file)
                 else:
-                    end = _decode(self._all.plain(mode, name, args, extra), image, self._image, file)
+                    end = _decode(self._all.plain(mode, name, args, extra), core, self._image, file)
                 self._check(file)
-            return self._bytes_of(image, size, end)
+            return self._bytes_of(core), end
         except (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error):
             raise NotKept from None  # the file is damaged: PIL's decoder will say so
 
@@ -254,20 +258,17 @@ class _Decoder:
         if _status(os.fstat(file.fileno())) != self._source.status:
             raise NotKept
 
-    def _bytes_of(self, image: Any, size: tuple[int, int], end: int) -> Any:
+    def _bytes_of(self, core: Any) -> Any:
         import numpy as np
 
-        mode = self._call[0]
+        (width, height), mode = core.size, self._call[0]
         encoder = self._all.encoder(mode, "raw", (mode, 0, 1))
-        encoder.setimage(image, (0, 0, *size))
-        _, status, content = encoder.encode(size[1] * (4 * size[0] + 8) + 1024)
+        encoder.setimage(core, (0, 0, width, height))
+        _, status, content = encoder.encode(height * (4 * width + 8) + 1024)
         encoder.cleanup()
         if status < 0 or status == 0:
             raise NotKept
-        whole = np.empty(len(content) + _END_BYTES, np.uint8)
-        whole[:-_END_BYTES] = np.frombuffer(content, np.uint8)
-        whole[-_END_BYTES:] = np.frombuffer(end.to_bytes(_END_BYTES, "little"), np.uint8)
-        return whole
+        return np.frombuffer(content, np.uint8)
 
     def setfd(self, file: Any) -> None:
         if not self._filled:
@@ -280,7 +281,7 @@ class _Decoder:
         if name == "jpeg":
             self._image.fp.seek(self._end)
         elif name == "zip":
-            _PNG.skip(self._image, self._end)
+            _PNG.skip(self._image, self._end or 0)
         return -1, 0
 
     def cleanup(self) -> Any:
