@@ -297,11 +297,11 @@ class CachedDataset(DatasetProxy[T]):
         fill_now(current.access, self.plan.name, progress, num_workers)
 
     def _device(self) -> Any | None:
-        """Where a network runs whose results are cached, if that is not the CPU."""
+        """The device of a network whose results are cached; None for the CPU."""
         return next((step.device for step in self._source.batched if step.device is not None), None)
 
     def _fill_for_workers(self) -> None:
-        """Cache, in this process, what its workers must not compute."""
+        """Cache, in this process, what a network on a device computes: worker processes must not use it."""
         if self._device() is not None:
             fill_now(self._up_to_date().access, self.plan.name, sys.stderr.isatty(), 0)
 
@@ -435,7 +435,7 @@ def _integer(index: Any) -> int | None:
     if type(index) is int:
         return index
     if isinstance(index, bool) or getattr(index, "dtype", None) in (torch.bool, np.bool_):
-        return None  # a tensor takes it for a mask
+        return None  # a tensor treats it as a mask
     if getattr(index, "shape", ()) != ():
         return None
     try:

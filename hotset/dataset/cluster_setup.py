@@ -72,8 +72,8 @@ def planned_by_all(
             warn(
                 f"{result.plan.name}: another machine caches a dataset of this class and length under "
                 "another fingerprint, so the two share nothing. If they are the same data (for example, "
-                "files whose "
-                'dates or folders differ between machines), name them: hotset.cache(..., key="...").'
+                "files whose dates or folders differ between machines), name them: "
+                'hotset.cache(..., key="...").'
             )
         store = create(result)
         if store is not None:

@@ -30,7 +30,7 @@ from hotset.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "file_bytes", "remedies", "table"]
 
-# What :mod:`hotset.store.spill` leaves of a disk to others.
+# How much of a disk :mod:`hotset.store.spill` leaves free.
 _DISK_RESERVE = "64 MiB or a hundredth of the disk, whichever is more,"
 # A smaller sample is mentioned if it takes at most this share of one at the cut.
 _SMALLER = 0.6

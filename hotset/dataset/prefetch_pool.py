@@ -221,7 +221,6 @@ os.register_at_fork(after_in_child=_forget_inherited)
 
 def _reap(worker: Any) -> None:
     worker.join(_JOIN_SECONDS)
-    if (
-        worker.exitcode is not None
-    ):  # else it hangs in the kernel, for example in a read from a disk that is gone
+    # Without an exit code it hangs in the kernel, for example in a read from a disk that is gone.
+    if worker.exitcode is not None:
         worker.close()

@@ -80,9 +80,8 @@ def worker_process(address: QueueAddress, number: int, carried: Carried, read: R
 
 def _set_up_process() -> None:
     """Prepare this process: lower its priority, ignore inherited signal handlers, seed the generators."""
-    torch.set_num_threads(
-        1
-    )  # first: torch would wait for the pool's other threads, which a fork does not copy
+    # First: torch would wait for the pool's other threads, which a fork does not copy.
+    torch.set_num_threads(1)
     for each in signal.valid_signals():
         # Inherited handlers (for Ctrl-C, a scheduler's warning) are for the main process.
         if callable(signal.getsignal(each)):

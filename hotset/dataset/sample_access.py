@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # what it needs is an extra
 
 __all__ = ["SampleAccess"]
 
-# As many samples that cannot be cached are worth a warning; of a large dataset, a hundredth of it.
+# The user is warned of this many samples that cannot be cached; of a large dataset, of a hundredth of it.
 _MISMATCHES_WORTH_WARNING = 16
 # How many samples a warning names.
 _NAMED = 8

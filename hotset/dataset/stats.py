@@ -31,7 +31,7 @@ class Stats:
             :class:`~hotset.cluster.peer_stats.PeerStats`.
         audited: hits that were read again from the source and compared.
         late: samples that were not ready at the boundary where they should have entered the window.
-        replaced: samples that others have replaced in the window, as this process sees it.
+        replaced: samples that have left the window, as this process sees it.
     """
 
     cached: int
