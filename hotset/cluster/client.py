@@ -43,7 +43,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hotset._warnings import Warner
-from hotset.cluster import protocol as messages
+from hotset.cluster import protocol
 from hotset.cluster.membership import PATIENCE, Keys, Membership, MembershipFile, Owned
 from hotset.cluster.peer_stats import Backoff, PeerStats, PeerStatsFile, read_peer_stats
 from hotset.cluster.protocol import Head, Malformed, Operation, Status
@@ -186,10 +186,10 @@ class PendingRequest:
     def _parse(self, head: Head, frames: Sequence[memoryview]) -> WireRecords:
         if head.samples != len(self.ids):
             raise Malformed("answers what it was not asked")
-        return messages.parse_records(head, frames[1:], self.cache, bare=self.operation is Operation.PUT)
+        return protocol.parse_records(head, frames[1:], self.cache, bare=self.operation is Operation.PUT)
 
     def _parse_words(self, head: Head, frames: Sequence[memoryview]) -> Longs:
-        return messages.parse_words(head, frames[1:])
+        return protocol.parse_words(head, frames[1:])
 
     def _verified(self, records: WireRecords) -> Answer:
         """The sound ones of these records: nothing else ever reaches the caller."""
@@ -245,7 +245,7 @@ class Peer:
         Args:
             cache: as this process knows it.
             claim: whether this process will read, and bring, what is absent.
-            ids: int64, at most ``messages.MOST``; should make no more bytes than ``messages.LARGEST``, or
+            ids: int64, at most ``protocol.MOST``; should make no more bytes than ``protocol.LARGEST``, or
                 the rest is ``left`` and asked for again.
         """
         self.traffic.asked += len(ids)
@@ -255,18 +255,18 @@ class Peer:
         """Ask it to forget every record of a cache: see :meth:`Service.clear`. It has, if there are words."""
         word = np.array([clears])
         request = PendingRequest(self, cache, word, Operation.CLEAR)
-        self._send(request, lambda number: messages.clear(number, cache, word))
+        self._send(request, lambda number: protocol.clear(number, cache, word))
         return request
 
     def _ask(self, cache: CacheIdentity, ids: Longs, operation: Operation) -> PendingRequest:
         request = PendingRequest(self, cache, ids, operation)
-        self._send(request, lambda number: messages.get(number, cache, ids, operation))
+        self._send(request, lambda number: protocol.get(number, cache, ids, operation))
         return request
 
     def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> PendingRequest:
-        """Bring records of these samples, ``messages.LARGEST`` bytes at most; sends at once."""
+        """Bring records of these samples, ``protocol.LARGEST`` bytes at most; sends at once."""
         request = PendingRequest(self, cache, ids, Operation.PUT)
-        self._send(request, lambda number: messages.put(number, cache, ids, records))
+        self._send(request, lambda number: protocol.put(number, cache, ids, records))
         return request
 
     def _send(self, request: PendingRequest, frames: Callable[[int], list[Any]]) -> None:
@@ -307,7 +307,7 @@ class Peer:
             self._unsent = []
         self._socket.connect(self.endpoint)
         if keys is not None:
-            self._socket.send_multipart(messages.key(self._number), zmq.NOBLOCK)
+            self._socket.send_multipart(protocol.key(self._number), zmq.NOBLOCK)
 
     def _open_socket(self, endpoint: str) -> None:
         self._socket = open_socket(self.peers.context(), zmq.DEALER, endpoint)
@@ -319,7 +319,7 @@ class Peer:
         Raises:
             Malformed: these are none.
         """
-        if messages.parse_head(frames, answers=True).status is not Status.OK or len(frames) != 2:
+        if protocol.parse_head(frames, answers=True).status is not Status.OK or len(frames) != 2:
             raise Malformed("answers what it was not asked")
         try:
             credentials = Credentials.parse(frames[1])
@@ -362,7 +362,7 @@ class Peer:
                 return
             if self._sealing is not None:
                 frames = self._sealing.open(frames)
-            head = messages.parse_head(frames, answers=True)
+            head = protocol.parse_head(frames, answers=True)
         except (Malformed, OSError, zmq.ZMQError) as error:
             self.fail(str(error))
             return

@@ -36,7 +36,7 @@ from hotset.session.find_or_create import CacheLocation, find_or_create_in_sessi
 from hotset.session.runtime_dir import runtime_folder
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_quota, session_of
-from hotset.store import memory_limits as machine
+from hotset.store import memory_limits
 from hotset.store.format import DESTROYED, Live
 from hotset.store.ring import attach_store
 from hotset.store.schema import Schema
@@ -169,7 +169,7 @@ class Node:
         """Bytes that this machine can hold: as many as the session may, but no more than there are."""
         with contextlib.suppress(OSError):
             held = reports.report(self.session).memory
-            free = min(machine.headroom().bytes, machine.tmpfs_free(str(runtime_folder())))
+            free = min(memory_limits.headroom().bytes, memory_limits.tmpfs_free(str(runtime_folder())))
             return max(0, min(self.session.memory, held + free))
         return self.session.memory
 

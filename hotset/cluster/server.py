@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from hotset.cluster import protocol as messages
+from hotset.cluster import protocol
 from hotset.cluster.membership import Keys
 from hotset.cluster.protocol import LARGEST, Head, Malformed, Operation, Status
 from hotset.cluster.sealing import GivenKeys, Sealing, Unsealable
@@ -273,13 +273,13 @@ class Serving:
         client, *frames = self._key_socket.recv_multipart()
         answer: list[Any] | None
         try:
-            head = messages.parse_head(frames, answers=False)
+            head = protocol.parse_head(frames, answers=False)
             if head.operation is not Operation.KEY or len(frames) != 1:
                 raise Malformed("asks for something else than a key")
-            answer = messages.key_answer(head, self._given.give(self._port).packed())
+            answer = protocol.key_answer(head, self._given.give(self._port).packed())
         except Malformed:
             self.served.refused += 1
-            answer = messages.refusal_of(frames)
+            answer = protocol.refusal_of(frames)
         if answer is not None:
             with contextlib.suppress(zmq.ZMQError):
                 self._key_socket.send_multipart([client, *answer], zmq.NOBLOCK)
@@ -303,13 +303,13 @@ class Serving:
                 continue
             client = _Client(name.bytes, sealing)
             try:
-                request = _Request(client, messages.parse_head(frames, answers=False), frames[1:])
+                request = _Request(client, protocol.parse_head(frames, answers=False), frames[1:])
             except Malformed:
-                self._refuse(client, messages.refusal_of(frames))
+                self._refuse(client, protocol.refusal_of(frames))
                 continue
             waiting[client.name] += 1
             if waiting[client.name] > _WAITING_EACH:
-                self._refuse(client, messages.refusal(request.head, Status.BUSY))
+                self._refuse(client, protocol.refusal(request.head, Status.BUSY))
             else:
                 self._waiting.append(request)
 
@@ -320,7 +320,7 @@ class Serving:
             try:
                 buffer = self._buffer(request.client.name)
             except MemoryError:
-                self._refuse(request.client, messages.refusal(request.head, Status.BUSY))
+                self._refuse(request.client, protocol.refusal(request.head, Status.BUSY))
                 continue
             if buffer is None:
                 self._waiting.append(request)
@@ -351,19 +351,19 @@ class Serving:
         service = self._services.get(head.fingerprint)
         if service is None or service.cache.layout != head.layout:
             self.served.refused += 1
-            return messages.refusal(head, Status.UNKNOWN if service is None else Status.LAYOUT)
+            return protocol.refusal(head, Status.UNKNOWN if service is None else Status.LAYOUT)
         try:
             frames = self._frames_of(service, request, buffer)
         except Malformed:
             self.served.refused += 1
-            return messages.refusal(head, Status.MALFORMED)
+            return protocol.refusal(head, Status.MALFORMED)
         except _Busy:
             self.served.refused += 1
-            return messages.refusal(head, Status.BUSY)
+            return protocol.refusal(head, Status.BUSY)
         except Exception as error:  # a cache that is closed or destroyed under it: the others go on
             self.served.problem = f"{type(error).__name__}: {error}"
             self.served.refused += 1
-            return messages.refusal(head, Status.FAILED)
+            return protocol.refusal(head, Status.FAILED)
         self.served.requests += 1
         return frames
 
@@ -372,22 +372,22 @@ class Serving:
         if head.operation is Operation.KEY:
             raise Malformed("asks for a key where records are")
         if head.operation is Operation.CLEAR:
-            said = _cleared(service, messages.parse_words(head, request.frames))
-            return messages.words_answer(head, service.cache, said)
-        return messages.answer(head, service.cache, self._records(service, request, buffer))
+            said = _cleared(service, protocol.parse_words(head, request.frames))
+            return protocol.words_answer(head, service.cache, said)
+        return protocol.answer(head, service.cache, self._records(service, request, buffer))
 
     def _records(self, service: Service, request: _Request, buffer: _Buffer) -> WireRecords:
         head, frames, cache = request.head, request.frames, service.cache
         if len(frames) != (4 if head.operation is Operation.PUT else 1):
             raise Malformed(f"sends {len(frames)} frames after its header")
-        ids = messages.parse_ids(head, frames[0], cache)
+        ids = protocol.parse_ids(head, frames[0], cache)
         nothing = np.empty((0, 1), np.uint8)
         if head.operation is not Operation.PUT:
             records = service.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
             self.served.records += len(records.rows)
             self.served.bytes += records.rows.nbytes + records.tails.nbytes
             return records
-        brought = messages.parse_records(head, frames[1:], cache)
+        brought = protocol.parse_records(head, frames[1:], cache)
         good = sound(cache, ids, brought)
         self.served.unsound += int(np.count_nonzero((brought.generations >= 0) & ~good))
         there = service.put(ids, only(brought, good))

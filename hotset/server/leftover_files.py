@@ -14,8 +14,7 @@ import re
 import time
 
 from hotset.server.pidfile import ServerError, claim
-from hotset.session import server_quota as servers
-from hotset.session import sessions
+from hotset.session import server_quota, sessions
 from hotset.session.runtime_dir import open_folder
 
 __all__ = ["collect"]
@@ -44,7 +43,7 @@ def collect() -> list[str]:
                     if time.time() - os.stat(log, dir_fd=folder).st_mtime > _LOG_SECONDS:
                         os.unlink(log, dir_fd=folder)
                 if all(session.server != port for session in sessions.sessions()):
-                    servers.drop(port)
+                    server_quota.drop(port)
         after = set(os.listdir(folder))
     finally:
         os.close(folder)

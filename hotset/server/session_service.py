@@ -24,8 +24,7 @@ from hotset.server.options import Options
 from hotset.server.parsing import parse_memory, parse_seconds
 from hotset.server.pidfile import Place
 from hotset.server.views import resized_view, session_view
-from hotset.session import catalog, recovery, reports, sessions
-from hotset.session import server_quota as servers
+from hotset.session import catalog, recovery, reports, server_quota, sessions
 from hotset.session.session_definition import Session
 
 __all__ = ["Refusal", "SessionService"]
@@ -57,7 +56,7 @@ class SessionService:
         Raises:
             HotsetError: the runtime folder cannot be used.
         """
-        servers.set_limit(self.options.port, self.options.memory)
+        server_quota.set_limit(self.options.port, self.options.memory)
         for sentence in recovery.recover():
             _log.info("%s", sentence)
 
@@ -77,7 +76,7 @@ class SessionService:
                     _log.warning("session %s was not destroyed at the end: %s", session.name, error)
                 else:
                     _log.info("destroyed session %s at the end: %d bytes freed", session.name, freed)
-            servers.drop(self.options.port)
+            server_quota.drop(self.options.port)
 
     def look(self) -> list[reports.SessionReport]:
         """Report on every session of this user on this machine, oldest first."""

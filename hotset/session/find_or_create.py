@@ -50,7 +50,7 @@ from hotset.session.runtime_dir import KNOB
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_quota
 from hotset.session.spill_dirs import open_spill, spill_path
-from hotset.store import memory_limits as machine
+from hotset.store import memory_limits
 from hotset.store.allocator import distrust_allocator
 from hotset.store.claims import Participant
 from hotset.store.format import LINE, ON_DISK, PRESENT, SLOTS, Geometry, Live
@@ -454,7 +454,7 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
 
 def _most(session: Session) -> int:
     """Bytes for which a cache gets address space: as many as the machine has, as a session can grow."""
-    return max(session.memory, machine.total())
+    return max(session.memory, memory_limits.total())
 
 
 def _use(session: Session, file: str) -> SessionCacheHandle:

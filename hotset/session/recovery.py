@@ -30,8 +30,7 @@ import re
 import time
 
 from hotset.errors import SessionError
-from hotset.session import catalog
-from hotset.session import server_quota as servers
+from hotset.session import catalog, server_quota
 from hotset.session.file_names import (
     CACHE,
     DEFINITION,
@@ -76,7 +75,7 @@ def recover() -> list[str]:
     with one_at_a_time(), runtime() as folder:
         alive = {session.number: session for session in sessions()}
         for session in alive.values():  # its server may have started after it was created again
-            servers.enter(folder, session.server, session.number)
+            server_quota.enter(folder, session.server, session.number)
         sentences += _recover_runtime(folder, alive)
         for spill in known_folders():
             sentences += _recover_spilled(spill, alive, folder)

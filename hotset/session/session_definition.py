@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotset.errors import HotsetError, SessionError
-from hotset.session import server_quota as servers
+from hotset.session import server_quota
 from hotset.session.file_names import DEFINITION, is_there, remove_spilled, runtime, unlink
 from hotset.session.named_lock import NamedLocks
 from hotset.session.quota import Quota
@@ -128,7 +128,7 @@ def attach_quota(folder: int, file: str) -> Quota:
         raise SessionError(f"session {file.partition('.')[0]} is gone.") from None
     port, number = quota.head.get("server"), quota.head.get("number")
     if isinstance(port, int) and isinstance(number, int):
-        servers.stand_under(folder, port, number, quota)
+        server_quota.stand_under(folder, port, number, quota)
     return quota
 
 
@@ -239,4 +239,4 @@ def _restore_one(folder: int, place: int, file: str, spill: str) -> None:
     if session.definition == file and type(session.memory) is int:
         Quota.create(folder, session.file, asdict(session), session.memory)
         # Its server is gone, unless it has been started again and lists the session.
-        servers.enter(folder, session.server, session.number)
+        server_quota.enter(folder, session.server, session.number)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from hotset._warnings import warn
 from hotset.errors import HotsetError, SessionError
-from hotset.session import server_quota as servers
+from hotset.session import server_quota
 from hotset.session.file_names import QUOTA, membership_file, peer_stats_file, remove_caches, runtime, unlink
 from hotset.session.named_lock import NamedLocks
 from hotset.session.reclaim import Dropped, reclaim
@@ -47,7 +47,7 @@ from hotset.session.session_definition import (
     write_down,
 )
 from hotset.session.spill_dirs import open_spill, remember
-from hotset.store import memory_limits as machine
+from hotset.store import memory_limits
 from hotset.units import format_bytes
 
 __all__ = ["Resized", "create", "destroy", "expire", "find", "one_at_a_time", "resize", "sessions"]
@@ -104,7 +104,7 @@ def create(
         session = Session(number, name or str(number), memory, spill, persist, ttl, time.time(), server)
         try:
             write_down(folder, session)
-            servers.enter(folder, server, number)
+            server_quota.enter(folder, server, number)
         except OSError as error:
             forget(session)
             if isinstance(error, HotsetError):
@@ -168,7 +168,7 @@ def destroy(session: Session) -> int:
             quota.end()
             forget(session)  # first: what is half destroyed is not to come back after a reboot
             freed = remove_caches(folder, session.number, session.spill)
-        servers.leave(session.server, session.number)
+        server_quota.leave(session.server, session.number)
         unlink(folder, membership_file(session.number))
         unlink(folder, peer_stats_file(session.number))
         unlink(folder, session.file)
@@ -209,7 +209,7 @@ def resize(session: Session, memory: int) -> Resized:
         HotsetWarning: the runtime folder's file system has less than ``memory``.
     """
     _require_amount(memory)
-    bound = servers.limit(session.server) if session.server is not None else None
+    bound = server_quota.limit(session.server) if session.server is not None else None
     if bound is not None and memory > bound:
         raise SessionError(
             f"memory={format_bytes(memory)} is more than the {format_bytes(bound)} that the server on port "
@@ -299,8 +299,8 @@ def _require_amount(memory: int) -> None:
 def _memory(asked: int | None, server: int | None) -> int:
     """The memory limit of a new session; it warns if there is less memory than was asked for."""
     if asked is None:
-        limit = servers.limit(server) if server is not None else None
-        return min(machine.headroom().bytes // 2 if limit is None else limit, _room_here())
+        limit = server_quota.limit(server) if server is not None else None
+        return min(memory_limits.headroom().bytes // 2 if limit is None else limit, _room_here())
     _tell_if_too_much(asked)
     return asked
 
@@ -316,7 +316,7 @@ def _tell_if_too_much(asked: int, held: int = 0) -> None:
 
 def _room_here() -> int:
     """Bytes that the runtime folder's file system has to give; in a container that may be 64 MB."""
-    return machine.tmpfs_free(str(runtime_folder()))
+    return memory_limits.tmpfs_free(str(runtime_folder()))
 
 
 def _draw(taken: set[int]) -> int:

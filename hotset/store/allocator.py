@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from hotset.store import memory_limits as memory
+from hotset.store import memory_limits
 from hotset.store.claims import Participant
 from hotset.store.format import (
     LINE,
@@ -97,9 +97,11 @@ class Allocator:
         notes: sentences for the user; the caller that shows them removes them.
     """
 
-    def __init__(self, participant: Participant, free: Callable[[], memory.Headroom] | None = None) -> None:
+    def __init__(
+        self, participant: Participant, free: Callable[[], memory_limits.Headroom] | None = None
+    ) -> None:
         self._participant = participant
-        self._free = free or (lambda: memory.headroom())
+        self._free = free or (lambda: memory_limits.headroom())
         self._segment = participant.segment
         self._geometry = participant.segment.geometry
         self._refused_until = 0.0
@@ -332,7 +334,7 @@ class Allocator:
     def _file_system_full(self) -> str:
         return f"its file system is full; give it more (docker's --shm-size), free some, or lower {self.knob}"
 
-    def _no_memory(self, free: memory.Headroom) -> str:
+    def _no_memory(self, free: memory_limits.Headroom) -> str:
         return f"{free.what} has no more to give; lower {self.knob} or free some"
 
     def reopen(self) -> None:

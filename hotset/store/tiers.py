@@ -25,7 +25,7 @@ from typing import Any
 
 from hotset._warnings import warn
 from hotset.errors import SegmentError
-from hotset.store import memory_limits as memory
+from hotset.store import memory_limits
 from hotset.store.format import Geometry
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment
@@ -97,7 +97,7 @@ def require_index_room(geometry: Geometry) -> None:
     Raises:
         OSError: there is not that much memory; this is not checked again later.
     """
-    free = memory.headroom()
+    free = memory_limits.headroom()
     if geometry.rows_at > free.bytes:
         raise OSError(
             errno.ENOMEM,
