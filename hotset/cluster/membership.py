@@ -25,7 +25,6 @@ import contextlib
 import functools
 import json
 import os
-import secrets
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,8 +33,8 @@ import numpy as np
 
 from hotset.cluster.wire_records import Longs
 from hotset.policy.rendezvous import Placement
-from hotset.session.file_names import membership_file, runtime, unlink
-from hotset.session.runtime_dir import open_at
+from hotset.session.file_names import membership_file
+from hotset.session.runtime_dir import new_file, open_at, runtime, write
 
 __all__ = [
     "FURTHER",
@@ -177,18 +176,8 @@ def write_membership(number: int, membership: Membership) -> None:
         "members": membership.members,
         "former": membership.former,
     }
-    file = membership_file(number)
-    with runtime() as folder:
-        temporary = f"{file}.{secrets.token_hex(4)}.new"
-        fd = open_at(folder, temporary, create=True)
-        try:
-            os.write(fd, json.dumps(said).encode())
-            os.rename(temporary, file, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            unlink(folder, temporary)
-            raise
-        finally:
-            os.close(fd)
+    with runtime() as folder, new_file(folder, membership_file(number)) as fd:
+        write(fd, json.dumps(said).encode())
 
 
 def read_membership(number: int) -> Membership | None:

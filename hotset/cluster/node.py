@@ -31,9 +31,9 @@ from hotset.cluster.server import Serving
 from hotset.cluster.store_service import StoreService, StoreServices
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
-from hotset.session.file_names import CACHE, runtime
+from hotset.session.file_names import CACHE
 from hotset.session.find_or_create import CacheLocation, find_or_create_in_session
-from hotset.session.runtime_dir import runtime_folder
+from hotset.session.runtime_dir import path_of, runtime, runtime_folder
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_quota, session_of
 from hotset.store import memory_limits
@@ -281,7 +281,7 @@ class Node:
     def _serve_existing_caches(self) -> None:
         """Serve the caches that the session has from before."""
         with runtime() as folder:
-            place = os.readlink(f"/proc/self/fd/{folder}")
+            place = path_of(folder)
             files = sorted(os.listdir(folder))
         for file in files:
             found = CACHE.fullmatch(file)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hotset._warnings import warn
 from hotset.errors import ArgumentError, FolderError, SessionError
 from hotset.session.find_or_create import CacheLocation
-from hotset.session.spill_dirs import open_spill, spill_path
+from hotset.session.spill_dirs import make_spill, spill_path
 from hotset.store.spill import SpillTo
 
 __all__ = ["checked_folder", "spill_to"]
@@ -49,7 +49,7 @@ def spill_to(name: str, spill: str | Literal[False] | None, location: CacheLocat
         return None
     folder = os.path.abspath(spill)
     try:
-        os.close(open_spill(folder, make=True))
+        make_spill(folder)
     except (SessionError, FolderError) as error:
         warn(
             f"{name}: nothing is spilled, and samples that do not fit into memory come from the source: "

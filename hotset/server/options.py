@@ -10,7 +10,7 @@ from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.server.parsing import parse_share
 from hotset.server.pidfile import DEFAULT_PORT
-from hotset.session.spill_dirs import open_spill
+from hotset.session.spill_dirs import make_spill
 from hotset.store.memory_limits import headroom
 
 __all__ = ["LEVELS", "Options"]
@@ -114,5 +114,5 @@ def _folder(spill: str | None) -> str | None:
         raise ArgumentError(
             f"the spill folder {printable(path)!r} does not exist; create it, or choose another."
         )
-    os.close(open_spill(path, make=True))  # fails for root too, for example on /proc
+    make_spill(path)  # fails for root too, for example on /proc
     return path

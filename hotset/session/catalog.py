@@ -55,7 +55,7 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ from hotset._warnings import warn
 from hotset.errors import ArgumentError, FolderError, SegmentError
 from hotset.session.job import pid_namespace
 from hotset.session.named_lock import LOCK_FILE
-from hotset.session.runtime_dir import KNOB, is_named, open_at, open_folder
+from hotset.session.runtime_dir import KNOB, is_named, open_at, path_of, runtime, write
 from hotset.store import locks
 from hotset.store.segment import Address
 
@@ -209,14 +209,14 @@ class _Share(locks.Description):
     def hold(self, fd: int, folder: int) -> None:
         """Own the descriptor ``fd``, which has the lock."""
         self.value = fd
-        self._folder = os.readlink(f"/proc/self/fd/{folder}")
+        self._folder = path_of(folder)
         self._pid = os.getpid()
         self._identity = _identity(fd)
         self._told = False
 
     def take(self) -> bool:
         try:
-            with _folder() as folder:
+            with runtime() as folder:
                 # Stored before it is locked, so that an interrupt cannot leave a lock without owner.
                 self.hold(open_at(folder, self.file), folder)
                 if locks.try_lock(self.value, _LIFE, shared=True) and is_named(self.value, folder, self.file):
@@ -294,7 +294,7 @@ def register(
                 "groups": list(groups),
             }
         )
-        with _folder() as folder:
+        with runtime() as folder:
             held = _create(folder, nonce, head)
             handle._share.hold(held, folder)
     except OSError as error:
@@ -314,7 +314,7 @@ def entries() -> list[ListedCache]:
         FolderError: the runtime folder is not safely this user's own.
     """
     found = []
-    with _folder() as folder:
+    with runtime() as folder:
         for file in _files(folder, _LISTED):
             try:
                 fd = open_at(folder, file)
@@ -361,7 +361,7 @@ def gc() -> list[str]:
         FolderError: the runtime folder is not safely this user's own.
     """
     removed = []
-    with _folder() as folder:
+    with runtime() as folder:
         for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY), LOCK_FILE]:
             # A file that is not safely this user's own, not readable or removed meanwhile is left alone.
             with contextlib.suppress(OSError):
@@ -375,15 +375,6 @@ def gc() -> list[str]:
     return removed
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[int]:
-    folder = open_folder()
-    try:
-        yield folder
-    finally:
-        os.close(folder)
-
-
 def _files(folder: int, pattern: re.Pattern[str]) -> list[str]:
     return sorted(file for file in os.listdir(folder) if pattern.fullmatch(file))
 
@@ -395,7 +386,7 @@ def _create(folder: int, nonce: str, content: bytes) -> int:
         fd = open_at(folder, temporary, create=True)
         try:
             if locks.try_lock(fd, _LIFE, shared=True):
-                _write(fd, content)
+                write(fd, content)
                 os.rename(temporary, f"{nonce}.json", src_dir_fd=folder, dst_dir_fd=folder)
                 return fd
         except FileNotFoundError:
@@ -407,11 +398,6 @@ def _create(folder: int, nonce: str, content: bytes) -> int:
             raise
         os.close(fd)
     raise FolderError(f"The runtime folder loses its files as soon as they are made; set {KNOB} to another.")
-
-
-def _write(fd: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(fd, content) :]
 
 
 def _remove_unheld(fd: int, folder: int, file: str) -> bool:

@@ -27,11 +27,9 @@ import contextlib
 import os
 import re
 import zlib
-from collections.abc import Iterator
 
 from hotset.errors import SegmentError
-from hotset.session.runtime_dir import open_folder
-from hotset.session.spill_dirs import open_spill
+from hotset.session.spill_dirs import opened_spill
 from hotset.store.claims import Participant
 from hotset.store.format import DESTROYED, LIVE_AT, Live
 from hotset.store.segment import Segment
@@ -52,7 +50,6 @@ __all__ = [
     "remove_caches",
     "remove_spilled",
     "retire",
-    "runtime",
     "unlink",
 ]
 
@@ -87,20 +84,6 @@ def member_of(file: str) -> int:
     return int(found[3], 16) >> 2 | 1
 
 
-@contextlib.contextmanager
-def runtime() -> Iterator[int]:
-    """Open the runtime folder for a block, which gets its descriptor, for use as ``dir_fd``.
-
-    Raises:
-        FolderError: it is not safely this user's own.
-    """
-    folder = open_folder()
-    try:
-        yield folder
-    finally:
-        os.close(folder)
-
-
 def caches_of(number: int, files: list[str]) -> list[str]:
     """Return those of these files that are caches of this session, in memory or on disk."""
     return [file for file in files if (name := CACHE.fullmatch(file)) and int(name[1]) == number]
@@ -133,12 +116,9 @@ def remove_caches(folder: int, number: int, spill: str | None) -> int:
         freed += remove_cache(folder, file)
     if spill is not None:
         with contextlib.suppress(OSError):
-            place = open_spill(spill)
-            try:
-                files = os.listdir(place)
-            finally:
-                os.close(place)
-            for file in caches_of(number, files):
+            with opened_spill(spill) as place:
+                files = caches_of(number, os.listdir(place))
+            for file in files:
                 freed += remove_spilled(spill, file)
     return freed
 
@@ -165,15 +145,13 @@ def remove_cache(folder: int, file: str, spill: str | None = None) -> int:
 
 def remove_spilled(spill: str, file: str) -> int:
     """Remove a file of a spill folder; returns the bytes freed."""
-    place, freed = open_spill(spill), 0
-    try:
+    freed = 0
+    with opened_spill(spill) as place:
         # Its disk space is freed now, also while a job has it open.
         if file.endswith(".spill"):
             with contextlib.suppress(OSError, SegmentError):
                 freed = retire(f"/proc/self/fd/{place}/{file}")
         unlink(place, file)
-    finally:
-        os.close(place)
     return freed
 
 

@@ -43,13 +43,13 @@ import numpy as np
 from hotset._warnings import warn
 from hotset.errors import SegmentError, SessionError
 from hotset.session import catalog
-from hotset.session.file_names import CACHE, is_retired, is_there, member_of, runtime
+from hotset.session.file_names import CACHE, is_retired, is_there, member_of
 from hotset.session.job import Job, this_job
 from hotset.session.named_lock import NamedLocks
-from hotset.session.runtime_dir import KNOB
+from hotset.session.runtime_dir import KNOB, path_of, runtime
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_quota
-from hotset.session.spill_dirs import open_spill, spill_path
+from hotset.session.spill_dirs import make_spill, opened_spill, spill_path
 from hotset.store import memory_limits
 from hotset.store.allocator import distrust_allocator
 from hotset.store.claims import Participant
@@ -332,7 +332,7 @@ class _SessionCaches(Generic[S]):
 
     def _join(self, folder: int) -> Shared[S] | None:
         # Where there are several, they are of other transforms, but for one.
-        place = _path(folder)
+        place = path_of(folder)
         for file in sorted(file for file in os.listdir(folder) if self._is_for(file, "cache")):
             use = _use(self._session, file)
             # The use first: what is attached and not used could expire. A process that was making room with
@@ -349,11 +349,11 @@ class _SessionCaches(Generic[S]):
         base = f"{session.number}-{self._digest}-{secrets.token_hex(8)}"
         spill, beside = None, ""
         if session.spill is not None:
-            os.close(open_spill(session.spill, make=True))
+            make_spill(session.spill)
             beside = str(spill_path(session.spill))
             spill = f"{beside}/{base}.spill"
         with runtime() as folder, _unfinished(folder, f"{base}.cache") as temporary:
-            place = _path(folder)
+            place = path_of(folder)
             path, whole = f"{place}/{temporary}", f"{place}/{base}.cache"
             value = self._create(CacheLocation(path, whole, spill, beside, session.persist, _most(session)))
             if value is None:
@@ -366,18 +366,15 @@ class _SessionCaches(Generic[S]):
         if not session.persist or session.spill is None:
             return False
         with contextlib.suppress(OSError):
-            beside = open_spill(session.spill)
-            try:
+            with opened_spill(session.spill) as beside:
                 files = [file for file in os.listdir(beside) if self._is_for(file, "spill")]
-            finally:
-                os.close(beside)
             for file in files:
                 path, cache = f"{spill_path(session.spill)}/{file}", file.removesuffix("spill") + "cache"
                 if is_there(folder, cache):
                     continue
                 try:
                     with _unfinished(folder, cache) as temporary:
-                        _revive_one(session, path, f"{_path(folder)}/{temporary}")
+                        _revive_one(session, path, f"{path_of(folder)}/{temporary}")
                         _name(session, folder, temporary, cache).close()
                         revived = True
                 except SegmentError as error:
@@ -390,10 +387,6 @@ class _SessionCaches(Generic[S]):
         found = CACHE.fullmatch(file)
         wanted = (self._session.number, self._digest, kind)
         return found is not None and (int(found[1]), found[2], found[4]) == wanted
-
-
-def _path(folder: int) -> str:
-    return os.readlink(f"/proc/self/fd/{folder}")
 
 
 @contextlib.contextmanager

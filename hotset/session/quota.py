@@ -31,11 +31,9 @@ keeps others out. A stopped process keeps its locks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
-import secrets
 import time
 import weakref
 from typing import Any
@@ -44,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import SessionError
-from hotset.session.runtime_dir import open_at
+from hotset.session.runtime_dir import new_file, open_at
 from hotset.store import locks
 
 __all__ = ["Quota"]
@@ -105,19 +103,10 @@ class Quota:
             raise SessionError(
                 f"names and paths must be up to {_HEAD_BYTES - 96:,} bytes together, got {len(content):,}."
             )
-        temporary = f"{file}.{secrets.token_hex(4)}.new"
-        fd = open_at(folder, temporary, create=True)
-        try:
+        with new_file(folder, file) as fd:
             os.posix_fallocate(fd, 0, _SIZE)  # on a full file system an error now, and not SIGBUS later
             os.pwrite(fd, limit.to_bytes(8, "little"), _HEAD_BYTES)
             os.pwrite(fd, content.ljust(_HEAD_BYTES), 0)
-            os.rename(temporary, file, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=folder)
-            raise
-        finally:
-            os.close(fd)
 
     def stand_under(self, parent: Quota, row: int) -> None:
         """Bound this quota by ``parent`` too, where it has that row; :meth:`close` closes both."""

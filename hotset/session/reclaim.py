@@ -39,9 +39,9 @@ from hotset.session.file_names import (
     is_there,
     member_of,
     remove_cache,
-    runtime,
 )
 from hotset.session.quota import Quota
+from hotset.session.runtime_dir import runtime
 from hotset.session.session_definition import Session, quota_in
 from hotset.store.segment import Segment
 from hotset.units import format_bytes

@@ -38,13 +38,12 @@ from hotset.session.file_names import (
     SHARED,
     is_there,
     remove_cache,
-    runtime,
     unlink,
 )
-from hotset.session.runtime_dir import open_at
+from hotset.session.runtime_dir import open_at, runtime
 from hotset.session.session_definition import Session, quota_in
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
-from hotset.session.spill_dirs import known_folders, open_spill
+from hotset.session.spill_dirs import known_folders, opened_spill
 from hotset.store.locks import is_locked
 
 __all__ = ["gc", "recover"]
@@ -140,30 +139,27 @@ def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list
     """Remove spill files without a session, and those whose cache is gone and that do not persist."""
     sentences = []
     caches = set(os.listdir(folder))
-    place = open_spill(spill)
-    try:
-        files = sorted(os.listdir(place))
-        for file in files:
-            found = CACHE.fullmatch(file)
-            if found:
-                session = alive.get(int(found[1]))
-                kept = session is not None and (
-                    session.persist or file.removesuffix("spill") + "cache" in caches
-                )
-                if not kept and _is_old(place, file):
-                    unlink(place, file)
-                    sentences.append(f"Removed {file} in {spill}: its cache is gone.")
-            elif DEFINITION.fullmatch(file) and not is_there(folder, file.removesuffix(".json")):
-                # It was not made again from that, so it cannot be.
-                if _is_old(place, file):
-                    unlink(place, file)
-                    sentences.append(f"Removed {file} in {spill}: it does not define a session.")
-            elif (_UNFINISHED.fullmatch(file) or _NAMELESS.fullmatch(file)) and _is_old(place, file):
+    with opened_spill(spill) as place:
+        for file in sorted(os.listdir(place)):
+            why = _why_spilled_is_dead(file, alive, caches, folder)
+            if why and _is_old(place, file):
                 unlink(place, file)
-                sentences.append(f"Removed {file} in {spill}: the process that was making it has died.")
-    finally:
-        os.close(place)
+                sentences.append(f"Removed {file} in {spill}: {why}.")
     return sentences
+
+
+def _why_spilled_is_dead(file: str, alive: dict[int, Session], caches: set[str], folder: int) -> str:
+    """Why no process can use a file of a spill folder; empty if one can, or if it is not hotset's."""
+    if found := CACHE.fullmatch(file):
+        session = alive.get(int(found[1]))
+        kept = session is not None and (session.persist or file.removesuffix("spill") + "cache" in caches)
+        return "" if kept else "its cache is gone"
+    if DEFINITION.fullmatch(file):
+        # Without a quota: the session was not made again from the definition, so it cannot be.
+        return "" if is_there(folder, file.removesuffix(".json")) else "it does not define a session"
+    if _UNFINISHED.fullmatch(file) or _NAMELESS.fullmatch(file):
+        return "the process that was making it has died"
+    return ""
 
 
 def _is_old(folder: int, file: str) -> bool:

@@ -20,6 +20,7 @@ file system of this machine, not on one that several machines mount.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -30,7 +31,18 @@ from pathlib import Path
 
 from hotset.errors import ArgumentError, FolderError
 
-__all__ = ["KNOB", "is_named", "open_at", "open_folder", "open_private", "runtime_folder"]
+__all__ = [
+    "KNOB",
+    "is_named",
+    "new_file",
+    "open_at",
+    "open_folder",
+    "open_private",
+    "path_of",
+    "runtime",
+    "runtime_folder",
+    "write",
+]
 
 KNOB = "HOTSET_RUNTIME_DIR"
 
@@ -58,6 +70,25 @@ def open_folder() -> int:
         FolderError: as :func:`runtime_folder`.
     """
     return _find()[1]
+
+
+@contextlib.contextmanager
+def runtime() -> Iterator[int]:
+    """Open the runtime folder for a block, which gets its descriptor, for use as ``dir_fd``.
+
+    Raises:
+        FolderError: as :func:`runtime_folder`.
+    """
+    folder = open_folder()
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def path_of(folder: int) -> str:
+    """Return the path of a folder that is open."""
+    return os.readlink(f"/proc/self/fd/{folder}")
 
 
 def open_private(path: Path) -> int:
@@ -107,7 +138,7 @@ def open_at(folder: int, name: str, *, create: bool = False) -> int:
     except OSError as error:
         unfit = {errno.ELOOP: "is a symlink", errno.EISDIR: "is a folder", errno.ENXIO: "is a socket"}
         if error.errno in unfit:
-            raise _refusal(_place(folder, name), unfit[error.errno]) from error
+            raise _refusal(Path(path_of(folder), name), unfit[error.errno]) from error
         raise
     status = os.fstat(fd)
     if status.st_nlink == 0:
@@ -122,8 +153,45 @@ def open_at(folder: int, name: str, *, create: bool = False) -> int:
         why = _not_private(status)
     if why:
         os.close(fd)
-        raise _refusal(_place(folder, name), why)
+        raise _refusal(Path(path_of(folder), name), why)
     return fd
+
+
+@contextlib.contextmanager
+def new_file(folder: int, name: str) -> Iterator[int]:
+    """Create a file for a block, which gets its descriptor and writes its content.
+
+    The file gets its name after the block, in place of an older file, so a process that opens it by name
+    finds the whole content. If the block fails, nothing is left.
+
+    Args:
+        folder, name: as for :func:`open_at`. Until the end the name has eight random digits and ``.new``
+            behind it.
+
+    Raises:
+        FolderError, OSError: as :func:`open_at`.
+    """
+    temporary = f"{name}.{os.urandom(4).hex()}.new"
+    fd = open_at(folder, temporary, create=True)
+    try:
+        yield fd
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+    finally:
+        os.close(fd)
+
+
+def write(fd: int, content: bytes) -> None:
+    """Write all of this.
+
+    Raises:
+        OSError: the file system is full, or fails.
+    """
+    while content:
+        content = content[os.write(fd, content) :]
 
 
 def is_named(fd: int, folder: int, name: str) -> bool:
@@ -185,8 +253,3 @@ def _refusal(path: Path, why: str) -> FolderError:
     return FolderError(
         f"{path} {why}, so hotset will not use it; remove it, or set {KNOB} to a folder of your own."
     )
-
-
-def _place(folder: int, name: str) -> Path:
-    """Return a file's path for a message; the folder is known by its descriptor alone."""
-    return Path(os.readlink(f"/proc/self/fd/{folder}")) / name

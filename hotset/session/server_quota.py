@@ -20,8 +20,9 @@ from __future__ import annotations
 import contextlib
 
 from hotset.errors import SessionError
-from hotset.session.file_names import runtime, unlink
+from hotset.session.file_names import unlink
 from hotset.session.quota import Quota
+from hotset.session.runtime_dir import runtime
 
 __all__ = ["drop", "enter", "leave", "limit", "set_limit", "stand_under"]
 

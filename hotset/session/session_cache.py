@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 
-from hotset.session.file_names import runtime
 from hotset.session.quota import Quota
 from hotset.session.reclaim import reclaim, sentence_about
+from hotset.session.runtime_dir import runtime
 from hotset.session.session_definition import attach_quota
 from hotset.session.sessions import find
 

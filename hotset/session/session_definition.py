@@ -21,18 +21,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotset.errors import HotsetError, SessionError
 from hotset.session import server_quota
-from hotset.session.file_names import DEFINITION, is_there, remove_spilled, runtime, unlink
+from hotset.session.file_names import DEFINITION, is_there, remove_spilled
 from hotset.session.named_lock import NamedLocks
 from hotset.session.quota import Quota
-from hotset.session.runtime_dir import open_at
-from hotset.session.spill_dirs import known_folders, open_spill
+from hotset.session.runtime_dir import new_file, open_at, runtime, write
+from hotset.session.spill_dirs import known_folders, opened_spill
 
 __all__ = [
     "Session",
@@ -99,17 +98,9 @@ def open_quota(session: Session) -> Iterator[Quota]:
         yield quota
 
 
-@contextlib.contextmanager
-def quota_in(folder: int, file: str) -> Iterator[Quota]:
-    """Open a session's quota for a block, under the server's, if there is one.
-
-    Args and errors are those of :func:`attach_quota`.
-    """
-    quota = attach_quota(folder, file)
-    try:
-        yield quota
-    finally:
-        quota.close()
+def quota_in(folder: int, file: str) -> contextlib.closing[Quota]:
+    """Open a session's quota for a block: see :func:`attach_quota`."""
+    return contextlib.closing(attach_quota(folder, file))
 
 
 def attach_quota(folder: int, file: str) -> Quota:
@@ -185,19 +176,17 @@ def forget(session: Session) -> None:
 def restore(folder: int) -> None:
     """Create the missing quotas of sessions that outlive a reboot."""
     for spill in known_folders():
-        place = open_spill(spill)
-        try:
-            for file in os.listdir(place):
-                if DEFINITION.fullmatch(file) and not is_there(folder, _quota_file_of(file)):
-                    with (
-                        contextlib.suppress(OSError, ValueError, TypeError, HotsetError),
-                        NamedLocks([_RESTORING], _RESTORING_SECONDS) as mine,
-                    ):
-                        # Another process may have done it while this one waited for the lock.
-                        if mine and not is_there(folder, _quota_file_of(file)):
-                            _restore_one(folder, place, file, spill)
-        finally:
-            os.close(place)
+        with opened_spill(spill) as place:
+            for file in filter(DEFINITION.fullmatch, os.listdir(place)):
+                if is_there(folder, _quota_file_of(file)):
+                    continue
+                with (
+                    contextlib.suppress(OSError, ValueError, TypeError, HotsetError),
+                    NamedLocks([_RESTORING], _RESTORING_SECONDS) as held,
+                ):
+                    # Another process may have done it while this one waited for the lock.
+                    if held and not is_there(folder, _quota_file_of(file)):
+                        _restore_one(folder, place, file, spill)
 
 
 def _quota_file_of(definition: str) -> str:
@@ -207,26 +196,16 @@ def _quota_file_of(definition: str) -> str:
 def _define(session: Session) -> None:
     """Write down what a session is where its records will be."""
     assert session.spill is not None
-    place = open_spill(session.spill)
-    try:
-        temporary = f"{session.definition}.{secrets.token_hex(4)}.new"
-        fd = open_at(place, temporary, create=True)
+    with opened_spill(session.spill) as place:
         try:
-            os.write(fd, json.dumps(asdict(session)).encode())
-            os.fsync(fd)
-            os.rename(temporary, session.definition, src_dir_fd=place, dst_dir_fd=place)
-        except BaseException:
-            unlink(place, temporary)
-            raise
-        finally:
-            os.close(fd)
-    except OSError as error:
-        why = error.strerror or error
-        raise SessionError(
-            f"cannot write to the spill folder {session.spill}: {why}; free space, or use another folder."
-        ) from error
-    finally:
-        os.close(place)
+            with new_file(place, session.definition) as fd:
+                write(fd, json.dumps(asdict(session)).encode())
+                os.fsync(fd)
+        except OSError as error:
+            why = error.strerror or error
+            raise SessionError(
+                f"cannot write to the spill folder {session.spill}: {why}; free space, or use another folder."
+            ) from error
 
 
 def _restore_one(folder: int, place: int, file: str, spill: str) -> None:

@@ -32,10 +32,10 @@ from dataclasses import dataclass, replace
 from hotset._warnings import warn
 from hotset.errors import HotsetError, SessionError
 from hotset.session import server_quota
-from hotset.session.file_names import QUOTA, membership_file, peer_stats_file, remove_caches, runtime, unlink
+from hotset.session.file_names import QUOTA, membership_file, peer_stats_file, remove_caches, unlink
 from hotset.session.named_lock import NamedLocks
 from hotset.session.reclaim import Dropped, reclaim
-from hotset.session.runtime_dir import KNOB, runtime_folder
+from hotset.session.runtime_dir import KNOB, path_of, runtime, runtime_folder
 from hotset.session.session_definition import (
     Session,
     forget,
@@ -46,7 +46,7 @@ from hotset.session.session_definition import (
     set_memory,
     write_down,
 )
-from hotset.session.spill_dirs import open_spill, remember
+from hotset.session.spill_dirs import make_spill, remember
 from hotset.store import memory_limits
 from hotset.units import format_bytes
 
@@ -92,7 +92,7 @@ def create(
     _require_sense(name, memory, spill, ttl, persist)
     if spill is not None:
         spill = os.path.abspath(spill)
-        os.close(open_spill(spill, make=True))
+        make_spill(spill)
         remember(spill)
     expire()
     memory = _memory(memory, server)
@@ -109,8 +109,7 @@ def create(
             forget(session)
             if isinstance(error, HotsetError):
                 raise
-            where = os.readlink(f"/proc/self/fd/{folder}")
-            why = error.strerror or error
+            where, why = path_of(folder), error.strerror or error
             raise SessionError(
                 f"no session can be created in {where}: {why}; free some memory there, or {_ELSEWHERE}."
             ) from error

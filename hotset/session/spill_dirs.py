@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from hotset.errors import FolderError, SessionError
@@ -38,7 +39,7 @@ _REMOTE |= {
     "fuse.gcsfuse",
 }
 
-__all__ = ["known_folders", "open_spill", "remember", "spill_path"]
+__all__ = ["known_folders", "make_spill", "opened_spill", "remember", "spill_path"]
 
 
 def spill_path(folder: str) -> Path:
@@ -46,40 +47,55 @@ def spill_path(folder: str) -> Path:
     return Path(folder) / f"hotset-{os.geteuid()}"
 
 
-def open_spill(folder: str, *, make: bool = False) -> int:
-    """Return a descriptor of hotset's own folder in a spill folder; the caller closes it.
+@contextlib.contextmanager
+def opened_spill(folder: str) -> Iterator[int]:
+    """Open hotset's own folder in a spill folder for a block, which gets its descriptor.
 
     Args:
         folder: the absolute path that the user gave.
-        make: create it if it is missing.
+
+    Raises:
+        FolderError: it does not exist, or is not safely this user's own.
+    """
+    place = open_private(spill_path(folder))
+    try:
+        yield place
+    finally:
+        os.close(place)
+
+
+def make_spill(folder: str) -> None:
+    """Create hotset's own folder in a spill folder, if it is missing.
+
+    Args:
+        folder: the absolute path that the user gave.
 
     Raises:
         SessionError: it cannot be made.
         FolderError: what is there is not safely this user's own.
     """
-    path = spill_path(folder)
-    if make:
-        if not folder.isprintable() or (system := _file_system(folder)) in _REMOTE:
-            why = f"it is on a network ({system})" if folder.isprintable() else "its name has odd characters"
-            raise SessionError(
-                f"the spill folder {folder!r} cannot be used: {why}; choose one on a disk of this machine."
-            )
-        try:
-            # Only the last folder: if one above it is missing, the name is wrong or a disk is not mounted,
-            # and spilling there would fill another disk.
-            for last in (folder, path):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(last, 0o700)
-        except FileNotFoundError as error:
-            raise SessionError(
-                f"the spill folder {folder} cannot be used: there is no folder {os.path.dirname(folder)}; "
-                "correct the name, mount the disk, or create that folder."
-            ) from error
-        except OSError as error:
-            raise SessionError(
-                f"the spill folder {folder} cannot be used ({error.strerror}); choose one that is writable."
-            ) from error
-    return open_private(path)
+    if not folder.isprintable() or (system := _file_system(folder)) in _REMOTE:
+        why = f"it is on a network ({system})" if folder.isprintable() else "its name has odd characters"
+        raise SessionError(
+            f"the spill folder {folder!r} cannot be used: {why}; choose one on a disk of this machine."
+        )
+    try:
+        # Only the last folder: if one above it is missing, the name is wrong or a disk is not mounted,
+        # and spilling there would fill another disk.
+        for last in (folder, spill_path(folder)):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(last, 0o700)
+    except FileNotFoundError as error:
+        raise SessionError(
+            f"the spill folder {folder} cannot be used: there is no folder {os.path.dirname(folder)}; "
+            "correct the name, mount the disk, or create that folder."
+        ) from error
+    except OSError as error:
+        raise SessionError(
+            f"the spill folder {folder} cannot be used ({error.strerror}); choose one that is writable."
+        ) from error
+    with opened_spill(folder):
+        pass  # what is there is checked
 
 
 def remember(folder: str) -> None:
@@ -113,8 +129,7 @@ def known_folders() -> list[str]:
         return []
     found = []
     for folder in dict.fromkeys(lines):
-        with contextlib.suppress(FolderError, ValueError):
-            os.close(open_spill(folder))
+        with contextlib.suppress(FolderError, ValueError), opened_spill(folder):
             found.append(folder)
     return found
 

@@ -14,8 +14,7 @@ from helpers import often
 
 from hotset.errors import ArgumentError, FolderError
 from hotset.session import runtime_dir as module
-from hotset.session.file_names import runtime
-from hotset.session.runtime_dir import open_at, open_folder, runtime_folder
+from hotset.session.runtime_dir import open_at, open_folder, runtime, runtime_folder
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
