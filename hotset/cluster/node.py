@@ -47,9 +47,8 @@ __all__ = ["Node", "find_or_make", "fingerprint_of"]
 
 BEAT_SECONDS = 1.0
 _TTL = 3600.0
-_LONGEST = (
-    39  # of a host's name: with what is drawn behind it, as much as a row of the statistics file has room for
-)
+# Characters of a host's name: with what is drawn behind it, as many as a row of the statistics file has.
+_LONGEST = 39
 # How long after another machine's last request the node counts as a user of a cache.
 _UNASKED_SECONDS = 60.0
 

@@ -78,8 +78,9 @@ def _least(*bounds: float) -> float:
     return least * math.pow(sum((least / bound) ** _SHARPNESS for bound in bounds), -1 / _SHARPNESS)
 
 
-def _rate(seconds: float) -> float:
-    return 1.0 / seconds if seconds > 0.0 else float("inf")
+def _inverse(value: float) -> float:
+    """Samples a second from seconds a sample, or the other way round; infinite for 0."""
+    return 1.0 / value if value > 0.0 else float("inf")
 
 
 def loader_with(workers: int, fetch: Fetch, cores: float) -> Loader:
@@ -95,9 +96,9 @@ def loader_with(workers: int, fetch: Fetch, cores: float) -> Loader:
     """
     busy = fetch.cpu + fetch.blocked
     if workers == 0:
-        return Loader(_rate(busy), busy, fetch.cpu, overlaps=False)
+        return Loader(_inverse(busy), busy, fetch.cpu, overlaps=False)
     cpu = fetch.cpu + fetch.send + fetch.receive
-    alone = _least(workers * _rate(busy + fetch.send), cores * _rate(cpu), _rate(fetch.receive))
+    alone = _least(workers * _inverse(busy + fetch.send), cores * _inverse(cpu), _inverse(fetch.receive))
     return Loader(alone, fetch.receive, cpu, overlaps=True)
 
 
@@ -112,12 +113,8 @@ def together(loader: Loader, step: Step, cores: float) -> float:
         500
     """
     if not loader.overlaps:
-        return _rate(_seconds(loader.alone) + step.seconds)
-    return _least(loader.alone, _rate(loader.main + step.seconds), cores * _rate(loader.cpu + step.cpu))
-
-
-def _seconds(rate: float) -> float:
-    return 1.0 / rate if rate > 0.0 else float("inf")
+        return _inverse(_inverse(loader.alone) + step.seconds)
+    return _least(loader.alone, _inverse(loader.main + step.seconds), cores * _inverse(loader.cpu + step.cpu))
 
 
 def mixed(hits: Loader, misses: Loader, share: float) -> Loader:
@@ -128,10 +125,10 @@ def mixed(hits: Loader, misses: Loader, share: float) -> Loader:
         >>> round(mixed(hit, miss, 0.9).alone)
         917
     """
-    seconds = share * _seconds(hits.alone) + (1.0 - share) * _seconds(misses.alone)
+    seconds = share * _inverse(hits.alone) + (1.0 - share) * _inverse(misses.alone)
     main = share * hits.main + (1.0 - share) * misses.main
     cpu = share * hits.cpu + (1.0 - share) * misses.cpu
-    return Loader(_rate(seconds), main, cpu, overlaps=hits.overlaps or misses.overlaps)
+    return Loader(_inverse(seconds), main, cpu, overlaps=hits.overlaps or misses.overlaps)
 
 
 def best_workers(

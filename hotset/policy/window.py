@@ -334,7 +334,7 @@ def _rate(replace: float | str) -> Fraction:
     return _share(replace, "replace", 'a share of the residents, in [0, 1], or "auto"')
 
 
-def _share(value: object, name: str, wanted: str = "a share of the residents, in [0, 1]") -> Fraction:
+def _share(value: object, name: str, wanted: str) -> Fraction:
     """Return a share in [0, 1] as the fraction that was meant: 0.07 is 7/100, 0.8333333333333334 is 5/6."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) <= 1.0:
         raise ArgumentError(f"{name}={value!r} must be {wanted}.")

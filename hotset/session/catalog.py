@@ -171,13 +171,6 @@ class CatalogHandle:
             self._share.offer(memory)
         return joined
 
-    def after_fork(self) -> None:
-        """In a forked child: drop the inherited descriptor, without effect on the parent's share.
-
-        ``os.fork()`` has closed it already; a second call has no effect.
-        """
-        self._share.drop_inherited()
-
     def close(self) -> None:
         """End the share, and remove the file if it was the last one."""
         self._share.end()
@@ -233,13 +226,10 @@ class _Share(locks.Description):
             with contextlib.suppress(OSError):
                 _write_holder(self.value, memory)
 
-    def drop_inherited(self) -> None:
-        # Only close it: unlocking would drop the lock of the description, which is also the parent's.
-        if self._pid != os.getpid():
-            self.close()
-
     def end(self) -> None:
-        self.drop_inherited()
+        if self._pid != os.getpid():
+            # Only close it: unlocking would drop the lock of the description, which is also the parent's.
+            self.close()
         if self.value < 0:
             return
         fd, self.value = self.value, -1

@@ -261,9 +261,9 @@ class Claims:
             return ids[:0]
         mine = self._word(slot)
         with self._participant.short_lock() as held:
-            # During a clear (its generation is odd) nothing may be claimed: a record published now could lie
-            # in a row that is given to another sample after the clear.
-            if not held or int(self._participant.segment.live[Live.CLEAR_GENERATION]) % 2:
+            # During a clear nothing may be claimed: a record published now could lie in a row that is given
+            # to another sample after the clear.
+            if not held or self._participant.segment.is_being_cleared:
                 return ids[:0]
             taken = self._free(ids, most, void=mine if alone else None)
             self._index.put(taken, mine)
@@ -297,7 +297,7 @@ class Claims:
         if self._participant.slot < 0:
             return
         with self._participant.short_lock() as held:
-            if held and int(self._participant.segment.live[Live.CLEAR_GENERATION]) % 2 == 0:
+            if held and not self._participant.segment.is_being_cleared:
                 free = self._free(ids, len(ids))
                 self._index.put(free, words(free))
 
@@ -328,7 +328,7 @@ class Claims:
             return None
         mine = self._word(slot)
         with self._participant.short_lock() as held:
-            if not held or int(self._participant.segment.live[Live.CLEAR_GENERATION]) % 2:
+            if not held or self._participant.segment.is_being_cleared:
                 return None
             words = self._participant.segment.index
             word = int(words[sample])

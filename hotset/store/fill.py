@@ -95,18 +95,25 @@ class NoDrawWatch:
 class Filler:
     """Fills one store on behalf of this process.
 
+    Args:
+        participant: this process's slot in the segment.
+        index: which index word is whose.
+        room: allocates rows and lines in memory.
+        schema: of the samples.
+        spill: the second tier, for records that memory has no room for; None if there is none.
+
     Attributes:
         watch: detects samples that draw random numbers.
-        spill: the second tier, for records that memory has no room for; None if there is none.
         reads: how many samples this process has read from the source for the store.
         drawing: how many further samples it has found to draw random numbers.
         mismatches: which samples cannot be stored, and why; at most the first 16,384.
         ahead: whether this process reads ahead of use; its readings are then not counted as misses.
     """
 
-    def __init__(self, participant: Participant, index: Index, room: Allocator, schema: Schema) -> None:
+    def __init__(
+        self, participant: Participant, index: Index, room: Allocator, schema: Schema, spill: Spill | None
+    ) -> None:
         self.watch: DrawWatch = NoDrawWatch()
-        self.spill: Spill | None = None
         self.ahead = False
         self.mismatches: dict[int, str] = {}
         self.reads = self.drawing = 0
@@ -114,6 +121,7 @@ class Filler:
         self._participant = participant
         self._index = index
         self._room = room
+        self._spill = spill
         self._schema = schema
         self._records = Records(participant.segment, schema)
         self._threads: set[int] = set()  # that are filling: a claim's word does not name the thread
@@ -215,7 +223,7 @@ class Filler:
     @property
     def is_full(self) -> bool:
         """Whether room was refused less than half a second ago, in memory and on the disk."""
-        return self._room.is_full and (self.spill is None or self.spill.room.is_full)
+        return self._room.is_full and (self._spill is None or self._spill.room.is_full)
 
     @property
     def _chunk(self) -> int:
@@ -329,10 +337,10 @@ class Filler:
         """
         samples = np.array([sample for sample, _ in fitting], np.int64)
         written = self._write_to_memory(samples, fitting, tails)
-        if self.spill is not None and (self.spill.keeps_all or not written):
+        if self._spill is not None and (self._spill.keeps_all or not written):
             some = samples[: written or None]
             prepared = [one for _, one in fitting[: len(some)]]
-            words = self.spill.write(some, self._index.generations(some), prepared)
+            words = self._spill.write(some, self._index.generations(some), prepared)
             if not written:
                 written = len(words)
                 self._index.put(samples[:written], words)
@@ -360,7 +368,7 @@ class Filler:
         """Write records to where room was given for them, and publish their words; returns how many."""
         # Large records are laid out in the mapping, whose pages another process may be giving back.
         with self._participant.reading:
-            if int(self._participant.segment.live[Live.CLEAR_GENERATION]) % 2:
+            if self._participant.segment.is_being_cleared:
                 return 0
             generations = self._index.generations(samples)
             records = [

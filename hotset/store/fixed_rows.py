@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotset.store import memory_limits
 from hotset.store.allocator import Allocator
 from hotset.store.claims import Participant
 from hotset.store.format import LINE, RECORD, RECORD_HEADER, Live, Slot, split_tail
@@ -108,7 +107,7 @@ class FixedRowAllocator(Allocator):
         size = (lines - now) * LINE
         if size <= 0:
             return None
-        free = memory_limits.headroom()
+        free = self._free()
         if size > free.bytes - geometry.rows_at:
             return self._no_memory(free)
         if not self._segment.reserve(geometry.lines_at + now * LINE, size):

@@ -44,9 +44,8 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self.bytes = np.zeros(_SCRATCH, np.uint8)
-        self.used = (
-            0  # bytes at its beginning where tails or bodies lay: rows have zeros between their leaves
-        )
+        # Bytes at its beginning in which tails or bodies lay: rows need zeros between their leaves.
+        self.used = 0
 
 
 class Records:

@@ -217,6 +217,11 @@ class Segment:
         return int(self.slots[:, Slot.PART_GIVEN].sum())
 
     @property
+    def is_being_cleared(self) -> bool:
+        """Whether a process is clearing it, or has died over that: no record may be published now."""
+        return bool(self.live[Live.CLEAR_GENERATION] & 1)
+
+    @property
     def taken(self) -> int:
         """Bytes that records have taken, or that processes have reserved for them."""
         return self.geometry.taken(int(self.live[Live.ROWS_NEXT]), int(self.live[Live.LINES_NEXT]))
@@ -285,7 +290,7 @@ class Segment:
 def clear_generation_of(segment: Segment) -> int | None:
     """The clear generation of a segment; None during a clear, and once the segment is invalidated."""
     clear_generation = int(segment.live[Live.CLEAR_GENERATION])
-    return clear_generation if clear_generation % 2 == 0 and not segment.live[Live.INVALIDATED] else None
+    return None if clear_generation % 2 or segment.live[Live.INVALIDATED] else clear_generation
 
 
 def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:

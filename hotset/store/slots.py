@@ -39,6 +39,7 @@ import numpy.typing as npt
 from hotset.store import format as fmt
 from hotset.store.claims import Claims
 from hotset.store.format import CLAIMED, PRESENT, RECORD, RECORD_HEADER, Geometry, Live, Slot
+from hotset.store.fsck import content_problem
 from hotset.store.records import lay_out
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment
@@ -162,14 +163,8 @@ class Slots:
 
     def _sound(self, sample: int, word: int, copy: Bytes) -> bool:
         """Whether a copied record is what its writer wrote (for processors that reorder stores)."""
-        stride, tail_at, view = self.store.schema.stride, self._tail_at, copy.data
-        length, generation, crc = RECORD.unpack_from(view)
-        tail_bytes = length - (stride - RECORD_HEADER)
-        if generation != word >> fmt.GENERATION_SHIFT & fmt.GENERATION_MASK or tail_bytes < 0:
-            return False
-        tail = view[tail_at : tail_at + tail_bytes] if tail_bytes else None
-        found = fmt.checksum(sample, length, generation, view[RECORD_HEADER:stride], tail)
-        return found == int(crc)
+        row, tail = copy[: self.store.schema.stride].data, copy[self._tail_at :].data
+        return content_problem(sample, word, row, tail if len(tail) else None) is None
 
     def _is_being_replaced(self, sample: int, word: int) -> bool:
         """Whether the claimed sample had a record before, and its claimant is alive."""

@@ -99,8 +99,7 @@ class Store:
         self._heads: Bytes = np.ndarray(
             (rows,), f"V{width}", segment.buffer if rows else None, at if rows else 0, (geometry.stride,)
         )
-        self.filler = Filler(self.participant, self.index, self.room, schema)
-        self.filler.spill = spill
+        self.filler = Filler(self.participant, self.index, self.room, schema, spill)
         self.soundness = Verification(self.participant, spill)
         self._clearing = Clearing(self.participant, self.filler.claims, self.room, spill)
         self._scratch: BlockPool | None = None

@@ -42,7 +42,7 @@ def new_tiers(
     limit: int,
     *,
     ring: bool,
-    keyed: bool = False,
+    keyed: bool,
     about: dict[str, Any],
     path: str | None,
     spill: SpillTo | None,

@@ -294,7 +294,6 @@ def test_a_forked_child_has_left_and_leaves_the_parents_share_alone(folder: Path
 
     def leave() -> bool:
         left = not own.joined
-        own.after_fork()
         own.close()
         return left
 
