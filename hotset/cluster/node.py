@@ -68,7 +68,6 @@ class _Part(NamedTuple):
 
     use: SessionCacheHandle
     service: StoreService
-    store: Store
 
 
 class Node:
@@ -205,7 +204,7 @@ class Node:
         """
         now = time.monotonic()
         for meeting, part in list(self._parts.items()):
-            if part.store.segment.live[Live.INVALIDATED] == DESTROYED:
+            if part.service.store.segment.live[Live.INVALIDATED] == DESTROYED:
                 self._services.drop(part.service.cache.fingerprint)
                 part.use.close()
                 del self._parts[meeting], self._caches[meeting]
@@ -325,8 +324,8 @@ class Node:
         store.room.allowance, store.room.knob = use, "the session's `--memory`"
         self._caches[described.meeting] = described
         service = StoreService(store, fingerprint_of(described.about))
-        self._services.add(service, store)
-        self._parts[described.meeting] = _Part(use, service, store)
+        self._services.add(service)
+        self._parts[described.meeting] = _Part(use, service)
 
 
 def _described(error: Exception) -> str:

@@ -79,21 +79,17 @@ class Joined:
         That process calls :meth:`publish` in the block, or leaves it to the next one. If the directory does
         not answer, every process finds out.
         """
-        import ray
-
-        found: Described | bool = False
+        found: Described | bool | None = False
         deadline = time.monotonic() + _PLAN_SECONDS
-        with contextlib.suppress(Exception):
-            while found is False and time.monotonic() < deadline:
-                found = ray.get(self._directory.plan.remote(meeting, self._who), timeout=ANSWER_SECONDS)
-                if found is False:
-                    time.sleep(0.1)
+        while found is False and time.monotonic() < deadline:
+            found = _answer(self._directory, "plan", meeting, self._who)
+            if found is False:
+                time.sleep(0.1)
         try:
             yield found if isinstance(found, Described) else None
         finally:
             if found is True:
-                with contextlib.suppress(Exception):
-                    ray.get(self._directory.give_up.remote(meeting, self._who), timeout=ANSWER_SECONDS)
+                _answer(self._directory, "give_up", meeting, self._who)
 
     def leave(self) -> None:
         """Disconnect from Ray, if this process is connected to it for this alone.
@@ -113,19 +109,11 @@ class Joined:
 
     def publish(self, described: Described) -> None:
         """Say how a dataset is cached."""
-        import ray
-
-        with contextlib.suppress(Exception):
-            ray.get(self._directory.publish.remote(described), timeout=ANSWER_SECONDS)
+        _answer(self._directory, "publish", described)
 
     def has_alike(self, name: str, samples: int) -> bool:
         """Whether another machine caches a dataset of that class and length."""
-        import ray
-
-        with contextlib.suppress(Exception):
-            asked = self._directory.has_alike.remote(name, samples, self.machine)
-            return bool(ray.get(asked, timeout=ANSWER_SECONDS))
-        return False
+        return bool(_answer(self._directory, "has_alike", name, samples, self.machine))
 
     def wait_for_all(self, meeting: str) -> str | None:
         """Wait, not for long, until all machines have their part of a cache, and this one knows of them.
@@ -133,18 +121,16 @@ class Joined:
         Returns:
             Why they have not, after that time; None if they have.
         """
-        import ray
-
         deadline = time.monotonic() + _READY_SECONDS
-        known, lacking = False, -1
+        known, lacking = False, None
         while time.monotonic() < deadline:
-            with contextlib.suppress(Exception):
-                lacking = int(ray.get(self._directory.lack.remote(meeting), timeout=ANSWER_SECONDS))
+            answer = _answer(self._directory, "lack", meeting)
+            lacking = lacking if answer is None else answer
             known = read_membership(self.number) is not None
             if known and lacking == 0:
                 return None
             time.sleep(0.1)
-        if lacking < 0:
+        if lacking is None:
             return "the directory of the session does not answer"
         if not known:
             return f"the node of this machine does not know the other machines{self._trouble()}"
@@ -152,12 +138,17 @@ class Joined:
 
     def _trouble(self) -> str:
         """What this machine's node says is wrong, in parentheses; empty if it says nothing."""
-        import ray
+        trouble = _answer(self._node, "trouble")
+        return f" ({trouble})" if trouble else ""
 
-        said = ""
-        with contextlib.suppress(Exception):
-            said = str(ray.get(self._node.trouble.remote(), timeout=ANSWER_SECONDS))
-        return f" ({said})" if said else ""
+
+def _answer(actor: Any, method: str, *args: Any) -> Any:
+    """What an actor's method returns; None if it has not answered in time, or has failed."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        return ray.get(getattr(actor, method).remote(*args), timeout=ANSWER_SECONDS)
+    return None
 
 
 def join(address: str, session: str, memory: int | None) -> Joined:

@@ -62,12 +62,13 @@ class StoreService:
         fingerprint: of its cache, 16 bytes.
 
     Attributes:
+        store: the one that is served.
         cache: what other machines must agree on.
         asked: when another machine's process last asked for records or brought some, by the monotonic clock.
     """
 
     def __init__(self, store: Store, fingerprint: bytes) -> None:
-        self._store = store
+        self.store = store
         self._leases: dict[int, float] = {}  # when each ends
         self._lock = threading.RLock()
         self.cache = cache_of(store, fingerprint)
@@ -89,7 +90,7 @@ class StoreService:
             large = found.generations == _TOO_LARGE
             absent = found.generations == ABSENT
             if claim and absent.any():
-                if self._store.clear_generation() is None or self._store.has_room():
+                if self.store.clear_generation() is None or self.store.has_room():
                     found.generations[absent] = np.where(self._lease(ids[absent]), ABSENT, PENDING)
                 else:
                     found.generations[absent] = FULL
@@ -98,11 +99,11 @@ class StoreService:
 
     def _lease(self, ids: Longs) -> npt.NDArray[np.bool_]:
         """Claim these samples; False for those that another process reads. Without a claim all may read."""
-        granted = self._store.filler.claims.take(ids, len(ids))
+        granted = self.store.filler.claims.take(ids, len(ids))
         until = time.monotonic() + LEASE
         self._leases.update((sample, until) for sample in granted.tolist())
         # A sample that was published this moment is pending, too: the client asks again, and gets it.
-        return np.isin(ids, granted) | (self._store.words(ids) < CLAIMED)
+        return np.isin(ids, granted) | (self.store.words(ids) < CLAIMED)
 
     def end_leases(self, ids: Longs | None = None) -> None:
         """Give back the claims on these samples; without ``ids``, those whose time is over."""
@@ -113,12 +114,12 @@ class StoreService:
             else:
                 over = [sample for sample in ids.tolist() if sample in self._leases]
             # Before the leases are deleted: if this fails for want of descriptors, the next call does it.
-            self._store.filler.claims.release(np.array(over, np.int64))
+            self.store.filler.claims.release(np.array(over, np.int64))
             for sample in over:
                 del self._leases[sample]
 
     def _take(self, ids: Longs, memory: Bytes) -> WireRecords:
-        store = self._store
+        store = self.store
         clear_generation = store.clear_generation()
         words = store.words(ids)
         here = np.flatnonzero(store.present(ids)) if clear_generation is not None else np.empty(0, np.int64)
@@ -156,7 +157,7 @@ class StoreService:
         self, ids: Longs, words: Words, clear_generation: int, memory: Bytes
     ) -> tuple[Longs, Bytes, Bytes] | None:
         """Copy rows and tails, as many as there is room for; None if one has changed meanwhile."""
-        store, stride = self._store, self.cache.stride
+        store, stride = self.store, self.cache.stride
         with store.participant.reading:
             found = store.locate(ids, words, clear_generation)
             if found is None:
@@ -184,7 +185,7 @@ class StoreService:
     @property
     def clears(self) -> int:
         """How many of the cluster's clears of this cache this store has carried out."""
-        return int(self._store.segment.live[Live.CLEARS])
+        return int(self.store.segment.live[Live.CLEARS])
 
     def clear(self, clears: int) -> bool:
         """Forget every record; False if some process goes on writing, for longer than others can wait.
@@ -194,17 +195,17 @@ class StoreService:
         """
         with self._lock:
             self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for readers
-            if self._store.segment.live[Live.INVALIDATED] == DESTROYED:
+            if self.store.segment.live[Live.INVALIDATED] == DESTROYED:
                 return True  # nothing is there, and no client has to bring anything
-            cleared = self._store.clear(_CLEAR_SECONDS)
+            cleared = self.store.clear(_CLEAR_SECONDS)
             if cleared:  # not before: a node that dies in between is told to clear once more
-                self._store.segment.live[Live.CLEARS] = max(self.clears, clears)
+                self.store.segment.live[Live.CLEARS] = max(self.clears, clears)
             return cleared
 
     def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
         """Store what another machine brings; returns which samples are there now, or are just being read."""
         self.asked = time.monotonic()
-        store = self._store
+        store = self.store
         there = records.generations >= 0
         if not there.any():
             self.end_leases(ids)  # the client that had claimed them has nothing to bring
@@ -226,34 +227,37 @@ class StoreServices(Mapping[bytes, StoreService]):
     """Caches that are served, by fingerprint. The serving thread looks at it, and another one adds to it."""
 
     def __init__(self) -> None:
-        self._services: dict[bytes, tuple[StoreService, Store]] = {}
-        self._retired: list[tuple[StoreService, Store]] = []
+        self._services: dict[bytes, StoreService] = {}
+        self._retired: list[StoreService] = []
 
-    def add(self, service: StoreService, store: Store) -> None:
-        self._services[service.cache.fingerprint] = service, store
+    def add(self, service: StoreService) -> None:
+        """Serve this one from now on."""
+        self._services[service.cache.fingerprint] = service
 
     def end_leases(self) -> None:
-        for service, _ in list(self._services.values()):
+        """Give back all claims whose leases are over."""
+        for service in list(self._services.values()):
             service.end_leases()
 
     def drop(self, fingerprint: bytes) -> None:
-        """Serve this one no more."""
+        """Stop serving this one."""
         if fingerprint in self._services:
             self._retired.append(self._services.pop(fingerprint))
 
     def retire(self) -> None:
-        """Serve none of them any more. Another thread may be using one, so none is closed yet."""
+        """Stop serving all of them. Another thread may be using one, so none is closed yet."""
         self._retired += self._services.values()
         self._services = {}
 
     def close(self) -> None:
+        """Stop serving, and detach from all stores; the serving thread has ended."""
         self.retire()
-        for _, store in self._retired:
-            store.close()
+        for service in self._retired:
+            service.store.close()
         self._retired.clear()
 
     def __getitem__(self, fingerprint: bytes) -> StoreService:
-        return self._services[fingerprint][0]
+        return self._services[fingerprint]
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._services)

@@ -44,7 +44,7 @@ from hotset._warnings import warn
 from hotset.errors import SegmentError, SessionError
 from hotset.session import catalog
 from hotset.session.file_names import CACHE, is_retired, is_there, member_of
-from hotset.session.job import Job, this_job
+from hotset.session.job import Job, digest, this_job
 from hotset.session.named_lock import NamedLocks
 from hotset.session.runtime_dir import KNOB, path_of, runtime
 from hotset.session.session_cache import SessionCacheHandle
@@ -185,12 +185,12 @@ class _JobCaches(Generic[S]):
         job: Job,
     ) -> None:
         self._job = job
-        self._key, self._name = _digest(key), name
+        self._key, self._name = digest(key), name
         self._create, self._attach = create, attach
         self._why = ""
         # A process that is not a rank shares with no other, and waits for no other.
         launchers = self._job.launchers if self._job.takes else ()
-        self.lock_names = [_digest(launcher, self._key) for launcher in launchers]
+        self.lock_names = [digest(launcher, self._key) for launcher in launchers]
 
     def without_lock(self, error: OSError | None) -> None:
         """Note why the cache will be this rank's own."""
@@ -471,12 +471,3 @@ def attach_again(address: Any, attach: Callable[[Any], S]) -> S:
         if entry is None:
             raise
         return attach(catalog.address_of(entry))
-
-
-def _digest(*parts: str) -> str:
-    """Return 32 hexadecimal digits for these texts."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.hexdigest()

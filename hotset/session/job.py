@@ -34,7 +34,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["JOB", "Job", "is_rank", "local_rank", "pid_namespace", "this_job", "this_program"]
+__all__ = ["JOB", "Job", "digest", "is_rank", "local_rank", "pid_namespace", "this_job", "this_program"]
 
 # Names the job that all processes below belong to.
 JOB = "HOTSET_JOB"
@@ -83,15 +83,15 @@ def this_job(environment: Mapping[str, str] = os.environ) -> Job:
     """
     own = _process(os.getpid())
     if not is_rank(environment):
-        return Job(offers=(_name(own),), takes=(), launchers=())
+        return Job(offers=(digest(*own),), takes=(), launchers=())
     parent = _process(os.getppid())
     meeting = tuple(environment.get(variable, "") for variable in _RENDEZVOUS)
-    together = _name(parent, *meeting)
+    together = digest(*parent, *meeting)
     return Job(
-        offers=(together, _name(own)),
+        offers=(together, digest(*own)),
         # Also what the parent made before it launched ranks, and what the ranks made that this one launched.
-        takes=(together, _name(parent), _name(own, *meeting)),
-        launchers=(_name(parent), _name(own)),
+        takes=(together, digest(*parent), digest(*own, *meeting)),
+        launchers=(digest(*parent), digest(*own)),
     )
 
 
@@ -107,10 +107,10 @@ def this_program(environment: Mapping[str, str] = os.environ) -> Job:
         True
     """
     if environment.get(JOB):
-        group = _name(("job", environment[JOB]))
+        group = digest("job", environment[JOB])
         return Job(offers=(group,), takes=(group,), launchers=(group,))
     # All processes that multiprocessing has started from one have its key, and no other process has.
-    own = _name(("program", bytes(multiprocessing.current_process().authkey).hex()))
+    own = digest("program", bytes(multiprocessing.current_process().authkey).hex())
     # A worker's parent is a rank, and not the ranks' launcher.
     is_worker = multiprocessing.parent_process() is not None
     job = Job((), (), ()) if is_worker else this_job(environment)
@@ -175,10 +175,15 @@ def _process(pid: int) -> tuple[str, ...]:
     return (str(pid_namespace()), str(pid), begun)
 
 
-def _name(process: tuple[str, ...], *meeting: str) -> str:
-    """Return 32 hexadecimal digits for a launcher, and for a rendezvous under it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (*process, *meeting):
-        encoded = os.fsencode(part)
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.hexdigest()
+def digest(*texts: str) -> str:
+    """Return 32 hexadecimal digits for these texts.
+
+    Example:
+        >>> digest("a", "bc") == digest("ab", "c")
+        False
+    """
+    found = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        encoded = text.encode("utf-8", "surrogatepass")
+        found.update(len(encoded).to_bytes(8, "little") + encoded)
+    return found.hexdigest()

@@ -34,10 +34,10 @@ import torch
 from hotset.store import format as fmt
 from hotset.store.batch_layout import BatchTree, Column, NotGathered, torch_dtype
 from hotset.store.claims import Ids
-from hotset.store.format import PRESENT, RECORD_HEADER, ROW_MASK
+from hotset.store.format import PRESENT, ROW_MASK
 from hotset.store.leaves import ArrayLeaf, Leaf, NumbersLeaf, TextLeaf
 from hotset.store.ragged import Ragged
-from hotset.store.record_batch import ReceivedRecords, VariableTails, runs
+from hotset.store.record_batch import ReceivedRecords, VariableTails, heads_of, runs
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
 from hotset.store.spill import StagedBatch
@@ -105,8 +105,7 @@ class MixedBatch(NamedTuple):
         whole = np.empty(sum(map(len, (self.here, *self.there))), head)
         whole[self.here] = heads
         for each, places in zip(self.received, self.there, strict=True):
-            width = each.rows[:, RECORD_HEADER : RECORD_HEADER + head.itemsize]
-            whole[places] = np.ascontiguousarray(width).view(head)[:, 0]
+            whole[places] = heads_of(each.rows, head)
         return whole
 
     def pieces(self, column: Column, view: Any, rows: Words, out: Any) -> list[Piece]:

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from hotset.store import irregular_records as forms
 from hotset.store.claims import Ids
-from hotset.store.format import LINE, OWN_STAMP, split_tail
+from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, split_tail
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
 
-__all__ = ["ReceivedRecords", "VariableTails", "runs"]
+__all__ = ["ReceivedRecords", "VariableTails", "heads_of", "runs"]
 
 
 class ReceivedRecords(NamedTuple):
@@ -87,6 +87,18 @@ class VariableTails:
     def lines(self) -> Words:
         """The numbers of all lines, in the order in which they are gathered."""
         return runs(self.first, self.counts)
+
+
+def heads_of(rows: npt.NDArray[np.uint8], head: np.dtype[np.void]) -> npt.NDArray[np.void]:
+    """The heads of rows that lie side by side.
+
+    Args:
+        rows: of shape (records, stride).
+        head: :attr:`Schema.head`.
+    """
+    width = rows[:, RECORD_HEADER : RECORD_HEADER + head.itemsize]
+    heads: npt.NDArray[np.void] = np.ascontiguousarray(width).view(head)[:, 0]
+    return heads
 
 
 def runs(firsts: Words, counts: Words) -> Words:

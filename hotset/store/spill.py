@@ -36,7 +36,7 @@ from hotset.store.format import ON_DISK, PAGE, RECORD, RECORD_HEADER, ROW_MASK, 
 from hotset.store.fsck import content_problem
 from hotset.store.irregular_records import Taken
 from hotset.store.memory_limits import Headroom
-from hotset.store.record_batch import VariableTails
+from hotset.store.record_batch import VariableTails, heads_of
 from hotset.store.records import Record, Records
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words, attach_second
@@ -269,9 +269,7 @@ class StagedBatch:
         return not self.damaged
 
     def _load_tails(self, head: np.dtype[np.void]) -> None:
-        width = head.itemsize
-        heads = np.ascontiguousarray(self.rows[:, RECORD_HEADER : RECORD_HEADER + width]).view(head)[:, 0]
-        tails = self.tails = VariableTails(heads)
+        tails = self.tails = VariableTails(heads_of(self.rows, head))
         limit = self._spill.segment.geometry.lines
         ends = tails.first + tails.counts
         for place in self._memory[
