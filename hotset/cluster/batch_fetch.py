@@ -283,7 +283,7 @@ class BatchFetch:
                     samples, size = {}, 0
         finally:
             watch.drew()  # puts back a generator that a reading moved before it raised
-            self._store.filler.claims.leave_out(np.array(drawing, np.int64))
+            self._store.filler.claims.mark_drawing(np.array(drawing, np.int64))
             if owner is not None and (samples or left or drawing):
                 self._put(owner, samples, turn, unread=[*left, *drawing])
 
@@ -344,7 +344,7 @@ def pack(
     Returns:
         The sample ids, those of absent ones last, and the records.
     """
-    fitting: list[tuple[int, forms.Taken]] = []
+    fitting: list[tuple[int, forms.Flattened]] = []
     missing = list(absent)
     rows_left, lines_left = LARGEST // schema.stride, LARGEST // LINE
     for sample, value in samples.items():

@@ -45,7 +45,7 @@ from zmq.utils.monitor import parse_monitor_message
 from hotset._warnings import Warner
 from hotset.cluster import protocol
 from hotset.cluster.membership import PATIENCE, Keys, Membership, MembershipFile, Owned
-from hotset.cluster.peer_stats import PeerStats, PeerStatsFile, read_peer_stats
+from hotset.cluster.peer_stats import Backoff, PeerStats, PeerStatsFile, read_peer_stats
 from hotset.cluster.protocol import Head, Malformed, Operation, Status
 from hotset.cluster.sealing import Credentials, Sealing, Unsealable
 from hotset.cluster.sockets import (
@@ -73,7 +73,6 @@ __all__ = ["Answer", "Peer", "PeerClients", "Peers", "PendingRequest"]
 T = TypeVar("T")
 
 _IN_FLIGHT = 16  # what the server queues for one client
-_FIRST_REST, _LONGEST_REST = 0.5, 30.0  # seconds
 
 _ENDS: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "has closed the connection, or died",
@@ -211,27 +210,6 @@ class PendingRequest:
         return Answer(no, no, no, no, False, lines, rows, tails)
 
 
-class _Backoff:
-    """How long a machine is left alone: half a second, then twice as long each time, half a minute at most.
-
-    It is replaced by a new one when the machine answers again.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = _FIRST_REST
-        self._until = 0.0
-
-    @property
-    def lasts(self) -> bool:
-        """Whether it is left alone now."""
-        return time.monotonic() < self._until
-
-    def begin(self) -> None:
-        """Leave it alone from now on."""
-        self._until = time.monotonic() + self._seconds
-        self._seconds = min(2 * self._seconds, _LONGEST_REST)
-
-
 class Peer:
     """One other machine. Made by :meth:`PeerClients.add`.
 
@@ -252,8 +230,8 @@ class Peer:
         self._unsent: list[list[Any]] | None = None  # while credentials are on their way
         self._number = 0
         self._open: weakref.WeakValueDictionary[int, PendingRequest] = weakref.WeakValueDictionary()
-        self._rest = _Backoff()
-        self._rest_of: defaultdict[bytes, _Backoff] = defaultdict(_Backoff)
+        self._rest = Backoff()
+        self._rest_of: defaultdict[bytes, Backoff] = defaultdict(Backoff)
         self._is_told = False
 
     @property
@@ -422,7 +400,7 @@ class Peer:
 
     def well(self, seconds: float, cache: CacheIdentity) -> None:
         """Note that it has answered."""
-        self._rest = _Backoff()
+        self._rest = Backoff()
         self._rest_of.pop(cache.fingerprint, None)
         self.traffic.answers += 1
         self.traffic.seconds += seconds

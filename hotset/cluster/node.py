@@ -321,7 +321,7 @@ class Node:
         assert store is not None
         assert isinstance(use, SessionCacheHandle)
         store.filler.ahead = True
-        store.room.allowance, store.room.knob = use, "the session's `--memory`"
+        store.allocator.allowance, store.allocator.knob = use, "the session's `--memory`"
         self._caches[described.meeting] = described
         service = StoreService(store, fingerprint_of(described.about))
         self._services.add(service)

@@ -229,7 +229,7 @@ class RemoteCache:
 
         What this machine owns, and lacks, comes first.
         """
-        if not self._replicate or store.room.why_full is not None:
+        if not self._replicate or store.allocator.why_full is not None:
             return False
         mean = store.stored_bytes / max(1, int((store.segment.index >= PRESENT).sum()))
         # A sixteenth is left to extents that are not full, and to samples larger than the mean.

@@ -254,8 +254,8 @@ class ActiveWindow:
             return
         due = self.sizes.due(before.behind)
         late = due - (after.cursor - before.cursor)
-        if late and not live[Live.LATE_TOLD]:
-            live[Live.LATE_TOLD] = 1
+        if late and not live[Live.WARNED_LATE]:
+            live[Live.WARNED_LATE] = 1
             warn(
                 f"{self._name}: {late:,} of the {due:,} samples that were to enter the window were not "
                 "ready, as preparing them takes longer than an epoch; they enter at later boundaries. Lower "

@@ -95,10 +95,10 @@ class Attachment:
     def _set_allowance(self, store: Store | None) -> None:
         """Limit the store to what its session has left."""
         if store is not None and isinstance(self._handle, SessionCacheHandle):
-            store.room.allowance = self._handle
-            store.room.knob = "the session's `--memory`"
+            store.allocator.allowance = self._handle
+            store.allocator.knob = "the session's `--memory`"
             if store.spill is not None:
-                store.spill.room.knob = "a new session's `--spill`"
+                store.spill.allocator.knob = "a new session's `--spill`"
 
     def close(self) -> None:
         """Detach."""

@@ -410,7 +410,7 @@ def _create(result: PlanResult, options: CacheOptions, location: CacheLocation |
             where = location.path if location is not None else None
             ring = Ring.create(schema, plan.window.slots, plan.limit, about=about, path=where)
             ring.path = location.name if location is not None else None
-            ring.room.knob = "`resident=`"
+            ring.allocator.knob = "`resident=`"
             return ring
         path, spill = (
             location.path if location is not None else None,

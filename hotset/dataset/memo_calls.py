@@ -259,7 +259,7 @@ class Calls:
         patience = _NESTED_SECONDS if nested else max(_PATIENCE_SECONDS, 5 * self._mean_seconds(state))
         deadline, pause, failed = time.monotonic() + patience, _FIRST_PAUSE_SECONDS, 0
         while True:
-            if store.is_left_out(sample):
+            if store.is_never_kept(sample):
                 return False, MISSING
             owner = state.share.computing.setdefault(sample, thread)
             if owner == thread:
@@ -298,7 +298,7 @@ class Calls:
             if state.process != os.getpid():
                 return value, False  # a child that was forked meanwhile: the claim is its parent's
             if watch.drew(value, compute):
-                state.store.leave_out(sample)
+                state.store.never_keep(sample)
                 self._tell(
                     state,
                     "draws",
@@ -328,7 +328,7 @@ class Calls:
                 return True
             self._tell_full(state)
         except SchemaMismatch as mismatch:
-            state.store.leave_out(sample)
+            state.store.never_keep(sample)
             self._tell(
                 state,
                 "kind",

@@ -111,7 +111,7 @@ class _Worker:
 
         Returns at once when there is a newer list.
         """
-        self._store.room.reopen()  # an earlier list may have found it full; the window has moved since
+        self._store.allocator.reopen()  # an earlier list may have found it full; the window has moved since
         left = np.sort(np.unique(ids, return_index=True)[1])  # positions in the list
         pause = _SHORTEST_PAUSE
         while len(left := self._absent(number, ids, left)):
@@ -135,7 +135,7 @@ class _Worker:
     @property
     def _is_futile(self) -> bool:
         """Whether nothing can be stored: the store is full, or this process has no slot to claim with."""
-        return self._store.room.is_full or self._store.participant.slot < 0
+        return self._store.allocator.is_full or self._store.participant.slot < 0
 
     def _share(self, free: Ids) -> Ids:
         """Those of these positions that this worker is to read next.

@@ -248,8 +248,8 @@ class SampleAccess:
         if self._reader.trouble is not None:
             trouble, self._reader.trouble = self._reader.trouble, None
             self.warn(trouble, "concurrency")
-        while store.room.notes:  # about caches that were freed; the process that freed them warns
-            self.warn(f"{self._plan.name}: {store.room.notes.pop()}")
+        while store.allocator.notes:  # about caches that were freed; the process that freed them warns
+            self.warn(f"{self._plan.name}: {store.allocator.notes.pop()}")
         if got and (self._remote is None or not self._remote.pass_on(store, got)):
             self._warn_of_shortage(store)
         return records, {**uncached, **got}
@@ -417,7 +417,7 @@ class SampleAccess:
 
     def _warn_of_shortage(self, store: Store) -> None:
         """Warn, once for all processes, that samples stay uncached, and which argument to change."""
-        if store.segment.live[Live.TOLD]:
+        if store.segment.live[Live.WARNED]:
             return
         met: Any = store.filler.mismatches
         if self._window is not None:  # with a window a sample has several ids
@@ -429,13 +429,13 @@ class SampleAccess:
     def warn_of_draws(self) -> None:
         """Warn, once in each job, which samples are known to draw random numbers."""
         store = self.store
-        if store is None or store.segment.live[Live.DRAWS_TOLD] == self._job:
+        if store is None or store.segment.live[Live.WARNED_DRAWS] == self._job:
             return
         ids = np.arange(len(store.segment.used_index))
         if self._window is not None:
             ids = np.sort(self._window.entries(None, self.ring))
         drawing = ids[store.index.drawing(ids)].tolist()
-        if drawing and _first_to_warn(store, Live.DRAWS_TOLD, self._job):
+        if drawing and _first_to_warn(store, Live.WARNED_DRAWS, self._job):
             complete = self._window is None and not store.index.missing(ids).any()
             sentence = _draws(sorted(map(self._index, drawing)), len(ids), complete=complete)
             # Two jobs that run at the same time overwrite each other's word: each process tells once.
@@ -473,7 +473,7 @@ def _shortage(store: Store, used: int, samples: int, mismatches: Collection[int]
         mismatches: the indices of the samples that this process found uncacheable.
     """
     if store.why_full is not None:
-        if store.room.why_full is None:  # there is room in memory; the disk should hold all samples, too
+        if store.allocator.why_full is None:  # there is room in memory; the disk should hold all samples, too
             return f"not all samples are stored on the disk: {store.why_full}"
         cached = int((store.segment.used_index >= PRESENT).sum())
         return f"{cached:,} of {used:,} samples are cached, and no more fit: {store.why_full}"
@@ -514,7 +514,7 @@ def _draws(drawing: Sequence[int], used: int, *, complete: bool) -> str:
     return f"{sentence}Move the random part to transform=[...], so that the part before it is cached"
 
 
-def _first_to_warn(store: Store, what: int = Live.TOLD, said: int = 1) -> bool:
+def _first_to_warn(store: Store, what: int = Live.WARNED, said: int = 1) -> bool:
     """Whether no process has given this warning yet. Workers run out of room together, and one is to warn.
 
     Args:

@@ -291,11 +291,11 @@ class SharedCache:
     def _warn_full(self, slots: Slots) -> None:
         """Warn, once for all processes, that the cache is full, and which argument to raise."""
         live = slots.segment.live
-        if slots.store.room.why_full is not None and not live[Live.TOLD]:
-            live[Live.TOLD] = 1
+        if slots.store.allocator.why_full is not None and not live[Live.WARNED]:
+            live[Live.WARNED] = 1
             warn(
                 f"SharedCache: {int(slots.present().sum()):,} of {self._length:,} slots are set, and no more "
-                f"fit: {slots.store.room.why_full}."
+                f"fit: {slots.store.allocator.why_full}."
             )
 
     def _sample_number(self, idx: int) -> int:
@@ -338,7 +338,7 @@ class SharedCache:
         shared = find_or_create_in_job(content, name, create=create, attach=Slots.attach)
         self._slots, self._handle = shared.value, shared.handle
         if self._slots is not None:
-            self._slots.store.room.knob = "`size_limit_gib=`"
+            self._slots.store.allocator.knob = "`size_limit_gib=`"
 
     def _here(self) -> Slots | None:
         """The slots, after listing this process as one that keeps them alive; None without a cache."""
@@ -369,7 +369,7 @@ class SharedCache:
                 "on the same machine, while a process that has it lives."
             )
             return None
-        slots.store.room.knob = "`size_limit_gib=`"
+        slots.store.allocator.knob = "`size_limit_gib=`"
         return slots
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:

@@ -195,7 +195,7 @@ class BlockCollate:
         pool = self._pool
         if pool is None or not pool.is_ours or pool.block_bytes < self._needed:
             pool = self._pool = BlockPool(self._needed)
-        return BatchBuffer(pool.lend(pool.take()), pool.block_bytes, _itself, _LARGE)
+        return BatchBuffer(pool.new_array(pool.take()), pool.block_bytes, _itself, _LARGE)
 
 
 def _itself(tensor: torch.Tensor, offset: int) -> torch.Tensor:

@@ -154,7 +154,7 @@ class LocalGather:
         if pool is None or not pool.is_ours or pool.block_bytes < size:
             # Batches vary in size: a quarter more, so that not every larger one needs a new pool.
             pool = self._pool = BlockPool(size if pool is None else size + size // 4)
-        return _Block(pool.lend(pool.take()))
+        return _Block(pool.new_array(pool.take()))
 
 
 class _Block:

@@ -174,7 +174,7 @@ def retire(path: str) -> int:
             live[Live.CLEAR_GENERATION] |= 1
             segment.used_index[:] = 0
         taken = os.fstat(segment.fd).st_blocks
-        if participant.unread(_READERS_SECONDS):
+        if participant.wait_for_readers(_READERS_SECONDS):
             with contextlib.suppress(OSError):
                 segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
         return max(taken - os.fstat(segment.fd).st_blocks, 0) * _BLOCK

@@ -69,7 +69,7 @@ class Allowance(Protocol):
         """
 
 
-class _Lack(NamedTuple):
+class _Shortage(NamedTuple):
     """Why there is no extent.
 
     Attributes:
@@ -146,7 +146,7 @@ class Allocator:
 
     def take_lines(self, count: int) -> int:
         """Take a run of lines for a record whose row is fixed; returns its first line, or -1 without room."""
-        with self._participant.one_thread:
+        with self._participant.thread_lock:
             return self._take_lines(count)
 
     def place(self, row: int) -> bool:
@@ -170,7 +170,7 @@ class Allocator:
         """Whether the machine has this many bytes more to touch."""
         if self.is_full:
             return False
-        with self._participant.one_thread:
+        with self._participant.thread_lock:
             if self._affordable < size:
                 free = self._free()
                 room = free.bytes - self._geometry.rows_at
@@ -190,7 +190,7 @@ class Allocator:
         if self.is_full or (live[Live.FULL] and self._left_of_limit() < self._limit() // _PART):
             return False
         live[Live.FULL] = 0
-        with self._participant.one_thread:
+        with self._participant.thread_lock:
             row = self._own_extent(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows)
             if row is None or not live[Live.LINES_NEXT]:  # no record has needed lines so far
                 return row is not None
@@ -261,21 +261,21 @@ class Allocator:
         if self.is_full or self._participant.slot < 0:
             return False
         tries = 0
-        while (lack := self._try_to_extend(next_word, live_word, count, size, capacity)) is not None:
+        while (shortage := self._try_to_extend(next_word, live_word, count, size, capacity)) is not None:
             tries += 1
-            if tries > _TRIES or not self._makes_room(lack):
-                return False if lack.why is None else self.refuse(lack.why)
+            if tries > _TRIES or not self._makes_room(shortage):
+                return False if shortage.why is None else self.refuse(shortage.why)
         return True
 
     def _try_to_extend(
         self, next_word: int, live_word: int, count: int, size: int, capacity: int
-    ) -> _Lack | None:
+    ) -> _Shortage | None:
         """Reserve an extent; return what stands in the way, if something does."""
         live, row = self._segment.live, self._participant.row
         start = self._geometry.rows_at if live_word == Live.ROWS_NEXT else self._geometry.lines_at
         with self._participant.short_lock() as held:
             if not held:
-                return _Lack()
+                return _Shortage()
             first = max(int(live[live_word]), 0)
             taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
             left = min(capacity - first, self._left_of_limit() // size)
@@ -286,17 +286,17 @@ class Allocator:
             if units * size > room:
                 units = count
             if units > left:
-                return _Lack(self._limit_reached())
+                return _Shortage(self._limit_reached())
             total = taken + units * size
             if units * size > room:
-                return _Lack(self._no_memory(free), total, units * size)
+                return _Shortage(self._no_memory(free), total, units * size)
             # Entered before it is reserved: killed in between, this process leaves the budget too small.
             if self.allowance is not None and not self.allowance.take(total):
-                return _Lack(self._limit_reached(), total)
+                return _Shortage(self._limit_reached(), total)
             if not self._segment.reserve(start + first * size, units * size):
                 if self.allowance is not None:
                     self.allowance.take(taken)
-                return _Lack(self._file_system_full(), total, units * size)
+                return _Shortage(self._file_system_full(), total, units * size)
             # No call lies between these stores, so no interrupt either, by which an extent would be lost.
             # What was left of the old one (too short a run of lines) is given up.
             live[live_word] = first + units
@@ -304,18 +304,18 @@ class Allocator:
             row[next_word + 1] = first + units
         return None
 
-    def _makes_room(self, lack: _Lack) -> bool:
+    def _makes_room(self, shortage: _Shortage) -> bool:
         """Free other caches of the budget; whether that gave enough back for another try."""
         live = self._segment.live
-        if self.allowance is None or not lack.total or (lack.more and live[Live.VAIN]):
+        if self.allowance is None or not shortage.total or (shortage.more and live[Live.FREED_IN_VAIN]):
             return False
         before = self._free().bytes
-        note = self.allowance.make_room(lack.total, lack.more)
+        note = self.allowance.make_room(shortage.total, shortage.more)
         if note:
             self.notes.append(note)
         # The memory of other caches may be charged to another control group than the one that is full.
-        if lack.more and note is not None and self._free().bytes < before + lack.more // 2:
-            live[Live.VAIN] = 1
+        if shortage.more and note is not None and self._free().bytes < before + shortage.more // 2:
+            live[Live.FREED_IN_VAIN] = 1
         return note is not None
 
     def _left_of_limit(self) -> int:

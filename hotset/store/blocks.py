@@ -1,19 +1,24 @@
 """Blocks: memory for batches, recycled exactly when the last view of a batch dies.
 
 Copying a batch costs a fraction of what the page faults of fresh memory cost (25 GB/s against 1.3 GB/s
-measured), so a loader lives on a few blocks that stay mapped, and, last in first out, in the processor's
-cache. A block is lent as a ctypes array over the pool's mapping; tensors are made over that array. The array
-dies with the last tensor, slice, numpy view or storage that refers to it, and a weak
-reference's callback then puts the block's reference on a list of those that came back.
+measured), so a loader uses a few blocks that stay mapped, and, last in first out, in the processor's cache::
 
-That callback runs in any thread, inside the allocation or collection that dropped the last view. So it takes
+    free ── take ──> taken ── new_array ──> in use ── its last view dies ──> free
+      ^                └── give_back ──┐
+      └────────────────────────────────┘
+
+A block in use has a ctypes array over the pool's mapping, and tensors are made over that array. The array
+dies with the last tensor, slice, numpy view or storage that refers to it. The callback of a weak reference
+then puts that reference on a list, from which the next :meth:`BlockPool.take` frees the block.
+
+The callback runs in any thread, inside the allocation or collection that dropped the last view. So it takes
 no lock, and is the list's own ``append``: an interrupt inside Python code would be lost there, and the block
 with it.
 
 Fork: private pools (``MAP_PRIVATE``) are copied on write, so child and parent each keep what they saw.
 Pools that workers write into are shared, and a child might still read a batch that its parent has dropped. So
-blocks that are lent at a fork are never recycled, unless the fork makes the pool's own workers, which read no
-batches. A pool belongs to the process that made it; a child makes its own.
+blocks that are in use at a fork are never recycled, unless the fork makes the pool's own workers, which read
+no batches. A pool belongs to the process that made it; a child makes its own.
 """
 
 from __future__ import annotations
@@ -51,8 +56,8 @@ def _array_type(size: int) -> Any:
     return kind
 
 
-class _Lent(weakref.ref[Any]):
-    """A reference to a block's memory, while that is lent."""
+class _ArrayRef(weakref.ref[Any]):
+    """A weak reference to the array of a block in use."""
 
     __slots__ = ("number",)
     number: int
@@ -88,9 +93,9 @@ class BlockPool:
         self._shared = shared
         self._pid = os.getpid()
         self._free: list[int] = []
-        self._lent: dict[int, _Lent] = {}
-        self._back: list[_Lent] = []  # whose last view has died
-        self._out: set[int] = set()  # taken, and neither lent nor given back yet
+        self._taken: set[int] = set()
+        self._in_use: dict[int, _ArrayRef] = {}
+        self._dead: list[_ArrayRef] = []  # whose arrays have died
         self._maps: dict[int, mmap.mmap] = {}
         self._fd = -1
         if shared:
@@ -117,16 +122,20 @@ class BlockPool:
     def take(self) -> int:
         """Return the number of a free block, making one if there is none. Never waits.
 
-        The block is this caller's until :meth:`give_back`, or, once lent, until its last view dies.
+        The block is this caller's until :meth:`give_back`, or, after :meth:`new_array`, until its last view
+        dies.
+
+        Raises:
+            MemoryError: as many blocks are in use as a shared pool has.
         """
-        self._take_back()
+        self._free_dead()
         try:
             number = self._free.pop()
-            self._out.add(number)
+            self._taken.add(number)
             return number
         except IndexError:
             number = next(self._numbers)  # atomic, like the pop: threads may share a pool
-            self._out.add(number)
+            self._taken.add(number)
         if not self._shared:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             block = self._maps[number] = mmap.mmap(-1, self.block_bytes, flags=flags)
@@ -134,52 +143,52 @@ class BlockPool:
                 # With small pages a tenth of a copy's time goes into looking up their addresses.
                 block.madvise(mmap.MADV_HUGEPAGE)
         elif number >= self._most:
-            self._out.discard(number)
+            self._taken.discard(number)
             raise MemoryError(
                 f"{self._most:,} batches are held at once, more than a pool of blocks holds; "
                 "copy what you keep with `.clone()`."
             )
         return number
 
-    def lend(self, number: int) -> Any:
-        """Return the block's memory; when the last view of it dies the block is free again."""
+    def new_array(self, number: int) -> Any:
+        """Return an array over a taken block; when the last view of it dies, the block is free again."""
         if self._shared:
             array = _array_type(self.block_bytes).from_buffer(self._maps[0], number * self.block_bytes)
         else:
             array = _array_type(self.block_bytes).from_buffer(self._maps[number])
-        lent = _Lent(array, self._back.append)
-        lent.number = number
-        self._lent[number] = lent
-        self._out.discard(number)
+        reference = _ArrayRef(array, self._dead.append)
+        reference.number = number
+        self._in_use[number] = reference
+        self._taken.discard(number)
         return array
 
-    def _take_back(self) -> None:
+    def _free_dead(self) -> None:
         """Free the blocks whose last views have died."""
-        while self._back:
+        while self._dead:
             try:
-                lent = self._back.pop(0)  # so that the last one is on top of the free ones
+                dead = self._dead.pop(0)  # so that the last one is on top of the free ones
             except IndexError:  # another thread was faster
                 return
-            # A fork may have retired the block, or lent it anew in a child's copy of this object.
-            if self._lent.get(lent.number) is lent:
-                del self._lent[lent.number]
-                self._free.append(lent.number)
+            # A fork may have retired the block, or a child's copy of this object has made another array.
+            if self._in_use.get(dead.number) is dead:
+                del self._in_use[dead.number]
+                self._free.append(dead.number)
 
     def array_of(self, number: int) -> Any:
-        """Return the memory of a block; lends it unless it is lent already."""
-        self._take_back()
-        reference = self._lent.get(number)
+        """Return the array of a block; makes one unless the block is in use."""
+        self._free_dead()
+        reference = self._in_use.get(number)
         array = reference() if reference is not None else None
         if array is not None:
             return array
         with contextlib.suppress(ValueError):
             self._free.remove(number)
-        return self.lend(number)
+        return self.new_array(number)
 
     def give_back(self, number: int) -> None:
-        """Free a block that was taken; does nothing if the block was lent."""
-        if number in self._out:
-            self._out.discard(number)
+        """Free a taken block; does nothing if the block is in use."""
+        if number in self._taken:
+            self._taken.discard(number)
             self._free.append(number)
 
     def trim(self, kept_bytes: int = 0) -> None:
@@ -188,14 +197,14 @@ class BlockPool:
         Args:
             kept_bytes: bytes of free blocks that keep their memory: of those that are taken next.
         """
-        self._take_back()
+        self._free_dead()
         for number in self._free[: max(len(self._free) - kept_bytes // self.block_bytes, 0)]:
             self._maps[0].madvise(mmap.MADV_REMOVE, number * self.block_bytes, self.block_bytes)
 
-    def retire_lent(self) -> None:
-        """Never recycle the blocks that are lent now: another process may read them."""
-        self._take_back()
-        self._lent.clear()
+    def retire(self) -> None:
+        """Never recycle the blocks that are in use now: another process may read them."""
+        self._free_dead()
+        self._in_use.clear()
 
 
 _shared_pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()
@@ -207,7 +216,7 @@ _making: Any = threading.RLock()
 def _before_fork() -> None:
     if not _making._is_owned():
         for pool in list(_shared_pools):
-            pool.retire_lent()
+            pool.retire()
 
 
 def _after_fork_in_child() -> None:
@@ -219,7 +228,7 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 def making_workers() -> contextlib.AbstractContextManager[object]:
-    """Forks inside this block make loader workers, which do not read lent batches."""
+    """Forks inside this block make loader workers, which do not read the batches of their parent."""
     return _making  # type: ignore[no-any-return]
 
 

@@ -139,7 +139,7 @@ class Participant:
             return contextlib.nullcontext(False)
 
     @property
-    def one_thread(self) -> contextlib.AbstractContextManager[object]:
+    def thread_lock(self) -> contextlib.AbstractContextManager[object]:
         """A lock that excludes other threads of this process, for what only this process writes."""
         return self._thread_lock
 
@@ -147,7 +147,7 @@ class Participant:
         """Whether a process holds ``slot`` at this moment."""
         return slot == self._slot or locks.is_locked(self._locks.process().value, 1 + slot)
 
-    def unread(self, timeout: float) -> bool:
+    def wait_for_readers(self, timeout: float) -> bool:
         """Wait until no process reads records; False if one still did after ``timeout`` seconds.
 
         To be called after the clear generation was made odd, and not by a thread that reads records.
@@ -285,7 +285,7 @@ class Claims:
         if self._index.refusals(ids).any():
             self._note(ids, self._index.refusals)
 
-    def leave_out(self, ids: Ids) -> None:
+    def mark_drawing(self, ids: Ids) -> None:
         """Mark as drawing those of these samples that this process has claimed or could claim."""
         mine = self.own(ids)
         self._index.put(mine, self._index.refusals(mine) | DRAWS)

@@ -58,6 +58,9 @@ class Read(Protocol):
     def __call__(self, sample: int, /) -> Any: ...
 
 
+# Samples that fit a record, by sample id.
+Flattened = list[tuple[int, forms.Flattened]]
+
 _CHUNK_SECONDS = 8e-3
 _LARGEST_CHUNK = 64
 _CHUNK_BYTES = 2 << 20
@@ -98,7 +101,7 @@ class Filler:
     Args:
         participant: this process's slot in the segment.
         index: which index word is whose.
-        room: allocates rows and lines in memory.
+        allocator: of rows and lines in memory.
         schema: of the samples.
         spill: the second tier, for records that memory has no room for; None if there is none.
 
@@ -111,7 +114,12 @@ class Filler:
     """
 
     def __init__(
-        self, participant: Participant, index: Index, room: Allocator, schema: Schema, spill: Spill | None
+        self,
+        participant: Participant,
+        index: Index,
+        allocator: Allocator,
+        schema: Schema,
+        spill: Spill | None,
     ) -> None:
         self.watch: DrawWatch = NoDrawWatch()
         self.ahead = False
@@ -120,7 +128,7 @@ class Filler:
         self.claims = Claims(participant, index)
         self._participant = participant
         self._index = index
-        self._room = room
+        self._allocator = allocator
         self._spill = spill
         self._schema = schema
         self._records = Records(participant.segment, schema)
@@ -209,7 +217,7 @@ class Filler:
         finally:
             self.claims.release(_without(ids, np.fromiter(stored, np.int64)))
 
-    def put(self, sample: int, prepared: forms.Taken) -> bool:
+    def put(self, sample: int, prepared: forms.Flattened) -> bool:
         """Write and publish the record of one claimed sample; False without room: the claim is given back."""
         written = 0
         try:
@@ -223,7 +231,7 @@ class Filler:
     @property
     def is_full(self) -> bool:
         """Whether room was refused less than half a second ago, in memory and on the disk."""
-        return self._room.is_full and (self._spill is None or self._spill.room.is_full)
+        return self._allocator.is_full and (self._spill is None or self._spill.allocator.is_full)
 
     @property
     def _chunk(self) -> int:
@@ -299,7 +307,7 @@ class Filler:
             self._participant.row[Slot.MISSES] += 0 if self.ahead else len(found)
             self.drawing += len(drawing)
             if drawing:
-                self.claims.leave_out(np.array(drawing, np.int64))
+                self.claims.mark_drawing(np.array(drawing, np.int64))
 
     def _read(self, values: dict[int, Any], samples: list[int], read: Read) -> dict[int, Any]:
         """Enter the values of these samples, and measure the time that sizes the next chunk."""
@@ -329,7 +337,7 @@ class Filler:
         if len(self.mismatches) < _MOST_MISMATCHES:
             self.mismatches.setdefault(sample, str(mismatch))
 
-    def _write(self, fitting: list[tuple[int, forms.Taken]], tails: list[int]) -> int:
+    def _write(self, fitting: Flattened, tails: list[int]) -> int:
         """Write and publish as many of these, whose tails have so many lines, as room is given for at once.
 
         Returns:
@@ -349,20 +357,20 @@ class Filler:
         counters[Slot.STORED_BYTES] += written * self._schema.stride + sum(tails[:written]) * fmt.LINE
         return written
 
-    def _write_to_memory(self, samples: Ids, fitting: list[tuple[int, forms.Taken]], tails: list[int]) -> int:
+    def _write_to_memory(self, samples: Ids, fitting: Flattened, tails: list[int]) -> int:
         places = self._index.places(samples).tolist()
-        with self._participant.one_thread:
-            given = self._room.reserve(places, tails)
+        with self._participant.thread_lock:
+            given = self._allocator.reserve(places, tails)
             try:
                 return self._publish(samples, places, fitting, given)
             finally:
-                self._room.settle()
+                self._allocator.settle()
 
     def _publish(
         self,
         samples: Ids,
         places: list[int],
-        fitting: list[tuple[int, forms.Taken]],
+        fitting: Flattened,
         given: list[tuple[int, int]],
     ) -> int:
         """Write records to where room was given for them, and publish their words; returns how many."""
@@ -380,7 +388,7 @@ class Filler:
             try:
                 words = self._records.write(records)
             except OSError as error:
-                self._room.refuse(f"its file cannot be written ({error}); give it another place")
+                self._allocator.refuse(f"its file cannot be written ({error}); give it another place")
                 words = []
             self._index.put(samples[: len(words)], np.array(words, np.int64))
         return len(words)

@@ -350,7 +350,7 @@ class Gather:
         return staged.is_loaded or self._store.load(staged)
 
     def _sound(self, ids: Ids) -> bool:
-        return self._store.soundness.verified is None or bool(self._store.present(ids).all())
+        return self._store.verification.verified is None or bool(self._store.present(ids).all())
 
     def _variables(self, copy: Copy, start: int, stop: int) -> list[Any]:
         """The variable leaves of a batch: text as lists, arrays ragged or padded."""

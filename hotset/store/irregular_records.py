@@ -45,8 +45,8 @@ from hotset.store.leaves import ArrayLeaf, SchemaMismatch
 from hotset.store.schema import LARGEST_RECORD, Group, Node, Prepared, Schema, infer, to_json, varied
 
 __all__ = [
-    "Own",
-    "Taken",
+    "Flattened",
+    "OwnForm",
     "lay_out",
     "prepare",
     "prepare_all",
@@ -68,7 +68,7 @@ _recent: deque[tuple[bytes, Schema]] = deque(maxlen=8)
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnForm:
     """A sample in a form of its own, laid out: what :func:`write` writes.
 
     Attributes:
@@ -85,25 +85,25 @@ class Own:
 
 
 # A flattened sample: in the common form, or in its own.
-Taken = Prepared | Own
+Flattened = Prepared | OwnForm
 
 
-def stamp(taken: Taken, generation: int) -> int:
+def stamp(flattened: Flattened, generation: int) -> int:
     """The generation and the kind of a record, as its header and its index word hold them."""
-    return generation | OWN_STAMP if isinstance(taken, Own) else generation
+    return generation | OWN_STAMP if isinstance(flattened, OwnForm) else generation
 
 
-def prepare(schema: Schema, sample: object) -> Taken:
+def prepare(schema: Schema, sample: object) -> Flattened:
     """Flatten a sample, by the common schema or else in a form of its own.
 
     Args:
         schema: the common one.
-        sample: anything; or an :class:`Own` from a cache of this very schema, which stays as it is.
+        sample: anything; or an :class:`OwnForm` from a cache of this very schema, which stays as it is.
 
     Raises:
         SchemaMismatch: it holds something that cannot be cached, or more than 2 GiB; says what and where.
     """
-    if isinstance(sample, Own):
+    if isinstance(sample, OwnForm):
         return sample
     try:
         return schema.prepare(sample)
@@ -113,7 +113,7 @@ def prepare(schema: Schema, sample: object) -> Taken:
 
 def prepare_all(
     schema: Schema, samples: Mapping[int, object], refused: Callable[[int, SchemaMismatch], None]
-) -> list[tuple[int, Taken]]:
+) -> list[tuple[int, Flattened]]:
     """Flatten several samples, most of which have the common form: much faster than one by one.
 
     Args:
@@ -124,16 +124,16 @@ def prepare_all(
     if len(samples) > 1:
         with contextlib.suppress(SchemaMismatch):
             return list(zip(samples, schema.prepare_all(list(samples.values())), strict=True))
-    taken: list[tuple[int, Taken]] = []
+    flattened: list[tuple[int, Flattened]] = []
     for sample, value in samples.items():
         try:
-            taken.append((sample, prepare(schema, value)))
+            flattened.append((sample, prepare(schema, value)))
         except SchemaMismatch as mismatch:
             refused(sample, mismatch)
-    return taken
+    return flattened
 
 
-def lay_out(sample: object, stride: int) -> Own:
+def lay_out(sample: object, stride: int) -> OwnForm:
     """Flatten a sample in a form of its own, for rows of that stride.
 
     Raises:
@@ -148,7 +148,7 @@ def lay_out(sample: object, stride: int) -> Own:
     body[_LENGTH.size : _LENGTH.size + len(form)] = form
     if len(body) + stride > LARGEST_RECORD:
         raise SchemaMismatch("more than 2 GiB in one sample")
-    return Own(memoryview(body), max(len(body) - (stride - _HEAD), 0))
+    return OwnForm(memoryview(body), max(len(body) - (stride - _HEAD), 0))
 
 
 def _recent_form(sample: object) -> tuple[bytes, Schema, Prepared] | None:
@@ -179,18 +179,20 @@ def _places(form_bytes: int, own: Schema) -> tuple[int, int]:
     return row_at, -(-(row_at + own.stride) // _ALIGN) * _ALIGN
 
 
-def write(schema: Schema, buffer: Any, row_at: int, taken: Taken, line: int = 0, tail_at: int = 0) -> None:
+def write(
+    schema: Schema, buffer: Any, row_at: int, flattened: Flattened, line: int = 0, tail_at: int = 0
+) -> None:
     """Write a record's row, from the end of its header on, and its tail: see :meth:`Schema.write`."""
-    if isinstance(taken, Prepared):
-        schema.write(buffer, row_at, taken, line, tail_at)
+    if isinstance(flattened, Prepared):
+        schema.write(buffer, row_at, flattened, line, tail_at)
         return
-    TAIL.pack_into(buffer, row_at + RECORD_HEADER, tail_word(line, taken.tail_lines))
-    view, body = memoryview(buffer), taken.body
-    inside = len(body) - taken.tail_bytes
+    TAIL.pack_into(buffer, row_at + RECORD_HEADER, tail_word(line, flattened.tail_lines))
+    view, body = memoryview(buffer), flattened.body
+    inside = len(body) - flattened.tail_bytes
     begin, end = row_at + _HEAD, row_at + schema.stride
     view[begin : begin + inside] = body[:inside]
     view[begin + inside : end] = bytes(end - begin - inside)
-    view[tail_at : tail_at + taken.tail_bytes] = body[inside:]
+    view[tail_at : tail_at + flattened.tail_bytes] = body[inside:]
 
 
 def read(
@@ -203,7 +205,8 @@ def read(
         buffer: writable memory that holds copies of rows, with their headers, and of tails.
         rows_at: offset of the first row; the others follow.
         tails_at: offset of each record's tail (ignored where it has none).
-        decode: if False, samples with a form of their own are returned as :class:`Own`, for :func:`prepare`.
+        decode: if False, samples with a form of their own are returned as :class:`OwnForm`, which
+            :func:`prepare` takes.
 
     Raises:
         SegmentError: a form cannot be read, or does not describe its record.
@@ -224,7 +227,7 @@ def read(
     return found
 
 
-def _packed(buffer: Any, row_at: int, stride: int, tail_at: int) -> Own:
+def _packed(buffer: Any, row_at: int, stride: int, tail_at: int) -> OwnForm:
     """A copy of a record's body."""
     raw: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
     (length,) = _LENGTH.unpack_from(buffer, row_at)
@@ -234,7 +237,7 @@ def _packed(buffer: Any, row_at: int, stride: int, tail_at: int) -> Own:
     body = np.empty(inside + tail_bytes, np.uint8)
     body[:inside] = raw[row_at + _HEAD : row_at + stride]
     body[inside:] = raw[tail_at : tail_at + tail_bytes]
-    return Own(body.data, tail_bytes)
+    return OwnForm(body.data, tail_bytes)
 
 
 def unpack(body: Any) -> Any:

@@ -192,15 +192,15 @@ class KeyedStore(Store):
     """
 
     _index_type = KeyedIndex
-    _room_type = KeyedAllocator
+    _allocator_type = KeyedAllocator
     _is_keyed = True
 
     def __init__(self, segment: Segment, schema: Schema, spill: Spill | None = None) -> None:
         if not segment.geometry.keyed:
             raise SegmentError("the existing cache holds a dataset, not results of functions.")
         super().__init__(segment, schema, spill)
-        assert isinstance(self.room, KeyedAllocator)
-        self.keys = self.room.keys
+        assert isinstance(self.allocator, KeyedAllocator)
+        self.keys = self.allocator.keys
         whole = memoryview(segment.buffer)
         geometry = segment.geometry
         self._whole = whole
@@ -245,7 +245,7 @@ class KeyedStore(Store):
             return MISSING
         if self.keys.version(sample) != version:
             return MISSING
-        if word & ON_DISK or self.soundness.verified is not None:
+        if word & ON_DISK or self.verification.verified is not None:
             return self._get_verified(sample, word)
         if self.segment.bounded:
             with self.participant.reading:
@@ -304,7 +304,7 @@ class KeyedStore(Store):
         caller sees to it that no other thread of this process claims the same sample.
         """
         word = self._words[sample]
-        if self.is_left_out(sample) or (word >= PRESENT and self.keys.version(sample) == version):
+        if self.is_never_kept(sample) or (word >= PRESENT and self.keys.version(sample) == version):
             return False
         before = self.filler.claims.take_one(sample, overwrite=word >= PRESENT)
         if before is not None and before >= PRESENT and before & ON_DISK and self.spill is not None:
@@ -333,13 +333,13 @@ class KeyedStore(Store):
         """Whether a sample's value is being computed, or was by a process that is dead."""
         return fmt.CLAIMED <= self._words[sample] < PRESENT
 
-    def is_left_out(self, sample: int) -> bool:
+    def is_never_kept(self, sample: int) -> bool:
         """Whether a sample's value is never kept."""
         return DRAWS <= self._words[sample] < fmt.CLAIMED
 
-    def leave_out(self, sample: int) -> None:
+    def never_keep(self, sample: int) -> None:
         """Note that a sample's value is never to be kept; this process has claimed it."""
-        self.filler.claims.leave_out(np.array([sample], np.int64))
+        self.filler.claims.mark_drawing(np.array([sample], np.int64))
 
     def release(self, sample: int) -> None:
         """Give a claim back."""
@@ -355,16 +355,16 @@ class KeyedStore(Store):
             return False
         prepared = forms.lay_out(with_strides(value), self.schema.stride)
         self.keys.set_version(sample, version, function)
-        with self.participant.one_thread:
-            given = self.room.reserve([sample], [prepared.tail_lines])
+        with self.participant.thread_lock:
+            given = self.allocator.reserve([sample], [prepared.tail_lines])
             try:
                 if given and self._write(sample, given[0][1], prepared):
                     return True
             finally:
-                self.room.settle()
+                self.allocator.settle()
         return self.filler.put(sample, prepared)  # on the disk, if there is a spill
 
-    def _write(self, sample: int, line: int, prepared: forms.Own) -> bool:
+    def _write(self, sample: int, line: int, prepared: forms.OwnForm) -> bool:
         """Write a record and publish it; False if the file cannot be written.
 
         What :mod:`hotset.store.records` does for many records, for one: a third of the time.
@@ -386,7 +386,7 @@ class KeyedStore(Store):
                 segment.write(prepared.body, geometry.lines_at + line * LINE)
                 segment.write(memoryview(row), row_at)
             except OSError as error:
-                return self.room.refuse(f"its file cannot be written ({error}); give it another place")
+                return self.allocator.refuse(f"its file cannot be written ({error}); give it another place")
             self._words[sample] = PRESENT | stamp << fmt.GENERATION_SHIFT | sample
         counters = self.participant.row
         counters[Slot.STORED] += 1
@@ -421,7 +421,7 @@ class KeyedStore(Store):
         """Let records take this many bytes, if that is more than they may take now."""
         with self.participant.short_lock():
             self.segment.live[Live.LIMIT] = max(int(self.segment.live[Live.LIMIT]), limit)
-        self.room.reopen()
+        self.allocator.reopen()
 
     def held(self, function: int) -> tuple[int, int]:
         """How many values of a function are here, and how many bytes their records in memory take."""
@@ -429,8 +429,8 @@ class KeyedStore(Store):
         samples = np.flatnonzero(index >= PRESENT)
         samples = samples[self.keys.functions_of(samples) == function]
         in_memory = samples[index[samples] & ON_DISK == 0]
-        assert isinstance(self.room, KeyedAllocator)
-        lines = int(self.room.tails_of(in_memory).sum())
+        assert isinstance(self.allocator, KeyedAllocator)
+        lines = int(self.allocator.tails_of(in_memory).sum())
         return len(samples), lines * LINE
 
     def check(self) -> list[str]:

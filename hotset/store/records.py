@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
     place: int
     generation: int
-    prepared: forms.Taken
+    prepared: forms.Flattened
     row: int
     line: int
 
@@ -129,7 +129,7 @@ def lay_out(
     buffer: memoryview,
     row_at: int,
     tail_at: int,
-    prepared: forms.Taken,
+    prepared: forms.Flattened,
     place: int,
     generation: int = 0,
     line: int = 0,

@@ -238,7 +238,7 @@ class Ring(Store):
     """
 
     _index_type = RingIndex
-    _room_type = RingAllocator
+    _allocator_type = RingAllocator
     _is_ring = True
 
     @staticmethod

@@ -196,10 +196,10 @@ class Slots:
         """
         if self.store.clear_generation() is None:
             self.store.clear()  # finish the clear of a process that died during it
-        if self.store.room.is_full and int(self._index[sample]) < PRESENT:
+        if self.store.allocator.is_full and int(self._index[sample]) < PRESENT:
             return 0
         # One thread at a time: a claim that this process holds then was left by an interrupt, and is void.
-        with self.store.participant.one_thread:
+        with self.store.participant.thread_lock:
             return self._put(sample, prepared, overwrite)
 
     def _put(self, sample: int, prepared: Prepared, overwrite: bool) -> int:
@@ -215,7 +215,9 @@ class Slots:
                 published = word
                 self._count(prepared, before)
         except OSError as error:
-            self.store.room.refuse(f"its memory cannot be written ({error.strerror or error}); free some")
+            self.store.allocator.refuse(
+                f"its memory cannot be written ({error.strerror or error}); free some"
+            )
         finally:
             if not published:
                 self._claims.release(np.array([sample]))
@@ -233,14 +235,14 @@ class Slots:
 
     def _room_for(self, sample: int, prepared: Prepared, before: int) -> _Run | None:
         """The run of lines for the record's tail; None if there is no room."""
-        room, needed = self.store.room, prepared.tail_lines
-        if before < PRESENT and not room.place(sample):
+        allocator, needed = self.store.allocator, prepared.tail_lines
+        if before < PRESENT and not allocator.place(sample):
             return None
         if before >= PRESENT and self.store.schema.has_tail:  # a whole record, whose header is valid
             lines, tail = _OWNED.unpack_from(self.store.rows[sample], RECORD.size - 4)
             if needed <= lines:
                 return _Run(fmt.split_tail(tail)[0], lines)
-        line = room.take_lines(needed) if needed else 0
+        line = allocator.take_lines(needed) if needed else 0
         return _Run(line, needed) if line >= 0 else None
 
     def _write(self, sample: int, prepared: Prepared, run: _Run) -> int:
@@ -252,7 +254,7 @@ class Slots:
         generation = max(self._generation(sample), int(segment.live[Live.CLEAR_GENERATION])) + 1
         generation = generation & fmt.GENERATION_MASK or 1
         size = stride + prepared.tail_lines * fmt.LINE
-        with self.store.participant.one_thread:
+        with self.store.participant.thread_lock:
             buffer = self._scratch_of(size)
             lay_out(schema, buffer, 0, stride, prepared, sample, generation, run.first)
             _LINES.pack_into(buffer, RECORD.size - 4, run.lines)

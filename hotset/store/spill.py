@@ -34,7 +34,7 @@ from hotset.store.allocator import Allocator
 from hotset.store.claims import Ids, Participant
 from hotset.store.format import ON_DISK, PAGE, RECORD, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.fsck import content_problem
-from hotset.store.irregular_records import Taken
+from hotset.store.irregular_records import Flattened
 from hotset.store.memory_limits import Headroom
 from hotset.store.record_batch import VariableTails, heads_of
 from hotset.store.records import Record, Records
@@ -55,7 +55,7 @@ _NEAR = 16 << 10
 _AT_ONCE = 4 << 20
 
 
-class _DiskRoom(Allocator):
+class _DiskAllocator(Allocator):
     """Allocates room on a disk, which is bounded by the disk; its messages name `spill=`."""
 
     def __init__(self, participant: Participant, free: Callable[[], Headroom]) -> None:
@@ -94,7 +94,7 @@ class Spill:
         self.segment = segment
         self.keeps_all = keeps_all
         self.participant = Participant(segment)
-        self.room = _DiskRoom(self.participant, self._free)
+        self.allocator = _DiskAllocator(self.participant, self._free)
         self._schema = schema
         self._records = Records(segment, schema)
 
@@ -111,11 +111,11 @@ class Spill:
         """Bytes of the disk that records have taken."""
         return self.segment.taken
 
-    def write(self, samples: Ids, generations: Words, prepared: Sequence[Taken]) -> Words:
+    def write(self, samples: Ids, generations: Words, prepared: Sequence[Flattened]) -> Words:
         """Write as many of these records as are given room at once; returns words for the store's index."""
         tails = [one.tail_lines for one in prepared]
-        with self.participant.one_thread:
-            places = self.room.reserve(samples.tolist(), tails)
+        with self.participant.thread_lock:
+            places = self.allocator.reserve(samples.tolist(), tails)
             records = [
                 Record(sample, generation, one, *place)
                 for sample, generation, one, place in zip(
@@ -125,7 +125,9 @@ class Spill:
             try:
                 words = np.array(self._records.write(records), np.int64)
             except OSError as error:
-                self.room.refuse(f"the spill folder cannot be written ({error}); name another by `spill=`")
+                self.allocator.refuse(
+                    f"the spill folder cannot be written ({error}); name another by `spill=`"
+                )
                 words = np.empty(0, np.int64)
         self.segment.index[samples[: len(words)]] = words
         return words | ON_DISK
@@ -203,7 +205,7 @@ class Spill:
     def clear(self) -> None:
         """Forget every record; the caller holds the store's short lock, and no claim is open."""
         segment, geometry = self.segment, self.segment.geometry
-        self.room.reopen()
+        self.allocator.reopen()
         segment.used_index[:] = 0
         segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
         segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED]] = 0

@@ -61,6 +61,21 @@ Bytes = npt.NDArray[np.uint8]
 AnyStore = TypeVar("AnyStore", bound="Store")
 
 _ALIGN = 64
+# Live words that a clear sets to zero.
+_CLEARED = [
+    Live.ROWS_NEXT,
+    Live.LINES_NEXT,
+    Live.INVALIDATED,
+    Live.FULL,
+    Live.WARNED,
+    Live.WARNED_DRAWS,
+    Live.KEYS,
+    Live.FUNCTIONS,
+    Live.FREED,
+    Live.PARTS,
+    Live.OTHER,
+    Live.ALONE,
+]
 _READERS_SECONDS = 2.0
 
 
@@ -72,14 +87,14 @@ class Store:
         schema: the tree that its samples share.
         index: which index word is whose.
         filler: reads absent samples and stores them; counts them.
-        room: allocates their rows and lines in memory.
-        soundness: verifies records that may be damaged.
+        allocator: of their rows and lines in memory.
+        verification: verifies records that may be damaged.
         spill: the second tier, on a disk; None if there is none.
         path: of the segment's file; None if it has no name.
     """
 
     _index_type: type[Index] = Index
-    _room_type: type[Allocator] = Allocator
+    _allocator_type: type[Allocator] = Allocator
     _is_ring = False  # entered in the metadata, for processes that attach or check
     _is_keyed = False  # entered in the geometry
 
@@ -91,7 +106,7 @@ class Store:
         geometry = segment.geometry
         self.participant = Participant(segment)
         self.index = self._index_type(segment)
-        self.room = self._room_type(self.participant)
+        self.allocator = self._allocator_type(self.participant)
         self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
         self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
         width, at = schema.head.itemsize, geometry.rows_at + RECORD_HEADER
@@ -99,9 +114,9 @@ class Store:
         self._heads: Bytes = np.ndarray(
             (rows,), f"V{width}", segment.buffer if rows else None, at if rows else 0, (geometry.stride,)
         )
-        self.filler = Filler(self.participant, self.index, self.room, schema, spill)
-        self.soundness = Verification(self.participant, spill)
-        self._clearing = Clearing(self.participant, self.filler.claims, self.room, spill)
+        self.filler = Filler(self.participant, self.index, self.allocator, schema, spill)
+        self.verification = Verification(self.participant, spill)
+        self._clearing = Clearing(self.participant, self.filler.claims, self.allocator, spill)
         self._scratch: BlockPool | None = None
         self._told_of_forms = False
         # Without a second tier a word that names it names no row.
@@ -181,11 +196,11 @@ class Store:
     @property
     def why_full(self) -> str | None:
         """Why no more samples can be stored; None if nothing was refused so far."""
-        return self.room.why_full if self.spill is None else self.spill.room.why_full
+        return self.allocator.why_full if self.spill is None else self.spill.allocator.why_full
 
     def has_room(self) -> bool:
         """Whether this process can store one more record, in memory or on the disk."""
-        return self.room.has_room() or (self.spill is not None and self.spill.room.has_room())
+        return self.allocator.has_room() or (self.spill is not None and self.spill.allocator.has_room())
 
     # ---- filling -------------------------------------------------------------------------------------
 
@@ -234,10 +249,10 @@ class Store:
         """Which of these samples are in the store, and sound."""
         words = self.words(ids)
         here = (words >= PRESENT) & (self.clear_generation() is not None)
-        if self.soundness.verified is not None:
+        if self.verification.verified is not None:
             places = self.index.places(ids)
             for i in np.flatnonzero(here):
-                here[i] = self.soundness.is_sound(int(places[i]), int(words[i]))
+                here[i] = self.verification.is_sound(int(places[i]), int(words[i]))
         return here
 
     def in_common_form(self, ids: Ids) -> Ids:
@@ -325,7 +340,7 @@ class Store:
         outside = tails.outside(self.segment.geometry.lines)
         if outside is not None:
             return self._keep(ids, words, outside, "its record's tail lies outside the segment")
-        if self.soundness.verified is None or not self.schema.has_tail:
+        if self.verification.verified is None or not self.schema.has_tail:
             return True
         heads, lines = tails.heads, tails.counts
         if not self.are_common(words):  # other forms are checked when they are read
@@ -340,7 +355,7 @@ class Store:
         """Forget those of these records that are damaged; True if none is."""
         places = self.index.places(ids)
         for number in np.flatnonzero(damaged).tolist():
-            self.soundness.lose(int(places[number]), int(words[number]), why)
+            self.verification.forget_damaged(int(places[number]), int(words[number]), why)
         return not damaged.any()
 
     def on_disk(self, words: Words) -> bool:
@@ -366,7 +381,7 @@ class Store:
             if self.clear_generation() is None:
                 return False
             sound = staged.load(self.schema.head if self.have_tails(staged.words) else None)
-        self.soundness.forget(staged)
+        self.verification.forget(staged)
         return sound
 
     def _read_staged(self, ids: Ids, words: Words, clear_generation: int) -> list[Any] | None:
@@ -455,7 +470,7 @@ class Store:
         pool = self._scratch
         if pool is None or not pool.is_ours or pool.block_bytes < size:
             pool = self._scratch = BlockPool(size + size // 4)
-        return pool.lend(pool.take())
+        return pool.new_array(pool.take())
 
     # ---- maintenance ---------------------------------------------------------------------------------
 
@@ -489,16 +504,16 @@ class Clearing:
     Args:
         participant: this process's slot in the segment.
         claims: tells which processes are writing.
-        room: the allocator, whose rows and lines all become free.
+        allocator: whose rows and lines all become free.
         spill: the second tier, which is cleared too; None if there is none.
     """
 
     def __init__(
-        self, participant: Participant, claims: Claims, room: Allocator, spill: Spill | None
+        self, participant: Participant, claims: Claims, allocator: Allocator, spill: Spill | None
     ) -> None:
         self._participant = participant
         self._claims = claims
-        self._room = room
+        self._allocator = allocator
         self._spill = spill
 
     def clear(self, timeout: float) -> bool:
@@ -533,22 +548,13 @@ class Clearing:
         if self._spill is not None:
             self._spill.clear()
         segment.slots[:, Slot.PART_KEPT : Slot.PART_PASS + 1] = 0
-        told = [
-            Live.TOLD,
-            Live.DRAWS_TOLD,
-            Live.KEYS,
-            Live.FUNCTIONS,
-            Live.FREED,
-            Live.PARTS,
-            Live.OTHER,
-            Live.ALONE,
-        ]
-        segment.live[[Live.ROWS_NEXT, Live.LINES_NEXT, Live.INVALIDATED, Live.FULL, *told]] = 0
-        if self._participant.unread(_READERS_SECONDS):  # else its pages are written again as they are
+        segment.live[_CLEARED] = 0
+        # If a reader does not end, the pages are written again as they are.
+        if self._participant.wait_for_readers(_READERS_SECONDS):
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
-        if self._room.allowance is not None:
-            self._room.allowance.take(0)
-        self._room.reopen()
+        if self._allocator.allowance is not None:
+            self._allocator.allowance.take(0)
+        self._allocator.reopen()
         segment.live[Live.CLEAR_GENERATION] += 1
 
 

@@ -74,7 +74,7 @@ class Verification:
         if problem is not None:
             # In memory it is not damaged: what its writer wrote has not all come here yet.
             if not self._segment.trusted:
-                self.lose(sample, word, problem)
+                self.forget_damaged(sample, word, problem)
             return False
         if not FULL_CHECK:
             self.verified[sample] = word
@@ -91,9 +91,9 @@ class Verification:
     def forget(self, staged: StagedBatch) -> None:
         """Forget the records that were found damaged in a copy from the second tier."""
         for sample, word, why in staged.damaged:
-            self.lose(sample, word, why)
+            self.forget_damaged(sample, word, why)
 
-    def lose(self, sample: int, word: int, why: str) -> None:
+    def forget_damaged(self, sample: int, word: int, why: str) -> None:
         """Forget a record that is damaged, so that it is read from the source and stored again.
 
         Args:

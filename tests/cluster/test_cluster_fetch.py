@@ -316,7 +316,7 @@ def test_only_what_has_no_room_here_is_passed_on() -> None:
         kept, other = made.sample("ab"), made.sample("ac")
         store = made.peers["a"].store
         store.fill(ids(kept), made.text)
-        store.room.why_full = "its memory limit is reached"
+        store.allocator.why_full = "its memory limit is reached"
         assert neighbours(made, "a").pass_on(store, {each: made.text(each) for each in (kept, other)})
         assert (made.holders(kept), made.holders(other)) == ("a", "c")
 
@@ -365,7 +365,7 @@ def test_the_next_batch_is_asked_for_ahead_unless_it_is_gathered_already(
 class _Full(machines._Trainer):
     def was_full(self) -> None:
         """As if a larger sample had once found no room."""
-        self._cached._store.room.why_full = "it was full"
+        self._cached._store.allocator.why_full = "it was full"
 
 
 def test_nobody_is_told_that_no_more_fit_where_all_have_a_place(

@@ -454,7 +454,7 @@ def test_a_record_overwritten_without_room_is_no_longer_served() -> None:
     assert len(told(lambda: cache.__setitem__(0, torch.ones(20_000)))) == 1
     assert cache.get_slot(0) is None
     assert same(cache.get_slot(1), torch.ones(100))
-    cache._slots.store.room._refused_until = 0.0  # type: ignore[union-attr]  # as after half a second
+    cache._slots.store.allocator._refused_until = 0.0  # type: ignore[union-attr]  # as after half a second
     cache[0] = torch.ones(50)
     assert same(cache.get_slot(0), torch.ones(50))
     sound()
@@ -506,7 +506,7 @@ def test_without_memory_slots_stay_empty_after_one_warning(
     assert 50 < held < 2000
     assert all(same(cache.get_slot(i), make(i)) for i in range(2000) if cache.aux_array[i] == 1)
     monkeypatch.undo()
-    other._slots.store.room._refused_until = 0.0  # type: ignore[union-attr]  # as after half a second
+    other._slots.store.allocator._refused_until = 0.0  # type: ignore[union-attr]  # as after half a second
     for i in range(2000):
         other.set_slot(i, make(i))
     assert all(same(cache.get_slot(i), make(i)) for i in range(2000))

@@ -44,7 +44,7 @@ class Recycled:
     def batch(self, value: int) -> list[torch.Tensor]:
         number = self.pool.take()
         self.numbers.add(number)
-        array = self.pool.lend(number)
+        array = self.pool.new_array(number)
         made = [torch.frombuffer(array, dtype=torch.uint8, count=64, offset=at) for at in (0, 64)]
         for tensor in made:
             tensor.fill_(value)

@@ -434,7 +434,7 @@ def test_a_full_disk_of_a_session_that_persists_is_told_as_what_it_is(disk: str)
         with hotset.cache(Samples(mapping, N), session="shared") as cached:
             assert cached._store is not None
             assert cached._store.spill is not None
-            cached._store.spill.room._free = no_room
+            cached._store.spill.allocator._free = no_room
             with pytest.warns(HotsetWarning) as caught:
                 read_all(cached, mapping)
             assert cached.stats().cached == N

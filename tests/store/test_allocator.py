@@ -61,7 +61,7 @@ def rows_of(store: Store) -> list[int]:
 
 def later(store: Store) -> None:
     """Half a second later: room that was refused is asked for again."""
-    store.room._refused_until = 0.0
+    store.allocator._refused_until = 0.0
 
 
 @settings(max_examples=40, deadline=None, database=None)
@@ -74,8 +74,8 @@ def test_the_limit_holds_to_the_byte(fit: int, rest: int) -> None:
         assert used(store) <= 256 * fit + rest
         assert store.check() == []
         if fit < 250:
-            assert store.room.why_full is not None
-            assert "`memory=`" in store.room.why_full
+            assert store.allocator.why_full is not None
+            assert "`memory=`" in store.allocator.why_full
         assert wrong(stored(store), row) == {}
 
 
@@ -291,10 +291,10 @@ def test_extents_stop_where_the_headroom_does(monkeypatch: pytest.MonkeyPatch) -
         store.fill(np.arange(10_000), row)
         # The index, which is touched as samples come, is spoken for.
         assert count(store) == (MIB - store.segment.geometry.rows_at) // 256
-        assert store.room.why_full is not None
-        assert "control group /job (memory.max)" in store.room.why_full
+        assert store.allocator.why_full is not None
+        assert "control group /job (memory.max)" in store.allocator.why_full
         left = 2 * MIB  # a neighbour has ended
-        assert eventually(lambda: not store.room.is_full)
+        assert eventually(lambda: not store.allocator.is_full)
         store.fill(np.arange(10_000), row)
         assert count(store) == (2 * MIB - store.segment.geometry.rows_at) // 256
         assert store.check() == []
@@ -326,8 +326,8 @@ def _fill_in_child(store: Store, order: Any, make: Any) -> int:
             uncached = store.fill(some, make)
             assert wrong(uncached, make) == {}
             assert wrong(stored(store, some), make) == {}
-        assert store.room.why_full is not None
-        assert "file system" in store.room.why_full
+        assert store.allocator.why_full is not None
+        assert "file system" in store.allocator.why_full
         assert store.segment.slots[:, Slot.STORED_BYTES].sum() <= used(store)
         assert store.check() == []
         store.close()
@@ -419,7 +419,7 @@ for epoch in range(2):
         assert all(right(i, value) for i, value in uncached.items())
         there = some[store.present(some)]
         assert all(right(i, v) for i, v in zip(there.tolist(), store.read(there) if len(there) else []))
-print(int((store.segment.index != 0).sum()), store.room.why_full, sep="|")
+print(int((store.segment.index != 0).sum()), store.allocator.why_full, sep="|")
 """
 )
 
@@ -443,7 +443,7 @@ for begin in range(0, 160_000, 4096):
     assert all(int(value[7]) == i for i, value in list(uncached.items())[:50])
 for begin in range(0, n, 1 << 16):
     store.present(order[begin : begin + (1 << 16)])
-print(int(store.room.why_full is not None), store.room.why_full, sep="|")
+print(int(store.allocator.why_full is not None), store.allocator.why_full, sep="|")
 """
 )
 

@@ -35,7 +35,7 @@ def tensor(array: Any) -> torch.Tensor:
 def lent(pool: BlockPool, value: int = 0) -> tuple[int, torch.Tensor]:
     """A block in use, filled with a number; its only view is the tensor."""
     number = pool.take()
-    view = tensor(pool.lend(number))
+    view = tensor(pool.new_array(number))
     view.fill_(value)
     return number, view
 
@@ -73,7 +73,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", VIEWS)
 def test_a_block_is_free_again_exactly_when_its_last_view_dies(kind: str, pool: BlockPool) -> None:
     number = pool.take()
-    array = pool.lend(number)
+    array = pool.new_array(number)
     view = VIEWS[kind](array)
     del array
     gc.collect()
@@ -177,7 +177,7 @@ def test_a_steady_consumer_lives_on_few_blocks(pool: BlockPool) -> None:
 def test_sizes_are_rounded_up_to_pages() -> None:
     assert [BlockPool(size).block_bytes for size in (0, 1, 4096, 4097)] == [4096, 4096, 4096, 8192]
     for shared in (False, True):
-        view = tensor((pool := BlockPool(1, shared=shared)).lend(pool.take()))
+        view = tensor((pool := BlockPool(1, shared=shared)).new_array(pool.take()))
         assert view.data_ptr() % 4096 == 0
 
 

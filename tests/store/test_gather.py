@@ -296,7 +296,7 @@ def test_a_batch_lies_in_a_block_that_is_free_again_when_its_last_tensor_dies() 
         gather, _ = gather_for(store, default_collate)
         pool = BlockPool(1 << 16)
         number = pool.take()
-        copy = gather.prepare(ids(range(4)), lambda size: InBlock(pool.lend(number)))
+        copy = gather.prepare(ids(range(4)), lambda size: InBlock(pool.new_array(number)))
         assert copy is not None
         copy.run()
         batch: Any = gather.finish(copy, as_it_is)

@@ -389,7 +389,7 @@ def test_entries_without_a_row_are_settled_and_the_others_stored() -> None:
 def test_rows_that_were_written_before_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(fixed) as ring:
         ring.fill(window(ring, 6), fixed)
-        ring.room._affordable = 0
+        ring.allocator._affordable = 0
         monkeypatch.setattr(
             "hotset.store.memory_limits.headroom", lambda: Headroom(0, 1, "the machine's memory")
         )
@@ -398,7 +398,7 @@ def test_rows_that_were_written_before_need_no_memory(monkeypatch: pytest.Monkey
         assert ring.present(ids(range(8, 14))).all()
         ring.fill(ids(6), fixed)
         assert not ring.present(ids(6))[0]
-        assert "the machine's memory has no more to give" in str(ring.room.why_full)
+        assert "the machine's memory has no more to give" in str(ring.allocator.why_full)
 
 
 # ---- room for tails --------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_lines_of_what_has_not_left_are_never_given_up() -> None:
         for step in (0, 1, 1, 2, 3):
             move(ring, cursor_of(ring) + step)
             before = contents(ring, window(ring))
-            ring.room._refused_until = 0.0
+            ring.allocator._refused_until = 0.0
             got = ring.fill(window(ring), make)
             assert sorted([*before, *got]) == window(ring).tolist()
             assert set(before) <= set(contents(ring, window(ring)))
@@ -509,7 +509,7 @@ def test_what_is_published_while_another_looks_for_room_is_in_use(monkeypatch: p
         def put_amid(entries: Ids, words: Any) -> None:
             if isinstance(words, int):
                 return put(entries, words)  # a claim
-            meanwhile.append(lambda: (put(entries, words), ring.room.settle())[0])
+            meanwhile.append(lambda: (put(entries, words), ring.allocator.settle())[0])
             other.fill(ids(4), make)
             return None
 
@@ -682,7 +682,7 @@ def test_what_a_half_written_row_says_of_its_tail_is_not_believed(monkeypatch: p
         def meanwhile(rows: Any) -> Any:
             move(ring, 2)
             assert len(other.filler.claims.take(ids(M + 1), 1)) == 1
-            ring.room._tails[1] = -1  # type: ignore[index]
+            ring.allocator._tails[1] = -1  # type: ignore[index]
             return tails(rows)
 
         def asked(size: int) -> Any:
@@ -767,8 +767,8 @@ class RingMachine(RuleBasedStateMachine):
         here = set(wanted[ring.present(wanted)].tolist())
         last: dict[int, int] = {}
         if rested:
-            ring.room._refused_until = 0.0
-        was_full = ring.room.is_full
+            ring.allocator._refused_until = 0.0
+        was_full = ring.allocator.is_full
 
         def read(entry: int) -> Any:
             assert entry not in last
@@ -790,7 +790,7 @@ class RingMachine(RuleBasedStateMachine):
                 self.refused.add(entry)
                 assert not self.fits(entry) or self.limit < 1 << 20
                 roomless = entry % M >= ring.segment.geometry.rows
-                assert not self.fits(entry) or was_full or roomless or ring.room.why_full is not None
+                assert not self.fits(entry) or was_full or roomless or ring.allocator.why_full is not None
         for entry, value in got.items():
             assert difference(value, self.version(entry, last[entry])) is None
         self.took_turns()

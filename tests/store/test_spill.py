@@ -90,7 +90,7 @@ def row_at(store: Store, sample: int) -> int:
 def fill_memory(store: Store) -> None:
     """Let memory have room for nothing more, not even in what was reserved."""
     store.participant.row[Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
-    store.room._refused_until = float("inf")
+    store.allocator._refused_until = float("inf")
 
 
 def no_room(*_: object) -> Headroom:
@@ -229,8 +229,8 @@ class SpillMachine(StoreMachine):
         StoreMachine.nothing_is_wrong(self)
         for view in self.views:
             assert view.spill is not None
-            view.spill.room._refused_until = 0.0  # as after half a second
-            view.spill.room._free = no_room if self.is_full else view.spill._free
+            view.spill.allocator._refused_until = 0.0  # as after half a second
+            view.spill.allocator._free = no_room if self.is_full else view.spill._free
 
     @rule(view=st.integers(0, 2))
     def clear(self, view: int) -> None:
@@ -511,7 +511,7 @@ def test_what_cannot_be_written_comes_from_the_source(
         store.fill(ids(0, 1), make)
         with monkeypatch.context() as broken:
             failing(store, broken, call, number)
-            store.spill.room._left.clear()  # type: ignore[union-attr]
+            store.spill.allocator._left.clear()  # type: ignore[union-attr]
             store.spill.participant.row[2:6] = 0  # type: ignore[union-attr]
             uncached = store.fill(ALL, make)
         assert sorted(uncached) == list(range(2, N))
@@ -519,7 +519,7 @@ def test_what_cannot_be_written_comes_from_the_source(
         assert store.why_full is not None
         assert wrong(stored(store), make) == {}
         assert count(store) == 2
-        store.spill.room._refused_until = 0.0  # type: ignore[union-attr]
+        store.spill.allocator._refused_until = 0.0  # type: ignore[union-attr]
         store.fill(ALL, make)
         assert count(store) == N
         assert store.check() == []
@@ -544,7 +544,7 @@ def test_a_full_disk_is_told_with_a_knob_that_can_be_turned(folder: Path) -> Non
         with hotset.cache(Samples(samples.mapping, N), memory=0, spill=folder) as cached:
             assert cached._store is not None
             assert cached._store.spill is not None
-            cached._store.spill.room._free = no_room
+            cached._store.spill.allocator._free = no_room
             with pytest.warns(HotsetWarning) as caught:
                 equal_batches([cached[i] for i in range(N)], [samples.mapping(i) for i in range(N)])
         (message,) = (str(one.message) for one in caught)
@@ -569,7 +569,7 @@ def test_a_file_that_outgrows_the_disk_is_no_sigbus(make: Make, folder: Path) ->
             def fill() -> None:
                 assert store.spill is not None
                 assert store.spill.segment.geometry.size > 2 * MIB
-                store.spill.room._free = lambda: Headroom(1 << 40, 1 << 40, "nothing")
+                store.spill.allocator._free = lambda: Headroom(1 << 40, 1 << 40, "nothing")
                 for start in range(0, 6000, 500):
                     store.fill(np.arange(start, start + 500), make, keep=False)
                 assert 0 < count(store) < 6000

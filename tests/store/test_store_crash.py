@@ -410,7 +410,7 @@ def test_an_index_word_that_means_nothing_is_a_miss() -> None:
                     assert stored(store).keys() == {1, 2, 3, 4}
                     assert wrong(stored(store), sample) == {}
                 else:
-                    assert store.soundness.problem(3, word) is not None
+                    assert store.verification.problem(3, word) is not None
 
         in_child(fill)
 

@@ -91,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
         store = self.views[view % len(self.views)]
         self.last: dict[int, int] = {}
         before = self.readings
-        store.room._refused_until = 0.0  # as after half a second
+        store.allocator._refused_until = 0.0  # as after half a second
         uncached = store.fill(ids(wanted), self._read, keep=keep)
         assert set(self.last) == set(wanted) - set(self.model)
         assert self.readings - before == len(self.last), "each absent sample is read once"
@@ -102,9 +102,9 @@ class StoreMachine(RuleBasedStateMachine):
                 assert fits(i)
                 self.model[i] = version(i, reading)
             elif fits(i):
-                assert store.room.why_full is not None
+                assert store.allocator.why_full is not None
             else:
-                assert store.filler.mismatches or store.room.why_full is not None
+                assert store.filler.mismatches or store.allocator.why_full is not None
         for i, value in uncached.items():
             assert same(value, version(i, self.last[i])) is None
             if fits(i):
