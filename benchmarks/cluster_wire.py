@@ -29,7 +29,7 @@ from benchmarks.cluster_rank import Noise
 from benchmarks.harness import Comparison, Unfit, compare
 from hotset.cluster.client import PeerClients, PendingRequest
 from hotset.cluster.membership import Keys
-from hotset.cluster.server import Serving
+from hotset.cluster.server import RecordServer
 from hotset.cluster.store_service import StoreService
 from hotset.store.schema import Schema
 from hotset.store.store import Store
@@ -81,8 +81,8 @@ class _Owner:
         self._memory = np.empty(batch * schema.stride, np.uint8)
         keys = Keys.new()
         shelves = {_FINGERPRINT: self._shelf}
-        self._keyed = Serving(_HERE, shelves, keys, {allowed})
-        self._bare = Serving(_HERE, shelves, None)
+        self._keyed = RecordServer(_HERE, shelves, keys, {allowed})
+        self._bare = RecordServer(_HERE, shelves, None)
         self._server = socket.create_server((_HERE, 0))
         self._batch_bytes = batch * schema.stride
         threading.Thread(target=self._send, daemon=True).start()

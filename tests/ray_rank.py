@@ -147,7 +147,7 @@ class Rank:
     def _membership(self) -> Any:
         """Which machines there are, as this one knows it now: it looks before it asks one, and not sooner."""
         peers = self._cached[0]._remote._peers
-        peers.look()
+        peers.refresh()
         return peers.membership
 
     def held(self, data: int = 0) -> int:

@@ -152,7 +152,7 @@ def _hotset(store: Store, batch: int, settings: Settings, keyed: bool) -> Iterat
     try:
         from hotset.cluster.client import PeerClients, PendingRequest
         from hotset.cluster.membership import Keys
-        from hotset.cluster.server import Serving
+        from hotset.cluster.server import RecordServer
         from hotset.cluster.store_service import StoreService
     except ImportError as error:
         why = f"not installed ({error.name})"
@@ -167,7 +167,7 @@ def _hotset(store: Store, batch: int, settings: Settings, keyed: bool) -> Iterat
 
     def serve(end: int) -> None:
         allowed = {mine.public} if mine else ()
-        with Serving("127.0.0.1", {_FINGERPRINT: shelf}, theirs, allowed) as serving:
+        with RecordServer("127.0.0.1", {_FINGERPRINT: shelf}, theirs, allowed) as serving:
             os.write(end, serving.endpoint.encode())
             os.read(end, 1)
 

@@ -40,7 +40,7 @@ from hotset.store.records import lay_out
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
-__all__ = ["BatchFetch", "Brought", "pack", "parts"]
+__all__ = ["BatchFetch", "Fetched", "pack", "parts"]
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
@@ -50,7 +50,7 @@ _PUT_BYTES = 4 << 20
 _PUTS = 8
 
 
-class Brought:
+class Fetched:
     """What a fetch has brought.
 
     Attributes:
@@ -111,10 +111,10 @@ class BatchFetch:
         self._peers, self._cache, self._store, self._read = peers, cache, store, read
         self._keeps = keeps
         self._schema: Schema = store.schema
-        self._got = Brought()
+        self._got = Fetched()
         self._puts: list[_Put] = []
 
-    def run(self, missing: Longs, asked: list[PendingRequest]) -> Brought:
+    def run(self, missing: Longs, asked: list[PendingRequest]) -> Fetched:
         """Get the samples that other machines own, and those of this one's own that it has no room for.
 
         Args:
@@ -123,7 +123,7 @@ class BatchFetch:
         """
         begun = time.monotonic()
         for request in asked:
-            self._take_in(request.ids, request.wait(begun + self._peers.patience(request.name)))
+            self._accept(request.ids, request.wait(begun + self._peers.patience(request.name)))
         missing = missing[np.isin(missing, self._got.ids(), invert=True)]
         owned = self._peers.known.others(missing)
         waiting = self._ask(owned)
@@ -176,7 +176,7 @@ class BatchFetch:
             again = []
             for name, request in asked:
                 answer = request.wait(begun + self._peers.patience(name))
-                self._take_in(request.ids, answer)
+                self._accept(request.ids, answer)
                 if answer.truncated.any():
                     left = self._peers.by_name[name].ask(
                         self._cache, request.ids[answer.truncated], claim=True
@@ -208,7 +208,7 @@ class BatchFetch:
             self._read_here(None, self._not_moved(None, ids))
         return waiting
 
-    def _take_in(self, ids: Longs, answer: Answer) -> None:
+    def _accept(self, ids: Longs, answer: Answer) -> None:
         """Take the samples of an answer."""
         if not answer.present.any():
             return
@@ -238,7 +238,7 @@ class BatchFetch:
         came = [np.empty(0, np.int64)]
         for name, request in asked:
             answer = request.wait(begun + self._peers.patience(name))
-            self._take_in(request.ids, answer)
+            self._accept(request.ids, answer)
             came.append(request.ids[answer.present])
         found = np.concatenate(came)
         if owner is not None and len(found):

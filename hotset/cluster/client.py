@@ -160,7 +160,7 @@ class PendingRequest:
             self.is_lost = True
         while self.frames is None and not self.is_lost:
             left = deadline - time.monotonic()
-            peer.look(max(left, 0.0))
+            peer.poll(max(left, 0.0))
             if left <= 0 and self.frames is None and not self.is_lost:
                 self.is_lost = True
                 peer.fail("has not answered in time")
@@ -168,7 +168,7 @@ class PendingRequest:
             return None
         frames, self.frames, self.is_lost = self.frames, None, True
         if self.head.status not in (Status.OK, Status.MALFORMED):
-            peer.refuses(self.head.status, self.cache)
+            peer.note_refusal(self.head.status, self.cache)
             return None
         try:
             if self.head.status is not Status.OK:
@@ -180,7 +180,7 @@ class PendingRequest:
         except Malformed as error:
             peer.fail(str(error))
             return None
-        peer.well(time.monotonic() - self._asked_at, self.cache)
+        peer.note_answer(time.monotonic() - self._asked_at, self.cache)
         return found
 
     def _parse(self, head: Head, frames: Sequence[memoryview]) -> WireRecords:
@@ -197,7 +197,7 @@ class PendingRequest:
         present = sound(self.cache, self.ids, records)
         wrong = int(np.count_nonzero((records.generations >= 0) & ~present))
         if wrong:
-            self._peer.wrong(wrong)
+            self._peer.note_unsound(wrong)
             records = only(records, present)
         self._peer.traffic.received += int(np.count_nonzero(present))
         self._peer.traffic.bytes += records.rows.nbytes + records.tails.nbytes
@@ -230,14 +230,14 @@ class Peer:
         self._unsent: list[list[Any]] | None = None  # while credentials are on their way
         self._number = 0
         self._open: weakref.WeakValueDictionary[int, PendingRequest] = weakref.WeakValueDictionary()
-        self._rest = Backoff()
-        self._rest_of: defaultdict[bytes, Backoff] = defaultdict(Backoff)
+        self._backoff = Backoff()
+        self._backoffs: defaultdict[bytes, Backoff] = defaultdict(Backoff)
         self._is_told = False
 
     @property
-    def rests(self) -> bool:
+    def is_backing_off(self) -> bool:
         """Whether this process leaves it alone at the moment."""
-        return self._rest.lasts
+        return self._backoff.is_active
 
     def ask(self, cache: CacheIdentity, ids: Longs, *, claim: bool = False) -> PendingRequest:
         """Ask for records of these samples; sends at once, and never waits.
@@ -272,7 +272,11 @@ class Peer:
     def _send(self, request: PendingRequest, frames: Callable[[int], list[Any]]) -> None:
         if self._pid != os.getpid():
             self._leave_to_parent()
-        if self.rests or self._rest_of[request.cache.fingerprint].lasts or len(self._open) >= _IN_FLIGHT:
+        if (
+            self.is_backing_off
+            or self._backoffs[request.cache.fingerprint].is_active
+            or len(self._open) >= _IN_FLIGHT
+        ):
             request.is_lost = True
             return
         try:
@@ -336,7 +340,7 @@ class Peer:
             if self._socket is not None:  # it is closed where one cannot be sent
                 self._send_frames(each)
 
-    def look(self, timeout: float) -> None:
+    def poll(self, timeout: float) -> None:
         """Take in what has come; wait up to ``timeout`` seconds if nothing has."""
         if self._socket is None:
             return
@@ -346,7 +350,7 @@ class Peer:
         ready = dict(poller.poll(math.ceil(timeout * 1000)))
         while self._socket is not None and self._socket in ready:  # it is another one with credentials
             try:
-                self._take_in(
+                self._receive(
                     [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
                 )
             except zmq.Again:
@@ -355,7 +359,7 @@ class Peer:
             event = parse_monitor_message(self._events.recv_multipart())
             self.fail(_ENDS[event["event"]])
 
-    def _take_in(self, frames: Sequence[memoryview]) -> None:
+    def _receive(self, frames: Sequence[memoryview]) -> None:
         try:
             if self._unsent is not None:
                 self._connect_for_records(frames)
@@ -383,25 +387,25 @@ class Peer:
         self._disconnect()
         self.traffic.failures += 1
         self.traffic.why = why
-        self._rest.begin()
+        self._backoff.begin()
         self._warn(f"{self.name} ({self.endpoint}) {why}")
 
-    def wrong(self, count: int) -> None:
+    def note_unsound(self, count: int) -> None:
         """Note records that were damaged, or another sample's."""
         self.traffic.unsound += count
         self._warn(f"{self.name} ({self.endpoint}) has sent {count} records whose checksums do not fit")
 
-    def refuses(self, status: Status, cache: CacheIdentity) -> None:
+    def note_refusal(self, status: Status, cache: CacheIdentity) -> None:
         """Note that it has answered, though not with records of this cache."""
         self.traffic.refused += 1
         if status is not Status.BUSY:
-            self._rest_of[cache.fingerprint].begin()
+            self._backoffs[cache.fingerprint].begin()
             self._warn(f"{self.name} ({self.endpoint}) {status.sentence}")
 
-    def well(self, seconds: float, cache: CacheIdentity) -> None:
+    def note_answer(self, seconds: float, cache: CacheIdentity) -> None:
         """Note that it has answered."""
-        self._rest = Backoff()
-        self._rest_of.pop(cache.fingerprint, None)
+        self._backoff = Backoff()
+        self._backoffs.pop(cache.fingerprint, None)
         self.traffic.answers += 1
         self.traffic.seconds += seconds
 
@@ -505,7 +509,7 @@ class Peers:
 
     Attributes:
         by_name: the other machines.
-        membership: which machines there are, and the owners of samples, as of the last :meth:`look`; None
+        membership: which machines there are, and the owners of samples, as of the last :meth:`refresh`; None
             until this machine knows.
         troubles: what is wrong with machines, and their names; the caller warns the user.
     """
@@ -519,7 +523,7 @@ class Peers:
         self.membership: Membership | None = None
         self.troubles: list[tuple[str, str]] = []
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read which machines there are; make a peer for each that has come, close those that have left."""
         now, known = self._file.current(), self.membership
         if now is None or known is now:
@@ -527,7 +531,7 @@ class Peers:
         if self._clients is None or known is None or known.keys != now.keys:
             if self._clients is not None:
                 self._clients.close()
-            self._clients, self.by_name = PeerClients(now.keys, self._hear), {}
+            self._clients, self.by_name = PeerClients(now.keys, self._note_trouble), {}
         there = {name: member for name, member in now.by_name.items() if name != now.me}
         for name in [name for name in self.by_name if name not in there]:
             del self.by_name[name]
@@ -539,7 +543,7 @@ class Peers:
                 self.by_name[name] = self._clients.add(name, member.endpoint, member.key.encode())
         self.membership = now
 
-    def _hear(self, sentence: str, machine: str) -> None:
+    def _note_trouble(self, sentence: str, machine: str) -> None:
         self.troubles.append((sentence, machine))
 
     @property

@@ -27,7 +27,7 @@ from hotset._warnings import printable
 from hotset.cluster.directory import Described, Heartbeat, HeartbeatReply
 from hotset.cluster.membership import Keys, Member, Membership, read_membership, write_membership
 from hotset.cluster.peer_stats import make_peer_stats, read_peer_stats
-from hotset.cluster.server import Serving
+from hotset.cluster.server import RecordServer
 from hotset.cluster.store_service import StoreService, StoreServices
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
@@ -113,9 +113,9 @@ class Node:
         self._allowed = set(self._knows.values())  # only added to: a machine that left may come back
         make_peer_stats(self.session.number)
         self._serve_existing_caches()
-        self._serving = Serving(host, self._services, self._keys, self._allowed)
+        self._server = RecordServer(host, self._services, self._keys, self._allowed)
         self.member = Member(
-            self._me, host, self._serving.endpoint, self._keys.public.decode(), self._capacity()
+            self._me, host, self._server.endpoint, self._keys.public.decode(), self._capacity()
         )
         self._has_ended = False  # the session, on purpose
         self.trouble = ""
@@ -133,7 +133,7 @@ class Node:
         """Serve no more; the session stays."""
         self._stop.set()
         self._thread.join()
-        self._serving.close()
+        self._server.close()
         self._services.close()
         for part in self._parts.values():
             part.use.close()
@@ -147,7 +147,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         """What the node has served, what its session holds, and what its processes got from others."""
-        said: dict[str, Any] = {"pid": os.getpid(), "served": asdict(self._serving.served)}
+        said: dict[str, Any] = {"pid": os.getpid(), "served": asdict(self._server.served)}
         with contextlib.suppress(OSError):
             report = reports.report(self.session)
             caches = report.caches
@@ -176,7 +176,7 @@ class Node:
     def _run(self) -> None:
         while not self._stop.wait(0 if self._membership is None else BEAT_SECONDS):
             failed = []
-            for task in (self._services.end_leases, self._keep_session, self._let_go, self._exchange):
+            for task in (self._services.end_leases, self._keep_session, self._release_unused, self._exchange):
                 # Each by itself, whatever it raises (no descriptors, say): the next beat tries it again.
                 # While there is no directory, what was known last holds.
                 try:
@@ -197,7 +197,7 @@ class Node:
             return True
         return False
 
-    def _let_go(self) -> None:
+    def _release_unused(self) -> None:
         """Keep in use only those caches that other machines ask for: an unused one makes room for others.
 
         A cache that has made room is made anew, empty, when the directory says that it is missing.
@@ -211,7 +211,7 @@ class Node:
             elif now - part.service.asked < _UNASKED_SECONDS:
                 part.use.join()
             else:
-                part.use.stand_by()
+                part.use.release()
 
     def _keep_session(self) -> None:
         """Make the session anew, empty, if it is gone and was not destroyed on purpose."""
@@ -236,15 +236,15 @@ class Node:
         self.member = self.member._replace(capacity=self._capacity())
 
     def _exchange(self) -> None:
-        self._hear(self._beat(self._said()))
+        self._apply(self._beat(self._heartbeat()))
 
-    def _said(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
         clears = {meeting: self._services[mark].clears for meeting, mark in self._marks().items()}
         try:
             status = self.status()
         except Exception as error:  # counters are for people: machines hear of each other without them
-            served = asdict(self._serving.served)
+            served = asdict(self._server.served)
             status = {"pid": os.getpid(), "served": served, "error": _described(error)}
         return Heartbeat(self.member, frozenset(self._knows), tuple(self._caches), news, clears, status)
 
@@ -253,7 +253,7 @@ class Node:
         marks = {meeting: fingerprint_of(described.about) for meeting, described in self._caches.items()}
         return {meeting: mark for meeting, mark in marks.items() if mark in self._services}
 
-    def _hear(self, heard: HeartbeatReply) -> None:
+    def _apply(self, heard: HeartbeatReply) -> None:
         # First: with the next beat this node says which keys it lets in, and is asked from then on.
         self._knows = {name: key.encode() for name, key in heard.keys.items()}
         self._allowed |= set(self._knows.values())

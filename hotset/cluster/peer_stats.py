@@ -170,7 +170,7 @@ class Backoff:
         self._until = 0.0
 
     @property
-    def lasts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it is left alone now."""
         return time.monotonic() < self._until
 

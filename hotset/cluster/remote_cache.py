@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.batch_fetch import BatchFetch, Brought, parts
+from hotset.cluster.batch_fetch import BatchFetch, Fetched, parts
 from hotset.cluster.client import Peer, Peers, PendingRequest
 from hotset.cluster.membership import PATIENCE
 from hotset.cluster.peer_stats import PeerStats
@@ -73,7 +73,7 @@ class RemoteCache:
     def __reduce__(self) -> Any:
         return _restored, (self._number, self._fingerprint, self._replicate)
 
-    def bring(self, store: Store, ids: Longs, read: Read) -> Brought:
+    def fetch(self, store: Store, ids: Longs, read: Read) -> Fetched:
         """Get the samples that this machine lacks, but for those that it has to read and keep itself.
 
         Args:
@@ -86,10 +86,10 @@ class RemoteCache:
         """
         missing = self._missing(store, ids)
         if not len(missing) or store.clear_generation() is None:
-            return Brought()
-        with self._looked(store):
+            return Fetched()
+        with self._using_peers():
             if self._peers.membership is None:
-                return Brought()
+                return Fetched()
             try:
                 ahead = self._ahead.pop(ids.tobytes(), None)
                 # Answers to requests from before a clear may hold what the clear removed.
@@ -98,7 +98,7 @@ class RemoteCache:
                     if ahead is not None and ahead.clear_generation == store.clear_generation()
                     else []
                 )
-                return self._fetch(store, read).run(missing, asked)
+                return self._batch_fetch(store, read).run(missing, asked)
             finally:
                 self._peers.count()
 
@@ -111,15 +111,15 @@ class RemoteCache:
         """
         if store.why_full is None:
             return False
-        with self._looked(store):
+        with self._using_peers():
             if self._peers.membership is None:
                 return False
             ids = np.fromiter(samples, np.int64)
             ids = ids[store.words(ids) < PRESENT]
-            fetch = self._fetch(store, samples.__getitem__)
+            fetch = self._batch_fetch(store, samples.__getitem__)
             return fetch.pass_on({sample: samples[sample] for sample in ids.tolist()})
 
-    def _fetch(self, store: Store, read: Read) -> BatchFetch:
+    def _batch_fetch(self, store: Store, read: Read) -> BatchFetch:
         return BatchFetch(self._peers, self.cache(store), store, read, partial(self._keeps, store))
 
     def prefetch(self, store: Store, ids: Longs) -> None:
@@ -127,12 +127,12 @@ class RemoteCache:
 
         Args:
             store: this machine's part of the cache.
-            ids: of one batch, as :meth:`bring` will be given them.
+            ids: of one batch, as :meth:`fetch` will be given them.
         """
         missing = self._missing(store, ids)
         if not len(missing) or store.clear_generation() is None or self._pid != os.getpid():
             return
-        with self._looked(store):
+        with self._using_peers():
             if self._peers.membership is None or ids.tobytes() in self._ahead:
                 return
             cache, clear_generation = self.cache(store), store.clear_generation()
@@ -167,12 +167,12 @@ class RemoteCache:
         return self._peers.traffic()
 
     @contextlib.contextmanager
-    def _looked(self, store: Store) -> Iterator[None]:
+    def _using_peers(self) -> Iterator[None]:
         """Use the sockets alone, and know which machines there are."""
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
-            self._peers.look()
+            self._peers.refresh()
             yield
 
     # ---- all of it -----------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class RemoteCache:
         """
         deadline = time.monotonic() + _CLEAR_SECONDS
         store.segment.live[Live.CLEARS] += 1  # the node tells the machines that cannot be asked now
-        with self._looked(store):
+        with self._using_peers():
             gone = self._peers.gone()
             kept = self._cleared(self._peers.by_name, store, deadline)
             last = deadline - PATIENCE  # an answer is to come in time

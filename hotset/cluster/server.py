@@ -60,7 +60,7 @@ from hotset.cluster.wire_records import (
     sound,
 )
 
-__all__ = ["Served", "Service", "Serving"]
+__all__ = ["RecordServer", "ServerStats", "Service"]
 
 _BUFFERS = 4
 _BUFFERS_EACH = 2
@@ -107,7 +107,7 @@ class Service(Protocol):
 
 
 @dataclass
-class Served:
+class ServerStats:
     """What was served so far.
 
     Attributes:
@@ -164,7 +164,7 @@ class _Buffer:
         return self.sent is None or self.sent.done
 
 
-class Serving:
+class RecordServer:
     """Serves caches to other machines, until closed.
 
     Args:
@@ -189,7 +189,7 @@ class Serving:
         allowed: Collection[bytes] = (),
     ) -> None:
         require_descriptors()
-        self.served = Served()
+        self.served = ServerStats()
         self._services = services
         self._pid = os.getpid()
         self._context: zmq.Context[Any] = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
@@ -219,7 +219,7 @@ class Serving:
         self._thread = threading.Thread(target=self._run, name="hotset serving", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Serving:
+    def __enter__(self) -> RecordServer:
         return self
 
     def __exit__(self, *_: object) -> None:

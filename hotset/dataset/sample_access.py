@@ -237,7 +237,7 @@ class SampleAccess:
         records: list[ReceivedRecords] = []
         uncached: dict[int, Any] = {}
         if self._remote is not None:
-            brought = self._remote.bring(store, ids, read)
+            brought = self._remote.fetch(store, ids, read)
             self.warn_of_machines()
             records, uncached = brought.records, brought.read
             if brought.unkept:

@@ -108,7 +108,7 @@ class Quota:
             os.pwrite(fd, limit.to_bytes(8, "little"), _HEAD_BYTES)
             os.pwrite(fd, content.ljust(_HEAD_BYTES), 0)
 
-    def stand_under(self, parent: Quota, row: int) -> None:
+    def set_parent(self, parent: Quota, row: int) -> None:
         """Bound this quota by ``parent`` too, where it has that row; :meth:`close` closes both."""
         self._parent = (parent, row)
 
@@ -218,14 +218,14 @@ class Quota:
     def unused(self) -> list[int]:
         """The rows of members that no process uses and that are not pinned, least recently used first.
 
-        Members that another process is removing now are among them: see :meth:`going`.
+        Members that another process is removing now are among them: see :meth:`is_removing`.
         """
         fd = self._locks().process().value
         rows = np.flatnonzero((self._rows[:, _MEMBER] != 0) & (self._rows[:, _PINNED] == 0)).tolist()
         free = [row for row in rows if row != self._used_row and not locks.is_shared(fd, _FIRST_USE + row)]
         return sorted(free, key=lambda row: int(self._rows[row, _USED]))
 
-    def going(self) -> bool:
+    def is_removing(self) -> bool:
         """Whether another process is removing a member now, so that there will soon be room."""
         fd = self._locks().process().value
         return any(locks.is_locked(fd, _FIRST_USE + row) for row in self.unused())
@@ -249,13 +249,13 @@ class Quota:
         """Pin this row's member, so that it stays while no process uses it, or unpin it."""
         self._rows[row, _PINNED] = int(pinned)
 
-    def alone(self, row: int) -> locks.Held:
+    def lock_member(self, row: int) -> locks.Held:
         """A block in which no other process can use this row's member, to remove it.
 
         The block gets False if a process uses the member, or if it is pinned. A process that wants to use the
         member meanwhile treats it as gone.
         """
-        return _Alone(self, self._locks().thread(), row)
+        return _MemberLock(self, self._locks().thread(), row)
 
     # ---- locks ---------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Quota:
         self.touch()
         return row == self._used_row
 
-    def stand_by(self) -> None:
+    def release_member(self) -> None:
         """Stop using the member, but go on using the session."""
         row, self._used_row = self._used_row, -1
         if row >= 0:
@@ -327,7 +327,7 @@ class Quota:
             self.use(row)
 
 
-class _Alone(locks.Held):
+class _MemberLock(locks.Held):
     def __init__(self, quota: Quota, description: locks.Description, row: int) -> None:
         super().__init__(description, _FIRST_USE + row)
         self._quota, self._row = quota, row

@@ -164,8 +164,8 @@ def _drop(
     session: Session, quota: Quota, folder: int, row: int, member: int, file: str | None
 ) -> list[Dropped]:
     """Drop the cache of this row, unless another process was quicker."""
-    with quota.alone(row) as mine:
-        if not mine or quota.members().get(member) != row:
+    with quota.lock_member(row) as held:
+        if not held or quota.members().get(member) != row:
             return []
         if file is not None and not is_there(folder, file):
             file = None

@@ -24,7 +24,7 @@ from hotset.session.file_names import unlink
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import runtime
 
-__all__ = ["drop", "enter", "leave", "limit", "set_limit", "stand_under"]
+__all__ = ["drop", "enter", "leave", "limit", "put_under_server", "set_limit"]
 
 
 def set_limit(port: int, memory: int) -> None:
@@ -86,13 +86,13 @@ def leave(port: int | None, number: int) -> None:
             quota.leave(row)
 
 
-def stand_under(folder: int, port: int, number: int, quota: Quota) -> None:
+def put_under_server(folder: int, port: int, number: int, quota: Quota) -> None:
     """Put a session's quota under its server's, which bounds it then, if the session has entered that."""
     with contextlib.suppress(OSError):
         parent = Quota(folder, _file(port))
         row = parent.members().get(number)
         if row is not None:
-            quota.stand_under(parent, row)
+            quota.set_parent(parent, row)
         else:
             parent.close()
 

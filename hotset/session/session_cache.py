@@ -15,7 +15,7 @@ __all__ = ["SessionCacheHandle"]
 
 # How long this process waits while another one removes a cache; and how long it does not wait again if that
 # takes longer, as the other process may be stopped.
-_GOING_SECONDS = 2.0
+_REMOVAL_SECONDS = 2.0
 _IMPATIENT_SECONDS = 60.0
 
 
@@ -53,11 +53,11 @@ class SessionCacheHandle:
         self.close()
         return False
 
-    def stand_by(self) -> None:
+    def release(self) -> None:
         """Stop using the cache, but go on using the session; :meth:`join` takes the cache up again."""
         quota = self._open()
         if quota is not None:
-            quota.stand_by()
+            quota.release_member()
 
     def left(self) -> int:
         """See :class:`hotset.store.allocator.Allowance`."""
@@ -96,10 +96,10 @@ class SessionCacheHandle:
     def _waits(self, quota: Quota) -> bool:
         """Wait while another process removes a cache; False if none does, or if it takes too long."""
         began = time.monotonic()
-        if began < self._impatient_until or not quota.going():
+        if began < self._impatient_until or not quota.is_removing():
             return False
-        while quota.going():
-            if time.monotonic() - began > _GOING_SECONDS:
+        while quota.is_removing():
+            if time.monotonic() - began > _REMOVAL_SECONDS:
                 self._impatient_until = time.monotonic() + _IMPATIENT_SECONDS
                 return False
             time.sleep(2e-3)

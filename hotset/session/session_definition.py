@@ -119,7 +119,7 @@ def attach_quota(folder: int, file: str) -> Quota:
         raise SessionError(f"session {file.partition('.')[0]} is gone.") from None
     port, number = quota.head.get("server"), quota.head.get("number")
     if isinstance(port, int) and isinstance(number, int):
-        server_quota.stand_under(folder, port, number, quota)
+        server_quota.put_under_server(folder, port, number, quota)
     return quota
 
 

@@ -24,7 +24,7 @@ from machines import NEVER, town
 import hotset
 from hotset.cluster import batch_fetch
 from hotset.cluster import store_service as shelf
-from hotset.cluster.batch_fetch import BatchFetch, Brought
+from hotset.cluster.batch_fetch import BatchFetch, Fetched
 from hotset.cluster.client import Answer, Peers
 from hotset.cluster.membership import Keys, Member, Membership
 from hotset.cluster.remote_cache import RemoteCache
@@ -125,7 +125,7 @@ class Four:
         peers.by_name = {name: other for name, other in self.peers.items() if name != me}
         return BatchFetch(peers, peer.shelf.cache, peer.store, self._read, lambda count: False)
 
-    def bring(self, me: str, *wanted: int) -> Brought:
+    def bring(self, me: str, *wanted: int) -> Fetched:
         return self.fetch(me).run(np.array(sorted(wanted)), [])
 
     def holders(self, index: int) -> str:
@@ -285,7 +285,7 @@ def neighbours(made: Four, me: str) -> RemoteCache:
     """A machine's way to the other three."""
     found = RemoteCache(0, bytes(16))
     peers: Any = made.fetch(me)._peers
-    peers.look = peers.count = lambda **how: None  # there is no file of the membership, and no tally
+    peers.refresh = peers.count = lambda **how: None  # there is no file of the membership, and no statistics
     found._peers = peers
     return found
 
@@ -304,9 +304,9 @@ def test_what_was_asked_for_ahead_is_not_asked_for_again() -> None:
         batch = ids(there[1], here, there[0], there[1])  # in no order, one is here, and one comes twice
         way.prefetch(store, batch)
         assert asked(made) == sorted(there), "each once, and what is here not at all"
-        assert sorted(way.bring(store, batch, made.text).ids().tolist()) == sorted(there)
+        assert sorted(way.fetch(store, batch, made.text).ids().tolist()) == sorted(there)
         assert asked(made) == sorted(there)
-        assert sorted(way.bring(store, batch, made.text).ids().tolist()) == sorted(there)
+        assert sorted(way.fetch(store, batch, made.text).ids().tolist()) == sorted(there)
         assert asked(made) == sorted(2 * there), "what has come was for one batch"
         assert made.reads == []
 

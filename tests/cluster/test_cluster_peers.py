@@ -38,7 +38,7 @@ from hotset.cluster.client import Answer, Peer, PeerClients, PendingRequest  # n
 from hotset.cluster.membership import Keys  # noqa: E402
 from hotset.cluster.protocol import Operation, Status  # noqa: E402
 from hotset.cluster.sealing import Credentials, GivenKeys, Sealing  # noqa: E402
-from hotset.cluster.server import Served, Serving  # noqa: E402
+from hotset.cluster.server import RecordServer, ServerStats  # noqa: E402
 from hotset.cluster.sockets import SPARE  # noqa: E402
 from hotset.cluster.store_service import StoreService, cache_of  # noqa: E402
 from hotset.cluster.wire_records import ABSENT, TRUNCATED, Bytes, CacheIdentity, Longs, WireRecords, sound  # noqa: E402
@@ -88,7 +88,7 @@ class Fake:
 class Machine:
     """A process that serves, its endpoint, and what it has served."""
 
-    def __init__(self, body: Callable[[], Serving]) -> None:
+    def __init__(self, body: Callable[[], RecordServer]) -> None:
         self._ours, theirs = socket.socketpair()
 
         def run() -> None:
@@ -103,9 +103,9 @@ class Machine:
         self.endpoint = self._ours.recv(1000).decode()
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServerStats:
         self._ours.sendall(b"?")
-        return Served(**eval(self._ours.recv(10_000)))
+        return ServerStats(**eval(self._ours.recv(10_000)))
 
     def end(self) -> None:
         """End it, if it was not killed."""
@@ -116,7 +116,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machine(body: Callable[[], Serving]) -> Iterator[Machine]:
+def machine(body: Callable[[], RecordServer]) -> Iterator[Machine]:
     made = Machine(body)
     try:
         yield made
@@ -124,10 +124,12 @@ def machine(body: Callable[[], Serving]) -> Iterator[Machine]:
         made.end()
 
 
-def fake(shelf: Fake | None = None, keys: Keys | None = SERVER, address: str = HERE) -> Callable[[], Serving]:
+def fake(
+    shelf: Fake | None = None, keys: Keys | None = SERVER, address: str = HERE
+) -> Callable[[], RecordServer]:
     """A body that serves a fake shelf to whom ``ASKER`` stands for."""
     shelf = shelf or Fake()
-    return lambda: Serving(address, {FINGERPRINT: shelf}, keys, {ASKER.public})
+    return lambda: RecordServer(address, {FINGERPRINT: shelf}, keys, {ASKER.public})
 
 
 @contextlib.contextmanager
@@ -187,10 +189,10 @@ def test_records_of_a_store_arrive_as_they_lie_there(make: samples.Callable[[int
         schema, cache = alike.schema, cache_of(alike, FINGERPRINT)
     there = [i for i in range(40) if i % 3]
 
-    def body() -> Serving:
+    def body() -> RecordServer:
         store = stack.enter_context(opened(make, 40))
         store.fill(ids(there), make)
-        return Serving(HERE, {FINGERPRINT: StoreService(store, FINGERPRINT)}, SERVER, {ASKER.public})
+        return RecordServer(HERE, {FINGERPRINT: StoreService(store, FINGERPRINT)}, SERVER, {ASKER.public})
 
     with contextlib.ExitStack() as stack, machine(body) as other, asker(other.endpoint) as peer:
         wanted = np.random.default_rng(0).permutation(40)
@@ -208,9 +210,9 @@ def test_records_of_a_store_arrive_as_they_lie_there(make: samples.Callable[[int
 
 @pytest.mark.parametrize("make", [samples.big_image_and_label, with_tails])
 def test_records_that_are_brought_are_stored(make: samples.Callable[[int], Any]) -> None:
-    def body() -> Serving:
+    def body() -> RecordServer:
         store = stack.enter_context(opened(make, 40))
-        return Serving(HERE, {FINGERPRINT: StoreService(store, FINGERPRINT)}, SERVER, {ASKER.public})
+        return RecordServer(HERE, {FINGERPRINT: StoreService(store, FINGERPRINT)}, SERVER, {ASKER.public})
 
     with contextlib.ExitStack() as stack, machine(body) as other, opened(make, 40) as mine:
         mine.fill(ids(range(20)), make)
@@ -389,7 +391,7 @@ def test_it_is_bound_to_the_one_address() -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(other.endpoint.rpartition(":")[2])))
     with pytest.raises(OSError, match=r"192\.0\.2\.1 cannot be served from"):
-        Serving("192.0.2.1", {}, SERVER, ())
+        RecordServer("192.0.2.1", {}, SERVER, ())
 
 
 # ---- peers that are others than they should be ---------------------------------------------------------
@@ -429,7 +431,7 @@ def test_a_shelf_that_fails_serves_nothing_and_the_others_go_on() -> None:
     shelf.cache = dataclasses.replace(shelf.cache, fingerprint=broken)
     caches = {broken: shelf, FINGERPRINT: whole}
     with (
-        machine(lambda: Serving(HERE, caches, SERVER, {ASKER.public})) as other,
+        machine(lambda: RecordServer(HERE, caches, SERVER, {ASKER.public})) as other,
         asker(other.endpoint) as peer,
     ):
         refuses(peer, shelf.cache, "could not get at its own records")
@@ -580,7 +582,7 @@ def test_an_answer_that_is_replayed_is_dropped() -> None:
         assert gets(peer, cache, 1, 2)
         assert gets(peer, cache, 3, 4)
         assert gets(peer, cache, 5)
-        assert eventually(lambda: peer.look(0.01) or peer.traffic.late == 6)
+        assert eventually(lambda: peer.poll(0.01) or peer.traffic.late == 6)
 
 
 def test_answers_in_another_order_find_their_tickets() -> None:
@@ -638,11 +640,11 @@ def test_an_answer_that_comes_late_is_dropped_and_the_peer_is_left_alone(clock: 
         gate.set()
         assert eventually(lambda: other.served.requests == 4)
         clock.now += 0.4
-        assert peer.rests
+        assert peer.is_backing_off
         answer, _ = fetch(peer, cache, ids(7))
         assert not answer.present.any()
         clock.now += 0.2
-        assert not peer.rests
+        assert not peer.is_backing_off
         assert gets(peer, cache, 7)
         assert other.served.requests == 5, "it was asked while it was left alone"
         assert (peer.traffic.failures, peer.traffic.why) == (1, "has not answered in time")
@@ -656,13 +658,13 @@ def test_who_fails_again_is_left_alone_for_longer_until_it_does_well(clock: Cloc
         for seconds in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
             peer.fail("is away")
             clock.now += seconds - 0.1
-            assert peer.rests
+            assert peer.is_backing_off
             clock.now += 0.2
-            assert not peer.rests
+            assert not peer.is_backing_off
         assert gets(peer, cache, 2)
         peer.fail("is away")
         clock.now += 0.6
-        assert not peer.rests
+        assert not peer.is_backing_off
 
 
 def test_a_stopped_peer_costs_the_deadline_once(clock: Clock) -> None:
@@ -788,8 +790,8 @@ def test_too_many_requests_are_refused_and_the_peer_is_not_to_blame() -> None:
         tickets = [peer.ask(cache, ids(k)) for k in range(20)]
         assert sum(ticket.is_lost for ticket in tickets) == 4, "more in flight than the other end queues"
         assert not peer.traffic.failures
-        peer.refuses(Status.BUSY, cache)
-        assert not peer.rests
+        peer.note_refusal(Status.BUSY, cache)
+        assert not peer.is_backing_off
         assert peer.traffic.refused == 1
 
 
@@ -823,7 +825,7 @@ def test_a_forked_child_asks_by_itself() -> None:
 def _open_and_close() -> None:
     def once() -> None:
         with (
-            Serving(HERE, {FINGERPRINT: shelf}, SERVER, {ASKER.public}) as serving,
+            RecordServer(HERE, {FINGERPRINT: shelf}, SERVER, {ASKER.public}) as serving,
             asker(serving.endpoint) as peer,
         ):
             assert gets(peer, shelf.cache, 1, 2)

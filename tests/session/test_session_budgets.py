@@ -79,7 +79,7 @@ def test_no_order_of_taking_exceeds_any_limit(steps: list[tuple[int, int, int]])
         books = [s.enter_context(contextlib.closing(quota(path, f"{n}.session", 900))) for n in (1, 2)]
         for number, book in enumerate(books):
             above = quota(path, "server-1.ledger", 1500)
-            book.stand_under(above, above.enter(number + 1))
+            book.set_parent(above, above.enter(number + 1))
         server = s.enter_context(contextlib.closing(quota(path, "server-1.ledger")))
         rows = [[book.enter(100 + member) for member in range(3)] for book in books]
         model = [[0, 0, 0], [0, 0, 0]]

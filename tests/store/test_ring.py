@@ -464,7 +464,7 @@ def test_in_a_tight_budget_many_laps_fit_and_the_limit_holds() -> None:
         views = [ring, other]
         while cursor_of(ring) < laps * slots:
             for view in views:
-                view.room._refused_until = 0.0
+                view.allocator._refused_until = 0.0
                 for part in np.array_split(window(ring, slots), 4):
                     view.fill(part, make, keep=False)
             assert used(ring) <= limit
@@ -484,7 +484,7 @@ def test_what_is_written_and_not_published_yet_is_in_use() -> None:
 
         def write_and_wait(records: Any) -> Any:
             words = write(records)
-            other.room._refused_until = 0.0
+            other.allocator._refused_until = 0.0
             other.fill(ids(5, 6, 7), make)  # finds room for its own before the first is published
             return words
 
@@ -502,7 +502,7 @@ def test_what_is_published_while_another_looks_for_room_is_in_use(monkeypatch: p
 
         def records_and_then(index: Any) -> Any:
             found = records(index)
-            while index is other.room._index and meanwhile:
+            while index is other.allocator._index and meanwhile:
                 meanwhile.pop()()  # published and settled, after the words were read
             return found
 

@@ -85,7 +85,7 @@ def fill_forever(ring: Ring, make: Any, seed: int) -> Callable[[], None]:
         choose = random.Random(seed)
         with view_of(ring) as mine:
             while True:
-                mine.room._refused_until = 0.0
+                mine.allocator._refused_until = 0.0
                 entries = window(mine)
                 if choose.random() < 0.5:
                     choose.shuffle(entries)
@@ -185,7 +185,7 @@ def _take_and_stay(ring: Ring, *, extent: bool) -> None:
     assert mine.participant.slot == 1
     if extent:
         assert len(mine.filler.claims.take(window(ring)[-2:], 2)) == 2
-        assert mine.room._extend_to(4)
+        assert mine.allocator._extend_to(4)
         row = mine.segment.slots[mine.participant.slot]
         assert row[Slot.LINE_END] - row[Slot.LINE_NEXT] == 4
 
