@@ -4,18 +4,19 @@
 
     owned here          left to the store: claimed, read, kept                      (Store.fill)
     owned elsewhere     all owners are asked at once, one request each; the answer for a sample is
-      present           verified; given out as it came
-      absent            this process has claimed it: it reads the sample, and puts it to its owner
-      pending           another process reads it: waited for, after all else is done
+      present           the record is verified, and returned as it was received
+      absent            this process has claimed the sample: it reads it, and sends it to its owner
+      pending           another process reads the sample: this one waits for it, after all other samples
       full              absent, and its owner has no room for it: the next machine in order is asked
       no answer         read here, and kept nowhere
 
-What this machine owns and has no room for goes the same way, from the next machine in order on. After the
-membership has changed, a sample's former owner is asked before the source is read: so a machine that joins
-gets its share from the other machines.
+A sample that this machine owns, and has no room for, is treated alike, from the next machine in order on.
+After the membership has changed, a sample's former owner is asked before the source is read: so a machine
+that joins gets its share from the other machines.
 
-Only what reading the source raises is raised. Every wait is bounded: for an answer by the machine's patience
-(:class:`hotset.cluster.membership.Member`), for what others are reading by `PATIENCE`.
+No exceptions are raised except those of reading the source. Every wait is bounded: for an answer by the
+machine's patience (:class:`hotset.cluster.membership.Member`), for a sample that another process is reading
+by `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _PUTS = 8
 
 
 class Fetched:
-    """What a fetch has brought.
+    """The result of a fetch.
 
     Attributes:
-        records: as other machines have sent them, sound.
+        records: sound records, as other machines have sent them.
         read: samples that were read from the source, by sample id.
-        unkept: whether some sample has no place on any machine that was asked.
+        unkept: whether none of the machines that were asked has room for some sample.
     """
 
     def __init__(self) -> None:
@@ -65,13 +66,13 @@ class Fetched:
         self.unkept = False
 
     def ids(self) -> Longs:
-        """Which samples there are."""
+        """The ids of all of these samples."""
         read = np.fromiter(self.read, np.int64)
         return np.concatenate([read, *(records.ids for records in self.records)])
 
 
 def parts(cache: CacheIdentity, ids: Longs) -> Iterator[Longs]:
-    """Requests for these samples that one answer each has room for."""
+    """Divide sample ids into parts that fit into one answer each."""
     most = max(1, min(MOST, LARGEST // cache.stride))
     for start in range(0, len(ids), most):
         yield ids[start : start + most]
@@ -149,7 +150,7 @@ class BatchFetch:
         return self._got
 
     def pass_on(self, samples: dict[int, Any]) -> bool:
-        """Bring samples to the machines that come after this one; whether all of them have a place now."""
+        """Send samples to the machines that come after this one; whether all of them are kept now."""
         self._put_further(samples, 1)
         self._settle()
         return not self._got.unkept
@@ -157,7 +158,9 @@ class BatchFetch:
     # ---- asking --------------------------------------------------------------------------------------
 
     def _ask(self, owned: list[Owned], turn: int = 0) -> list[_Waiting]:
-        """Ask these machines at once; read what no process has claimed. Returns what others are reading.
+        """Ask these machines at once, and read the samples that no process has claimed.
+
+        Returns the samples that other processes are reading.
 
         Args:
             owned: machines, and what each is asked for.
@@ -194,7 +197,7 @@ class BatchFetch:
         return waiting + self._ask_further(np.concatenate(refused), turn + 1)
 
     def _ask_further(self, ids: Longs, turn: int) -> list[_Waiting]:
-        """Go on with samples for which there was no room so far."""
+        """Ask the next machines for samples that those asked before have no room for."""
         ids = np.sort(ids)
         owned = self._peers.known.after(ids, turn)
         others = [(name, some) for name, some in owned if name != self._peers.known.me]
@@ -219,10 +222,10 @@ class BatchFetch:
         if self._keeps(len(records.ids)):
             self._store.insert(records.samples(self._schema, decode=False))
 
-    # ---- what moves, as machines come and go ---------------------------------------------------------
+    # ---- samples that move, as machines join and leave ------------------------------------------------
 
     def _fetch_home(self, ids: Longs) -> Longs:
-        """Get what this machine owns from its former owners, and keep it; returns what they did not have."""
+        """Get samples that this machine owns from their former owners, and keep them; returns the others."""
         left = self._not_moved(None, ids)
         came = np.setdiff1d(ids, left)
         if len(came):
@@ -246,17 +249,17 @@ class BatchFetch:
         return ids[np.isin(ids, found, invert=True)]
 
     def _some(self, ids: Longs) -> dict[int, Any]:
-        """These samples, of those that other machines have sent, in the form in which they are stored."""
+        """The samples of these ids that other machines have sent, in the form in which they are stored."""
         found: dict[int, Any] = {}
         for records in self._got.records:
             if np.isin(records.ids, ids).any():
                 found.update(records.samples(self._schema, decode=False))
         return {sample: found[sample] for sample in ids.tolist()}
 
-    # ---- reading, and bringing -----------------------------------------------------------------------
+    # ---- reading, and sending ------------------------------------------------------------------------
 
     def _read_here(self, owner: str | None, ids: Longs, turn: int = 0) -> None:
-        """Read samples from the source, and bring them to the machine that has promised them room."""
+        """Read samples from the source, and send them to the machine that has promised room for them."""
         samples: dict[int, Any] = {}
         drawing: list[int] = []
         size = 0
@@ -290,7 +293,7 @@ class BatchFetch:
     def _put(
         self, owner: str, samples: dict[int, Any], turn: int = 0, unread: list[int] | None = None
     ) -> None:
-        """Bring samples to a machine, without waiting for it; and tell it which samples will not come."""
+        """Send samples to a machine, and the ids of samples that will not come; does not wait for it."""
         ids, records = pack(self._cache, self._schema, samples, unread or [])
         if len(ids):
             self._settle(_PUTS - 1)
@@ -298,7 +301,7 @@ class BatchFetch:
             self._puts.append(_Put(owner, samples, turn, request))
 
     def _settle(self, left: int = 0) -> None:
-        """Wait until all but the last ``left`` puts are answered; the next machine gets what was refused."""
+        """Wait until all but the last ``left`` puts are answered; send refused ones to the next machine."""
         begun = time.monotonic()
         while len(self._puts) > left:
             put = self._puts.pop(0)

@@ -6,17 +6,17 @@
                                               │ verified: where the frames lie, to be copied by the caller
                                               └ or absent: the caller reads the source
 
-A request never raises for what a peer does or does not do. A peer *fails* when it is not there, refuses this
-machine's key, speaks another version, or lets a deadline pass. The process then leaves it alone for half a
-second, twice as long after each further failure in a row, half a minute at most, and its samples are absent
-meanwhile; where the peer has no such cache, for that cache alone. All of that is counted, and the user is
-warned once for each peer.
+A request never raises because of a peer. A peer *fails* when it is not there, refuses this machine's key, has
+another version, or lets a deadline pass. The process then sends it nothing for half a second, twice as long
+after each further failure in a row, half a minute at most, and its samples are absent meanwhile; where the
+peer has no such cache, this holds for that cache alone. All of that is counted, and the user is warned once
+for each peer.
 
-Nothing of an answer is believed. What does not answer the request is a failure of the peer; a record that is
+Answers are verified. An answer that does not fit its request is a failure of the peer; a record that is
 damaged, or another sample's, is absent, and counted.
 
-With keys, a process first asks over CURVE for what it needs to connect for records
-(:mod:`hotset.cluster.sealing`), and sends what it was asked for meanwhile when it has that.
+With keys, a process first asks over CURVE for the credentials of a connection for records
+(:mod:`hotset.cluster.sealing`), and keeps its requests until it has them.
 
 An answer is known by its request's number, which begins at random for each connection. An answer to a request
 that is no longer held (peers hold them weakly) is dropped, and so is one from before a restart.
@@ -92,7 +92,7 @@ class Answer(NamedTuple):
     Attributes:
         present: bool for each sample: its record is there, verified. (Of a put: it is stored.)
         truncated: bool for each sample: the peer has it, but the answer was full; ask for it again.
-        pending: bool for each sample: another process reads it now, and will bring it.
+        pending: bool for each sample: another process is reading it now.
         full: bool for each sample: it is absent, and the peer has no room for it.
         answered: whether the peer has answered at all, and has this cache.
         lines: int64 for each sample: of its tail; 0 unless it is present.
@@ -244,9 +244,9 @@ class Peer:
 
         Args:
             cache: as this process knows it.
-            claim: whether this process will read, and bring, what is absent.
-            ids: int64, at most ``protocol.MOST``; should make no more bytes than ``protocol.LARGEST``, or
-                the rest is ``left`` and asked for again.
+            claim: whether this process will read the absent samples, and send them.
+            ids: int64, at most ``protocol.MOST``; where their records have more than ``protocol.LARGEST``
+                bytes, the rest is ``truncated`` and has to be asked for again.
         """
         self.traffic.asked += len(ids)
         return self._ask(cache, ids, Operation.CLAIM if claim else Operation.GET)
@@ -264,7 +264,7 @@ class Peer:
         return request
 
     def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> PendingRequest:
-        """Bring records of these samples, ``protocol.LARGEST`` bytes at most; sends at once."""
+        """Send records of these samples, ``protocol.LARGEST`` bytes at most; never waits."""
         request = PendingRequest(self, cache, ids, Operation.PUT)
         self._send(request, lambda number: protocol.put(number, cache, ids, records))
         return request
@@ -341,7 +341,7 @@ class Peer:
                 self._send_frames(each)
 
     def poll(self, timeout: float) -> None:
-        """Take in what has come; wait up to ``timeout`` seconds if nothing has."""
+        """Receive the answers that have arrived; wait up to ``timeout`` seconds if there are none."""
         if self._socket is None:
             return
         poller = zmq.Poller()

@@ -1,21 +1,21 @@
 """The directory: which machines share a session, and which of them is planning how a dataset is cached.
 
-There is one for each session, in an actor of Ray's that Ray starts again, anywhere, if its machine dies. It
-has nothing that the machines' nodes do not know better: each node *beats* once a second, says which machine
-it is and which caches it has, and gets back which other machines there are and what it has not heard of. So
-after a restart a few seconds of beats fill the directory again. Until then it gives out no list of machines:
-a list with half of them in it would move half of the samples. A machine has
+There is one for each session, in an actor of Ray's that Ray starts again, anywhere, if its machine dies. All
+that it knows it has from the machines' nodes. Once a second each node sends a heartbeat, which says which
+machine it is and which caches it has; the reply says which other machines there are, and describes the caches
+that this one lacks. So after a restart a few seconds of heartbeats fill the directory again. Until then it
+gives out no list of machines: a list of half of them would move half of the samples. A machine has
 
-    joined       once it has its part of all caches, and all others let its key in; at the latest after
+    joined       once it has its part of all caches, and all others accept its key; at the latest after
                  `PREPARING` seconds. But not with records from before a clear: it forgets them first
-    left         after `SILENT` seconds without a beat, whatever became of it. Where most machines fall silent
-                 at once, it is the directory that was cut off, and it gathers them anew
+    left         after `SILENT` seconds without a heartbeat, for whatever reason. If most machines fall silent
+                 at once, the directory itself was cut off, and it gathers them anew
 
-A machine that has joined gets its samples from the machines that owned them before. So these are given out
-too, for `FORMER` seconds: by then what is used at all has moved.
+A machine that has joined gets its samples from the machines that owned them before. So the former machines
+are given out too, for `FORMER` seconds: by then all samples that are used at all have moved.
 
-Two machines that plan for one dataset could cut its chain in two places, as measured seconds decide. So the
-first machine that asks for a plan makes it, for all; the others wait for it.
+Two machines that plan for one dataset could cut its chain in two places, as the cut depends on measured
+times. So the first process that asks for a plan makes it, for all machines; the others wait for it.
 
 The directory knows nothing of Ray: :mod:`hotset.cluster.ray_actors` makes an actor of it.
 """
@@ -39,10 +39,10 @@ _PLANNING = 60.0
 
 
 class Described(NamedTuple):
-    """A cache, as a machine that has none of it can make its part.
+    """The description of a cache, from which a machine can make its part.
 
     Attributes:
-        meeting: what machines find it by: see :class:`hotset.dataset.identity.Identity`.
+        meeting: by which machines find the cache: see :class:`hotset.dataset.identity.Identity`.
         samples: length of the dataset.
         schema: of its samples; JSON's types.
         about: its metadata; JSON's types.
@@ -62,20 +62,20 @@ class Described(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """What is cached, in 32 hexadecimal digits or as the user says."""
+        """Identifies what is cached: 32 hexadecimal digits, or the user's own key."""
         return str(self.about["fingerprint"])
 
 
 class Heartbeat(NamedTuple):
-    """What a machine says of itself.
+    """What a machine reports to the directory.
 
     Attributes:
-        member: it.
-        knows: names of the machines whose keys it lets in.
+        member: the machine.
+        knows: names of the machines whose keys it accepts.
         caches: meetings of the caches that it has.
-        news: those that the directory had not heard of when it answered last.
+        news: descriptions of those caches that the directory has asked for.
         clears: how often each of its caches was cleared by the cluster, by meeting.
-        status: counters, for people.
+        status: counters, for users.
     """
 
     member: Member
@@ -87,15 +87,16 @@ class Heartbeat(NamedTuple):
 
 
 class HeartbeatReply(NamedTuple):
-    """What the directory answers.
+    """The directory's reply to a heartbeat.
 
     Attributes:
-        keys: of all machines that beat, by name, which are to be let in.
-        members: the machines that have joined; None while it is gathering them.
-        former: the machines before the last of them came or left; none after a while, or without a change.
+        keys: public keys of all machines that send heartbeats, by name; each is to be accepted.
+        members: the machines that have joined; None while the directory is gathering them.
+        former: the members before the last change; empty after a while, or without a change.
         caches: those that this machine lacks.
-        unknown: meetings that it wants to hear of with the next beat.
-        clears: how often the cluster has cleared those caches that this machine has not cleared as often.
+        unknown: meetings of caches that the next heartbeat is to describe.
+        clears: how often the cluster has cleared each cache that this machine has cleared less often, by
+            meeting.
     """
 
     keys: dict[str, str]
@@ -110,8 +111,9 @@ class Directory:
     """The directory of one session.
 
     Args:
-        expected: how many machines there should be, as far as that is known; waited for at the beginning.
-        clock: gives seconds.
+        expected: returns how many machines there should be, as far as that is known; the directory waits
+            for so many at the beginning.
+        clock: returns seconds.
     """
 
     def __init__(self, expected: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +130,7 @@ class Directory:
         self._plans: dict[str, tuple[float, str]] = {}
 
     def beat(self, beat: Heartbeat) -> HeartbeatReply:
-        """Hear from a machine, and tell it what it does not know."""
+        """Take a machine's heartbeat, and reply with what the machine does not know."""
         now, name, there = self._clock(), beat.member.name, set(beat.caches)
         self._beats[name] = now, beat
         self._drop_silent(now)
@@ -155,7 +157,7 @@ class Directory:
         silent = [name for name, seconds in silences.items() if seconds > SILENT]
         if not silent:
             return
-        # Those that fell silent together are found so one after the other, within a beat.
+        # Machines that fell silent together are found silent one after the other, within a second.
         quiet = [silences[name] > SILENT / 2 for name, come in self._joined.items() if come is None]
         if 2 * sum(quiet) > len(quiet):  # rather the directory was cut off: gather the machines anew
             self._has_gathered, self._begun, self._patience = False, now, _CUT_OFF
@@ -203,14 +205,15 @@ class Directory:
         ]
 
     def plan(self, meeting: str, who: str) -> Described | bool:
-        """Ask how a dataset is cached.
+        """Return how a dataset is cached.
 
         Args:
-            meeting: which.
-            who: the process that asks.
+            meeting: of the dataset's cache.
+            who: names the process that asks.
 
         Returns:
-            How; True if the process has to find out, and :meth:`publish` it; False if another one does.
+            The cache's description; True if this process has to plan, and :meth:`publish` the result; False
+            if another process is planning.
         """
         if meeting in self._caches:
             return self._caches[meeting]
@@ -222,12 +225,12 @@ class Directory:
         return True
 
     def publish(self, described: Described) -> None:
-        """Say how a dataset is cached; the first process to say so is right."""
+        """Enter how a dataset is cached; what the first process enters stays."""
         self._caches.setdefault(described.meeting, described)
         self._plans.pop(described.meeting, None)
 
     def has_alike(self, name: str, samples: int, maker: str) -> bool:
-        """Whether another machine has found out how a dataset of that class and length is cached.
+        """Whether another machine has planned for a dataset of that class and length.
 
         Args:
             name: of the class.
@@ -240,7 +243,7 @@ class Directory:
         )
 
     def give_up(self, meeting: str, who: str) -> None:
-        """Say that this process will not find out how a dataset is cached."""
+        """Let another process plan in place of this one."""
         if self._plans.get(meeting, (0.0, ""))[1] == who:
             del self._plans[meeting]
 

@@ -1,12 +1,12 @@
 """The node: what one machine does for a session that it shares with others.
 
-It owns the session on its machine: it makes the session if there is none, and anew if it is gone. It makes
-this machine's part of each cache that any machine has, and serves what is in it. Once a second the directory
-tells it which machines there are, and it writes that down for the machine's processes
+It owns the session on its machine: it makes the session if there is none, and makes it again if it is gone.
+It makes this machine's part of each cache that any machine has, and serves its records. Once a second it
+learns from the directory which machines there are, and writes that to a file for the machine's processes
 (:mod:`hotset.cluster.membership`).
 
-It runs in an actor of Ray's on that machine, which Ray starts again when it dies. The session, what is in it,
-the machine's name and its keys are where they were; only the port is another.
+It runs in an actor of Ray's on that machine, which Ray starts again when it dies. The session, its content,
+the machine's name and its keys stay; only the port changes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _UNASKED_SECONDS = 60.0
 
 
 def fingerprint_of(about: dict[str, Any]) -> bytes:
-    """What tells a cache from all others of a session: its fingerprint or the user's key.
+    """The 16 bytes that identify a cache in its session, from its fingerprint or the user's key.
 
     Args:
         about: its metadata.
@@ -77,12 +77,12 @@ class Node:
         name: of the session.
         memory: bytes that it may hold here, if it has to be made; None: half of what is free.
         host: this machine's address in the cluster, to which alone it is bound.
-        beat: tells the directory, and returns what that says.
+        beat: sends a heartbeat to the directory, and returns the reply.
 
     Attributes:
-        session: on this machine; another one once that was made anew.
-        member: what the node tells the directory of this machine.
-        trouble: what the last beat could not do, and why; empty if it has done all.
+        session: on this machine; another one once it was made again.
+        member: this machine, as the heartbeat describes it.
+        trouble: what the last heartbeat's tasks could not do, and why; empty if all were done.
 
     Raises:
         SessionError: the session is not there, and cannot be made.
@@ -130,7 +130,7 @@ class Node:
         self.close()
 
     def close(self) -> None:
-        """Serve no more; the session stays."""
+        """Stop serving; the session stays."""
         self._stop.set()
         self._thread.join()
         self._server.close()
@@ -146,7 +146,7 @@ class Node:
         return 0
 
     def status(self) -> dict[str, Any]:
-        """What the node has served, what its session holds, and what its processes got from others."""
+        """Counters of what the node has served, its session holds, and its processes got from others."""
         said: dict[str, Any] = {"pid": os.getpid(), "served": asdict(self._server.served)}
         with contextlib.suppress(OSError):
             report = reports.report(self.session)
@@ -164,7 +164,7 @@ class Node:
         return said
 
     def _capacity(self) -> int:
-        """Bytes that this machine can hold: as many as the session may, but no more than there are."""
+        """Bytes that this machine can hold: the session's limit, but no more than the machine has."""
         with contextlib.suppress(OSError):
             held = reports.report(self.session).memory
             free = min(memory_limits.headroom().bytes, memory_limits.tmpfs_free(str(runtime_folder())))
@@ -188,7 +188,7 @@ class Node:
                 self._stop.wait(0.2)
 
     def _is_there(self) -> bool:
-        """Whether the session is; it may have been resized."""
+        """Whether the session exists; takes over its new size if it was resized."""
         with contextlib.suppress(SessionError), open_quota(self.session) as quota:
             session = session_of(quota)
             if session != self.session:
@@ -217,7 +217,7 @@ class Node:
         """Make the session anew, empty, if it is gone and was not destroyed on purpose."""
         if self._is_there():
             return
-        self.member = self.member._replace(capacity=0)  # it owns nothing, and the others are told so
+        self.member = self.member._replace(capacity=0)  # with the next heartbeat it owns nothing
         if self._has_ended:
             return
         session = find_or_make(self._name, self.session.memory, like=self.session)

@@ -4,7 +4,7 @@ A message is a list of frames. All integers are little-endian, and every frame's
 was read before it: what has another length is refused with a reason. ::
 
     get        header | ids                                     sample ids, i64 each
-    claim      the same; the client will bring what is absent
+    claim      the same; the client will read and send the absent samples
     clear      header | a word, i64: how often, by now          forget all
     put        header | ids | entries | rows | tails
     key        header                                           over CURVE: credentials for a connection
@@ -142,7 +142,7 @@ def get(number: int, cache: CacheIdentity, ids: Longs, operation: Operation = Op
 
 
 def put(number: int, cache: CacheIdentity, ids: Longs, records: WireRecords) -> list[Any]:
-    """Frames that bring these samples' records.
+    """Frames that send these samples' records.
 
     Raises:
         ArgumentError: more than ``MOST`` of them, or of ``LARGEST`` bytes.
@@ -187,7 +187,8 @@ def refusal(head: Head, status: Status) -> list[Any]:
 def _fit(ids: Longs, size: int = 0) -> None:
     if len(ids) > MOST or size > LARGEST:
         raise ArgumentError(
-            f"one message takes {MOST:,} samples and frames of {LARGEST:,} bytes: ask for, or bring, fewer."
+            f"one message must have at most {MOST:,} samples and frames of at most {LARGEST:,} bytes, got "
+            f"{len(ids):,} samples and a frame of {size:,} bytes; divide it into several messages."
         )
 
 

@@ -103,7 +103,7 @@ class RemoteCache:
                 self._peers.count()
 
     def pass_on(self, store: Store, samples: dict[int, Any]) -> bool:
-        """Bring to other machines what this one had no room for; returns whether all of it is kept now.
+        """Send samples that this machine has no room for to other machines; whether all of them are kept now.
 
         Args:
             store: this machine's part of the cache.
@@ -154,7 +154,7 @@ class RemoteCache:
         return missing
 
     def troubles(self) -> list[tuple[str, str]]:
-        """What was found wrong with machines since this was asked last, and the names of these."""
+        """Sentences about machines that failed since the last call, each with the machine's name."""
         found: list[tuple[str, str]] = []
         while self._peers.troubles:
             found.append(self._peers.troubles.pop(0))
@@ -168,7 +168,7 @@ class RemoteCache:
 
     @contextlib.contextmanager
     def _using_peers(self) -> Iterator[None]:
-        """Use the sockets alone, and know which machines there are."""
+        """A block in which no other thread uses the sockets, and the membership is up to date."""
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
@@ -178,7 +178,7 @@ class RemoteCache:
     # ---- all of it -----------------------------------------------------------------------------------
 
     def clear(self, store: Store, name: str) -> None:
-        """Have all other machines forget their parts of the cache.
+        """Make all other machines forget their parts of the cache.
 
         Args:
             store: this machine's part.
@@ -188,7 +188,7 @@ class RemoteCache:
             SegmentError: some machines have not confirmed that they have.
         """
         deadline = time.monotonic() + _CLEAR_SECONDS
-        store.segment.live[Live.CLEARS] += 1  # the node tells the machines that cannot be asked now
+        store.segment.live[Live.CLEARS] += 1  # heartbeats pass it on to machines that cannot be asked now
         with self._using_peers():
             gone = self._peers.gone()
             kept = self._cleared(self._peers.by_name, store, deadline)

@@ -2,8 +2,8 @@
 
 ZeroMQ's own encryption, CURVE, is arithmetic in software and keeps a core busy on either side at 0.7 GB/s;
 processors have instructions for AES-GCM (NIST SP 800-38D), and OpenSSL uses them. So CURVE does what it is
-there for, which is to tell each end who the other is, and hands over a key; records pass on a connection
-beside it, under that key::
+there for, which is to authenticate both ends, and transmits a key; records pass on a second connection, under
+that key::
 
     client ──CURVE──> "a key, please"           only for machines that the cluster knows
            <─CURVE──  connection | password | key | port
@@ -13,10 +13,10 @@ beside it, under that key::
     a sealed message   seal | frames, encrypted as one stream
     seal               +0 connection 16 B | +16 count u64 | +24 tag 16 B
 
-Each connection has a key of its own, which is never stored: who records what passes cannot read it later with
-the keys of the machines. The nonce is made of direction and count, so none comes twice under one key. The tag
-covers the lengths of the frames too. What was changed, cut short, put together otherwise, or sent again does
-not open, as each message must have a higher count than the one before.
+Each connection has a key of its own, which is never stored: somebody who records the messages cannot read
+them later with the keys of the machines. The nonce is made of direction and count, so none comes twice under
+one key. The tag covers the lengths of the frames too. A message that was changed, cut short, put together
+otherwise, or sent again does not open, as each message must have a higher count than the one before.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Sealing:
         serves: whether this is the server's end.
 
     Example:
-        >>> told = Credentials.new(port=1)
-        >>> client, server = Sealing(told, serves=False), Sealing(told, serves=True)
+        >>> given = Credentials.new(port=1)
+        >>> client, server = Sealing(given, serves=False), Sealing(given, serves=True)
         >>> sealed = client.seal([b"header", b"ids"])
         >>> [bytes(frame) for frame in server.open(sealed)]
         [b'header', b'ids']

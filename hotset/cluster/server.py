@@ -9,8 +9,8 @@
     ROUTER, CURVE ──> credentials for the other one (:mod:`hotset.cluster.sealing`)
 
 A record is copied once, side by side with the others, as the store's memory may be used again; what ZeroMQ
-sends lies in that copy until it has left, which a tracker tells. (To send each record from where it lies
-would take a frame each, and hold rows back that a window wants to use again.)
+sends lies in that copy until a tracker says that it has left. (Sending each record from where it lies would
+take a frame each, and would keep a window from using those rows again.)
 
 Everything has a bound: samples and bytes of a message, requests that wait, and buffers. One client may have
 two buffers at a time, so a client that stopped reading does not block the others; it is cut off when its
@@ -20,7 +20,7 @@ The server is bound to the one address that it is given. The same thread decides
 the list of allowed keys and the passwords that it gave them
 (:class:`hotset.cluster.sockets.ZapAuthenticator`); strangers get no byte of an answer.
 
-Whatever goes wrong with one request, the thread goes on, and answers the others.
+Whatever goes wrong with one request, the thread continues with the others.
 """
 
 from __future__ import annotations
@@ -83,25 +83,25 @@ class Service(Protocol):
         Args:
             ids: sample ids, each in ``range(cache.samples)``.
             memory: one-dimensional; the records returned may lie in it.
-            claim: the client brings what is ``ABSENT`` in the answer; what another client has claimed, and
-                has not brought yet, is ``PENDING``.
+            claim: the client will read and send the samples that are ``ABSENT`` in the answer; a sample that
+                another client has claimed, and has not sent yet, is ``PENDING``.
         """
         ...
 
     def clear(self, clears: int) -> bool:
-        """Forget every record; False if some process goes on writing, so that the client has to retry.
+        """Forget every record; False if some process is still writing, so that the client has to retry.
 
         Args:
-            clears: how often the cluster has cleared this cache, this time counted.
+            clears: how often the cluster has cleared this cache, this time included.
         """
         ...
 
     def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-        """Store what another machine brings, which is sound; returns which samples are there now.
+        """Store sound records that another machine has sent; returns which samples are in the store now.
 
         Args:
             ids: sample ids.
-            records: their records, in memory that is lent for the length of the call.
+            records: their records, in memory that is valid during the call only.
         """
         ...
 
@@ -114,8 +114,8 @@ class ServerStats:
         requests: that were answered.
         records: that were sent.
         bytes: of those records.
-        stored: records that others brought.
-        unsound: records that others brought, damaged or for another sample.
+        stored: records that other machines sent and that were stored.
+        unsound: records that other machines sent, damaged or another sample's.
         refused: requests that were refused: malformed, unsealed, for another cache, or while the server was
             busy.
         dropped: answers that the client did not wait for.
@@ -387,10 +387,10 @@ class RecordServer:
             self.served.records += len(records.rows)
             self.served.bytes += records.rows.nbytes + records.tails.nbytes
             return records
-        brought = protocol.parse_records(head, frames[1:], cache)
-        good = sound(cache, ids, brought)
-        self.served.unsound += int(np.count_nonzero((brought.generations >= 0) & ~good))
-        there = service.put(ids, only(brought, good))
+        sent = protocol.parse_records(head, frames[1:], cache)
+        good = sound(cache, ids, sent)
+        self.served.unsound += int(np.count_nonzero((sent.generations >= 0) & ~good))
+        there = service.put(ids, only(sent, good))
         self.served.stored += int(np.count_nonzero(there))
         # What is sound and not there had no room.
         missing = np.where(good, FULL, ABSENT)
@@ -402,7 +402,7 @@ class RecordServer:
             self._send(client, frames)
 
     def _send(self, client: _Client, frames: list[Any]) -> zmq.MessageTracker | None:
-        """Send, or drop what the client does not read; returns what tells when the answer has left.
+        """Send an answer, or drop it if the client does not read; returns a tracker of the sending.
 
         Records are sealed where they lie: in a buffer, or in memory of their own.
         """

@@ -1,6 +1,6 @@
 """Sockets and keys: what both ends of a connection between machines set alike, and which clients are let in.
 
-Every machine has a pair of keys. A server lets in only the public keys that it was told of, and a client
+Every machine has a pair of keys. A server accepts only the public keys on its list, and a client
 knows the server's public key, so each end is sure of the other (CURVE, https://rfc.zeromq.org/spec/26/). Over
 such a connection a client only gets what it needs for another one, on which records pass, sealed
 (:mod:`hotset.cluster.sealing`); there a password keeps strangers from sending anything. Without keys (None)

@@ -1,12 +1,12 @@
-"""A store's service to other machines: it copies records out as they lie, and takes in others' records.
+"""A store's service to other machines: it copies records out, and stores records that other machines send.
 
-A record goes out with its row and its lines as they are. It comes in by way of the sample, and is written
-anew, as it gets another row, other lines, and so another checksum.
+A record is sent with its row and its lines as they are. A received record is unpacked, and its sample is
+written anew, as it gets another row, other lines, and so another checksum.
 
-A client that asks with a claim has to read what is absent, alone in the whole cluster. So the service claims
-the sample in the store on the client's behalf: other machines are told that it is pending, and processes of
-this machine wait for it as they would for each other. A client may die, so its claim is a lease: after
-`LEASE` seconds the next client that asks gets it.
+A client that asks with a claim reads the absent samples, alone in the whole cluster. So the service claims
+these samples in the store on the client's behalf: other machines get the answer that they are pending, and
+processes of this machine wait for them as they would for each other. A client may die, so its claim is a
+lease: after `LEASE` seconds the next client that asks gets it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StoreService:
     Attributes:
         store: the one that is served.
         cache: what other machines must agree on.
-        asked: when another machine's process last asked for records or brought some, by the monotonic clock.
+        asked: when another machine's process last asked for records or sent some, by the monotonic clock.
     """
 
     def __init__(self, store: Store, fingerprint: bytes) -> None:
@@ -98,7 +98,7 @@ class StoreService:
         return found
 
     def _lease(self, ids: Longs) -> npt.NDArray[np.bool_]:
-        """Claim these samples; False for those that another process reads. Without a claim all may read."""
+        """Claim these samples; True for those that the client may read: claimed for it, or not claimable."""
         granted = self.store.filler.claims.take(ids, len(ids))
         until = time.monotonic() + LEASE
         self._leases.update((sample, until) for sample in granted.tolist())
@@ -188,7 +188,7 @@ class StoreService:
         return int(self.store.segment.live[Live.CLEARS])
 
     def clear(self, clears: int) -> bool:
-        """Forget every record; False if some process goes on writing, for longer than others can wait.
+        """Forget every record; False if some process is still writing after the time that clients can wait.
 
         Args:
             clears: how often the cluster has cleared this cache, this time counted: the new :attr:`clears`.
@@ -196,23 +196,23 @@ class StoreService:
         with self._lock:
             self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for readers
             if self.store.segment.live[Live.INVALIDATED] == DESTROYED:
-                return True  # nothing is there, and no client has to bring anything
+                return True  # the store is empty for good, and its leases have ended
             cleared = self.store.clear(_CLEAR_SECONDS)
-            if cleared:  # not before: a node that dies in between is told to clear once more
+            if cleared:  # not before: a node that dies in between has to clear once more
                 self.store.segment.live[Live.CLEARS] = max(self.clears, clears)
             return cleared
 
     def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-        """Store what another machine brings; returns which samples are there now, or are just being read."""
+        """Store records that another machine has sent; returns which samples are stored or being read now."""
         self.asked = time.monotonic()
         store = self.store
         there = records.generations >= 0
         if not there.any():
-            self.end_leases(ids)  # the client that had claimed them has nothing to bring
+            self.end_leases(ids)  # the client that had claimed them will not send them
             return there
         came = ReceivedRecords(ids[there], records.lines[there], records.rows, records.tails)
         with self._lock:
-            # Under the claims that were made for the client that brings them.
+            # Under the claims that were made for the client that sends them.
             store.insert(came.samples(store.schema, decode=False))
             self.end_leases(ids)
         # What is claimed, a process of this machine is reading: it stores the sample in a moment.

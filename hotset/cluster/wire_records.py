@@ -1,7 +1,8 @@
-"""Records on their way between machines, and what two machines must agree on before one passes.
+"""Records on their way between machines, and what two machines must agree on before one is sent.
 
-They lie side by side, each as in its owner's segment (:mod:`hotset.store.format`). Nothing of what comes is
-believed: a record is *sound* if it is what its writer wrote for that very sample, which its checksum tells.
+They lie side by side, each as in its owner's segment (:mod:`hotset.store.format`). A received record is
+verified before it is used: it is *sound* if its checksum shows that it is what its writer wrote for that very
+sample.
 """
 
 from __future__ import annotations

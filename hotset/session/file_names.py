@@ -73,7 +73,7 @@ def peer_stats_file(number: int) -> str:
 
 
 def id_of(file: str) -> int:
-    """32 bits that tell a cache from others, for people."""
+    """32 bits by which users name a cache."""
     return zlib.crc32(file.encode()) or 1
 
 

@@ -182,7 +182,10 @@ class Quota:
             return int(row)
         free = np.flatnonzero(self._rows[:, _MEMBER] == 0)
         if not len(free):
-            raise SessionError(f"there are {_ROWS} already, which is the limit; destroy some.")
+            raise SessionError(
+                f"a session must have at most {_ROWS} caches, and a server {_ROWS} sessions, got one more; "
+                "destroy some."
+            )
         self._rows[free[0]] = member, 0, time.time_ns(), 0
         return int(free[0])
 

@@ -111,7 +111,7 @@ class BlockPool:
 
     @property
     def address(self) -> Address:
-        """Where workers find a shared pool's memory (its nonce is empty: the inode tells it)."""
+        """Where workers find a shared pool's memory (its nonce is empty: the inode identifies it)."""
         return Address(self._pid, self._fd, os.fstat(self._fd).st_ino, b"")
 
     @property

@@ -213,7 +213,7 @@ class Index:
         return ids
 
     def generations(self, ids: Ids) -> Words:
-        """The generation of records written now, which tells them from earlier ones in the same rows."""
+        """The generation of records written now, by which they differ from earlier ones in the same rows."""
         return np.full(len(ids), int(self._segment.live[Live.CLEAR_GENERATION]) & GENERATION_MASK)
 
     def refusals(self, ids: Ids) -> Words:

@@ -177,7 +177,7 @@ class Live:
     BEHIND = 10  # of a window: how many samples that were due have not come in yet
     FULL = 11  # 1 once room was refused, until a part of the limit is free again
     LOADS = 12  # of a window: how often a saved state was loaded
-    CLEARS = 13  # of a cluster: how often its machines were told to clear this cache, as far as is known
+    CLEARS = 13  # of a cluster: how often its machines had to clear this cache, as far as is known
     WARNED_DRAWS = 14  # a number of the job whose user was warned last which samples draw random numbers
     FREED_IN_VAIN = 15  # 1 once freeing another cache's memory has given the control group no more room
     KEYS = 16  # of a keyed segment: how many sample ids were given to keys

@@ -1,7 +1,7 @@
 """The key table: gives sample ids to 128-bit keys, for stores whose samples are results of functions.
 
-A dataset numbers its samples; a function's results have keys, hashes of the function and its arguments, and
-nobody knows beforehand which will be asked for. So a keyed segment hands out its sample ids in the order in
+A dataset numbers its samples; a function's results have keys, hashes of the function and its arguments. Which
+keys will be asked for is not known beforehand. So a keyed segment hands out its sample ids in the order in
 which new keys come, and this table finds the id of a key. From there on all is as in any store: claims,
 index words, records. Its regions lie at the segment's end, behind the lines::
 
@@ -215,7 +215,7 @@ class KeyTable:
         self._keys[sample * KEY_WORDS + _USED] = _now()
 
     def forget(self, samples: Ids) -> None:
-        """Give these samples keys that nobody asks for; their records stay where they are."""
+        """Give these samples a key that no function has; their records stay where they are."""
         rows = self.rows()
         rows[samples, 0] = rows[samples, 1] = rows[samples, _OF] = _NOBODYS
 

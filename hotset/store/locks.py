@@ -109,8 +109,8 @@ def try_lock(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
     With ``length`` it is that many bytes from there on, and with ``length=0`` all of them.
 
     Never waits. A shared lock goes together with other shared locks (``fd`` must be readable), an
-    exclusive one with none (``fd`` must be writable). A description that holds the byte already is told
-    True, and its lock changes to the kind asked for.
+    exclusive one with none (``fd`` must be writable). For a description that holds the byte already
+    the result is True, and its lock changes to the kind asked for.
 
     Raises:
         OSError: anything but contention: a closed ``fd``, a negative ``byte``, no lock memory left.
@@ -300,7 +300,7 @@ class FileLock:
             self._own.popitem()[1].close()
 
     def after_fork(self) -> None:
-        """In a forked child, where all is closed: tell the owner. ``os.fork()`` calls this."""
+        """Call ``forked``; ``os.fork()`` calls this in the child, where all descriptions are closed."""
         forked = self._forked() if self._forked is not None else None
         if forked is not None:
             with contextlib.suppress(OSError):

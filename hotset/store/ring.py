@@ -137,8 +137,8 @@ class RingIndex(Index):
         words = np.where((words >= DRAWS) & (words < CLAIMED), words & ~DRAWS, words)
         laps = np.where(words >= PRESENT, words >> GENERATION_SHIFT, words - 1)
         ahead = ((laps - cursor // count + half) & GENERATION_MASK) - half
-        told = (words >= PRESENT) | ((words > 0) & (words <= GENERATION_MASK + 1))
-        return np.where(told, (cursor // count + ahead) * count + slots, -1)
+        has_lap = (words >= PRESENT) | ((words > 0) & (words <= GENERATION_MASK + 1))
+        return np.where(has_lap, (cursor // count + ahead) * count + slots, -1)
 
 
 class RingAllocator(FixedRowAllocator):

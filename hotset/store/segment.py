@@ -78,7 +78,7 @@ class Segment:
         fd: descriptor of the file; never used for locks (see :mod:`hotset.store.locks`).
         geometry: sizes and offsets.
         metadata: the JSON object stored with it.
-        nonce: 16 random bytes that tell it from any other.
+        nonce: 16 random bytes that identify it.
         buffer: the whole mapping.
         live: the header's live words (see :class:`hotset.store.format.Live`).
         slots: array of shape (1024, 24).

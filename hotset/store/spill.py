@@ -5,9 +5,9 @@ in which of the two its record is. The spill's index names its own records, so t
 itself, and a session that outlives a reboot is rebuilt from it.
 
 Nothing is read through the mapping: one page fault at a time is slow, and a failing disk would be SIGBUS.
-The kernel is told of all records of a batch at once, reads them in parallel (and, as the order of samples is
-known, long before they are needed: :meth:`Spill.prefetch`), and they are copied from its page cache. The
-kernel knows better than a cache of hotset's how much memory is free for that.
+The kernel gets the places of all records of a batch at once, reads them in parallel (and, as the order of
+samples is known, long before they are needed: :meth:`Spill.prefetch`), and they are copied from its page
+cache. The kernel knows better than a cache of hotset's how much memory is free for that.
 
 A batch that has records in the second tier is *staged* as a whole: its rows side by side in private memory,
 in order, and its tails one behind the other, as in a segment. A record is verified at each read, in its copy,

@@ -503,7 +503,7 @@ class Clearing:
 
     Args:
         participant: this process's slot in the segment.
-        claims: tells which processes are writing.
+        claims: of this process; show which processes are writing.
         allocator: whose rows and lines all become free.
         spill: the second tier, which is cleared too; None if there is none.
     """

@@ -164,5 +164,5 @@ def _run_jobs(jobs: queue.SimpleQueue[_Job], results: queue.SimpleQueue[Any]) ->
             result = (None, error)
         if wanted:
             results.put(result)
-        # Kept until the next job comes, they would keep a batch's block lent, and this frame in a traceback.
+        # Kept until the next job comes, they would keep a batch's block in use, and a traceback this frame.
         del taken, job, result

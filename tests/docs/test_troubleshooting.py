@@ -26,7 +26,7 @@ SINKS |= {"_hotset_warn": 0}
 COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("_warnings.py", "Warner.__call__"): (),
     ("cluster/client.py", "Peer.fail"): (),  # _warn says the rest
-    ("cluster/client.py", "Peer.refuses"): (),
+    ("cluster/client.py", "Peer.note_refusal"): (),
     ("dataset/build.py", "_warn_of_source"): (
         "dataset/memory_budget.py:memory_limit",
         "dataset/memory_budget.py:window_sizes",
