@@ -1,7 +1,7 @@
 """Membership: which machines share a session, and which of them owns a sample.
 
-Only a machine's node (:mod:`hotset.cluster.node`) talks with the others about which machines there are. It
-writes what it has learnt to a file beside the session's quota, and every process of the machine reads that
+Only a machine's node (:mod:`hotset.cluster.node`) asks the directory which machines there are. It
+writes the answer to a file beside the session's quota, and every process of the machine reads that
 file, loader workers too. None of them needs Ray, and the last file holds when Ray ends. ::
 
     <number>.cluster      in the runtime folder: JSON, this user's alone, as it has this machine's secret key
@@ -103,7 +103,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """What a machine knows of a session that several share: the machines, and their samples.
+    """The machines that share a session, as one of them knows them, and the owners of its samples.
 
     Attributes:
         me: this machine's name.

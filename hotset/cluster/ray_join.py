@@ -74,10 +74,10 @@ class Joined:
 
     @contextlib.contextmanager
     def planning(self, meeting: str) -> Iterator[Described | None]:
-        """Find out how a dataset is cached; None if this process has to find out, for all machines.
+        """A block that gets a dataset's cache as it is planned; None if this process has to plan.
 
-        That process calls :meth:`publish` in the block, or leaves it to the next one. If the directory does
-        not answer, every process finds out.
+        A process that plans does so for all machines, and calls :meth:`publish` in the block; if it does not,
+        the next process plans. If the directory does not answer, every process plans.
         """
         found: Described | bool | None = False
         deadline = time.monotonic() + _PLAN_SECONDS
@@ -108,7 +108,7 @@ class Joined:
         return membership.me if membership is not None else ""
 
     def publish(self, described: Described) -> None:
-        """Say how a dataset is cached."""
+        """Enter how a dataset is cached in the directory."""
         _answer(self._directory, "publish", described)
 
     def has_alike(self, name: str, samples: int) -> bool:
@@ -211,7 +211,7 @@ def status(address: str, session: str) -> list[dict[str, Any]]:
 
 
 def stop(address: str, session: str) -> int:
-    """End a session on all machines, and free what it holds; returns the bytes.
+    """End a session on all machines; returns the bytes that were freed.
 
     Raises:
         ClusterError: there is no such session in that cluster, or a machine has not said that it is freed.
@@ -263,7 +263,7 @@ def _names(ray: Any) -> list[str]:
 
 
 def _connect(address: str) -> Any:
-    """Be connected to a Ray cluster; returns the module.
+    """Connect to a Ray cluster, unless this process is connected; returns the module ``ray``.
 
     Raises:
         ClusterError: it is not installed, or there is no cluster.

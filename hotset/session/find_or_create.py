@@ -24,7 +24,7 @@ no lock for 120 s     the rank creates one of its own: that       SessionError
 ====================  ==========================================  =========================================
 
 Waiting is bounded because a creator may be stopped. A session's cache that was spilled before a reboot is
-found by its key too: its memory's part is created anew, and says of each sample that it is on the disk.
+found by its key too: a segment in memory is created for it, whose index says that its samples are on disk.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def find_or_create_in_job(
     Args:
         key: what is in it, all of it: two processes with one key must want the same. Any length.
         name: a label for people.
-        create: creates it, or returns None if that cannot be done: then the next rank tries. No other process
-            of the job creates for this key meanwhile.
-        attach: attaches to one that lives.
+        create: creates the cache, or returns None if that cannot be done: then the next rank tries. No other
+            process of the job creates for this key meanwhile.
+        attach: attaches to a cache that exists.
         job: with which processes to share; None: with the ranks of :func:`this_job`.
 
     Returns:
@@ -254,12 +254,12 @@ class CacheLocation(NamedTuple):
 
     Attributes:
         path: of its file, while it is made.
-        name: of its file, once it is whole.
-        spill: the path of its second tier's; None if the session has none.
-        folder: the folder of that.
+        name: path of its file, once it is whole.
+        spill: path of the second tier's file; None if the session has none.
+        folder: the folder of that file; empty without one.
         persist: whether the second tier gets every record.
-        limit: bytes that a cache there may ever hold, unless its user said less: what the session may hold
-            now is bounded by its quota, and a resize changes that.
+        limit: bytes that the cache may ever hold, unless its user asks for less. The session's quota bounds
+            what it may hold now, and a resize changes that.
     """
 
     path: str
@@ -285,7 +285,7 @@ def find_or_create_in_session(
         key: what is in the cache, all of it: two jobs with one key must want the same. Any length.
         name: a label for people.
         create: creates it at the given location, or returns None if that cannot be done.
-        attach: attaches to one that is there. What it refuses is somebody else's.
+        attach: attaches to a cache that exists; raises SegmentError if it is another one.
 
     Returns:
         The value, and this process's use of the session; None without a value.

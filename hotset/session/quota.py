@@ -134,7 +134,7 @@ class Quota:
         return int(self._rows[:, _MEMORY].sum())
 
     def left(self, row: int) -> int:
-        """Bytes of memory that this member may hold now: what it has, and what is left."""
+        """Bytes of memory that this member may hold now: its own, and those that no member holds."""
         others = self.held - int(self._rows[row, _MEMORY])
         return max(self.bound - others, 0)
 

@@ -51,7 +51,7 @@ __all__ = ["Dropped", "Room", "pin", "reclaim", "room_of", "sentence_about"]
 
 @dataclass(frozen=True)
 class Dropped:
-    """A cache that was dropped: its name, its bytes of memory, and how many seconds it was unused.
+    """A cache that was dropped.
 
     Attributes:
         name: of its dataset.
@@ -66,12 +66,12 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of memory of a session, as a new cache finds them.
+    """The memory that a session has for a new cache.
 
     Attributes:
-        free: that no cache holds.
-        unused: held by caches that no process uses and that are not pinned; they are dropped when needed.
-        used: held by the other caches.
+        free: bytes that no cache holds.
+        unused: bytes of caches that no process uses and that are not pinned; they are dropped when needed.
+        used: bytes of the other caches.
     """
 
     free: int
@@ -145,7 +145,7 @@ def pin(session: Session, which: str | int, pinned: bool = True) -> str:
 
 
 def sentence_about(session: str, dropped: list[Dropped]) -> str:
-    """Return the sentence that tells the user; empty if nothing was dropped."""
+    """Return a sentence for the user; empty if nothing was dropped."""
     freed = [each for each in dropped if each.bytes]
     if not freed:
         return ""
@@ -179,12 +179,9 @@ def _drop(
 
 def _name_of(folder: int, file: str) -> str:
     """The name of a cache's dataset; the file's name if the cache cannot be opened."""
-    with contextlib.suppress(SegmentError, OSError):
-        segment = Segment.attach(f"/proc/self/fd/{folder}/{file}")
-        try:
-            return str(segment.metadata.get("name", file))
-        finally:
-            segment.close()
+    path = f"/proc/self/fd/{folder}/{file}"
+    with contextlib.suppress(SegmentError, OSError), contextlib.closing(Segment.attach(path)) as segment:
+        return str(segment.metadata.get("name", file))
     return file
 
 

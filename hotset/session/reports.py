@@ -16,6 +16,7 @@ cannot be opened from here: it is reported as out of reach, and left alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -136,14 +137,11 @@ def report_jobs() -> list[CacheReport]:
     for entry in catalog.entries():
         if not entry.alive or entry.at is None:
             continue
-        try:
-            segment = Segment.attach(address_of(entry))
-        except SegmentError:
-            continue  # it has ended meanwhile
-        try:
+        with (
+            contextlib.suppress(SegmentError),  # it has ended meanwhile
+            contextlib.closing(Segment.attach(address_of(entry))) as segment,
+        ):
             found.append(replace(_numbers_of(segment, entry.pid, entry.name), in_use=True))
-        finally:
-            segment.close()
     return found
 
 
@@ -160,13 +158,10 @@ def _with_quota(cache: CacheReport, quota: Quota, file: str) -> CacheReport:
 def _counts_of(folder: int, file: str) -> CacheReport:
     number = id_of(file)
     try:
-        segment = Segment.attach(f"/proc/self/fd/{folder}/{file}")
+        with contextlib.closing(Segment.attach(f"/proc/self/fd/{folder}/{file}")) as segment:
+            return _numbers_of(segment, number, file)
     except SegmentError as error:
         return CacheReport(number, file, state=str(error))
-    try:
-        return _numbers_of(segment, number, file)
-    finally:
-        segment.close()
 
 
 def _numbers_of(segment: Segment, number: int, name: str) -> CacheReport:
@@ -202,14 +197,9 @@ def _disk_bytes(segment: Segment) -> int:
     said = segment.metadata.get("spill")
     if not isinstance(said, dict) or not isinstance(said.get("path"), str):
         return 0
-    try:
-        second = Segment.attach(said["path"])
-    except SegmentError:
-        return 0
-    try:
+    with contextlib.suppress(SegmentError), contextlib.closing(Segment.attach(said["path"])) as second:
         return second.taken
-    finally:
-        second.close()
+    return 0
 
 
 def _processes(segment: Segment) -> int:

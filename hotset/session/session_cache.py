@@ -13,8 +13,8 @@ from hotset.session.sessions import find
 
 __all__ = ["SessionCacheHandle"]
 
-# How long this process waits while another one removes a cache; and how long it does not wait again if that
-# takes longer, as the other process may be stopped.
+# How long this process waits while another one removes a cache. If that takes longer, the other process may
+# be stopped: then this one does not wait again for a while.
 _REMOVAL_SECONDS = 2.0
 _IMPATIENT_SECONDS = 60.0
 

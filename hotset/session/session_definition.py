@@ -9,7 +9,7 @@ records, and a process that lists the sessions creates missing quotas from it:
     write_down    <number>.session.json ──> <number>.session ──> the session is there
     a reboot               │                    (gone)
     restore                └──────────────> <number>.session ──> it is there again, with what was spilled
-    forget              (gone)                  ...              it comes back no more
+    forget              (gone)                  ...              it does not come back
 
 The definition is written first and removed first. A process that dies in between leaves a session that comes
 back whole, or does not come back, and never one that a reboot brings back half destroyed. Creating and

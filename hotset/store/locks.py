@@ -1,10 +1,10 @@
 """Locks on single bytes of a file, which the kernel drops when their holder dies.
 
 They are *open file description* locks (``F_OFD_SETLK``): a lock belongs to what one ``open()`` made, and
-ends when the last descriptor of that description closes, so also on ``kill -9``. What else was at hand:
+ends when the last descriptor of that description closes, so also on ``kill -9``. The alternatives:
 
 - POSIX record locks (``F_SETLK``) belong to a process and vanish as soon as *any* descriptor of that file
-  closes, for example one that a library opened and closed in passing;
+  closes, for example one that a library opened and closed;
 - ``flock`` covers a whole file, and this system wants thousands of locks in one;
 - semaphores and mutexes in shared memory are not released by a death (robust ones need compiled code).
 
@@ -26,7 +26,7 @@ descriptors: otherwise it keeps its dead parent "alive". Threads that exclude ea
 Python function begins, a loop goes round or a call returns. So a lock that is given back by a Python function
 (an ``__exit__``, a generator's ``finally``) may stay taken: the exception comes before its first line. A
 ``with`` block over a :class:`Held` is left by *one call of C code*, which no handler comes before; entering
-it is Python, which undoes what it did if it is interrupted. What is held is known to the kernel alone, and no
+it is Python, which undoes what it did if it is interrupted. Only the kernel knows which locks are held: no
 count or flag is kept beside it.
 
 Nothing here waits in the kernel (``F_OFD_SETLKW``): a holder that was stopped by SIGSTOP or a debugger

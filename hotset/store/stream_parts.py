@@ -13,7 +13,7 @@ slot::
     given    how many samples it has, as far as a pass has come; final once it has ended
     ended    a pass has come to its end; and why it is recorded no further, if it is not
     owner    the claim word of the process that records it: a claim that dies with the process
-    pass     the pass in which it does so: of two by the same program, the later one goes on
+    pass     the pass in which it does so: of two passes of the same program, the later one records
 
 ::
 
@@ -21,7 +21,7 @@ slot::
         ^                    │                               └─> in part    the rest comes from the stream
         └────── a clear ─────┘
 
-A pass by another number of ranks or workers divides the samples otherwise: it has to begin anew.
+A pass by another number of ranks or workers divides the samples otherwise, so it has to clear the store.
 """
 
 from __future__ import annotations
@@ -123,7 +123,12 @@ class StreamParts:
     # ---- recording -----------------------------------------------------------------------------------
 
     def divide(self, ranks: int, workers: int) -> bool:
-        """Have the samples divided so; False if they are divided otherwise already, or cannot be."""
+        """Divide the samples among so many parts; False if the division is another one, or not possible.
+
+        Args:
+            ranks: that run the stream.
+            workers: of each rank.
+        """
         word = ranks << _WORKERS | workers
         if not 0 < ranks * workers <= SLOTS:
             return False
@@ -175,11 +180,11 @@ class StreamParts:
 
     @property
     def is_alone(self) -> bool:
-        """Whether only one rank records into this store, and has said so."""
+        """Whether only one rank records into this store: see :meth:`go_alone`."""
         return bool(self._live[Live.ALONE])
 
     def go_alone(self, rank: int) -> bool:
-        """Leave out the parts of other ranks; False if one of them has been begun."""
+        """Note that only this rank records, and end the others' parts; False if one of these was begun."""
         ranks, workers = self.division
         others = [part for part in range(ranks * workers) if part // workers != rank]
         with self.store.participant.short_lock() as held:
@@ -190,8 +195,11 @@ class StreamParts:
         return True
 
     def note(self, part: int, position: int, *, kept: bool) -> None:
-        """Note that the sample at this position was given, and whether it is recorded; called by the
-        owner.
+        """Note that the stream gave the sample at this position; called by the part's owner.
+
+        Args:
+            part, position: of the sample.
+            kept: whether it is recorded.
         """
         row = self._rows[part]
         row[Slot.PART_GIVEN] = max(int(row[Slot.PART_GIVEN]), position + 1)
@@ -200,14 +208,12 @@ class StreamParts:
 
     def use(self, count: int) -> None:
         """Note that sample ids below this number are in use; before one of them is stored."""
-        segments = [
-            self.store.segment,
-            *([self.store.spill.segment] if self.store.spill is not None else []),
-        ]
-        if count > int(segments[0].live[Live.IDS]):
-            with self.store.participant.short_lock():
-                for segment in segments:
-                    segment.live[Live.IDS] = max(int(segment.live[Live.IDS]), count)
+        store = self.store
+        if count > int(self._live[Live.IDS]):
+            with store.participant.short_lock():
+                for tier in (store, store.spill) if store.spill is not None else (store,):
+                    live = tier.segment.live
+                    live[Live.IDS] = max(int(live[Live.IDS]), count)
 
     def stop(self, part: int, why: int) -> None:
         """Note why this part is recorded no further; called by the owner."""

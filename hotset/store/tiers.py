@@ -6,7 +6,7 @@
                                        whether it is a ring, and where the second tier is (spill)
     second    on a disk, if wanted     for records that memory has no room for (hotset.store.spill)
 
-The second is made first, as the metadata of the first name it. If it cannot be made, one warning says so, and
+The second is made first, as the metadata of the first name it. If it cannot be made, the user is warned, and
 the store has no second tier. Both functions are context managers, which undo their work if the block fails,
 so that no file is left behind.
 
