@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, Task
     from rich.text import Text
 
-__all__ = ["counted", "filled", "import_rich", "progress_bar"]
+__all__ = ["counting_bar", "filling_bar", "import_rich", "progress_bar"]
 
 
 def import_rich() -> None:
@@ -67,7 +67,7 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
 
 
 @contextlib.contextmanager
-def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+def counting_bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Show a bar on standard error if that is a terminal; yields a function that takes how many are done."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda done: None
@@ -81,7 +81,7 @@ def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
 
 
 @contextlib.contextmanager
-def filled(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int, int], None]]:
+def filling_bar(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on standard error; yields a function that takes how many are done, and their bytes.
 
     Without a total it counts.

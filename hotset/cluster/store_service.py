@@ -75,13 +75,8 @@ class StoreService:
         self.asked = time.monotonic()
 
     def take(self, ids: Longs, memory: Bytes, *, claim: bool = False) -> WireRecords:
-        """Copy the records that are there now; those that ``memory`` has no room for are ``TRUNCATED``.
-
-        Args:
-            ids: sample ids.
-            memory: one-dimensional; the records returned lie in it, or in memory of their own.
-            claim: claim for the asker what is absent; what is claimed already is ``PENDING``. Where there is
-                no room for more, nothing is claimed, and what is absent is ``FULL``.
+        """See :meth:`hotset.cluster.server.Service.take`. Without room in the store, nothing is claimed, and
+        absent samples are ``FULL``.
         """
         self.asked = time.monotonic()
         with self._lock:
@@ -188,11 +183,7 @@ class StoreService:
         return int(self.store.segment.live[Live.CLEARS])
 
     def clear(self, clears: int) -> bool:
-        """Forget every record; False if some process is still writing after the time that clients can wait.
-
-        Args:
-            clears: how often the cluster has cleared this cache, this time counted: the new :attr:`clears`.
-        """
+        """See :meth:`hotset.cluster.server.Service.clear`; ``clears`` becomes :attr:`clears`."""
         with self._lock:
             self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for readers
             if self.store.segment.live[Live.INVALIDATED] == DESTROYED:
@@ -203,7 +194,7 @@ class StoreService:
             return cleared
 
     def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-        """Store records that another machine has sent; returns which samples are stored or being read now."""
+        """See :meth:`hotset.cluster.server.Service.put`. A sample that is being read counts as stored."""
         self.asked = time.monotonic()
         store = self.store
         there = records.generations >= 0

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hotset._progress import counted
+from hotset._progress import counting_bar
 from hotset.dataset.prefetch_pool import PrefetchPool
 from hotset.dataset.window import Sizes
 from hotset.errors import StateError
@@ -267,7 +267,7 @@ class ActiveWindow:
         assert self._pool is not None
         residents = _run(self._position.cursor, self.sizes.resident)
         self._pool.request(residents)
-        with counted(self._name, len(residents), "samples") as show:
+        with counting_bar(self._name, len(residents), "samples") as show:
             while not (settled := ring.settled(residents)).all() and not self._pool.idle:
                 self.raise_errors()
                 show(int(settled.sum()))

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from hotset._progress import filled
+from hotset._progress import filling_bar
 from hotset._warnings import Warner, warn
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.cached_dataset import CachedDataset, Maker
@@ -456,7 +456,7 @@ class CachedStream(DatasetProxy[T]):
         )
         store = self._cached._access.store
         number = 0
-        with filled(self._source.name, None, progress) as show:
+        with filling_bar(self._source.name, None, progress) as show:
             for number, _ in enumerate(loader, 1):
                 if number % 64 == 0 and store is not None:
                     show(number, store.stored_bytes)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hotset._progress import filled
+from hotset._progress import filling_bar
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.sample_access import SampleAccess
 from hotset.errors import ArgumentError
@@ -75,7 +75,7 @@ def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) 
     ids = np.arange(len(store))
     missing = ids[store.index.missing(ids)]
     parts = _Parts(access, missing)
-    with filled(name, len(ids), progress) as show:
+    with filling_bar(name, len(ids), progress) as show:
         show(len(ids) - len(missing), store.stored_bytes)
         for number, done in enumerate(_each(parts, num_workers), 1):
             for sentence, about in done.warnings:

@@ -197,7 +197,7 @@ class _Share(locks.Description):
         self._folder = ""
         self._pid = 0
         self._identity = (0, 0)
-        self._told = False
+        self._offered = False
 
     def hold(self, fd: int, folder: int) -> None:
         """Own the descriptor ``fd``, which has the lock."""
@@ -205,7 +205,7 @@ class _Share(locks.Description):
         self._folder = path_of(folder)
         self._pid = os.getpid()
         self._identity = _identity(fd)
-        self._told = False
+        self._offered = False
 
     def take(self) -> bool:
         try:
@@ -221,8 +221,8 @@ class _Share(locks.Description):
 
     def offer(self, memory: int) -> None:
         """List this process as one that has the memory open, if the file system has room."""
-        if not self._told:
-            self._told = True
+        if not self._offered:
+            self._offered = True
             with contextlib.suppress(OSError):
                 _write_holder(self.value, memory)
 

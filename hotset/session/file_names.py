@@ -111,9 +111,7 @@ def remove_caches(folder: int, number: int, spill: str | None) -> int:
         number: of the session.
         spill: its spill folder, if it has one.
     """
-    freed = 0
-    for file in caches_of(number, os.listdir(folder)):
-        freed += remove_cache(folder, file)
+    freed = sum(remove_cache(folder, file) for file in caches_of(number, os.listdir(folder)))
     if spill is not None:
         with contextlib.suppress(OSError):
             with opened_spill(spill) as place:

@@ -107,8 +107,8 @@ class Store:
         self.participant = Participant(segment)
         self.index = self._index_type(segment)
         self.allocator = self._allocator_type(self.participant)
-        self.rows = _bytes_view(segment, geometry.rows_at, geometry.rows, geometry.stride)
-        self.lines = _bytes_view(segment, geometry.lines_at, geometry.lines, fmt.LINE)
+        self.rows = _view(segment.buffer, geometry.rows_at, geometry.rows, geometry.stride)
+        self.lines = _view(segment.buffer, geometry.lines_at, geometry.lines, fmt.LINE)
         width, at = schema.head.itemsize, geometry.rows_at + RECORD_HEADER
         rows = geometry.rows
         self._heads: Bytes = np.ndarray(
@@ -558,9 +558,6 @@ class Clearing:
         segment.live[Live.CLEAR_GENERATION] += 1
 
 
-def _bytes_view(segment: Segment, offset: int, rows: int, width: int) -> Bytes:
-    return np.ndarray((rows, width), np.uint8, segment.buffer if rows else None, offset)
-
-
-def _view(block: Any, offset: int, rows: int, width: int) -> Bytes:
-    return np.ndarray((rows, width), np.uint8, block, offset)
+def _view(memory: Any, offset: int, rows: int, width: int) -> Bytes:
+    """Rows of so many bytes that lie side by side in memory; without rows, of none of it."""
+    return np.ndarray((rows, width), np.uint8, memory if rows else None, offset if rows else 0)
