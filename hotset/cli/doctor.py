@@ -94,8 +94,8 @@ def _no_loader(ledger: str, command: str) -> str:
         return trouble
     if not os.path.exists(os.path.join(ledger, "reached")):
         return (
-            f"no Python process of {printable(command, 60)} was reached: it is no Python program, hotset is "
-            "not installed for its interpreter, or that ignores PYTHONPATH (python -I, -E or -S)."
+            f"no Python process of {printable(command, 60)} was reached: it is not a Python program, hotset "
+            "is not installed for its interpreter, or that ignores PYTHONPATH (python -I, -E or -S)."
         )
     if os.path.exists(os.path.join(ledger, OURS)):
         return (

@@ -28,7 +28,7 @@ def load(place: str) -> Any:
     """
     module, colon, path = place.partition(":")
     if not colon or not module or not path:
-        raise ArgumentError(f"{place!r} names no object; use module:object or file.py:object.")
+        raise ArgumentError(f"the object must be module:object or file.py:object, got {place!r}.")
     if module.endswith(".py"):
         file = Path(module)
         if not file.is_file():

@@ -43,8 +43,8 @@ def run(options: Options, command: Sequence[str]) -> int:
 
     Raises:
         SessionError: there is no such session.
-        ArgumentError: an option has no meaning, or there is no command.
-        QuantityError: the memory is no amount.
+        ArgumentError: an option is not valid, or there is no command.
+        QuantityError: ``memory`` is not an amount of memory.
     """
     _check(options, command)
     ledger = make_ledger("hotset-run-")
@@ -86,7 +86,7 @@ def _check(options: Options, command: Sequence[str]) -> None:
     for place in options.functions:
         module, colon, name = place.partition(":")
         if not colon or not module or not name:
-            raise ArgumentError(f"{place!r} names no function; use --memo module:function.")
+            raise ArgumentError(f"--memo must be module:function, got {place!r}.")
     if options.session is not None:
         if options.spill is not None:
             raise ArgumentError("a session has a spill folder of its own; leave out --spill or --session.")

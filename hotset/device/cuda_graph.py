@@ -240,10 +240,10 @@ class _Shape:
 
     Attributes:
         left: eager steps until the capture.
-        rehearsed: what the last of them showed; as text, why there is no capture.
+        rehearsed: what the last of them showed; as text, why the step is not captured.
         unclear: how many rehearsals in a row did not show what the step does with gradients.
         graph: the step on such a batch.
-        refused: whether there is none, and will be none.
+        refused: whether it cannot be captured for this shape.
     """
 
     def __init__(self, left: int) -> None:

@@ -1,4 +1,4 @@
-"""What a captured step cannot see change: the optimizers within its reach, and their state on the host.
+"""What changes on the host and a captured step does not see: the optimizers within its reach, their state.
 
 A graph replays kernels; whatever Python computed while it was captured is a constant in it. For an optimizer
 that is its learning rate and other settings, and with some a count of steps that lies on the host. So
@@ -51,7 +51,7 @@ class Saved(NamedTuple):
 
     Attributes:
         changes: says what the step's Python has changed since; None if nothing.
-        put_back: makes it what it was: a capture runs the step's Python, and no step.
+        put_back: makes it what it was before: a capture runs the step's Python, but does not train.
         put_back_gradients: lets go of gradients that no kernel has computed, as the capture failed.
     """
 

@@ -24,7 +24,7 @@ __all__ = [
     "tensors_of",
 ]
 
-# What tensors are made of that are no plain memory.
+# The methods that give the tensors which hold the memory of a tensor of another layout than strided.
 _PARTS = {
     torch.jagged: ("values", "offsets"),
     torch.sparse_coo: ("_indices", "_values"),
@@ -99,7 +99,7 @@ def signature_of(batch: Any) -> tuple[Signature, ...]:
 
 
 def difference(expected: Sequence[Signature], batch: Any, *, shorter: bool = False) -> str | None:
-    """What a batch has another than expected, in words; None if nothing.
+    """How a batch differs from what is expected, in words; None if it does not.
 
     Args:
         expected: its signature.

@@ -117,7 +117,7 @@ def _identity(
         return file, (versions(decoder.libraries), rest)
     except LeftAlone as error:
         reason = str(error)
-    except Exception as error:  # arguments, or a version of the library, that nobody thought of
+    except Exception as error:  # unforeseen arguments, or a version of the library that this does not know
         reason = f"{type(error).__name__}: {error}"
     if reason:
         left_alone(f"{decoder.module}.{decoder.name}", reason)
@@ -209,7 +209,7 @@ def file_identity(path: Any) -> Path:
     """The file that ``path`` names.
 
     Raises:
-        LeftAlone: it is no path, or names no regular file.
+        LeftAlone: it is not a path, or not that of a regular file.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise LeftAlone("the file is given as an open file or as bytes")
@@ -241,7 +241,7 @@ def plain(value: Any, what: str) -> Any:
     """An argument as part of an identity.
 
     Raises:
-        LeftAlone: it is no number, string, enum, dtype, slice or tuple, list or dict of them.
+        LeftAlone: it is not a number, string, enum, dtype, slice, or a tuple, list or dict of these.
     """
     kind = type(value)
     if value is None or kind in (bool, int, float, str, bytes):

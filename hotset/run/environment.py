@@ -222,7 +222,7 @@ _lock = threading.Lock()
 
 
 def _forget_counts() -> None:
-    """A forked child counts what it does itself; and no thread holds its lock."""
+    """A forked child counts only what it does itself, and needs a lock that no thread holds."""
     global _lock
     _counts.clear()
     _lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""Calls of other people's functions through a memo, such that nobody notices.
+"""Calls of a library's functions through a memo, which the program does not notice.
 
-A memo keeps what a function returns. What a caller notices beside that is held here:
+A memo keeps what a function returns. Whatever else a caller could notice stays as it is without a memo:
 
 - an exception is the function's own, and its traceback has one line more: that of the wrapper;
 - the first caller gets the very object that the function returned, later ones an equal one of their own. Of
@@ -116,7 +116,7 @@ class Kept:
         Returns:
             ``(True, the value)`` or ``(False, the error)``.
 
-        The caller raises the error itself, so that the traceback has the caller's line and no others of ours.
+        The caller raises the error itself, so that its line is the only one of hotset's in the traceback.
         """
         made: list[tuple[bool, Any]] = []
 

@@ -56,7 +56,7 @@ def _measure(observers: Sequence[Observer], module: Any) -> None:
     timed.__dict__.update(plain.__dict__)
     timed.__qualname__, timed.__doc__ = plain.__qualname__, plain.__doc__
     timed.__module__, timed.__annotations__ = plain.__module__, plain.__annotations__
-    # What is iterated by its name is called by it: torch has ``next = __next__`` nowhere.
+    # torch calls the method by this name alone: it has ``next = __next__`` nowhere.
     iterator.__next__ = timed
 
 
@@ -110,7 +110,7 @@ _row: tuple[int, mmap.mmap] | None = None  # of the process that has this id
 
 
 def _note(seconds: float, batches: float) -> None:
-    """Add to this process's row. A loader in a worker counts as well: nobody else waits for it."""
+    """Add to this process's row. A loader that is used inside a worker counts for that worker."""
     global _row
     try:
         if _row is None or _row[0] != os.getpid():

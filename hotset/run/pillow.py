@@ -69,7 +69,7 @@ def _replace(module: Any) -> None:
     def _getdecoder(mode: str, decoder_name: str, args: Any, extra: tuple[Any, ...] = ()) -> Any:
         decoder = plain(mode, decoder_name, args, extra)
         frame = sys._getframe(1)
-        # Anyone else's decoder, such as that of Image.frombytes, is no business of ours.
+        # A decoder for another caller, such as Image.frombytes, does not read a file.
         if frame.f_code in loads or frame.f_code.co_name == "_load_libtiff":
             image = frame.f_locals.get("self")
             if isinstance(image, module.ImageFile) and kept.is_worth_it():

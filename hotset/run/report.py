@@ -108,7 +108,7 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
         return [f"hotset is not installed for {found}: what runs there ran as without it."]
     if not outcome.reached:
         return [
-            "No Python process was reached: the program is none, or it ignores PYTHONPATH "
+            "No Python process was reached: it is not a Python program, or it ignores PYTHONPATH "
             "(python -I, -E or -S)."
         ]
     if not called:

@@ -1,6 +1,6 @@
-"""What happens as a Python process below ``hotset run`` starts: hooks are installed, and nothing imported.
+"""Installs the hooks as a Python process below ``hotset run`` or ``hotset doctor`` starts.
 
-Neither torch nor numpy is: a process that decodes nothing must not pay for them.
+It imports neither torch nor numpy: a process that decodes nothing must not pay for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["start"]
 
 
 def start() -> None:
-    """Install the hooks, if the process is below one of them."""
+    """Install the hooks, if this process runs below ``hotset run`` or ``hotset doctor``."""
     hooks: dict[str, list[Hook]] = {}
     for module, hook in _hooks():
         hooks.setdefault(module, []).append(hook)
@@ -25,7 +25,7 @@ def start() -> None:
 
 
 def _hooks() -> Iterator[tuple[str, Hook]]:
-    """The hooks that the command above this process asks for; none below neither."""
+    """The hooks for the command that runs this process; none if neither of the two does."""
     watched, options = environment.watch_options_here(), environment.options_here()
     observers: list[loader_wait.Observer] = []
     if options is not None:

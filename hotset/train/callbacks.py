@@ -291,8 +291,8 @@ class EarlyStopping(Callback):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             there = ", ".join(map(repr, run.metrics)) or "none, as fit() has no valid_dataset"
             raise ArgumentError(
-                f"EarlyStopping watches {self.monitor!r}, which is {value!r} and no number; the metrics "
-                f"are {there}."
+                f"EarlyStopping's metric {self.monitor!r} must be a number, got {value!r}; the metrics are "
+                f"{there}."
             )
         if self._is_better(value):
             self._best, self._waited = value, 0

@@ -1,4 +1,4 @@
-"""One step: what of a batch the network is given, what the loss; and the step that trains on it.
+"""A training step: which parts of a batch go to the network, which to the loss, and what is done with both.
 
 =============================================  ======================================  ====================
 a batch                                        the network is given                    the label

@@ -159,8 +159,8 @@ def test_windows_and_cuts() -> None:
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("explained_here", "names no object"),
-        (":plain", "names no object"),
+        ("explained_here", "must be module:object"),
+        (":plain", "must be module:object"),
         ("explained_here:absent", "has no 'absent'"),
         ("no_module_here:plain", "there is no module"),
         ("no_file_here.py:plain", "there is no file"),

@@ -169,9 +169,9 @@ def test_early_stopping(values: list[Any], options: dict[str, Any], epochs: int)
 
 def test_early_stopping_without_the_metric() -> None:
     model = model_of({"loss": Loss(), "each": Given([torch.ones(3)] * 9)})
-    with pytest.raises(hotset.ArgumentError, match=r"watches 'los', which is None.*\n?.*'loss', 'each'"):
+    with pytest.raises(hotset.ArgumentError, match=r"'los' must be a number, got None; .*'loss', 'each'"):
         model.fit(2, [BATCH], [BATCH], EarlyStopping("los"))
-    with pytest.raises(hotset.ArgumentError, match="watches 'each', which is tensor"):
+    with pytest.raises(hotset.ArgumentError, match="'each' must be a number, got tensor"):
         model.fit(2, [BATCH], [BATCH], EarlyStopping("each"))
     with pytest.raises(hotset.ArgumentError, match=r"none, as fit\(\) has no valid_dataset"):
         model.train(2, [BATCH], EarlyStopping("loss"))
