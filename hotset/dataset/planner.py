@@ -346,7 +346,7 @@ def _probe(source: Source, length: int) -> Probe:
     timed = Timed(source.read)
     try:
         found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
-    except Exception as error:
+    except (LookupError, TypeError) as error:
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(_NOT_BY_NUMBER.format(length - 1))
         raise
