@@ -16,7 +16,8 @@ float, complex          the bits
 Decimal                 its text
 other, from Python      nothing: its attributes are children
 weak reference          nothing: it holds no data
-other, from C           its ``==`` decides, or what pickle keeps of it
+other, from C           its ``==`` decides, or what pickle keeps of it; if it has neither, the user's codec
+                        for what holds it
 ======================  ======================================================================
 
 Attributes are children of tensors, arrays and containers too: that covers a MetaTensor's affine matrix and a
@@ -44,6 +45,7 @@ import numpy.typing as npt
 import torch
 
 from hotset.determinism.object_graph import attributes, solid_base
+from hotset.store.codecs import given_codec
 
 __all__ = ["array_bytes", "changeable", "same", "tensor_bytes"]
 
@@ -92,18 +94,26 @@ def _compare(a: Any, b: Any, where: str, entered: set[tuple[int, int]], across: 
         return _at(where, f"type {type(a).__name__} and type {type(b).__name__}")
     if a is b or (id(a), id(b)) in entered:
         return None
+    found = _difference(a, b, where, entered, across)
+    return None if isinstance(found, _Unknown) and _described_alike(a, b, across) else found
+
+
+def _difference(a: Any, b: Any, where: str, entered: set[tuple[int, int]], across: bool) -> str | None:
+    """How two nodes of one type differ, themselves or in their children."""
     what = _own_difference(a, b)
     if what is not None:
         return _at(where, what)
     entered.add((id(a), id(b)))
-    for (label, left), (_, right) in zip(_children(a), _children(b), strict=True):
-        if across and _is_trace_address(a, label):
-            continue
-        found = _compare(left, right, where + label, entered, across)
-        if found is not None:
-            return found
-    # Ids count only while this pair is compared: afterwards another object may have one of them.
-    entered.discard((id(a), id(b)))
+    try:
+        for (label, left), (_, right) in zip(_children(a), _children(b), strict=True):
+            if across and _is_trace_address(a, label):
+                continue
+            found = _compare(left, right, where + label, entered, across)
+            if found is not None:
+                return found
+    finally:
+        # Ids count only while this pair is compared: afterwards another object may have one of them.
+        entered.discard((id(a), id(b)))
     return None
 
 
@@ -113,7 +123,22 @@ def _is_trace_address(node: object, label: str) -> bool:
 
 
 def _at(where: str, what: str) -> str:
-    return f"at {where}: {what}" if where else what
+    return type(what)(f"at {where}: {what}") if where else what
+
+
+class _Unknown(str):
+    """A phrase about two objects of which only their identity tells whether they are equal."""
+
+
+def _described_alike(a: object, b: object, across: bool) -> bool:
+    """Whether the user's codec for objects with such parts describes both alike."""
+    codec = given_codec(a)
+    if codec is None:
+        return False
+    try:
+        return same(codec.flatten(a), codec.flatten(b), across=across) is None
+    except Exception:  # raised by the user's function: the cache says so when it stores the sample
+        return False
 
 
 def _own_difference(a: Any, b: Any) -> str | None:
@@ -141,7 +166,8 @@ def _own_difference(a: Any, b: Any) -> str | None:
         return None if str(a) == str(b) else _two(a, b)  # == ignores zeros and signs, and no NaN equals one
     if solid_base(type(a)) is object or isinstance(a, weakref.ref) or _equal(a, b) or _pickled_alike(a, b):
         return None
-    return _two(a, b)
+    by_identity = getattr(type(a), "__eq__", None) is object.__eq__
+    return _Unknown(_two(a, b)) if by_identity else _two(a, b)
 
 
 def _pickled_alike(a: object, b: object) -> bool:

@@ -28,7 +28,7 @@ from hotset.errors import ArgumentError
 from hotset.store import pictures
 from hotset.store.leaves import SchemaMismatch
 
-__all__ = ["Codec", "codec_named", "codec_of", "register_codec"]
+__all__ = ["Codec", "codec_named", "codec_of", "given_codec", "register_codec"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Codec:
 
 
 _registered: dict[str, Codec] = {}
+_given: set[str] = set()  # those of them that are the user's
 
 
 def register_codec(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any], Any]) -> None:
@@ -73,11 +74,18 @@ def register_codec(cls: type, flatten: Callable[[Any], Any], unflatten: Callable
         )
     name = _name(cls)
     _registered[name] = Codec(name, flatten, unflatten)
+    _given.add(name)
 
 
 def codec_of(value: object) -> Codec | None:
     """Return the codec for this object's type, or None."""
     return codec_named(_name(type(value)))
+
+
+def given_codec(value: object) -> Codec | None:
+    """Return the codec that the user has registered for this object's type, or None."""
+    name = _name(type(value))
+    return _registered[name] if name in _given else None
 
 
 def codec_named(name: str) -> Codec | None:

@@ -299,6 +299,25 @@ def test_samples_that_cannot_be_compared_come_from_the_source(workers: int) -> N
         hotset.cache(Samples(lambda i: (_Handle(i), random.random()), N), memory="64MiB")
 
 
+class _Described(_Handle):
+    """The same, with a codec."""
+
+
+def test_a_codec_makes_samples_comparable_that_nobody_else_can_compare() -> None:
+    hotset.register_codec(_Described, lambda value: value.number, _Described)
+    with hotset.cache(Samples(_Described, N), memory="64MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=10, collate_fn=list)
+        for _ in range(3):
+            assert [sample.number for batch in loader for sample in batch] == list(range(N))
+        assert loader.last_epoch is not None
+        assert loader.last_epoch.hit_rate == 1.0
+    with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
+        hotset.cache(Samples(lambda i: _Described(next(_counted)), N), memory="64MiB")
+
+
+_counted = iter(range(10_000))
+
+
 def test_a_class_that_cannot_be_found_by_name_is_not_kept() -> None:
     class Local(enum.Enum):
         A = 1
