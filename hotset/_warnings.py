@@ -62,11 +62,11 @@ class Warner:
     """Warns; only once about each name in ``about``."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self, sentence: str, about: str = "") -> None:
-        if about not in self._told:
-            self._told |= {about} - {""}
+        if about not in self._warned:
+            self._warned |= {about} - {""}
             warn(sentence)
 
 

@@ -232,7 +232,7 @@ class Peer:
         self._open: weakref.WeakValueDictionary[int, PendingRequest] = weakref.WeakValueDictionary()
         self._backoff = Backoff()
         self._backoffs: defaultdict[bytes, Backoff] = defaultdict(Backoff)
-        self._is_told = False
+        self._has_warned = False
 
     @property
     def is_backing_off(self) -> bool:
@@ -410,8 +410,8 @@ class Peer:
         self.traffic.seconds += seconds
 
     def _warn(self, sentence: str) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             self.peers.warn(
                 f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.",
                 self.name,

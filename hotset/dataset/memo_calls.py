@@ -395,7 +395,7 @@ class Calls:
             self._audit_left -= time.monotonic() - begun
         if differs is None:
             return value
-        if state.store.keys.tell_once(state.number, WRONG):
+        if state.store.keys.set_flag(state.number, WRONG):
             state.store.forget(state.number)
             warn(
                 f"{self.name} returned something else than what was kept ({differs}), so it is computed at "
@@ -498,7 +498,7 @@ class Calls:
         """Warn once about each thing, in all processes."""
         if about not in self._told:
             self._told.add(about)
-            if state.store.keys.tell_once(state.number, _TOLD[about]):
+            if state.store.keys.set_flag(state.number, _TOLD[about]):
                 warn(sentence)
 
     def _tell_full(self, state: _InUse) -> None:

@@ -218,7 +218,7 @@ def resize(session: Session, memory: int) -> Resized:
         if quota.ended:
             raise SessionError(f"session {session.name!r} is being destroyed.")
         resized = replace(session_of(quota), memory=memory)
-        _tell_if_too_much(memory, quota.held)
+        _warn_if_too_much(memory, quota.held)
         set_memory(quota, resized)
         over = quota.held - memory
         dropped = reclaim(resized, over) if over > 0 else []
@@ -300,11 +300,11 @@ def _memory(asked: int | None, server: int | None) -> int:
     if asked is None:
         limit = server_quota.limit(server) if server is not None else None
         return min(memory_limits.headroom().bytes // 2 if limit is None else limit, _room_here())
-    _tell_if_too_much(asked)
+    _warn_if_too_much(asked)
     return asked
 
 
-def _tell_if_too_much(asked: int, held: int = 0) -> None:
+def _warn_if_too_much(asked: int, held: int = 0) -> None:
     """Warn if this is more than the file system has, including what the session holds already."""
     if asked - held > (room := _room_here()):
         warn(

@@ -276,7 +276,7 @@ class KeyTable:
         flags: int = _FUNCTION.unpack_from(self._functions, number * FUNCTION_BYTES)[1]
         return flags
 
-    def tell_once(self, number: int, flag: int) -> bool:
+    def set_flag(self, number: int, flag: int) -> bool:
         """Set a function's flag; True to the first process that does."""
         with self._participant.short_lock():
             function = self._function(number)

@@ -258,7 +258,7 @@ class KeyedStore(Store):
         try:
             return forms.unpack(body)
         except SegmentError as error:
-            self._tell_unreadable(error)
+            self._warn_unreadable(error)
             return MISSING
 
     def _copy(self, sample: int, word: int, clear_generation: int, view: bool) -> Any:

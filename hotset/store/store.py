@@ -118,7 +118,7 @@ class Store:
         self.verification = Verification(self.participant, spill)
         self._clearing = Clearing(self.participant, self.filler.claims, self.allocator, spill)
         self._scratch: BlockPool | None = None
-        self._told_of_forms = False
+        self._warned_of_forms = False
         # Without a second tier a word that names it names no row.
         self._place = fmt.ROW_MASK if spill is not None else fmt.ROW_MASK | fmt.ON_DISK
         if not segment.trusted:
@@ -402,14 +402,14 @@ class Store:
         try:
             return forms.read(self.schema, block, 0, tails_at)
         except SegmentError as error:
-            self._tell_unreadable(error)
+            self._warn_unreadable(error)
             return None
 
-    def _tell_unreadable(self, error: SegmentError) -> None:
+    def _warn_unreadable(self, error: SegmentError) -> None:
         """Warn once that a record's own form cannot be read here."""
-        if not self._told_of_forms:
+        if not self._warned_of_forms:
             warn(f"{error} Such samples are read from the source.")
-        self._told_of_forms = True
+        self._warned_of_forms = True
 
     def prefetch(self, ids: Ids) -> None:
         """Prefetch these samples: the kernel begins to read those of them that are on the disk."""

@@ -100,8 +100,8 @@ def test_functions_are_entered_once_with_their_flags_and_counters() -> None:
         assert counters is not None
         counters[0] += 3
         assert (store.keys.counted(one)[0], store.keys.counted(other)[0]) == (0, 3)
-        assert store.keys.tell_once(one, 1 << 8)
-        assert not store.keys.tell_once(one, 1 << 8)
+        assert store.keys.set_flag(one, 1 << 8)
+        assert not store.keys.set_flag(one, 1 << 8)
         for number in range(1100):
             store.keys.enter(f"g{number}", number.to_bytes(16, "little"), 0)
         assert len(store.keys.functions()) == 1024
