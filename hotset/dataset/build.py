@@ -27,6 +27,7 @@ from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
 from hotset.dataset.cached_stream import CachedStream
 from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache
+from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.memory_budget import own_memory
 from hotset.dataset.pipeline import Pipeline
@@ -34,7 +35,6 @@ from hotset.dataset.planner import PlanResult, found_plan, joined_plan, make_pla
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.stream_source import StreamSource, is_stream
-from hotset.dataset.unread import Unread
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declared
 from hotset.errors import SegmentError, UnsupportedPlatform
@@ -236,7 +236,7 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
     """
     session = options.session
     search = _Search(pipeline, identity, options)
-    unread = Unread(pipeline.dataset)
+    unread = HeldAttributes(pipeline.dataset)
     try:
         shared = search.run()
         store, handle, result = shared.value, shared.handle, search.result

@@ -12,6 +12,8 @@ made with the same arguments:
 
 =========================================  ===================================================================
 set on the cached dataset, any attribute   a new plan at once
+set by one of the dataset's methods that   noticed at the next use, in mid-pass at the next pass
+was looked up on the cached dataset
 a transform set on the dataset itself, or  noticed at the next use (``len()``, indices, a loader's pass), by
 in what it wraps, or put into a container  the identity of what it holds (:class:`Snapshot`); workers that
                                            had begun before that read their dataset uncached
@@ -354,10 +356,17 @@ class CachedDataset(DatasetProxy[T]):
 
     # ---- attributes ----------------------------------------------------------------------------------
 
-    def _up_to_date(self) -> Current:
-        """The current objects, made again if transforms have changed."""
+    def _up_to_date(self, *, in_pass: bool = False) -> Current:
+        """The current objects, made again if transforms have changed, or a method has set an attribute.
+
+        Args:
+            in_pass: in the midst of a loader's pass: what a method sets counts from the next one on.
+        """
+        by_method = self._set_by_method()
         if not self._snapshot.is_current():
             self._attribute_was_set("transform", noticed=True)
+        elif by_method is not None and not in_pass:
+            self._attribute_was_set(by_method, noticed=True)
         return self._current
 
     def _attribute_was_set(self, name: str, *, noticed: bool = False) -> None:
@@ -365,7 +374,7 @@ class CachedDataset(DatasetProxy[T]):
 
         Args:
             name: of the attribute.
-            noticed: whether it was set on the dataset itself, some time before.
+            noticed: whether it was set on the dataset itself, or by its method, some time before.
         """
         what = f"{type(self._dataset).__name__}.{name}"
         self._take_snapshot()

@@ -356,9 +356,10 @@ class CachedStream(DatasetProxy[T]):
             )
 
     def _follow(self) -> None:
-        """Record anew if a transform was set on the stream itself."""
-        if not self._snapshot.is_current():
-            self._attribute_was_set("transform")
+        """Record anew if a transform was set on the stream itself, or a method has set an attribute."""
+        by_method = self._set_by_method()
+        if not self._snapshot.is_current() or by_method is not None:
+            self._attribute_was_set(by_method or "transform")
 
     def _attribute_was_set(self, name: str) -> None:
         if get_worker_info() is None:

@@ -1,25 +1,31 @@
 """What a cached dataset and a cached stream have in common: each stands in for the user's dataset.
 
 Attributes that such an object does not have itself are those of the dataset. They can be set: that sets them
-on the dataset, and what is cached of it is made anew, as its samples may be others now.
+on the dataset, and what is cached of it is made anew, as its samples may be others now. So it is after one of
+the dataset's methods was called that set an attribute (``cached.close_mosaic()``): where a method is looked
+up, the attributes are held, and at the next use compared.
 
-What it has itself lies in one dict (:class:`Own`), and pickles, but for the snapshot of the transforms: this
-compares identities, so it is taken again of the unpickled dataset.
+What it has itself lies in one dict (:class:`Own`), and pickles, but for what compares identities: the
+snapshot of the transforms, which is taken again of the unpickled dataset, and the held attributes.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch.utils.data import Dataset
 
 from hotset.dataset.arguments import CacheArguments
+from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.transform_attributes import Snapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["DatasetProxy", "Own"]
+
+_OF_PROCESS = ("_snapshot", "_held", "_changed")
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -57,6 +63,8 @@ class DatasetProxy(Dataset[T], Generic[T]):
     _dataset: Any
     _arguments = Own[CacheArguments]()
     _snapshot = Own[Snapshot]()
+    _held = Own["HeldAttributes | None"]()  # since a method was looked up
+    _changed = Own["str | None"]()  # the attribute that a method has set
     _epoch = Own[int]()
 
     def __init__(self, dataset: Any, arguments: CacheArguments) -> None:
@@ -74,8 +82,16 @@ class DatasetProxy(Dataset[T], Generic[T]):
         return self._epoch
 
     def _take_snapshot(self) -> None:
-        """Compare with the transforms that the dataset has now."""
+        """Compare with the transforms and attributes that the dataset has now."""
         self._snapshot = Snapshot(self._dataset, self._arguments.transform)
+        self._held = self._changed = None
+
+    def _set_by_method(self) -> str | None:
+        """The attribute that one of the dataset's methods has set, as far as it was looked up here."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._changed = self._changed or held.changed()
+        return self._changed
 
     def _attribute_was_set(self, name: str) -> None:
         """Make anew what is cached, as this attribute of the dataset was set."""
@@ -93,7 +109,10 @@ class DatasetProxy(Dataset[T], Generic[T]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._dataset, name)
+        value = getattr(self._dataset, name)
+        if self._held is None and inspect.ismethod(value) and value.__self__ is self._dataset:
+            self._held = HeldAttributes(self._dataset)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = any(isinstance(vars(cls).get(name), Own) for cls in type(self).__mro__)
@@ -113,7 +132,7 @@ class DatasetProxy(Dataset[T], Generic[T]):
         return f"{type(self).__name__}({self._dataset!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__["_own"].items() if name != "_snapshot"}
+        own = {name: value for name, value in self.__dict__["_own"].items() if name not in _OF_PROCESS}
         return {**self.__dict__, "_own": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.cut_search import CutChoice, Row, choose
+from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
@@ -36,7 +37,6 @@ from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.stream_probe import batch_size_of, has_shuffle
 from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.threads_begun import ThreadsBegun
-from hotset.dataset.unread import Unread
 from hotset.dataset.window import Sizes
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
@@ -166,7 +166,7 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
         )
     held = held_by_others(options.session, limit)
     own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
-    unread = Unread(dataset, [*own, *leaves(pipeline.given)])
+    unread = HeldAttributes(dataset, [*own, *leaves(pipeline.given)])
     threads = ThreadsBegun()
     choice, source, probed = _decide(pipeline, options, limit - held)
     warned += threads.warnings(name)

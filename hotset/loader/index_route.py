@@ -66,7 +66,7 @@ class Route:
             ArgumentError: a transform, or another attribute, was set since.
         """
         for cached, current in zip(self.caches, self._currents, strict=True):
-            if cached._up_to_date() is not current:
+            if cached._up_to_date(in_pass=True) is not current:
                 raise ArgumentError(
                     f"{current.plan.name} was given another transform or attribute in the midst of a pass, "
                     "whose batches are made ahead; begin a new pass: iter(loader)."

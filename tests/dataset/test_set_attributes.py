@@ -148,6 +148,96 @@ def test_a_set_attribute_takes_effect_as_on_the_dataset(
         assert words == []
 
 
+class WithMethods(Pictures):
+    def __init__(self) -> None:
+        super().__init__(Times(2))
+        self.numbers = list(range(N))
+        self.looked_up = 0
+        self._labels: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(self.numbers[index])
+
+    def set_scale(self, scale: int) -> None:
+        self.scale = scale
+
+    def close_mosaic(self) -> None:
+        self.transform = Times(3)
+
+    def reverse(self) -> None:
+        self.numbers.reverse()
+
+    def shorten(self) -> None:
+        self.numbers.pop()
+
+    def labels(self) -> list[int]:
+        if self._labels is None:
+            self._labels = [number % 3 for number in self.numbers]
+        return self._labels
+
+    @functools.cached_property
+    def weights(self) -> list[float]:
+        return [1.0] * len(self.labels())
+
+    def weigh(self) -> list[float]:
+        return self.weights
+
+
+METHODS = {
+    "scale": lambda dataset: dataset.set_scale(7),
+    "transform": lambda dataset: dataset.close_mosaic(),
+    "order": lambda dataset: dataset.reverse(),
+    "length": lambda dataset: dataset.shorten(),
+}
+
+
+@pytest.mark.parametrize(("method", "made_by", "workers"), all_pairs(METHODS, LOADERS, [0, 2]))
+def test_a_method_that_sets_an_attribute_takes_effect_as_on_the_dataset(
+    method: str, made_by: str, workers: int
+) -> None:
+    plain = WithMethods()
+    with hotset.cache(WithMethods(), memory="1MiB") as cached, recorded() as told:
+        loaders = [LOADERS[made_by](dataset, num_workers=workers) for dataset in (plain, cached)]
+        for _ in range(2):
+            expected, found = map(two_epochs, loaders)
+            same(found, expected)
+            METHODS[method](plain)
+            METHODS[method](cached)
+        expected, found = map(two_epochs, loaders)
+        same(found, expected)
+        assert cached.stats().cached == len(plain), "it is cached anew"
+    names = {"scale": "scale was set", "order": "numbers was set", "length": "numbers was set"}
+    assert all(names.get(method, "-") in str(each.message) for each in told)
+
+
+def test_a_method_that_computes_something_once_drops_nothing() -> None:
+    with recorded() as told, hotset.cache(WithMethods(), memory="1MiB", key="x") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4)
+        list(loader)
+        assert cached.labels() is cached.dataset.labels()
+        assert cached.weigh() == [1.0] * N
+        cached.set_scale(1)  # as it was
+        list(loader)
+        assert cached.stats().hits == N
+    equal_batches([str(each.message) for each in told], [])
+
+
+def test_a_method_called_in_mid_pass_takes_effect_with_the_next_pass() -> None:
+    with hotset.cache(WithMethods(), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4)
+        first = [float(pictures[1, 0]) for pictures, _ in loader]
+        batches = iter(loader)
+        next(batches)
+        cached.set_scale(7)
+        cached.labels()
+        assert len(list(batches)) == 2
+        with pytest.warns(hotset.HotsetWarning, match=r"WithMethods\.scale was set"):
+            assert [float(pictures[1, 0]) for pictures, _ in loader] == [7 * value for value in first]
+
+
 def test_a_set_attribute_is_read_back_and_set_on_the_users_object() -> None:
     """`train = hotset.cache(ds)` can replace `train = ds`: both then set attributes of one object."""
     dataset = Pictures()

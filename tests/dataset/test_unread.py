@@ -1,10 +1,11 @@
-"""What a dataset opens as it is read first: planning leaves it closed, and each process opens its own."""
+"""What a dataset opens or notes as it is read first: planning leaves it as it was, for each process."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import random
+from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -139,4 +140,63 @@ class Remembers(Dataset[Any]):
 def test_a_dataset_that_remembers_what_it_has_read_is_left_alone() -> None:
     expected = list(DataLoader(Remembers(), batch_size=4))
     with hotset.cache(Remembers(), memory="1MiB", key="x") as cached:
+        assert all(map(torch.equal, hotset.DataLoader(cached, batch_size=4), expected))
+
+
+class Notes(Dataset[Any]):
+    """Notes what it has read in containers of all kinds, and may draw from what it noted, as mosaics do."""
+
+    def __init__(self, draws: bool) -> None:
+        self.draws = draws
+        self.read = [3]
+        self.pictures: list[torch.Tensor | None] = [None] * N
+        self.by_index = {3: 0}
+        self.ever = {3}
+        self.last = deque([3], maxlen=2)
+        self.ordered = OrderedDict({3: 0})
+        self.counts: defaultdict[int, int] = defaultdict(int)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.pictures[index] = picture = torch.tensor(index)
+        self.read.append(index)
+        self.by_index[index] = len(self.read)
+        self.ever.add(index)
+        self.last.append(index)
+        self.ordered[index] = 0
+        self.ordered.move_to_end(3)
+        self.counts[index] += 1
+        return picture + random.choice(self.read) if self.draws else picture
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["cached", "refused"])
+def test_what_a_dataset_notes_of_its_reading_is_as_it_was(draws: bool) -> None:
+    dataset, expected = Notes(draws), vars(Notes(draws))
+    held = dict(vars(dataset))
+    if draws:
+        with pytest.raises(hotset.NotCacheable):
+            hotset.cache(dataset, memory="1MiB", key="x")
+    else:
+        hotset.cache(dataset, memory="1MiB", key="x").close()
+    assert vars(dataset) == expected
+    assert all(vars(dataset)[name] is value for name, value in held.items())
+
+
+def test_a_container_that_cannot_be_filled_again_is_left_with_what_describes_it() -> None:
+    class Bytes(Remembers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text = bytearray()
+            self.length = 0
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            assert self.length == len(self.text)
+            self.text += b"x"
+            self.length += 1
+            return super().__getitem__(index)
+
+    expected = list(DataLoader(Bytes(), batch_size=4))
+    with hotset.cache(Bytes(), memory="1MiB", key="x") as cached:
         assert all(map(torch.equal, hotset.DataLoader(cached, batch_size=4), expected))
