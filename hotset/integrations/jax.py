@@ -116,7 +116,7 @@ class JaxSink(Generic[C]):
         self._run = self._jax.jit(self._scan_of(step), donate_argnums=0)
         self._lengths: dict[Any, set[int]] = {}
         queue = loader if isinstance(loader, DeviceQueue) else DeviceQueue(loader, depth=0, device="cpu")
-        self._cycle = BatchCycle(queue)
+        self._cycle = BatchCycle(queue, own=queue is not loader)
         self._ready: deque[_Part] = deque()
         self._failure: Exception | None = None
 

@@ -38,7 +38,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from hotset._warnings import warn
 from hotset.dataset.cached_dataset import CachedDataset, Current
 from hotset.dataset.cached_stream import CachedStream
-from hotset.dataset.stream_recording import StreamRecording
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError, StateError
 from hotset.loader.batch_buffer import BlockCollate
@@ -63,6 +62,7 @@ from hotset.loader.state import (
     read_state,
 )
 from hotset.loader.stream_order import StreamSampler
+from hotset.loader.stream_reading import rest_of_stream, torch_loader, warn_of_order
 from hotset.loader.worker_batches import WorkerBatches
 from hotset.loader.worker_messages import BatchMessage
 from hotset.loader.worker_process import (
@@ -227,7 +227,8 @@ class DataLoader(TorchDataLoader[T]):
             return batches_of_cache
         skip = max(run.batches - len(self._order), 0)
         summary._followed = True
-        return FollowedBy(batches_of_cache, partial(self._rest_of_stream, run, summary, skip), run)
+        rest = partial(rest_of_stream, self, self._stream, run, summary, skip)
+        return FollowedBy(batches_of_cache, rest, run)
 
     def _from_cache(
         self, route: Route, run: EpochProgress, batches: Any, summary: EpochSummary
@@ -426,32 +427,11 @@ class DataLoader(TorchDataLoader[T]):
         sampler = self.sampler
         if isinstance(sampler, StreamSampler) and (saved is None or not saved.under_way):
             sampler.begin_pass()
-        if self.batch_size is not None and stream._batch_size:
-            stream._warn(
-                f"{type(stream.dataset).__name__} seems to give batches of {stream._batch_size} samples, and "
-                "the loader makes batches of these; leave batches to the loader, or pass batch_size=None.",
-                "batches",
-            )
-        if self._route() is not None:
-            if isinstance(sampler, StreamSampler) and not sampler.shuffle:
-                stream._tell_of_order()
-            if self._recorder is not None:
-                self._recorder = None  # ends its workers
-                self._workers_begun = False
-        elif not isinstance(sampler, StreamSampler) and self.batch_size is not None:
-            stream._warn(
-                f"the first pass over {type(stream.dataset).__name__} comes in the stream's own order, as it "
-                "is recorded in it; sampler= holds from the second on. Call fill() first to have it hold in "
-                "the first, too.",
-                "order",
-            )
-        elif isinstance(sampler, StreamSampler) and sampler.shuffle:
-            stream._warn(
-                f"the first pass over {type(stream.dataset).__name__} comes in the stream's own order, as it "
-                "is recorded in it; shuffle=True holds from the second on. Call fill() first to shuffle the "
-                "first, too.",
-                "order",
-            )
+        route = self._route()
+        warn_of_order(stream, sampler, self.batch_size, is_read=route is not None)
+        if route is not None and self._recorder is not None:
+            self._recorder = None  # ends its workers
+            self._workers_begun = False
 
     def _torch_iterator(self) -> Any:
         """torch's own iterator over the dataset, or over a stream that is recorded as it goes by."""
@@ -467,48 +447,8 @@ class DataLoader(TorchDataLoader[T]):
             recording = self._stream._recording(
                 self.num_workers, self.batch_size or 1, replay=self._in_stream_order
             )
-            self._recorder = self._stream_loader(recording)
+            self._recorder = torch_loader(self, recording)
         return iter(self._recorder)
-
-    def _rest_of_stream(self, run: EpochProgress, summary: EpochSummary, skip: int) -> Iterator[Any]:
-        """The batches of the samples that are not recorded, at the end of a pass."""
-        assert self._stream is not None
-        stream, workers = self._stream, self._stream._rest_workers
-        if {workers, self.num_workers} <= {0, 1}:
-            workers = self.num_workers  # one worker divides nothing
-        elif workers != self.num_workers:
-            stream._warn(
-                f"{workers} worker{'s' * (workers != 1)} divided {type(stream.dataset).__name__} as it was "
-                f"recorded, so as many read the rest of it, in place of {self.num_workers}.",
-                "rest",
-            )
-        sizes = stream._rest_sizes(self.batch_size, drop_last=self.drop_last)
-        loader = self._stream_loader(stream._recording(workers, rest=True), workers)
-        return TorchBatches(iter(loader), run, sizes, self.batch_size or 1, summary, skip)
-
-    def _stream_loader(self, recording: StreamRecording, workers: int | None = None) -> TorchDataLoader[Any]:
-        """torch's loader, with other workers than this one's if they are given."""
-        same = workers is None or workers == self.num_workers
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="This DataLoader will create"
-            )  # the outer one has warned
-            return TorchDataLoader(
-                recording,
-                batch_size=self.batch_size,
-                drop_last=self.drop_last,
-                num_workers=self.num_workers if workers is None else workers,
-                collate_fn=self.collate_fn,
-                pin_memory=self.pin_memory,
-                timeout=self.timeout if same else 0,
-                worker_init_fn=WorkerInit(self.worker_init_fn),
-                multiprocessing_context=self.multiprocessing_context if same else None,
-                generator=self.generator,
-                prefetch_factor=self.prefetch_factor if same else None,
-                persistent_workers=self.persistent_workers and same,
-                pin_memory_device=self.pin_memory_device,
-                in_order=self.in_order,
-            )
 
     def _follow_caches(self) -> None:
         """Forget what is known of caches that were made anew because an attribute of their dataset was set.

@@ -1,0 +1,104 @@
+"""How a loader reads what has no index: a stream in its first pass, and the rest of one that did not fit.
+
+Both are read by a loader of torch's over a :class:`hotset.dataset.stream_recording.StreamRecording`, which
+records what goes by, or passes over what is recorded. That loader has the arguments of the loader that reads
+the stream. Only the number of workers may differ: a stream is divided among its workers, so the rest of it
+has to be read by as many as recorded it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from hotset.dataset.cached_stream import CachedStream
+from hotset.dataset.stream_recording import StreamRecording
+from hotset.loader.epoch_summary import EpochSummary
+from hotset.loader.state import EpochProgress, TorchBatches
+from hotset.loader.stream_order import StreamSampler
+from hotset.loader.worker_process import WorkerInit
+
+__all__ = ["rest_of_stream", "torch_loader", "warn_of_order"]
+
+
+def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | None, *, is_read: bool) -> None:
+    """Warn of batches made of batches, and of an order that does not hold for the pass that begins.
+
+    Args:
+        stream: that the pass is over.
+        sampler, batch_size: the loader's.
+        is_read: whether the stream has an index, at least for a part of it.
+    """
+    name = type(stream.dataset).__name__
+    if batch_size is not None and stream._batch_size:
+        stream._warn(
+            f"{name} seems to give batches of {stream._batch_size} samples, and the loader makes batches of "
+            "these; leave batches to the loader, or pass batch_size=None.",
+            "batches",
+        )
+    if is_read:
+        if isinstance(sampler, StreamSampler) and not sampler.shuffle:
+            stream._tell_of_order()
+    elif not isinstance(sampler, StreamSampler) and batch_size is not None:
+        stream._warn(
+            f"the first pass over {name} comes in the stream's own order, as it is recorded in it; sampler= "
+            "holds from the second on. Call fill() first to have it hold in the first, too.",
+            "order",
+        )
+    elif isinstance(sampler, StreamSampler) and sampler.shuffle:
+        stream._warn(
+            f"the first pass over {name} comes in the stream's own order, as it is recorded in it; "
+            "shuffle=True holds from the second on. Call fill() first to shuffle the first, too.",
+            "order",
+        )
+
+
+def rest_of_stream(
+    loader: TorchDataLoader[Any],
+    stream: CachedStream[Any],
+    run: EpochProgress,
+    summary: EpochSummary,
+    skip: int,
+) -> Iterator[Any]:
+    """The batches of samples that are not recorded, at the end of a pass; the first ``skip`` are dropped."""
+    workers = stream._rest_workers
+    if {workers, loader.num_workers} <= {0, 1}:
+        workers = loader.num_workers  # one worker divides nothing
+    elif workers != loader.num_workers:
+        stream._warn(
+            f"{workers} worker{'s' * (workers != 1)} divided {type(stream.dataset).__name__} as it was "
+            f"recorded, so as many read the rest of it, in place of {loader.num_workers}.",
+            "rest",
+        )
+    sizes = stream._rest_sizes(loader.batch_size, drop_last=loader.drop_last)
+    batches = iter(torch_loader(loader, stream._recording(workers, rest=True), workers))
+    return TorchBatches(batches, run, sizes, loader.batch_size or 1, summary, skip)
+
+
+def torch_loader(
+    loader: TorchDataLoader[Any], recording: StreamRecording, workers: int | None = None
+) -> TorchDataLoader[Any]:
+    """torch's loader with the arguments of ``loader``; with other workers than its, if they are given."""
+    same = workers is None or workers == loader.num_workers
+    with warnings.catch_warnings():
+        # The user's loader has warned of too many workers already.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        return TorchDataLoader(
+            recording,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers if workers is None else workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout if same else 0,
+            worker_init_fn=WorkerInit(loader.worker_init_fn),
+            multiprocessing_context=loader.multiprocessing_context if same else None,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor if same else None,
+            persistent_workers=loader.persistent_workers and same,
+            pin_memory_device=loader.pin_memory_device,
+            in_order=loader.in_order,
+        )
