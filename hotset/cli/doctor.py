@@ -17,9 +17,9 @@ from pathlib import Path
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run.doctor.advice import advice, as_json, predict
+from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, PAUSED, THREADS
 from hotset.run.doctor.observed import Observed, read
 from hotset.run.doctor.text import lines
-from hotset.run.doctor.watch import DONE, INTERRUPTED, OURS, PAUSED, THREADS
 from hotset.run.environment import WatchOptions, make_ledger, watched_environment, why_full
 from hotset.run.program import run_program
 from hotset.units import format_seconds

@@ -16,6 +16,7 @@ Python code for each index.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,9 @@ from torch.utils.data.distributed import DistributedSampler
 from hotset.loader.stream_order import StreamSampler
 
 __all__ = ["BatchOrder", "WholeEpoch", "draw_base_seed", "whole_epoch"]
+
+
+_LONGEST_ORDER = 1 << 22  # indices, of a sampler that draws more than a dataset has
 
 
 class BatchOrder:
@@ -153,9 +157,11 @@ def whole_epoch(batches: Any, start: int = 0) -> WholeEpoch | None:
         count = len(sampler.data_source)
         return WholeEpoch(lambda: np.arange(count), batches.batch_size, batches.drop_last, start)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
-        count = len(sampler.data_source)
-        if sampler.num_samples == count:
-            return WholeEpoch(lambda: _permutation(count), batches.batch_size, batches.drop_last, start)
+        count, wanted = len(sampler.data_source), sampler.num_samples
+        if count and wanted <= max(count, _LONGEST_ORDER):
+            return WholeEpoch(
+                lambda: _permutations(count, wanted), batches.batch_size, batches.drop_last, start
+            )
     if type(sampler) is StreamSampler and sampler.draws_globally:
         return WholeEpoch(sampler.order, batches.batch_size, batches.drop_last, start)
     if type(sampler) is DistributedSampler:  # it draws all at once, from a generator of its own
@@ -165,8 +171,9 @@ def whole_epoch(batches: Any, start: int = 0) -> WholeEpoch | None:
     return None
 
 
-def _permutation(count: int) -> Any:
+def _permutations(count: int, wanted: int) -> Any:
     """The order of a ``RandomSampler``: it draws a seed from the global generator, the rest from its own."""
     generator = torch.Generator()
     generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return torch.randperm(count, generator=generator).numpy()
+    rounds = [torch.randperm(count, generator=generator).numpy() for _ in range(math.ceil(wanted / count))]
+    return rounds[0] if wanted == count else np.concatenate(rounds)[:wanted]

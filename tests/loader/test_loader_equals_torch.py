@@ -74,6 +74,8 @@ SAMPLERS: dict[str, Options] = {
         "batch_size": 4,
         "sampler": RandomSampler(ds, replacement=True, num_samples=17),
     },
+    "some_of_all": lambda ds: {"batch_size": 4, "sampler": RandomSampler(ds, num_samples=N - 7)},
+    "more_than_all": lambda ds: {"batch_size": 4, "sampler": RandomSampler(ds, num_samples=2 * N + 3)},
     "weighted": lambda ds: {
         "batch_size": 4,
         "sampler": WeightedRandomSampler(np.arange(1, N + 1).tolist(), 19),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from helpers import is_a_sentence, rarely
 from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor import watch
 from hotset.run.doctor.advice import advice, as_json, predict, unknown
+from hotset.run.doctor.loop import StepLength, step_alone
 from hotset.run.doctor.observed import Decoder, Observed, read
 from hotset.run.doctor.text import lines
 from hotset.run.environment import WatchOptions
@@ -163,6 +166,34 @@ class TestCommand:
         assert done.returncode == 3
         assert "in another thread" in done.stderr
 
+    def test_of_two_loaders_the_one_that_takes_longer_is_judged_by_its_own_samples(self) -> None:
+        more = "    for batch in DataLoader(Rows(), batch_size=32, num_workers={0}): pass\n"
+        program = training(pause=0.002, epochs=3, workers=1).replace(
+            '    print("end"', "    " + more.format(1) + '    print("end"'
+        )
+        found, done = judged(program)
+        assert sums(done.stderr) == sums(forked(program).stdout)
+        assert found["now"]["batch_size"] == 4
+        # Its samples alone: 45 batches after the first of each epoch, and not those of the other loader.
+        assert found["now"]["steps"] == pytest.approx(42, abs=3)
+        assert found["cached"]["samples_per_second"] > 0.0
+
+    @pytest.mark.chaos  # imports torch in one process more
+    def test_training_in_a_process_that_the_program_spawns_is_judged_and_ended(self) -> None:
+        program = training(pause=0.005, epochs=10_000).replace("__main__", "__mp_main__") + (
+            'if __name__ == "__main__":\n'
+            "    import torch.multiprocessing as mp\n"
+            "    mp.spawn(train, nprocs=1)\n"
+        )
+        program = program.replace('if __name__ == "__mp_main__":', "def train(rank):")
+        path = Path(tempfile.mkdtemp(), "train.py")
+        path.write_text(program)
+        done = doctor("--json", "--seconds", "1", "--", sys.executable, str(path))
+        shutil.rmtree(path.parent)
+        assert done.returncode == 0, done.stderr
+        assert "ended as by Ctrl-C" in done.stderr
+        assert json.loads(done.stdout)["cached"]["samples_per_second"] > 0.0
+
     @pytest.mark.chaos  # two processes with torch, and a trial
     def test_of_two_ranks_the_one_that_tries_the_cache_is_waited_for(self, tmp_path: Path) -> None:
         path = tmp_path / "train.py"
@@ -283,8 +314,8 @@ PLAN = {
 }
 
 
-def tried(rate: float, cpu: float) -> dict[str, float]:
-    return {"rate": rate, "main": 1e-5, "cpu": cpu, "release": 0.0}
+def tried(rate: float, cpu: float) -> dict[str, float | None]:
+    return {"rate": rate, "main": 1e-5, "cpu": cpu, "release": 0.0, "training": None}
 
 
 def seen(**changes: Any) -> Observed:
@@ -339,13 +370,32 @@ def test_no_rate_is_above_that_of_the_steps_alone() -> None:
 
 
 def test_what_a_step_takes_to_give_a_batch_back_is_not_the_caches() -> None:
-    slow = {"rate": 900.0, "main": 1e-6, "cpu": 1e-3, "release": 4e-4}
+    slow = {"rate": 900.0, "main": 1e-6, "cpu": 1e-3, "release": 4e-4, "training": None}
     trial = {**seen().trial, "loaders": {**seen().trial["loaders"], "plain-1": slow}}
     step = Step(5e-4, 5e-4)
     told = predict(seen(step=step, trial=trial), cores=64)
     assert told.limit == pytest.approx(1 / 1e-4)
     assert told.cached is not None
     assert told.cached > 2 * (predict(seen(step=step), cores=64).cached or 0.0)
+
+
+def test_what_was_tried_with_the_programs_step_counts() -> None:
+    row = {**tried(8000.0, 1e-4), "training": 1500.0}
+    one = seen(trial={**seen().trial, "loaders": {"cached-2": row}})
+    assert predict(one, cores=2).cached == pytest.approx(1500)
+    # Half of the samples in the cache: by as much less as arithmetic says.
+    half = {**PLAN, "fits": 0.5, "room": 32 << 20}
+    part = predict(seen(trial={"plan": half, "loaders": {"cached-2": row}}), cores=2).cached
+    assert part is not None
+    assert 500 < part < 1000
+
+
+def test_steps_that_are_not_alike_are_not_compared_with_a_few_of_one_kind() -> None:
+    cheap, dear = StepLength(1e-2, 1e-2), StepLength(9e-2, 9e-2)
+    mean = StepLength(5e-2, 5e-2)  # gradients are accumulated over two batches
+    assert step_alone(mean, [cheap, dear] * 20, [cheap] * 5) == mean
+    alike = step_alone(StepLength(2e-2, 1e-2), [StepLength(2e-2, 1e-2)] * 20, [cheap] * 5)
+    assert alike == pytest.approx(cheap)
 
 
 def test_a_step_is_no_shorter_than_its_gpu_takes() -> None:
@@ -434,8 +484,10 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
             "step_process": 0.4,
         },
         "first_waits": [0.3],
-        "steps": [0.04] * 10,
+        "steps": [(0.04, 0.04)] * 10,
         "alone": [(0.02, 0.02)] * 3,
+        "fetching": None,
+        "workers": [2, 3],
     }
     main = {"pid": 1, "fetching": None, "loops": [loop]}
     worker = {

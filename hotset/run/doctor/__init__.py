@@ -1,9 +1,15 @@
 """``hotset doctor``: what a program's training waits for, and what would help.
 
 ==============  ==========================================================================================
-``watch``       in the program: clocks around each batch and each fetch, written to the ledger
+``clocks``      the clocks of a process, and sums of what they say
+``fetching``    in whatever process makes batches: what a sample costs there
+``loop``        in the process that trains: how long the loop waits, and how long its steps take
+``watch``       in each process of the program: the two above, called where torch makes and gives batches
+``ledger``      the folder into which those processes write, and in which ``hotset doctor`` reads
 ``trial``       in a fork of the program, at the end: what a cache of its dataset holds and gives
-``advice``      from both, with :mod:`hotset.policy.throughput`: what would help, in samples a second
+``stand_in``    a step that takes as long as the program's, for the trial
+``observed``    what the processes have written, put together
+``advice``      what would help, in samples a second, with :mod:`hotset.policy.throughput`
 ``text``        as lines for a terminal
 ==============  ==========================================================================================
 """

@@ -136,10 +136,14 @@ class _Model:
             return None
         live = any(not one["cached"] for one in self.seen.trial["plan"]["transforms"])
         overlaps = workers > 0 or not live
-        seconds = max(1.0 / row["rate"] - spared / max(workers, 1), 0.1 / row["rate"])
-        hits = Loader(1.0 / seconds, row["main"], max(row["cpu"] - spared, 0.1 * row["cpu"]), overlaps)
-        loader = mixed(hits, loader_with(workers, self.fetch, self.cores), fits) if fits < 1.0 else hits
-        return together(loader, _longer(self._step, row["release"]), self.cores)
+        hits = Loader(row["rate"], row["main"], row["cpu"], overlaps)
+        step = _longer(self._step, row["release"])
+        seconds = max(1.0 / hits.alone - spared / max(workers, 1), 0.1 / hits.alone)
+        less = hits._replace(alone=1.0 / seconds, cpu=max(hits.cpu - spared, 0.1 * hits.cpu))
+        loader = mixed(less, loader_with(workers, self.fetch, self.cores), fits) if fits < 1.0 else less
+        # What the trial had with the program's step counts: arithmetic misses it by so much for each hit.
+        missed = 1.0 / row["training"] - 1.0 / together(hits, step, self.cores) if row["training"] else 0.0
+        return min(1.0 / max(1.0 / together(loader, step, self.cores) + fits * missed, 1e-9), self.limit)
 
 
 def _longer(step: Step, seconds: float) -> Step:

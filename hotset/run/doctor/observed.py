@@ -1,7 +1,8 @@
 """What the processes of a watched program have written, put together: per sample, over all workers.
 
 :mod:`hotset.run.doctor.watch` writes it. A training of several ranks is looked at as one: their rates are
-added up, and what a sample costs is a mean over all.
+added up, and what a sample costs is a mean over all. Of several loaders, of training and of validation, the
+one that has taken the most time is told of, and what its own workers have done.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotset.policy.throughput import Fetch, Step
-from hotset.run.doctor.watch import TRIAL, WATCHED
+from hotset.run.doctor.ledger import TRIAL, WATCHED
+from hotset.run.doctor.loop import StepLength, step_alone
 
 __all__ = ["Decoder", "Observed", "read"]
 
@@ -38,7 +40,7 @@ class Observed(NamedTuple):
         workers: of the loader, for each rank.
         ranks: processes that train.
         steps: that were counted.
-        wait: seconds a step in which the loop waited for a batch.
+        wait: seconds a step in which the loop waited for a batch, or for the end of the loader's workers.
         step: the rest of a step, a sample, as if no worker ran beside it, and no less than its GPU takes.
         gpu: seconds a step that it takes on the GPU; None if none was used.
         step_beside: its seconds a step, as it was beside the workers.
@@ -95,11 +97,17 @@ def read(ledger: str) -> Observed | None:
     main = max(loops, key=_seconds)
     # The other ranks' loops over the same data.
     mine = [loop for loop in loops if loop["facts"] == main["facts"]]
-    fetching = [process["fetching"] for process in processes if process["fetching"]]
     trial: dict[str, Any] = {"loaders": {}}
     with contextlib.suppress(OSError, ValueError):
         trial = json.loads(Path(ledger, TRIAL).read_text())
-    return _put_together(main["facts"], mine, fetching, trial)
+    return _put_together(main["facts"], mine, _fetching(mine, processes), trial)
+
+
+def _fetching(loops: list[dict[str, Any]], processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the loops' workers have done, and what they did themselves if they have none."""
+    workers = {pid for loop in loops for pid in loop["workers"]}
+    found = [process["fetching"] for process in processes if process["pid"] in workers]
+    return [one for one in (*found, *(loop["fetching"] for loop in loops)) if one]
 
 
 def _seconds(loop: dict[str, Any]) -> float:
@@ -113,12 +121,13 @@ def _put_together(
     batch = fetches.batch_size or facts["batch_size"] or 1
     steps, batches = _sum(loops, "steps"), _sum(loops, "batches")
     step_beside = _sum(loops, "step") / steps
-    wait = _sum(loops, "wait") / batches if batches else 0.0
+    wait = (_sum(loops, "wait") + _sum(loops, "end")) / batches if batches else 0.0
     receive = _sum(loops, "wait_thread") / batches / batch if batches else 0.0
     if facts["workers"] == 0:
         # The fetch is in the wait; what is beside it is torch's own, and takes no worker.
         receive = 0.0
-    seconds, cpu = _step_alone(loops, step_beside, _sum(loops, "step_process") / steps)
+    mean = StepLength(step_beside, _sum(loops, "step_process") / steps)
+    alone = step_alone(mean, _step_lengths(loops, "steps"), _step_lengths(loops, "alone"))
     gpu_steps = _sum(loops, "gpu_steps")
     gpu = _sum(loops, "gpu") / gpu_steps if gpu_steps else None
     return Observed(
@@ -130,7 +139,7 @@ def _put_together(
         steps=round(steps),
         wait=wait,
         # The program may go on to the next batch while the GPU computes, but in the end it waits for it.
-        step=Step(max(seconds, gpu or 0.0) / batch, cpu / batch),
+        step=Step(max(alone.seconds, gpu or 0.0) / batch, alone.cpu / batch),
         gpu=gpu,
         step_beside=step_beside,
         first_wait=statistics.median([wait for loop in loops for wait in loop["first_waits"]] or [0.0]),
@@ -149,18 +158,8 @@ def _sum(rows: Iterable[dict[str, Any]], name: str) -> float:
     return sum(float(row["sums"].get(name, 0.0)) for row in rows)
 
 
-def _step_alone(loops: Sequence[dict[str, Any]], seconds: float, cpu: float) -> tuple[float, float]:
-    """A step's length and processor time beside no workers; the mean of all, if none was measured alone.
-
-    The steps that were measured alone are few: they give the ratio to the others, not the length.
-    """
-    alone = [tuple(one) for loop in loops for one in loop["alone"]]
-    beside = [one for loop in loops for one in loop["steps"]]
-    if len(alone) < 3 or not beside:
-        return seconds, cpu
-    typical, busy = (statistics.median(column) for column in zip(*alone, strict=True))
-    share = min(1.0, typical / statistics.median(beside))
-    return seconds * share, busy * seconds * share / typical if typical else cpu
+def _step_lengths(loops: Sequence[dict[str, Any]], name: str) -> list[StepLength]:
+    return [StepLength(*one) for loop in loops for one in loop[name]]
 
 
 class _Fetches:

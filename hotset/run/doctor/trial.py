@@ -13,8 +13,10 @@ the program's own workers stopped, and writes one dictionary:
 ==========  ==============================================================================================
 
 A loader's rate is measured over a second or two, in passes as long as the program's own, without the first
-batch of each worker. What else a pass begins with counts as it does in the program: new workers touch the
-memory of their first batches for the first time, which is a third of a short pass over large samples.
+batch of each worker. What else a pass begins and ends with counts as it does in the program: new workers
+touch the memory of their first batches for the first time, and it takes a tenth of a short pass until they
+have ended. Over a cache there is a second rate, with a stand-in for the program's step between the batches:
+see :mod:`hotset.run.doctor.stand_in`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import secrets
 import signal
 import statistics
@@ -34,11 +37,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Sampler, Subset
+from torch.utils.data import DataLoader, RandomSampler, Sampler, Subset
 
 import hotset
 from hotset.dataset.stream_source import is_stream
-from hotset.run.doctor import watch
+from hotset.loader.batch_order import whole_epoch
+from hotset.run.doctor.loop import LoaderSettings, StepLength, left_out
+from hotset.run.doctor.stand_in import StandIn
 from hotset.session.job import JOB
 from hotset.units import format_seconds
 
@@ -47,16 +52,25 @@ __all__ = ["in_fork"]
 _PATIENCE_SECONDS = 60.0
 _FILL_SECONDS, _RATE_SECONDS, _LONGEST_SECONDS = 3.0, 1.5, 5.0
 _LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
+_LONGEST_STEP_SECONDS = 0.5  # a longer one leaves no doubt that a cache keeps up with it
 _READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
 _MOST_TRIED = 20_000  # samples
 
 
-def in_fork(settings: watch.Settings) -> str:
-    """Try in a child process, and wait for it; returns JSON, one line."""
+def in_fork(settings: LoaderSettings, step: StepLength | None) -> str:
+    """Try in a child process, and wait for it.
+
+    Args:
+        settings: of the program's loader.
+        step: the program's, for a batch, beside no workers; None if that is not known.
+
+    Returns:
+        JSON, one line.
+    """
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
-        _child(settings, told)
+        _child(settings, step, told)
     os.close(told)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     parts: list[bytes] = []
@@ -87,10 +101,9 @@ def _refusal(sentence: str) -> str:
     return json.dumps({"refused": sentence, "loaders": {}}) + "\n"
 
 
-def _child(settings: watch.Settings, told: int) -> None:
+def _child(settings: LoaderSettings, step: StepLength | None, told: int) -> None:
     """In the fork: try, say what came out, and end without the program's own endings."""
     try:
-        watch.watch_no_more()
         # Of torch's loaders: this process has no workers that could have died.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -101,7 +114,7 @@ def _child(settings: watch.Settings, told: int) -> None:
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # they are the program's
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        text = json.dumps(_tried(settings)) + "\n"
+        text = json.dumps(_tried(settings, step)) + "\n"
         with open(told, "w") as file:
             file.write(text)
     except BaseException as error:
@@ -119,7 +132,7 @@ def _sentence(error: BaseException) -> str:
     return text if isinstance(error, hotset.HotsetError) else f"{type(error).__name__}: {text}"
 
 
-def _tried(settings: watch.Settings) -> dict[str, Any]:
+def _tried(settings: LoaderSettings, step: StepLength | None) -> dict[str, Any]:
     found: dict[str, Any] = {"loaders": {}}
     if settings.batch_size is None:
         found["refused"] = (
@@ -133,12 +146,37 @@ def _tried(settings: watch.Settings) -> dict[str, Any]:
             "epochs come from memory, but a trial would have to read all of it; see docs/streams.md"
         )
     else:
-        _try_cache(settings, found)
-        _try_plain(settings, found)
+        # What runs without workers comes last: it may change what the program's own functions keep, of which
+        # new workers have a copy.
+        release = _try_plain(settings, 1, found)
+        _try_cache(settings, _without(release, settings, step), found)
+        if settings.workers:
+            _try_plain(settings, 0, found)
     return found
 
 
-def _try_cache(settings: watch.Settings, found: dict[str, Any]) -> None:
+def _try_plain(settings: LoaderSettings, workers: int, found: dict[str, Any]) -> float:
+    """torch's loader: what it takes to hand a batch over, or samples that need not be handed over.
+
+    Returns:
+        Seconds a sample to give back a batch's memory; 0.0 if that was not tried.
+    """
+    with contextlib.suppress(Exception):
+        measured = _Loader(DataLoader, settings.dataset, settings, workers).alone()
+        found["loaders"][f"plain-{workers}"] = measured._asdict()
+        return measured.release
+    return 0.0
+
+
+def _without(release: float, settings: LoaderSettings, step: StepLength | None) -> StandIn | None:
+    """The step without the time in which it gives back torch's batch; over a cache it gives back another."""
+    if step is None or step.seconds > _LONGEST_STEP_SECONDS:
+        return None
+    spared = release * (settings.batch_size or 1) if settings.workers else 0.0
+    return StandIn(StepLength(max(step.seconds - spared, 0.0), max(step.cpu - spared, 0.0)))
+
+
+def _try_cache(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any]) -> None:
     try:
         with hotset.cache(settings.dataset, memory="auto") as cached:
             plan = cached.plan
@@ -149,24 +187,18 @@ def _try_cache(settings: watch.Settings, found: dict[str, Any]) -> None:
         part = Subset(settings.dataset, random.Random(0).sample(range(plan.samples), count))
         with hotset.cache(part, memory=round(1.2 * count * plan.sample_bytes) + (64 << 20)) as cached:
             cached.fill()
-            for workers in (
-                {settings.workers, len(os.sched_getaffinity(0))} if plan.live else {settings.workers}
-            ):
-                loader = _loader(hotset.DataLoader, cached, settings, workers, count)
-                found["loaders"][f"cached-{workers}"] = _rate(loader, workers, settings)._asdict()
+            more = {len(os.sched_getaffinity(0))} if plan.live else set()
+            for workers in sorted({settings.workers, *more}, reverse=True):
+                loader = _Loader(hotset.DataLoader, cached, settings, workers)
+                measured = loader.alone()
+                if step is not None:
+                    measured = measured._replace(training=loader.with_steps(step))
+                found["loaders"][f"cached-{workers}"] = measured._asdict()
     except Exception as error:
         found["refused"] = _sentence(error)
 
 
-def _try_plain(settings: watch.Settings, found: dict[str, Any]) -> None:
-    """torch's loader: what it takes to hand a batch over, and samples that need not be handed over."""
-    for workers in {1} if settings.workers == 0 else {0, 1}:
-        with contextlib.suppress(Exception):
-            loader = _loader(DataLoader, settings.dataset, settings, workers, len(settings.dataset))
-            found["loaders"][f"plain-{workers}"] = _rate(loader, workers, settings)._asdict()
-
-
-def _count(settings: watch.Settings, seconds: float, size: int, room: int) -> int:
+def _count(settings: LoaderSettings, seconds: float, size: int, room: int) -> int:
     """How many samples to try: as many as are read in some seconds, and fit."""
     batch = settings.batch_size or 1
     count = int(_FILL_SECONDS / max(seconds, 1e-6))
@@ -174,36 +206,26 @@ def _count(settings: watch.Settings, seconds: float, size: int, room: int) -> in
     return min(count, room // (2 * max(size, 1)))
 
 
-class _Endless(Sampler[int]):
-    """Indices in an order drawn anew in each round."""
+class _Unknown(Sampler[int]):
+    """The same order, from a sampler that hotset.DataLoader does not know."""
 
-    def __init__(self, count: int, batch_size: int) -> None:
-        self._count, self._rounds = count, max(1, _MOST_BATCHES * batch_size // count) + 1
+    def __init__(self, order: Sampler[int]) -> None:
+        self._order = order
 
     def __len__(self) -> int:
-        return self._count * self._rounds
+        return len(self._order)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[int]:
-        for _ in range(self._rounds):
-            yield from torch.randperm(self._count).tolist()
+        return iter(self._order)
 
 
-def _loader(
-    kind: Callable[..., Any], dataset: Any, settings: watch.Settings, workers: int, count: int
-) -> Iterable[Any]:
-    size = settings.batch_size or 1
-    more: dict[str, Any] = {"worker_init_fn": settings.worker_init_fn} if workers else {}
-    loader: Iterable[Any] = kind(
-        dataset,
-        batch_size=size,
-        sampler=_Endless(count, size),
-        num_workers=workers,
-        collate_fn=settings.collate_fn,
-        multiprocessing_context="fork" if workers else None,
-        drop_last=True,
-        **more,
-    )
-    return loader
+def _order(settings: LoaderSettings, count: int, length: int) -> Sampler[int]:
+    """So many indices of a dataset of ``count`` samples, in orders drawn one after the other.
+
+    With a sampler of torch's own, hotset.DataLoader knows later batches, and makes the next one meanwhile.
+    """
+    order = RandomSampler(range(count), num_samples=length)
+    return order if whole_epoch(settings.order) is not None else _Unknown(order)
 
 
 class _Measured(NamedTuple):
@@ -215,12 +237,14 @@ class _Measured(NamedTuple):
         cpu: processor seconds a sample, of all processes.
         release: seconds a sample that the main thread takes to give back a batch's memory. A loop does so
             within its step, when it has the next batch.
+        training: samples a second with a stand-in for the program's step; None if that was not tried.
     """
 
     rate: float
     main: float
     cpu: float
     release: float
+    training: float | None = None
 
 
 class _Pass(NamedTuple):
@@ -232,60 +256,92 @@ class _Pass(NamedTuple):
     release: float
 
 
-def _rate(loader: Iterable[Any], workers: int, settings: watch.Settings) -> _Measured:
-    size, passes, begin = settings.batch_size or 1, [], time.perf_counter()
-    while True:
-        batches = iter(loader)
-        passes.append(_pass(batches, workers, settings.batches))
-        count, seconds, cpu, release = (sum(each) for each in zip(*passes, strict=True))
-        if count == 0:
-            raise RuntimeError("the dataset gave no batch when it was tried")
-        enough = seconds >= _RATE_SECONDS and count >= _LEAST_BATCHES
-        if enough or time.perf_counter() - begin >= _LONGEST_SECONDS:
-            break
-    samples = count * size
-    ready = _seconds_if_ready(batches, seconds / count) / size
-    return _Measured(samples / seconds, ready, cpu / samples, release / samples)
+class _Loader:
+    """A loader with the program's settings, over a dataset, whose passes are as long as the program's."""
 
+    def __init__(
+        self, kind: Callable[..., Any], dataset: Any, settings: LoaderSettings, workers: int
+    ) -> None:
+        self._batch_size = settings.batch_size or 1
+        batches = settings.batches or _MOST_BATCHES
+        self._left_out = left_out(settings.batches, workers)
+        more: dict[str, Any] = {"worker_init_fn": settings.worker_init_fn} if workers else {}
+        self._batches: Iterable[Any] = kind(
+            dataset,
+            batch_size=self._batch_size,
+            sampler=_order(settings, len(dataset), batches * self._batch_size),
+            num_workers=workers,
+            collate_fn=settings.collate_fn,
+            multiprocessing_context="fork" if workers else None,
+            drop_last=True,
+            **more,
+        )
 
-def _pass(batches: Iterator[Any], workers: int, length: int | None) -> _Pass:
-    """A pass of so many batches, or as many as are needed of one without end."""
-    left_out = watch.left_out(length, workers)
-    for _ in range(left_out):
-        next(batches, None)
-    begin, cpu, count, release = time.perf_counter(), _processor_seconds(), 0, 0.0
-    while length is None or count < max(length - left_out, 1):
-        if time.perf_counter() - begin >= _RATE_SECONDS and count >= _LEAST_BATCHES:
-            break
-        batch = next(batches, None)
-        if batch is None:
-            break
-        count += 1
-        there = time.perf_counter()
-        del batch
-        release += time.perf_counter() - there
-    return _Pass(count, time.perf_counter() - begin, _processor_seconds() - cpu, release)
+    def alone(self) -> _Measured:
+        """Its figures, with nothing between the batches."""
+        sums = self._passes(None)
+        samples = sums.batches * self._batch_size
+        ready = self._seconds_if_ready(sums.seconds / sums.batches) / self._batch_size
+        return _Measured(samples / sums.seconds, ready, sums.cpu / samples, sums.release / samples)
 
+    def with_steps(self, step: StandIn) -> float:
+        """Samples a second with this step after each batch."""
+        sums = self._passes(step)
+        return sums.batches * self._batch_size / sums.seconds
 
-def _seconds_if_ready(batches: Iterator[Any], each: float) -> float:
-    """How long the main thread takes to get a batch that waits for it: after a rest, one is there.
+    def _passes(self, step: StandIn | None) -> _Pass:
+        passes, begin = [], time.perf_counter()
+        while True:
+            passes.append(self._pass(step))
+            sums = _Pass(*(sum(each) for each in zip(*passes, strict=True)))
+            if sums.batches == 0:
+                raise RuntimeError("the dataset gave no batch when it was tried")
+            enough = sums.seconds >= _RATE_SECONDS and sums.batches >= _LEAST_BATCHES
+            if enough or time.perf_counter() - begin >= _LONGEST_SECONDS:
+                return sums
 
-    That is more than its processor time: it asks the worker for the memory's descriptor, and waits for it.
-    """
-    lengths = []
-    for _ in range(_READY_BATCHES):
-        time.sleep(min(3.0 * each + 2e-3, _LONGEST_REST_SECONDS))
-        begin = time.perf_counter()
-        next(batches, None)
-        lengths.append(time.perf_counter() - begin)
-    return statistics.median(lengths)
+    def _pass(self, step: StandIn | None) -> _Pass:
+        """A pass to its end, or of some seconds of a long one."""
+        begin, cpu, count, release = 0.0, 0.0, -self._left_out, 0.0
+        for batch in self._batches:
+            count += 1
+            if step is not None:
+                step()
+            there = time.perf_counter()
+            if step is None:
+                del batch  # with a step it goes when the next has come, as in a program
+            if count > 0:
+                release += time.perf_counter() - there
+            elif count == 0:
+                begin, cpu = time.perf_counter(), _processor_seconds()
+            if count >= _LEAST_BATCHES and time.perf_counter() - begin >= _RATE_SECONDS:
+                break
+        if count <= 0:
+            return _Pass(0, 0.0, 0.0, 0.0)
+        return _Pass(count, time.perf_counter() - begin, _processor_seconds() - cpu, release)
+
+    def _seconds_if_ready(self, each: float) -> float:
+        """How long the main thread takes to get a batch that waits for it: after a rest, one is there.
+
+        That is more than its processor time: it asks the worker for the memory's descriptor, and waits.
+        """
+        batches, lengths = iter(self._batches), []
+        for number in range(self._left_out + _READY_BATCHES):
+            time.sleep(min(3.0 * each + 2e-3, _LONGEST_REST_SECONDS))
+            begin = time.perf_counter()
+            if next(batches, None) is None:
+                break
+            if number >= self._left_out:
+                lengths.append(time.perf_counter() - begin)
+        return statistics.median(lengths or [0.0])
 
 
 def _processor_seconds() -> float:
-    """Of this process and its workers."""
-    total = time.process_time()
+    """Of this process and its workers, those that have ended among them."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
     for worker in multiprocessing.active_children():
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        for thread in Path(f"/proc/{worker.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                total += int(thread.read_text().split()[0]) / 1e9
     return total

@@ -1,0 +1,133 @@
+"""What a sample costs in the process that makes it: clocks around each fetch, collate and decoder.
+
+The first batch of a process is left out of all sums: it pays for opening files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hotset.run.doctor.clocks import Clocks, Sums
+
+__all__ = ["Fetching"]
+
+_MEMORY_AFTER_SECONDS, _MEMORY_SECONDS = 0.5, 5.0
+
+
+class Fetching:
+    """What this process does to make batches of one loader."""
+
+    def __init__(self) -> None:
+        self.sums = Sums()
+        self.decoders: dict[str, list[float]] = {}  # name: calls, processor seconds, bytes
+        self._entered = Clocks(0.0, 0.0, 0.0)
+        self._decoding = False
+        self._begun: dict[str, float] | None = None
+        self._memory: list[tuple[float, float]] = []  # when it was read first, and last, and the bytes
+        self._memory_at = 0.0  # when to read it next
+
+    def begin(self, fetcher: Any) -> None:
+        """torch's ``fetcher`` is about to make a batch."""
+        if not isinstance(fetcher.collate_fn, _TimedCollate):
+            fetcher.collate_fn = _TimedCollate(fetcher.collate_fn, self)
+        self._entered = Clocks.now()
+
+    def end(self, fetcher: Any, indices: Any) -> None:
+        """It has made one of these indices."""
+        taken = Clocks.now().since(self._entered)
+        self._count(taken, len(indices) if fetcher.auto_collation else 1)
+
+    def _count(self, taken: Clocks, samples: int) -> None:
+        if self._begun is not None:
+            self.sums.add(batches=1, samples=samples, wall=taken.wall, cpu=taken.thread)
+            return
+        self.sums.of.clear()
+        self.decoders.clear()
+        self._begun = _process_figures()
+        self._memory_at = self._begun["wall"] + _MEMORY_AFTER_SECONDS
+
+    def collated(self, cpu: float) -> None:
+        self.sums.add(collate_cpu=cpu)
+
+    def decode(self, name: str, call: Callable[[], Any], size: Callable[[Any], int]) -> Any:
+        """Call a decoder between two readings of the clocks; one within another counts once."""
+        if self._decoding or threading.current_thread() is not threading.main_thread():
+            return call()
+        self._decoding = True
+        begin = time.thread_time()
+        try:
+            value = call()
+        finally:
+            self._decoding = False
+            taken = time.thread_time() - begin
+        row = self.decoders.get(name)
+        if row is None:
+            row = self.decoders[name] = [0.0, 0.0, 0.0]
+        row[0] += 1.0
+        row[1] += taken
+        row[2] += size(value)
+        return value
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether this process has made batches, and not read its memory."""
+        return self._begun is not None and not self._memory
+
+    def to_json(self, *, memory: bool) -> dict[str, Any] | None:
+        """What is known so far.
+
+        Args:
+            memory: whether to read this process's memory now, even if that is not due.
+        """
+        if self._begun is None:
+            return None
+        now = _process_figures()
+        if memory or now["wall"] > self._memory_at:
+            self._memory_at = now["wall"] + _MEMORY_SECONDS
+            self._memory = [*self._memory[:1], *((now["wall"], size) for size in _memory())]
+        figures = {name: [value, now.get(name)] for name, value in self._begun.items()}
+        return {
+            **self.sums.of,
+            "decoders": self.decoders,
+            "process": figures,
+            "memory": self._memory,
+        }
+
+
+class _TimedCollate:
+    """The loader's collate function, timed."""
+
+    def __init__(self, plain: Callable[[Any], Any], fetching: Fetching) -> None:
+        self.plain = plain
+        self._fetching = fetching
+
+    def __call__(self, samples: Any) -> Any:
+        begin = time.thread_time()
+        try:
+            return self.plain(samples)
+        finally:
+            self._fetching.collated(time.thread_time() - begin)
+
+
+def _process_figures() -> dict[str, float]:
+    """What the kernel says of this process: each figure that it does not say is left out."""
+    found: dict[str, float] = {"wall": time.perf_counter(), "cpu": time.process_time()}
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/schedstat") as file:
+        found["queued"] = int(file.read().split()[1]) / 1e9
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/io") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name in ("rchar", "read_bytes"):
+                found[name] = int(value)
+    return found
+
+
+def _memory() -> list[float]:
+    """The bytes of this process, where what it shares with others counts in part; empty if unknown."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/smaps_rollup") as file:
+        return [1024.0 * int(line.split()[1]) for line in file if line.startswith("Pss:")]
+    return []

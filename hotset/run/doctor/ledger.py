@@ -1,0 +1,83 @@
+"""The folder in which the processes of a watched program leave what ``hotset doctor`` reads.
+
+=================  =======================================================================================
+``watch-<pid>``    what a process has seen so far
+``paused-<pid>``   the workers that this process has stopped for a moment: if it dies, they are continued
+``trying``         a process of the program tries a cache, or has; nothing that is seen from then on counts
+``trial.json``     what came out
+``done``           the program was watched for long enough, and may be ended
+``interrupted``    it was ended by Ctrl-C
+``memory``         a worker that lived shortly has told its memory; one is enough
+``ours``           it takes batches from hotset.DataLoader
+``threads``        it takes batches in another thread than the main one
+=================  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterable
+
+__all__ = [
+    "DONE",
+    "INTERRUPTED",
+    "MEMORY",
+    "OURS",
+    "PAUSED",
+    "THREADS",
+    "TRIAL",
+    "TRYING",
+    "WATCHED",
+    "Ledger",
+]
+
+WATCHED, PAUSED, TRYING, TRIAL, DONE = "watch-", "paused-", "trying", "trial.json", "done"
+INTERRUPTED, MEMORY, OURS, THREADS = "interrupted", "memory", "ours", "threads"
+
+
+class Ledger:
+    """The ledger, as a process of the program sees it. A file that cannot be written is left out."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file; readers see all of it, or what was there before."""
+        path = os.path.join(self._folder, name)
+        with contextlib.suppress(OSError):
+            with open(f"{path}.{os.getpid()}", "w") as file:
+                file.write(text)
+            os.replace(f"{path}.{os.getpid()}", path)
+
+    def has(self, name: str) -> bool:
+        return os.path.exists(os.path.join(self._folder, name))
+
+    def is_first(self, name: str) -> bool:
+        """Whether this process is the first of all to make this file."""
+        try:
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+            os.close(os.open(os.path.join(self._folder, name), flags, 0o600))
+        except OSError:
+            return False
+        return True
+
+    def pause(self, pids: list[int]) -> None:
+        """Stop these processes; the ledger says so before, so that they do not stay stopped."""
+        if pids:
+            self.write(f"{PAUSED}{os.getpid()}", json.dumps(pids))
+        _signal(pids, signal.SIGSTOP)
+
+    def resume(self, pids: list[int]) -> None:
+        """Let these processes go on."""
+        _signal(pids, signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self._folder, f"{PAUSED}{os.getpid()}"))
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

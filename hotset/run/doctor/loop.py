@@ -1,0 +1,308 @@
+"""The training loop's clocks: how long it waits for its batches, and how long its steps take.
+
+Where the loop asks for a batch and where it gets one, three clocks are read: the time, the processor time of
+the thread, and that of the process. So a step is known by its length and by what it takes of the cores. But
+beside busy workers a step takes longer than it would alone. So now and then, for one step, the workers are
+stopped (SIGSTOP) when the loop has got its batch, and go on when it asks for the next. That is done at most
+eight times, for at most a hundredth of the time; ``hotset doctor`` continues them if the loop does not.
+
+On a GPU a step returns before its kernels have run. So an event is recorded on the current stream where the
+loop gets a batch and where it asks for the next, and the time between them is read when both have happened;
+nothing waits for them.
+
+The first batches of a pass, one for each worker, are left out of all sums: they pay for starting processes,
+and come in a burst. What the loop waits for the pass's end, while its workers end, counts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hotset.run.doctor.clocks import Clocks, Sums
+from hotset.run.doctor.fetching import Fetching
+from hotset.run.doctor.ledger import Ledger
+
+__all__ = [
+    "LoaderSettings",
+    "Loop",
+    "StepLength",
+    "begins",
+    "facts_of",
+    "left_out",
+    "step_alone",
+    "workers_of",
+]
+
+_ALONE_STEPS, _ALONE_SHARE = 8, 0.01
+_LEAST_ALONE = 3
+_LONGEST_ALONE_SECONDS = 2.0  # a longer step is not measured alone
+_UNLIKE = 0.5  # steps whose processor time differs by this share of their length are not of one kind
+_DEFAULT_BATCH = 32
+_STEPS_KEPT = 256
+_WARM_UP = 2  # steps of a process that are left out: they compile, and allocate
+
+
+class StepLength(NamedTuple):
+    """Seconds: of a step, and the processor time in it, over all threads of the process."""
+
+    seconds: float
+    cpu: float
+
+
+class Loop:
+    """What is known of the passes over one loader, or over loaders that look the same."""
+
+    def __init__(self, facts: dict[str, Any], ledger: Ledger) -> None:
+        self.facts = facts
+        self.fetching = Fetching()  # in this process, without workers
+        self.sums = Sums()
+        self.is_endless = False  # a pass has given more batches than its sampler has
+        self._ledger = ledger
+        self._gpu = _GpuClock(self.sums)
+        self._workers: set[int] = set()  # the processes of all passes
+        self._first_waits: list[float] = []
+        self._steps: list[StepLength] = []  # the last ones
+        self._alone: list[StepLength] = []  # beside no workers
+        self._length: int | None = None  # of this pass, in batches
+        self._left_out = 0  # batches of this pass, still
+        self._is_first = False  # the batch that the loop asks for
+        self._exited: Clocks | None = None  # when the loop got its last batch, if a step has begun
+        self._entered: Clocks | None = None  # when it asked for the next
+        self._paused: list[int] = []
+        self._next_pause = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """That it has taken so far, with its steps."""
+        return self.sums.of.get("wait", 0.0) + self.sums.of.get("step", 0.0)
+
+    @property
+    def batches(self) -> int:
+        """How many have counted."""
+        return round(self.sums.of.get("batches", 0.0))
+
+    def asked(self, iterator: Any) -> None:
+        """The loop asks for a batch."""
+        now = Clocks.now()
+        paused = bool(self._paused)
+        self.let_go_on()
+        self._is_first = begins(iterator)
+        if self._is_first:
+            self._exited = None
+            self._length = _length(iterator)
+            self._left_out = left_out(self._length, int(iterator._num_workers))
+            self._workers.update(workers_of(iterator))
+        elif self._exited is not None:
+            self._count_step(now.since(self._exited), paused)
+        self.is_endless |= self._length is not None and iterator._num_yielded > self._length
+        self._entered = Clocks.now() if paused else now
+
+    def _count_step(self, taken: Clocks, paused: bool) -> None:
+        self._gpu.end()
+        length = StepLength(taken.wall, taken.process)
+        if paused:
+            self._alone.append(length)
+        elif not self._left_out:
+            self.sums.add(steps=1, step=length.seconds, step_process=length.cpu)
+            self._steps.append(length)
+            del self._steps[:-_STEPS_KEPT]
+
+    def got(self, iterator: Any) -> None:
+        """The loop gets a batch."""
+        if self._entered is None:
+            return
+        now = Clocks.now()
+        self._count_batch(now.since(self._entered))
+        self._pause(iterator, now.wall)
+        self._gpu.begin()
+        self._exited = Clocks.now()
+
+    def _count_batch(self, taken: Clocks) -> None:
+        if self._is_first:
+            self._first_waits.append(taken.wall)
+        if self._left_out:
+            self._left_out -= 1
+        else:
+            self.sums.add(batches=1, wait=taken.wall, wait_thread=taken.thread)
+
+    def ended(self) -> None:
+        """There is no further batch in this pass: the workers have ended."""
+        if self._entered is not None and not self._left_out:
+            self.sums.add(end=Clocks.now().since(self._entered).wall)
+        self._exited = self._entered = None
+
+    def interrupt(self) -> None:
+        """Another pass begins within a step of this one, a validation: that step does not count."""
+        self.let_go_on()
+        self._gpu.forget()
+        self._exited = None
+
+    def _pause(self, iterator: Any, now: float) -> None:
+        """Stop the workers for this step, if it is time for that."""
+        if now < self._next_pause or len(self._steps) < _WARM_UP or len(self._alone) >= _ALONE_STEPS:
+            return
+        length = statistics.median(step.seconds for step in self._steps)
+        self._next_pause = now + min(length, _LONGEST_ALONE_SECONDS) / _ALONE_SHARE
+        workers = workers_of(iterator)
+        if workers and length <= _LONGEST_ALONE_SECONDS:
+            self._paused = workers
+            self._ledger.pause(workers)
+
+    def let_go_on(self) -> None:
+        """Continue the workers, if they were stopped."""
+        if self._paused:
+            self._ledger.resume(self._paused)
+            self._paused = []
+
+    def step(self) -> StepLength | None:
+        """A step beside no workers; None if none was counted."""
+        steps = self.sums.of.get("steps", 0.0)
+        if not steps:
+            return None
+        mean = StepLength(self.sums.of["step"] / steps, self.sums.of["step_process"] / steps)
+        return step_alone(mean, self._steps, self._alone)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "facts": self.facts,
+            "sums": self.sums.of,
+            "first_waits": self._first_waits,
+            "steps": self._steps,
+            "alone": self._alone,
+            "fetching": self.fetching.to_json(memory=False),
+            "workers": sorted(self._workers),
+        }
+
+
+def step_alone(mean: StepLength, beside: Sequence[StepLength], alone: Sequence[StepLength]) -> StepLength:
+    """A step beside no workers; the mean of all, if too few were measured alone.
+
+    The steps that were measured alone are few: they give the ratio to the others, not the length. That holds
+    for steps of one kind. Where gradients are accumulated, those alone may all be of the other kind.
+
+    Args:
+        mean: of all steps beside workers.
+        beside: the last of them.
+        alone: those while the workers were stopped.
+    """
+    if len(alone) < _LEAST_ALONE or len(beside) < _LEAST_ALONE:
+        return mean
+    usual = statistics.median(one.seconds for one in beside)
+    tenths = statistics.quantiles([one.cpu for one in beside], n=10)
+    if tenths[-1] - tenths[0] > _UNLIKE * usual:
+        return mean
+    length, busy = (statistics.median(column) for column in zip(*alone, strict=True))
+    seconds = mean.seconds * min(1.0, length / usual) if usual else mean.seconds
+    return StepLength(seconds, busy * seconds / length if length else mean.cpu)
+
+
+def left_out(length: int | None, workers: int) -> int:
+    """How many batches of a pass are left out of the sums: the first of each worker.
+
+    Args:
+        length: the batches of a pass; None for one without end.
+        workers: the loader's.
+    """
+    return max(1, workers if length is None or length >= 4 * workers else 1)
+
+
+# ---- the time of steps on a GPU --------------------------------------------------------------------------
+
+
+class _GpuClock:
+    """The time that steps take on the GPU, if the program uses one."""
+
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
+        self._begun: Any = None
+        self._pending: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """The step begins."""
+        self._begun = self._event()
+
+    def end(self) -> None:
+        """It has ended, as far as the processor has to do with it."""
+        begun, self._begun = self._begun, None
+        if begun is not None and len(self._pending) < _STEPS_KEPT:
+            self._pending.append((begun, self._event()))
+        while self._pending and self._pending[0][1].query():
+            first, last = self._pending.pop(0)
+            self._sums.add(gpu_steps=1, gpu=first.elapsed_time(last) / 1e3)
+
+    def forget(self) -> None:
+        """The step that has begun does not count."""
+        self._begun = None
+
+    @staticmethod
+    def _event() -> Any:
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is None or not cuda.is_initialized() or cuda.is_current_stream_capturing():
+            return None
+        event = cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+# ---- what torch's iterator tells of its loader -----------------------------------------------------------
+
+
+def begins(iterator: Any) -> bool:
+    """Whether a pass begins: it has given no batch."""
+    return not iterator._num_yielded
+
+
+def workers_of(iterator: Any) -> list[int]:
+    """The processes of an iterator's workers."""
+    return [one.pid for one in getattr(iterator, "_workers", ()) if one.pid is not None and one.is_alive()]
+
+
+def facts_of(iterator: Any) -> dict[str, Any]:
+    """What the loader is, as far as its iterator tells."""
+    dataset = iterator._dataset
+    try:
+        length: int | None = len(dataset)
+    except Exception:
+        length = None
+    return {
+        "dataset": type(dataset).__name__,
+        "length": length,
+        "batch_size": getattr(iterator._index_sampler, "batch_size", None),
+        "workers": int(iterator._num_workers),
+        "world": os.environ.get("LOCAL_WORLD_SIZE"),
+    }
+
+
+def _length(iterator: Any) -> int | None:
+    try:
+        return len(iterator)
+    except TypeError:
+        return None
+
+
+class LoaderSettings(NamedTuple):
+    """What a trial needs of a loader; not its iterator, whose workers end when nothing refers to it."""
+
+    dataset: Any
+    workers: int
+    batch_size: int | None
+    collate_fn: Callable[[Any], Any]
+    worker_init_fn: Callable[[int], None] | None
+    batches: int | None
+    """Of a pass with the same workers; None for a pass without end."""
+    order: Any
+    """The batch sampler."""
+
+    @classmethod
+    def of(cls, iterator: Any, facts: dict[str, Any]) -> LoaderSettings:
+        collate = iterator._collate_fn
+        size = facts["batch_size"]
+        if size is None and iterator._auto_collation:
+            size = _DEFAULT_BATCH  # a batch sampler of the user's own
+        init = getattr(iterator, "_worker_init_fn", None)
+        batches = None if getattr(iterator, "_persistent_workers", False) else _length(iterator)
+        return cls(iterator._dataset, facts["workers"], size, collate, init, batches, iterator._index_sampler)
