@@ -47,6 +47,7 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
 from hotset.dataset.fill_now import fill_now, require_worker_count
+from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
@@ -328,7 +329,8 @@ class CachedDataset(DatasetProxy[T]):
         """Announce the epoch that begins; calls the dataset's ``set_epoch`` as well, if it has one.
 
         The sampler determines the order: call ``loader.sampler.set_epoch(epoch)`` as usual. A cached sample
-        does not change with the epoch. A window moves on if the epoch differs from the last one;
+        does not change with the epoch, unless the dataset has another length in it: then its samples are
+        cached anew. A window moves on if the epoch differs from the last one;
         :class:`hotset.DataLoader` announces epochs itself, and not a second time.
 
         Raises:
@@ -339,10 +341,13 @@ class CachedDataset(DatasetProxy[T]):
         if current.window is not None:
             current.window.announce(epoch, current.access.ring, current.access.warn)
             current.access.warn_of_machines()
+        held = HeldAttributes(self._dataset)
         # If the chain was cut, samples are read from a copy of the dataset.
         for dataset in {id(known): known for known in (self._dataset, current.source.dataset)}.values():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
+        if current.window is None and len(self._dataset) != current.plan.samples:
+            self._attribute_was_set(held.changed() or "length", noticed=True)
 
     def close(self) -> None:
         """Detach from the cache; samples then come from the source. Existing batches stay valid."""

@@ -213,6 +213,29 @@ def test_a_method_that_sets_an_attribute_takes_effect_as_on_the_dataset(
     assert all(names.get(method, "-") in str(each.message) for each in told)
 
 
+class Curriculum(WithMethods):
+    def set_epoch(self, epoch: int) -> None:
+        self.numbers = list(range(epoch, N))
+
+
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_a_length_that_the_epoch_sets_takes_effect_as_on_the_dataset(made_by: str) -> None:
+    plain = Curriculum()
+    with pytest.warns(hotset.HotsetWarning, match="has a set_epoch"):
+        cached = hotset.cache(Curriculum(), memory="1MiB")
+    with cached:
+        loaders = [LOADERS[made_by](dataset) for dataset in (plain, cached)]
+        with recorded() as told:
+            for epoch in range(3):
+                plain.set_epoch(epoch)
+                cached.set_epoch(epoch)
+                expected, found = map(two_epochs, loaders)
+                same(found, expected)
+                assert cached.stats().cached == len(cached) == N - epoch
+    words = [str(each.message) for each in told if "numbers was set" in str(each.message)]
+    assert len(words) == 2
+
+
 def test_a_method_that_computes_something_once_drops_nothing() -> None:
     with recorded() as told, hotset.cache(WithMethods(), memory="1MiB", key="x") as cached:
         loader = hotset.DataLoader(cached, batch_size=4)
