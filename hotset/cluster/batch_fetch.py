@@ -36,6 +36,7 @@ from hotset.store import irregular_records as forms
 from hotset.store.fill import Read
 from hotset.store.format import LINE, PRESENT, Slot
 from hotset.store.leaves import SchemaMismatch
+from hotset.store.locks import Pauses
 from hotset.store.record_batch import ReceivedRecords
 from hotset.store.records import lay_out
 from hotset.store.schema import Schema
@@ -44,7 +45,7 @@ from hotset.store.store import Store
 __all__ = ["BatchFetch", "Fetched", "pack", "parts"]
 
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-3, 50e-3
+_PAUSES = 2e-3, 50e-3  # seconds: the first one, and the longest
 # How many bytes of rows go to a machine in one put: it stores them while this process reads on; and how many
 # puts may be unanswered.
 _PUT_BYTES = 4 << 20
@@ -132,15 +133,12 @@ class BatchFetch:
         home = self._fetch_home(home)
         if len(home) and not self._store.has_room():
             waiting += self._ask_further(home, 1)
-        until = time.monotonic() + PATIENCE
-        pause = _SHORTEST_PAUSE
+        pauses = Pauses(PATIENCE, *_PAUSES)
         while waiting:
-            if time.monotonic() > until:
+            if not pauses.pause():
                 for each in waiting:  # and put to that machine, which keeps the first to come
                     self._read_here(each.name, each.ids, each.turn)
                 break
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
             waiting = [
                 later
                 for turn in sorted({each.turn for each in waiting})

@@ -44,11 +44,11 @@ from hotset.store.format import FUNCTIONS, Live, Slot
 from hotset.store.key_table import EVICTABLE, VIEWED, WRONG, Counter
 from hotset.store.keyed_store import MISSING, KeyedStore
 from hotset.store.leaves import SchemaMismatch
+from hotset.store.locks import Pauses
 
 __all__ = ["Calls", "name_of"]
 
 _PATIENCE_SECONDS, _NESTED_SECONDS = 30.0, 1.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 5e-3
 _MOST_CHANGES = 20
 _TRIES = 3  # to claim what nobody has claimed
 _AUDITED_SHARE, _AUDIT_KEPT_SECONDS = 0.005, 0.5
@@ -257,7 +257,7 @@ class Calls:
         store, thread = state.store, threading.get_ident()
         nested = getattr(self._depth, "computing", 0) or thread in state.share.computing.values()
         patience = _NESTED_SECONDS if nested else max(_PATIENCE_SECONDS, 5 * self._mean_seconds(state))
-        deadline, pause, failed = time.monotonic() + patience, _FIRST_PAUSE_SECONDS, 0
+        pauses, failed = Pauses(patience), 0
         while True:
             if store.is_never_kept(sample):
                 return False, MISSING
@@ -275,12 +275,8 @@ class Calls:
                         del state.share.computing[sample]
                 if not store.is_claimed(sample):
                     failed += 1  # it cannot be claimed, or its record cannot be read here
-            if failed > _TRIES:
+            if failed > _TRIES or not pauses.pause():
                 return False, MISSING
-            if time.monotonic() > deadline:
-                return False, MISSING
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _computed(
         self,

@@ -53,6 +53,7 @@ __all__ = [
     "Description",
     "FileLock",
     "Held",
+    "Pauses",
     "can_reopen",
     "is_locked",
     "is_shared",
@@ -73,9 +74,33 @@ _fcntl = ctypes.PyDLL(None).fcntl
 _fcntl.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, *[ctypes.py_object] * 3]
 _fcntl.restype = None
 
-# The first pause is shorter than a claim is held, the longest short beside the time to read a sample.
-_FIRST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 2e-3
+
+class Pauses:
+    """The pauses between attempts at something that another process holds up: each twice as long as the last.
+
+    Args:
+        patience: seconds until there are no more of them.
+        first, longest: seconds. As they are, the first is shorter than a claim is held, and the longest short
+            beside the time to read a sample.
+    """
+
+    def __init__(self, patience: float, first: float = 20e-6, longest: float = 2e-3) -> None:
+        self._deadline = time.monotonic() + patience
+        self._next, self._longest = first, longest
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() >= self._deadline
+
+    def pause(self) -> bool:
+        """Sleep; False, and no sleep, if the time is over."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(self._next, left))
+        self._next = min(2 * self._next, self._longest)
+        return True
 
 
 def reopen(fd: int) -> int:
@@ -154,13 +179,10 @@ def lock(fd: int, byte: int, timeout: float) -> bool:
     """
     if try_lock(fd, byte):
         return True
-    deadline = time.monotonic() + timeout
-    pause = _FIRST_PAUSE_S
-    while (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(pause, left))
+    pauses = Pauses(timeout)
+    while pauses.pause():
         if try_lock(fd, byte):
             return True
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
     return False
 
 

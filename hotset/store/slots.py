@@ -30,7 +30,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +39,7 @@ from hotset.store import format as fmt
 from hotset.store.claims import Claims
 from hotset.store.format import CLAIMED, PRESENT, RECORD, RECORD_HEADER, Geometry, Live, Slot
 from hotset.store.fsck import content_problem
+from hotset.store.locks import Pauses
 from hotset.store.records import lay_out
 from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment
@@ -52,8 +52,6 @@ __all__ = ["Slots"]
 Bytes = npt.NDArray[np.uint8]
 
 _PATIENCE_SECONDS = 2.0
-_FIRST_PAUSE_SECONDS = 20e-6
-_LONGEST_PAUSE_SECONDS = 2e-3
 _SCRATCH = 1 << 20
 _ALIGN = 64
 _LINES = struct.Struct("<I")
@@ -124,7 +122,7 @@ class Slots:
 
     def get(self, sample: int) -> tuple[Any, int] | None:
         """Return a copy of a sample and the index word of its record; None if it is not set."""
-        deadline, pause = time.monotonic() + _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS
+        pauses = Pauses(_PATIENCE_SECONDS)
         while True:
             clear_generation, word = self.store.clear_generation(), int(self._index[sample])
             if clear_generation is None or word < CLAIMED:
@@ -135,13 +133,9 @@ class Slots:
                     if FULL_CHECK and not self._sound(sample, word, copy):
                         return None
                     return self.store.schema.read(copy, 0, [self._tail_at])[0], word
-                pause = _FIRST_PAUSE_SECONDS
-            elif not self._is_being_replaced(sample, word):
-                return None
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            if time.monotonic() > deadline:
+                if pauses.are_over:
+                    return None
+            elif not self._is_being_replaced(sample, word) or not pauses.pause():
                 return None
 
     def _copy(self, sample: int, word: int, clear_generation: int) -> Bytes | None:
@@ -225,13 +219,11 @@ class Slots:
 
     def _claim(self, sample: int, overwrite: bool) -> int | None:
         """Claim the sample; returns the word that it had, or None if another process keeps it too long."""
-        deadline, pause = time.monotonic() + _PATIENCE_SECONDS, _FIRST_PAUSE_SECONDS
+        pauses = Pauses(_PATIENCE_SECONDS)
         while True:
             before = self._claims.take_one(sample, overwrite=overwrite)
-            if before is not None or not overwrite or time.monotonic() > deadline:
+            if before is not None or not overwrite or not pauses.pause():
                 return before
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _room_for(self, sample: int, prepared: Prepared, before: int) -> _Run | None:
         """The run of lines for the record's tail; None if there is no room."""

@@ -39,7 +39,7 @@ from hotset.dataset.shared_cache import SharedCache, get_shm_size
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, SegmentError
 from hotset.session import reports
 from hotset.store import memory_limits as memory
-from hotset.store import slots
+from hotset.store import locks, slots
 from hotset.store.claims import Claims
 from hotset.store.memory_limits import Headroom
 from hotset.store.segment import Segment
@@ -755,7 +755,7 @@ def test_an_overwriting_process_waits_for_another_writer(monkeypatch: pytest.Mon
         time.sleep(seconds)
 
     monkeypatch.setattr(Segment, "write", slow)
-    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waiting))
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waiting))
     writer = threading.Thread(target=other.__setitem__, args=(0, picture(1)))
     writer.start()
     try:
@@ -874,7 +874,7 @@ def test_an_interrupted_clear_is_completed(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("there", [True, False])
 def test_waiting_for_a_stopped_writer_is_bounded(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     monkeypatch.setattr(slots, "_PATIENCE_SECONDS", 0.2)
     cache = small()
     if there:

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from helpers import in_threads
@@ -120,6 +121,17 @@ def test_a_forked_child_is_not_excluded_by_the_description_it_shares(fd: int) ->
 
     with lingering(take):
         pass
+
+
+def test_pauses_double_up_to_the_longest_and_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(locks, "time", clock)
+    pauses = locks.Pauses(10.0, first=1.0, longest=3.0)
+    while pauses.pause():
+        assert not pauses.are_over or sum(slept) == 10.0
+    assert slept == [1.0, 2.0, 3.0, 3.0, 1.0]
+    assert pauses.are_over
 
 
 def test_a_stopped_holder_is_not_waited_for_past_the_deadline(fd: int) -> None:
