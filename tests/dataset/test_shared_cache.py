@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader, Dataset
 from hotset.dataset.shared_cache import SharedCache, get_shm_size
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, SegmentError
 from hotset.session import reports
-from hotset.store import memory_limits as memory
 from hotset.store import locks, slots
+from hotset.store import memory_limits as memory
 from hotset.store.claims import Claims
 from hotset.store.memory_limits import Headroom
 from hotset.store.segment import Segment
