@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.cluster_nodes import Nodes
 from benchmarks.cluster_rank import Noise
 from benchmarks.harness import Comparison, Unfit, compare
-from hotset.cluster.client import PeerClients, PendingRequest
+from hotset.cluster.client import Connections, PendingRequest
 from hotset.cluster.membership import Keys
 from hotset.cluster.server import RecordServer
 from hotset.cluster.store_service import StoreService
@@ -158,7 +158,7 @@ class _Asker:
     def _asked(
         self, stack: contextlib.ExitStack, way: str, keys: Keys | None, ids: Callable[[], Any]
     ) -> Iterator[int]:
-        peers = stack.enter_context(PeerClients(keys))
+        peers = stack.enter_context(Connections(keys))
         peer = peers.add("owner", self._where[way], self._where["key"] if keys is not None else None)
         asked: deque[PendingRequest] = deque()
         while True:

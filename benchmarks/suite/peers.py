@@ -150,7 +150,7 @@ def _plain(store: Store, batch: int, settings: Settings) -> Iterator[Callable[[]
 @contextlib.contextmanager
 def _hotset(store: Store, batch: int, settings: Settings, keyed: bool) -> Iterator[Callable[[], float]]:
     try:
-        from hotset.cluster.client import PeerClients, PendingRequest
+        from hotset.cluster.client import Connections, PendingRequest
         from hotset.cluster.membership import Keys
         from hotset.cluster.server import RecordServer
         from hotset.cluster.store_service import StoreService
@@ -171,7 +171,7 @@ def _hotset(store: Store, batch: int, settings: Settings, keyed: bool) -> Iterat
             os.write(end, serving.endpoint.encode())
             os.read(end, 1)
 
-    with _forked(serve) as end, PeerClients(mine) as others:
+    with _forked(serve) as end, Connections(mine) as others:
         peer = others.add("other", os.read(end, 100).decode(), theirs.public if theirs else None)
         draw = np.random.default_rng(0)
         asked: deque[PendingRequest] = deque()

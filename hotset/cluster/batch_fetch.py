@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.client import Answer, Peers, PendingRequest
+from hotset.cluster.client import Answer, PendingRequest, SessionPeers
 from hotset.cluster.membership import PATIENCE, Owned
 from hotset.cluster.protocol import LARGEST, MOST
 from hotset.cluster.wire_records import ABSENT, Bytes, CacheIdentity, Longs, WireRecords
@@ -108,7 +108,12 @@ class BatchFetch:
     """
 
     def __init__(
-        self, peers: Peers, cache: CacheIdentity, store: Store, read: Read, keeps: Callable[[int], bool]
+        self,
+        peers: SessionPeers,
+        cache: CacheIdentity,
+        store: Store,
+        read: Read,
+        keeps: Callable[[int], bool],
     ) -> None:
         self._peers, self._cache, self._store, self._read = peers, cache, store, read
         self._keeps = keeps

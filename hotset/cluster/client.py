@@ -68,7 +68,7 @@ from hotset.cluster.wire_records import (
 )
 from hotset.store.format import LINE
 
-__all__ = ["Answer", "Peer", "PeerClients", "Peers", "PendingRequest"]
+__all__ = ["Answer", "Connections", "Peer", "PendingRequest", "SessionPeers"]
 
 T = TypeVar("T")
 
@@ -173,9 +173,9 @@ class PendingRequest:
         try:
             if self.head.status is not Status.OK:
                 raise Malformed(self.head.status.sentence)
-            said = (self.head.operation, self.head.fingerprint, self.head.layout)
-            if said != (self.operation, self.cache.fingerprint, self.cache.layout):
-                raise Malformed("answers what it was not asked")
+            said = (self.head.operation, self.head.fingerprint, self.head.layout, self.head.samples)
+            if said != (self.operation, self.cache.fingerprint, self.cache.layout, len(self.ids)):
+                raise Malformed("has sent an answer that does not fit the request")
             found = parse(self.head, frames)
         except Malformed as error:
             peer.fail(str(error))
@@ -184,8 +184,6 @@ class PendingRequest:
         return found
 
     def _parse(self, head: Head, frames: Sequence[memoryview]) -> WireRecords:
-        if head.samples != len(self.ids):
-            raise Malformed("answers what it was not asked")
         return protocol.parse_records(head, frames[1:], self.cache, bare=self.operation is Operation.PUT)
 
     def _parse_words(self, head: Head, frames: Sequence[memoryview]) -> Longs:
@@ -211,18 +209,18 @@ class PendingRequest:
 
 
 class Peer:
-    """One other machine. Made by :meth:`PeerClients.add`.
+    """One other machine. Made by :meth:`Connections.add`.
 
     Attributes:
         name: of the machine, for messages to the user.
         endpoint: where it serves.
         traffic: counters.
-        peers: that it is one of.
+        connections: that it is one of.
     """
 
-    def __init__(self, peers: PeerClients, name: str, endpoint: str, key: bytes | None) -> None:
+    def __init__(self, connections: Connections, name: str, endpoint: str, key: bytes | None) -> None:
         self.name, self.endpoint, self.traffic = name, endpoint, PeerStats()
-        self.peers, self._key = peers, key
+        self.connections, self._key = connections, key
         self._pid = os.getpid()
         self._socket: Any = None
         self._events: Any = None
@@ -305,7 +303,7 @@ class Peer:
         require_descriptors()
         self._number = int.from_bytes(os.urandom(8), "little")
         self._open_socket(self.endpoint)
-        keys = self.peers.keys
+        keys = self.connections.keys
         if keys is not None:
             ask_by_curve(self._socket, keys, self._key)
             self._unsent = []
@@ -314,7 +312,7 @@ class Peer:
             self._socket.send_multipart(protocol.key(self._number), zmq.NOBLOCK)
 
     def _open_socket(self, endpoint: str) -> None:
-        self._socket = open_socket(self.peers.context(), zmq.DEALER, endpoint)
+        self._socket = open_socket(self.connections.context(), zmq.DEALER, endpoint)
         self._events = self._socket.get_monitor_socket(sum(_ENDS))
 
     def _connect_for_records(self, frames: Sequence[memoryview]) -> None:
@@ -323,12 +321,13 @@ class Peer:
         Raises:
             Malformed: these are none.
         """
-        if protocol.parse_head(frames, answers=True).status is not Status.OK or len(frames) != 2:
-            raise Malformed("answers what it was not asked")
+        head = protocol.parse_head(frames, answers=True)
         try:
+            if head.status is not Status.OK or len(frames) != 2:
+                raise Unsealable
             credentials = Credentials.parse(frames[1])
         except Unsealable:
-            raise Malformed("sends something that is no message of hotset's") from None
+            raise Malformed("has not sent the credentials that it was asked for") from None
         self._close_sockets()
         endpoint = f"{self.endpoint.rpartition(':')[0]}:{credentials.port}"
         self._open_socket(endpoint)
@@ -371,7 +370,7 @@ class Peer:
             self.fail(str(error))
             return
         except Unsealable:
-            self.fail("sends what it has not sealed for this process")
+            self.fail("has sent a message that is not sealed for this process")
             return
         request = self._open.pop(head.number, None)
         if request is None or request.is_lost:
@@ -412,7 +411,7 @@ class Peer:
     def _warn(self, sentence: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            self.peers.warn(
+            self.connections.warn(
                 f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.",
                 self.name,
             )
@@ -445,8 +444,8 @@ class Peer:
             self._disconnect()
 
 
-class PeerClients:
-    """All other machines, as this process reaches them; a context manager.
+class Connections:
+    """This process's connections to other machines, with one set of keys; a context manager.
 
     Args:
         keys: this machine's; None: no keys (:mod:`hotset.cluster.sockets`).
@@ -459,7 +458,7 @@ class PeerClients:
         self._context: zmq.Context[Any] | None = None
         self._peers: dict[str, Peer] = {}
 
-    def __enter__(self) -> PeerClients:
+    def __enter__(self) -> Connections:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -499,7 +498,7 @@ class PeerClients:
             self._context = None
 
 
-class Peers:
+class SessionPeers:
     """The other machines of a session, as one process asks them. Used by one thread at a time.
 
     What passes between this machine and the others is added to the session's statistics file.
@@ -517,7 +516,7 @@ class Peers:
     def __init__(self, number: int) -> None:
         self._number = number
         self._file = MembershipFile(number)
-        self._clients: PeerClients | None = None
+        self._connections: Connections | None = None
         self._stats_file = PeerStatsFile(number)
         self.by_name: dict[str, Peer] = {}
         self.membership: Membership | None = None
@@ -528,19 +527,19 @@ class Peers:
         now, known = self._file.current(), self.membership
         if now is None or known is now:
             return
-        if self._clients is None or known is None or known.keys != now.keys:
-            if self._clients is not None:
-                self._clients.close()
-            self._clients, self.by_name = PeerClients(now.keys, self._note_trouble), {}
+        if self._connections is None or known is None or known.keys != now.keys:
+            if self._connections is not None:
+                self._connections.close()
+            self._connections, self.by_name = Connections(now.keys, self._note_trouble), {}
         there = {name: member for name, member in now.by_name.items() if name != now.me}
         for name in [name for name in self.by_name if name not in there]:
             del self.by_name[name]
-            self._clients.remove(name)
+            self._connections.remove(name)
         for name, member in there.items():
             peer = self.by_name.get(name)
             if peer is None or peer.endpoint != member.endpoint:
                 self.count(now=peer is not None)
-                self.by_name[name] = self._clients.add(name, member.endpoint, member.key.encode())
+                self.by_name[name] = self._connections.add(name, member.endpoint, member.key.encode())
         self.membership = now
 
     def _note_trouble(self, sentence: str, machine: str) -> None:
@@ -585,7 +584,7 @@ class Peers:
 
     def close(self) -> None:
         """Close all connections."""
-        if self._clients is not None:
+        if self._connections is not None:
             self.count(now=True)
-            self._clients.close()
-        self._clients, self.membership, self.by_name = None, None, {}
+            self._connections.close()
+        self._connections, self.membership, self.by_name = None, None, {}

@@ -219,24 +219,22 @@ def parse_head(frames: Sequence[Frame], *, answers: bool) -> Head:
     Raises:
         Malformed: it is none.
     """
-    if not frames or len(frames[0]) != _HEADER.size:
-        raise Malformed("sends something that is no message of hotset's")
-    magic, version, operation, status, count, number, fingerprint, layout = _HEADER.unpack(frames[0])
-    if magic != MAGIC:
-        raise Malformed("sends something that is no message of hotset's")
+    if not frames or len(frames[0]) != _HEADER.size or frames[0][: len(MAGIC)] != MAGIC:
+        raise Malformed("has sent something that is not a message of hotset's")
+    _, version, operation, status, count, number, fingerprint, layout = _HEADER.unpack(frames[0])
     if version != VERSION:
         raise Malformed(
-            f"speaks version {version} of hotset's messages, and this process version {VERSION}: "
+            f"uses version {version} of hotset's messages, and this process uses version {VERSION}; "
             "install the same hotset on all machines"
         )
     if bool(operation & _ANSWERS) != answers or operation & ~_ANSWERS not in set(Operation):
-        raise Malformed(f"names an operation, {operation:#x}, that is not one here")
+        raise Malformed(f"has sent a message with the unknown operation {operation:#x}")
     if status not in set(Status) or (status and not answers):
-        raise Malformed(f"names a status, {status}, that there is not")
+        raise Malformed(f"has sent a message with the unknown status {status}")
     if count > MOST:
-        raise Malformed(f"speaks of {count:,} samples, and {MOST:,} is the most in one message")
+        raise Malformed(f"has sent a message with {count:,} samples, where {MOST:,} are allowed")
     if frames[0][-8:] != bytes(8):
-        raise Malformed("has something where its header must be zero")
+        raise Malformed("has sent a header with bytes other than zero at its end")
     operation = Operation(operation & ~_ANSWERS)
     return Head(operation, Status(status), count, number, fingerprint, layout)
 
@@ -248,10 +246,10 @@ def parse_ids(head: Head, frame: Frame, cache: CacheIdentity) -> Longs:
         Malformed: they are not ``head.samples``, or not samples of this cache.
     """
     if len(frame) != head.samples * 8:
-        raise Malformed(f"speaks of {head.samples} samples, and names {len(frame) / 8:g}")
+        raise Malformed(f"has sent {len(frame) / 8:g} sample ids, where its header says {head.samples}")
     ids = np.frombuffer(frame, "<i8")
     if head.samples and (int(ids.min()) < 0 or int(ids.max()) >= cache.samples):
-        raise Malformed(f"names a sample that is none of the {cache.samples:,} of this cache")
+        raise Malformed(f"has sent a sample id outside this cache, which has {cache.samples:,} samples")
     return ids
 
 
@@ -262,7 +260,7 @@ def parse_words(head: Head, frames: Sequence[Frame]) -> Longs:
         Malformed: they are not ``head.samples``.
     """
     if len(frames) != 1 or len(frames[0]) != head.samples * 8:
-        raise Malformed(f"speaks of {head.samples} words, and sends others")
+        raise Malformed(f"has sent a message without the {head.samples} words that its header says")
     return np.frombuffer(frames[0], "<i8")
 
 
@@ -281,18 +279,18 @@ def parse_records(
         Malformed: a frame is missing, or has another length than the entries say.
     """
     if len(frames) != (1 if bare else 3):
-        raise Malformed(f"sends {len(frames)} frames of records, where {1 if bare else 3} belong")
+        raise Malformed(f"has sent {len(frames)} frames of records instead of {1 if bare else 3}")
     if len(frames[0]) != head.samples * _ENTRY:
-        raise Malformed(f"speaks of {head.samples} samples, and has entries for {len(frames[0]) / _ENTRY:g}")
+        raise Malformed(f"has sent {len(frames[0]) / _ENTRY:g} entries, where its header says {head.samples}")
     entries = np.frombuffer(frames[0], "<u4").reshape(head.samples, 2).astype(np.int64)
     states, lines = entries[:, 0] >> _STATE_SHIFT, entries[:, 1]
     generations = entries[:, 0] & ((1 << _STATE_SHIFT) - 1)
     present = states == 1
     if (generations > np.array([1, GENERATION_MASK, 0, 0])[states]).any():
-        raise Malformed("has an entry that means nothing")
+        raise Malformed("has sent an entry that is not valid")
     full = generations * (states == 0) * (FULL - ABSENT)
     if (lines > TAIL_COUNT_MASK * present).any():
-        raise Malformed("speaks of a tail where there can be none")
+        raise Malformed("has sent an entry with a tail for a record that has none")
     generations = np.where(present, generations, np.array([ABSENT, 0, TRUNCATED, PENDING])[states] + full)
     count, total = int(np.count_nonzero(present)), int(lines.sum())
     if bare:
@@ -300,7 +298,7 @@ def parse_records(
         frames = (frames[0], b"", b"")
     for frame, size, what in ((frames[1], count * cache.stride, "rows"), (frames[2], total * LINE, "tails")):
         if len(frame) != size:
-            raise Malformed(f"sends {len(frame):,} bytes of {what}, where its entries make {size:,}")
+            raise Malformed(f"has sent {len(frame):,} bytes of {what}, where its entries say {size:,}")
     rows = np.frombuffer(frames[1], np.uint8).reshape(count, cache.stride)
     tails = np.frombuffer(frames[2], np.uint8).reshape(total, LINE)
     return WireRecords(generations, lines, rows, tails)

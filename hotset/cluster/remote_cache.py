@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotset.cluster.batch_fetch import BatchFetch, Fetched, parts
-from hotset.cluster.client import Peer, Peers, PendingRequest
+from hotset.cluster.client import Peer, PendingRequest, SessionPeers
 from hotset.cluster.membership import PATIENCE
 from hotset.cluster.peer_stats import PeerStats
 from hotset.cluster.store_service import cache_of
@@ -63,7 +63,7 @@ class RemoteCache:
         """Make what belongs to one process."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._peers = Peers(self._number)
+        self._peers = SessionPeers(self._number)
         self._cache: CacheIdentity | None = None
         self._ahead: dict[bytes, _Ahead] = {}  # by the ids of a batch
         self._estimated = (float("-inf"), 0.0)

@@ -275,7 +275,7 @@ class RecordServer:
         try:
             head = protocol.parse_head(frames, answers=False)
             if head.operation is not Operation.KEY or len(frames) != 1:
-                raise Malformed("asks for something else than a key")
+                raise Malformed("has asked for something other than a key")
             answer = protocol.key_answer(head, self._given.give(self._port).packed())
         except Malformed:
             self.served.refused += 1
@@ -370,7 +370,7 @@ class RecordServer:
     def _frames_of(self, service: Service, request: _Request, buffer: _Buffer) -> list[Any]:
         head = request.head
         if head.operation is Operation.KEY:
-            raise Malformed("asks for a key where records are")
+            raise Malformed("has asked for a key on a connection for records")
         if head.operation is Operation.CLEAR:
             said = _cleared(service, protocol.parse_words(head, request.frames))
             return protocol.words_answer(head, service.cache, said)
@@ -379,7 +379,7 @@ class RecordServer:
     def _records(self, service: Service, request: _Request, buffer: _Buffer) -> WireRecords:
         head, frames, cache = request.head, request.frames, service.cache
         if len(frames) != (4 if head.operation is Operation.PUT else 1):
-            raise Malformed(f"sends {len(frames)} frames after its header")
+            raise Malformed(f"has sent {len(frames)} frames after its header")
         ids = protocol.parse_ids(head, frames[0], cache)
         nothing = np.empty((0, 1), np.uint8)
         if head.operation is not Operation.PUT:
@@ -425,7 +425,7 @@ class RecordServer:
 def _cleared(service: Service, words: Longs) -> Longs:
     """Clear a service, and give the words back."""
     if len(words) != 1 or words[0] < 0:
-        raise Malformed("does not say how often the cache was cleared")
+        raise Malformed("has not said how often the cache was cleared")
     if not service.clear(int(words[0])):
         raise _Busy
     return words

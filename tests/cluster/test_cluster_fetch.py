@@ -25,7 +25,7 @@ import hotset
 from hotset.cluster import batch_fetch
 from hotset.cluster import store_service as shelf
 from hotset.cluster.batch_fetch import BatchFetch, Fetched
-from hotset.cluster.client import Answer, Peers
+from hotset.cluster.client import Answer, SessionPeers
 from hotset.cluster.membership import Keys, Member, Membership
 from hotset.cluster.remote_cache import RemoteCache
 from hotset.cluster.store_service import StoreService
@@ -120,7 +120,7 @@ class Four:
 
     def fetch(self, me: str) -> BatchFetch:
         peer = self.peers[me]
-        peers: Any = Peers(0)
+        peers: Any = SessionPeers(0)
         peers.membership = Membership(me, Keys(b"", b""), self.members)
         peers.by_name = {name: other for name, other in self.peers.items() if name != me}
         return BatchFetch(peers, peer.shelf.cache, peer.store, self._read, lambda count: False)

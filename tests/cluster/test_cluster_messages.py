@@ -119,7 +119,7 @@ def test_words_come_and_go(words: list[int], number: int) -> None:
     answer = messages.parse_head(said, answers=True)
     assert (answer.operation, answer.number, answer.samples) == (Operation.CLEAR, number, len(words[:1]))
     for frames in (asked, [asked[0], asked[1] + b"x"], [*asked, b""]):
-        with pytest.raises(Malformed, match="words, and sends others"):
+        with pytest.raises(Malformed, match="words that its header says"):
             messages.parse_words(head, frames)
 
 
@@ -199,13 +199,13 @@ def test_nor_do_messages_that_are_almost_right(data: st.DataObject, kind: str, c
 @pytest.mark.parametrize(
     ("at", "value", "why"),
     [
-        (0, b"nonsense", "no message of hotset's"),
-        (8, b"\x01\x00", "version 1 .* version 2: install"),
-        (10, b"\x07", "names an operation, 0x7"),
-        (10, b"\x81", "names an operation, 0x81"),
-        (11, b"\x01", "names a status, 1"),
+        (0, b"nonsense", "not a message of hotset's"),
+        (8, b"\x01\x00", "version 1 .* version 2; install"),
+        (10, b"\x07", "the unknown operation 0x7"),
+        (10, b"\x81", "the unknown operation 0x81"),
+        (11, b"\x01", "the unknown status 1"),
         (12, b"\xff\xff\xff\xff", "4,294,967,295 samples"),
-        (63, b"\x01", "must be zero"),
+        (63, b"\x01", "other than zero"),
     ],
 )
 def test_a_head_is_refused_with_its_reason(at: int, value: bytes, why: str) -> None:
@@ -218,19 +218,19 @@ def test_a_head_is_refused_with_its_reason(at: int, value: bytes, why: str) -> N
 def test_the_body_is_refused_with_its_reason() -> None:
     ids, head = numbers(1, 2), head_of(PLAIN, 2)
     good = [bytes(frame) for frame in messages.answer(head, PLAIN, records(PLAIN, ids, [0, 0]))][1:]
-    with pytest.raises(Malformed, match="speaks of 2 samples, and names 1"):
+    with pytest.raises(Malformed, match="sent 1 sample ids, where its header says 2"):
         messages.parse_ids(head, bytes(8), PLAIN)
     for stranger in (-1, 1000):
-        with pytest.raises(Malformed, match="none of the 1,000 of this cache"):
+        with pytest.raises(Malformed, match="outside this cache, which has 1,000 samples"):
             messages.parse_ids(head, numbers(0, stranger).tobytes(), PLAIN)
     for frames, why in (
-        (good[:2], "sends 2 frames of records, where 3 belong"),
-        ([good[0][:8], *good[1:]], "has entries for 1"),
-        ([good[0], good[1][:-1], good[2]], "sends 127 bytes of rows, where its entries make 128"),
-        ([good[0], good[1], b"x"], "sends 1 bytes of tails, where its entries make 0"),
-        ([b"\x01\x00\x00\xc0" + good[0][4:], *good[1:]], "entry that means nothing"),
-        ([b"\x02\x00\x00\x00" + good[0][4:], *good[1:]], "entry that means nothing"),
-        ([b"\x00\x00\x10\x40" + good[0][4:], *good[1:]], "entry that means nothing"),
+        (good[:2], "sent 2 frames of records instead of 3"),
+        ([good[0][:8], *good[1:]], "sent 1 entries, where its header says 2"),
+        ([good[0], good[1][:-1], good[2]], "sent 127 bytes of rows, where its entries say 128"),
+        ([good[0], good[1], b"x"], "sent 1 bytes of tails, where its entries say 0"),
+        ([b"\x01\x00\x00\xc0" + good[0][4:], *good[1:]], "entry that is not valid"),
+        ([b"\x02\x00\x00\x00" + good[0][4:], *good[1:]], "entry that is not valid"),
+        ([b"\x00\x00\x10\x40" + good[0][4:], *good[1:]], "entry that is not valid"),
     ):
         with pytest.raises(Malformed, match=why):
             messages.parse_records(head, frames, PLAIN)
@@ -239,7 +239,7 @@ def test_the_body_is_refused_with_its_reason() -> None:
 
 def test_an_absent_record_has_no_tail() -> None:
     entry = bytes(4) + b"\x01\x00\x00\x00"
-    with pytest.raises(Malformed, match="speaks of a tail"):
+    with pytest.raises(Malformed, match="with a tail for a record that has none"):
         messages.parse_records(head_of(TAILED, 1), [entry, b"", bytes(LINE)], TAILED)
 
 

@@ -34,7 +34,7 @@ zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between ma
 from hotset.cluster import peer_stats, sockets  # noqa: E402
 from hotset.cluster import protocol as messages  # noqa: E402
 from hotset.cluster import server as serving  # noqa: E402
-from hotset.cluster.client import Answer, Peer, PeerClients, PendingRequest  # noqa: E402  # noqa: E402
+from hotset.cluster.client import Answer, Connections, Peer, PendingRequest  # noqa: E402  # noqa: E402
 from hotset.cluster.membership import Keys  # noqa: E402
 from hotset.cluster.protocol import Operation, Status  # noqa: E402
 from hotset.cluster.sealing import Credentials, GivenKeys, Sealing  # noqa: E402
@@ -136,7 +136,7 @@ def fake(
 def asker(
     endpoint: str, keys: Keys | None = ASKER, server: Keys | None = SERVER, name: str = "machine-1"
 ) -> Iterator[Peer]:
-    with PeerClients(keys) as peers:
+    with Connections(keys) as peers:
         yield peers.add(name, endpoint, None if server is None else server.public)
 
 
@@ -334,7 +334,7 @@ def test_a_sealed_answer_that_is_changed_is_not_taken(tmp_path: Path) -> None:
         machine(fake(Fake(width=4000))) as other,
         asker(other.endpoint) as peer,
     ):
-        refuses(peer, cache, "sends what it has not sealed for this process")
+        refuses(peer, cache, "has sent a message that is not sealed for this process")
 
 
 def test_strangers_get_nothing_where_records_are_served() -> None:
@@ -416,7 +416,7 @@ def test_another_fingerprint_and_another_layout_are_refused() -> None:
 def test_another_version_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     with machine(fake()) as other, asker(other.endpoint) as peer:
         monkeypatch.setattr(messages, "VERSION", 3)
-        refuses(peer, Fake().cache, "speaks version 2 of hotset's messages, and this process version 3")
+        refuses(peer, Fake().cache, "uses version 2 of hotset's messages, and this process uses version 3")
         assert other.served.requests == 0
 
 
@@ -529,23 +529,23 @@ def flip(frame: int, at: int) -> Change:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (flip(0, 0), "no message of hotset's"),
-        (flip(0, 8), "speaks version 3"),
-        (flip(0, 10), "names an operation|was not asked"),
-        (flip(0, 12), "was not asked"),
-        (flip(0, 24), "was not asked"),
-        (flip(0, 40), "was not asked"),
+        (flip(0, 0), "not a message of hotset's"),
+        (flip(0, 8), "uses version 3"),
+        (flip(0, 10), "unknown operation|does not fit the request"),
+        (flip(0, 12), "does not fit the request"),
+        (flip(0, 24), "does not fit the request"),
+        (flip(0, 40), "does not fit the request"),
         (flip(1, 0), "1 records whose checksums"),
-        (flip(1, 3), "entry that means|bytes of rows"),
+        (flip(1, 3), "entry that is not valid|bytes of rows"),
         (flip(1, 4), "bytes of tails"),
         (flip(2, 30), "1 records whose checksums"),
         (
             lambda frames: [[*frames[:2], frames[2][80:] + frames[2][:80], frames[3]]],
             "2 records whose checks",
         ),
-        (lambda frames: [frames[:3]], "sends 2 frames of records"),
-        (lambda frames: [[*frames[:2], frames[2] + b"x", frames[3]]], "sends 161 bytes of rows"),
-        (lambda frames: [[b"what?"]], "no message of hotset's"),
+        (lambda frames: [frames[:3]], "sent 2 frames of records"),
+        (lambda frames: [[*frames[:2], frames[2] + b"x", frames[3]]], "sent 161 bytes of rows"),
+        (lambda frames: [[b"what?"]], "not a message of hotset's"),
     ],
 )
 def test_a_changed_answer_gives_no_wrong_sample(change: Change, why: str) -> None:
@@ -654,7 +654,7 @@ def test_who_fails_again_is_left_alone_for_longer_until_it_does_well(clock: Cloc
     cache = Fake().cache
     with machine(fake()) as other, asker(other.endpoint) as peer:
         assert gets(peer, cache, 1)
-        peer.peers.warn = lambda sentence, name: None
+        peer.connections.warn = lambda sentence, name: None
         for seconds in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
             peer.fail("is away")
             clock.now += seconds - 0.1
@@ -692,7 +692,7 @@ def test_a_stopped_peer_is_missed_long_before_the_deadline(
         return gets(peer, cache, 1)
 
     with machine(fake()) as other, asker(other.endpoint) as peer:
-        peer.peers.warn = lambda sentence, name: None  # it may be so busy that it is missed before
+        peer.connections.warn = lambda sentence, name: None  # it may be so busy that it is missed before
         assert eventually(answers)
         stop(other.pid)
         answer, _ = fetch(peer, cache, ids(2), within=600)
@@ -733,7 +733,7 @@ def test_a_peer_that_restarts_with_another_key_serves_who_knows_it(clock: Clock)
             for _ in range(2):
                 clock.now += 60
                 assert not gets(peer, cache, 1), "a machine with another key was believed"
-            moved = peer.peers.add("machine-1", again.endpoint, STRANGER.public)
+            moved = peer.connections.add("machine-1", again.endpoint, STRANGER.public)
             assert gets(moved, cache, 1)
         finally:
             again.end()
@@ -810,7 +810,7 @@ def test_a_forked_child_asks_by_itself() -> None:
             for k in range(5):
                 assert gets(peer, cache, k)
             assert not peer.traffic.failures
-            peer.peers.close()
+            peer.connections.close()
 
         assert ended(child(in_child)) == 0
         answer, rows = wait(pending)
@@ -818,7 +818,7 @@ def test_a_forked_child_asks_by_itself() -> None:
         assert rows[0, 30] == 9
         assert gets(peer, cache, 1)
         # A child that never asks closes nothing of its parent's either.
-        assert ended(child(peer.peers.close)) == 0
+        assert ended(child(peer.connections.close)) == 0
         assert gets(peer, cache, 2)
 
 
@@ -832,7 +832,7 @@ def _open_and_close() -> None:
             peer.ask(shelf.cache, ids(1))
             counts.append(len(os.listdir("/proc/self/task")))
         serving.close()
-        peer.peers.close()
+        peer.connections.close()
 
     shelf, counts = Fake(width=100_000), [0]
     once()  # and pyzmq's own collector of what was sent without a copy starts, and stays

@@ -185,6 +185,21 @@ def test_the_reasons_why_machines_and_room_fail_are_there() -> None:
     assert [reason for reason in reasons if reason not in told] == []
 
 
+def test_the_reasons_why_a_message_is_malformed_are_there() -> None:
+    """What another machine has sent is a part of a sentence (``Peer._warn``), and a part of a table's row."""
+    told = PAGE.read_text()
+    reasons = [
+        text
+        for file in ("cluster/protocol.py", "cluster/client.py")
+        for _, function in functions(modules()[file])
+        for call in own_nodes(function)
+        if isinstance(call, ast.Call) and name_of(call) in ("Malformed", "fail")
+        for text in (texts(call.args[0], function) if call.args else [])
+    ]
+    assert len(reasons) > 15
+    assert [reason for reason in reasons if reason.strip(f": {HOLE}") not in told] == []
+
+
 def test_places_that_hand_sentences_on_are_there() -> None:
     there = {f"{file}:{name}" for file, tree in modules().items() for name, _ in functions(tree)}
     named = {f"{file}:{name}" for file, name in COMPOSED} | {s for each in COMPOSED.values() for s in each}
