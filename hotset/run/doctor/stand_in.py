@@ -6,26 +6,25 @@ lives until the next has come, so that other memory is written to. So the trial 
 program does, with this in place of its step.
 
 A step that computes for a part of its length does so first, and then rests, as one that waits for a device.
-One that takes more processor time than it is long has threads. What a step takes of the memory's bandwidth
-is not known, and is left out.
+What a step takes of the memory's bandwidth is not known, and is left out. A step that computes in several
+threads has no stand-in: OpenMP's threads spin where they wait, and how much of that is work is not known.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from functools import partial
 
 import torch
 
 from hotset.run.doctor.loop import StepLength
-from hotset.store.torch_threads import HelperThread
 
 __all__ = ["StandIn"]
 
-_ELEMENTS = 1 << 12  # of an operation that takes some microseconds, in which other threads can run
+_ELEMENTS = 1 << 12  # of an operation that takes some microseconds
 _TRIES, _TRY_SECONDS = 9, 0.3
+_ONE_THREAD = 1.2  # processor seconds in a second, which threads that do little beside may take
+_LONGEST_SECONDS = 0.5  # a longer step leaves no doubt that a cache keeps up with it
 
 
 class StandIn:
@@ -40,15 +39,19 @@ class StandIn:
     """
 
     def __init__(self, length: StepLength) -> None:
-        share = length.cpu / length.seconds if length.seconds > 0.0 else 0.0
-        threads = max(1, math.ceil(share - 0.5))
-        self._others = [HelperThread[None](f"hotset-step-{number}") for number in range(1, threads)]
-        self._busy = min(length.cpu / threads, length.seconds)
+        self._busy = min(length.cpu, length.seconds)
         self._rest = length.seconds - self._busy
         # A rest takes longer than it is asked to, by what the kernel takes to wake a process.
         tries = min(_TRIES, int(_TRY_SECONDS / max(length.seconds, 1e-6)))
         late = statistics.median([self._timed() - length.seconds for _ in range(tries)] or [0.0])
         self._rest = max(self._rest - max(late, 0.0), 0.0)
+
+    @classmethod
+    def of(cls, length: StepLength) -> StandIn | None:
+        """The stand-in of such a step; None if there is none."""
+        if length.seconds > _LONGEST_SECONDS or length.cpu > _ONE_THREAD * length.seconds:
+            return None
+        return cls(length)
 
     def _timed(self) -> float:
         begin = time.perf_counter()
@@ -56,13 +59,9 @@ class StandIn:
         return time.perf_counter() - begin
 
     def __call__(self) -> None:
-        for other in self._others:
-            other.ask(partial(_compute, self._busy))
         _compute(self._busy)
         if self._rest:
             time.sleep(self._rest)
-        for other in self._others:
-            other.next()
 
 
 def _compute(seconds: float) -> None:

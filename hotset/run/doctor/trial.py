@@ -52,7 +52,6 @@ __all__ = ["in_fork"]
 _PATIENCE_SECONDS = 60.0
 _FILL_SECONDS, _RATE_SECONDS, _LONGEST_SECONDS = 3.0, 1.5, 5.0
 _LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
-_LONGEST_STEP_SECONDS = 0.5  # a longer one leaves no doubt that a cache keeps up with it
 _READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
 _MOST_TRIED = 20_000  # samples
 
@@ -170,10 +169,10 @@ def _try_plain(settings: LoaderSettings, workers: int, found: dict[str, Any]) ->
 
 def _without(release: float, settings: LoaderSettings, step: StepLength | None) -> StandIn | None:
     """The step without the time in which it gives back torch's batch; over a cache it gives back another."""
-    if step is None or step.seconds > _LONGEST_STEP_SECONDS:
+    if step is None:
         return None
     spared = release * (settings.batch_size or 1) if settings.workers else 0.0
-    return StandIn(StepLength(max(step.seconds - spared, 0.0), max(step.cpu - spared, 0.0)))
+    return StandIn.of(StepLength(max(step.seconds - spared, 0.0), max(step.cpu - spared, 0.0)))
 
 
 def _try_cache(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any]) -> None:
