@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, settings
 # Before torch is imported, here and in every child: threads of its teams that wait for another must not spin.
 # Where cores are short a step takes thirty times as long with that, and so do all others' steps.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# torch 2.6 starts processes that compile as soon as torch.compile is called, and they stay.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from helpers import eventually, memory_files, seed_everything
 from programs import Programs

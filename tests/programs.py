@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 # Said at its end by a library of torch's, which the server has imported and few programs would.
-_LEAKS = re.compile(r"^nanobind: leaked .*?^See https://nanobind.*?\n", re.MULTILINE | re.DOTALL)
+_LEAKS = re.compile(r"^nanobind: leaked .*?^See https://nanobind[^\n]*\n?", re.MULTILINE | re.DOTALL)
 
 
 class Programs:

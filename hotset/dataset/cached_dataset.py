@@ -17,6 +17,8 @@ was looked up on the cached dataset
 a transform set on the dataset itself, or  noticed at the next use (``len()``, indices, a loader's pass), by
 in what it wraps, or put into a container  the identity of what it holds (:class:`Snapshot`); workers that
                                            had begun before that read their dataset uncached
+any other attribute, set on the dataset    from then on samples are read with it; those that are cached stay,
+itself                                     until an audit compares one of them
 set by a loader's worker                   that worker reads its dataset, as it is there, uncached
 no new plan can be made, or there is a     samples come from the source, with a warning
 ``key=``, which names what was cached
@@ -52,7 +54,7 @@ from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
-from hotset.dataset.transform_attributes import names_transforms
+from hotset.dataset.transform_attributes import CopiedAttributes, names_transforms
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
@@ -135,13 +137,19 @@ class CachedDataset(DatasetProxy[T]):
 
     _maker = Own[Maker]()
     _current = Own[Current]()
+    _copied = Own[CopiedAttributes]()  # from the dataset to the copy of it that is read, if there is one
     _closed = Own[bool]()
 
     def __init__(self, dataset: Dataset[T], arguments: CacheArguments, maker: Maker) -> None:
         super().__init__(dataset, arguments)  # takes the snapshot before a transform is run
         self._maker = maker
         self._closed = False
-        self._current = maker.make(dataset, arguments)
+        self._use(maker.make(dataset, arguments))
+
+    def _use(self, current: Current) -> None:
+        """Read samples by these objects from now on."""
+        self._current = current
+        self._copied = CopiedAttributes(self._dataset, current.source.dataset)
 
     @property
     def plan(self) -> Plan:
@@ -368,6 +376,7 @@ class CachedDataset(DatasetProxy[T]):
             in_pass: in the midst of a loader's pass: what a method sets counts from the next one on.
         """
         by_method = self._set_by_method()
+        self._copied.follow()
         if not self._snapshot.is_current():
             self._attribute_was_set("transform", noticed=True)
         elif by_method is not None and not in_pass:
@@ -409,7 +418,7 @@ class CachedDataset(DatasetProxy[T]):
             return
         old.close()
         note = f"this plan was made again after {what} was set"
-        self._current = current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note)))
+        self._use(current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note))))
         self._resume_window(old)
         if dropped and not names_transforms(name) and not alike:
             warn(
@@ -434,7 +443,7 @@ class CachedDataset(DatasetProxy[T]):
         rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])
         plan = replace(old.plan, rows=rows, sample_bytes=0, warnings=(why,) if why is not None else ())
         access = SampleAccess(source, plan, Attachment(None, None, plan.name), window, None)
-        self._current = Current(source, plan, access, window, None, old.lookup_key)
+        self._use(Current(source, plan, access, window, None, old.lookup_key))
         old.close()
         if why is not None:
             warn(why)
@@ -442,6 +451,10 @@ class CachedDataset(DatasetProxy[T]):
     def __getstate__(self) -> dict[str, Any]:
         self._up_to_date()
         return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._use(self._current)
 
 
 def _integer(index: Any) -> int | None:

@@ -6,7 +6,8 @@ the dataset's methods was called that set an attribute (``cached.close_mosaic()`
 up, the attributes are held, and at the next use compared.
 
 What it has itself lies in one dict (:class:`Own`), and pickles, but for what compares identities: the
-snapshot of the transforms, which is taken again of the unpickled dataset, and the held attributes.
+snapshot of the transforms and the copied attributes, which are made again of the unpickled dataset, and the
+held attributes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetProxy", "Own"]
 
-_OF_PROCESS = ("_snapshot", "_held", "_changed")
+_OF_PROCESS = ("_snapshot", "_held", "_changed", "_copied")
 
 T = TypeVar("T")
 V = TypeVar("V")

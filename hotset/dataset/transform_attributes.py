@@ -15,7 +15,8 @@ A list of transforms, which the dataset applies itself, is replaced by a list of
 The attributes of what a ``Subset`` wraps are used, and of a ``ConcatDataset`` if all parts have equal chains.
 The wrapped dataset of any other class with a chain of its own keeps its transforms.
 
-The user can set all of these at any time. A :class:`Snapshot` tells whether that happened.
+The user can set all of these at any time. A :class:`Snapshot` tells whether that happened. Other attributes
+that the user sets on the dataset reach the copy by :class:`CopiedAttributes`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from hotset.determinism.verdict import library_of
 
 __all__ = [
     "TRANSFORM_NAMES",
+    "CopiedAttributes",
     "Snapshot",
     "TransformAttribute",
     "names_transforms",
@@ -48,6 +50,7 @@ TRANSFORM_NAMES = ("transform", "target_transform", "transforms")
 _CONTAINED = ("transform", "target_transform", "transforms", "_modules")
 _DEEPEST = 8
 _ABSENT = object()
+_PLAIN = (bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
@@ -118,6 +121,56 @@ def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
             continue
         setattr(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
     return twin
+
+
+class CopiedAttributes:
+    """Gives a copy that :func:`with_transforms` made the attributes that are set on the dataset later.
+
+    Only what is set anew counts, by identity: a file that the copy has opened for itself stays.
+
+    Args:
+        dataset: the user's dataset.
+        twin: its copy, or the dataset itself.
+
+    Example:
+        >>> import types
+        >>> dataset = types.SimpleNamespace(transform=len, size=1)
+        >>> twin = with_transforms(dataset, {"transform": None})
+        >>> copied = CopiedAttributes(dataset, twin)
+        >>> dataset.size, dataset.transform = 2, min
+        >>> copied.follow()
+        >>> twin
+        namespace(transform=None, size=2)
+    """
+
+    def __init__(self, dataset: Any, twin: Any) -> None:
+        self._pairs = [
+            (vars(owner), vars(other), dict(vars(owner)), _differing(vars(owner), vars(other)))
+            for owner, other in zip(_owners(dataset), _owners(twin), strict=True)
+            if owner is not other
+        ]
+
+    def follow(self) -> None:
+        """Set on the copy what was set on the dataset since the last call, and delete what was deleted."""
+        for now, copied, held, differing in self._pairs:
+            for name in held.keys() - now.keys():
+                del held[name]
+                copied.pop(name, None)
+            for name, value in now.items():
+                if held.get(name, _ABSENT) is not value:
+                    held[name] = value
+                    if name not in differing:
+                        copied[name] = value
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """The names under which two dicts have other values. Equal numbers may be two objects after pickling."""
+
+    def alike(name: str) -> bool:
+        a, b = one.get(name, _ABSENT), other.get(name, _ABSENT)
+        return a is b or (type(a) is type(b) and type(a) in _PLAIN and bool(a == b))
+
+    return {name for name in one.keys() | other.keys() if not alike(name)}
 
 
 class Snapshot:

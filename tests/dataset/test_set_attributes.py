@@ -287,6 +287,31 @@ def test_a_transform_set_inside_a_wrapped_dataset_is_seen(wrap: Any) -> None:
             equal_batches(cached[index], expected[index])
 
 
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(
+    "wrap", [lambda d: d, lambda d: Subset(d, [3, 1, 4]), lambda d: ConcatDataset([d, d])]
+)
+def test_an_attribute_set_on_the_dataset_itself_reaches_what_is_read_after_that(
+    wrap: Any, pickled: bool
+) -> None:
+    """Also where a part of the dataset's chain is live, and samples are read from a copy of it."""
+    inner = Pictures(torch.nn.Sequential(torch.nn.Hardtanh(-90.0, 90.0), torch.nn.Dropout(0.5)))
+    with hotset.cache(wrap(inner), memory="1MiB") as made:
+        cached = pickle.loads(pickle.dumps(made)) if pickled else made
+        given = cached.dataset
+        last = len(given) - 1
+        first = cached[last]
+        inside = getattr(given, "dataset", getattr(given, "datasets", [given])[0])
+        inside.scale, inside.transform[1].p = 7, 0.0
+        cached.clear()
+        equal_batches(cached[last], given[last])
+        assert not torch.equal(first[0], given[last][0])
+        del inside.scale
+        with pytest.raises(AttributeError, match="scale"):
+            cached[0]
+        cached.close()
+
+
 def test_a_transform_put_into_a_container_is_seen() -> None:
     import torchvision.transforms as T
 
