@@ -476,3 +476,43 @@ def test_no_draw_is_kept_of_what_draws_at_some_readings(others: bool) -> None:
         ended.set()
         if others:
             other.join()
+
+
+class Once(Augmented):
+    """Draws at one reading of all, whichever sample that is of."""
+
+    readings, drawn_at = 0, -1
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.readings += 1
+        x = torch.arange(4.0) + index
+        return (x * self.factor() if self.readings == self.drawn_at else x), index
+
+
+def test_samples_are_not_kept_of_which_one_drew_and_none_again() -> None:
+    """Read together, they moved a generator; read again, each alone, none does: any of them may be random."""
+    source = Once(set(), "random")
+    with cached_of(source) as cached:
+        source.drawn_at = source.readings + LENGTH // 2
+        list(hotset.DataLoader(cached, batch_size=LENGTH))
+        assert source.drawn_at < source.readings
+        before = source.readings
+        (batch,) = hotset.DataLoader(cached, batch_size=LENGTH)
+        assert source.readings > before
+        assert torch.equal(batch[0], torch.arange(4.0) + torch.arange(LENGTH)[:, None])
+
+
+class AlsoCounting(Augmented):
+    """Draws for some samples, and counts in another one: no generator tells of that."""
+
+    readings = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.readings += 1
+        x, label = super().__getitem__(index)
+        return (x + self.readings if index == LENGTH - 1 else x), label
+
+
+def test_beside_samples_that_draw_one_that_differs_without_a_draw_is_refused() -> None:
+    with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
+        cached_of(AlsoCounting({0}, "random"))

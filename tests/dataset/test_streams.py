@@ -581,6 +581,22 @@ class TestOtherSamples:
         assert is_a_sentence(said)
         stream.close()
 
+    def test_a_pass_with_other_samples_than_were_recorded_is_found_out(self) -> None:
+        """Two runs of it are alike, as long as the epoch is; one that was broken off is gone on with."""
+        with hotset.cache(Reseeded(N), memory="10MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=4)
+            for _ in zip(range(5), loader, strict=False):
+                pass
+            stream.set_epoch(1)
+            with recorded() as told:
+                epochs = [values(loader) for _ in range(3)]
+            assert [sorted(epoch) for epoch in epochs] == [list(range(N))] * 3
+            assert epochs[0] == [number for _, number in stream.dataset]
+            (said,) = [str(one.message) for one in told if "recorded anew" in str(one.message)]
+            assert "it gave other samples than in the pass before" in said
+            assert is_a_sentence(said)
+            assert stream.recorded
+
     def test_random_content_is_refused(self) -> None:
         for stream in (Jitter(), Own(), Jitter(every=2)):
             with pytest.raises(

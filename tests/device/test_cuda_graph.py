@@ -488,6 +488,15 @@ def test_casts_of_an_outer_autocast_are_not_captured(sink_on: Make) -> None:
     assert len(training.seen) == len(kept)
 
 
+def test_an_outer_autocast_without_a_cache_stays_without(sink_on: Make) -> None:
+    training = Training()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        graphs = FakeGraphs(training)
+        sink_on(graphs, training.step, ALIKE, WARM_UP + 2)()
+        assert graphs.captures == 1
+        assert not torch.is_autocast_cache_enabled()
+
+
 # Gradients
 
 

@@ -83,6 +83,17 @@ def test_the_failed_batch_raises_and_the_others_come_as_in_torch(
         equal_batches(list(loader), list(DataLoader(source, **options)), "mended")
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_a_cache_the_samples_of_a_failed_batch_do_not_count(workers: int, tmp_path: Path) -> None:
+    """N is no multiple of the batch: the last batch has fewer samples than the one that failed."""
+    source = Raising(image_and_label, N, 9, tmp_path / "armed")
+    source.arm()
+    loader = hotset.DataLoader(source, batch_size=4, num_workers=workers)
+    story(loader)
+    assert loader.last_epoch is not None
+    assert (loader.last_epoch.batches, loader.last_epoch.samples) == (5, N - 4)
+
+
 def test_an_error_in_a_worker_is_the_users_own_with_the_workers_traceback(tmp_path: Path) -> None:
     source = Raising(image_and_label, N, 9, tmp_path / "armed")
     with hotset.cache(source) as cached:

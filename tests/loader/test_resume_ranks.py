@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import failure, is_a_sentence, rarely, seed_everything
+from helpers import failure, is_a_sentence, rarely, rng_states, seed_everything
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live import draw_all
@@ -248,6 +248,20 @@ def test_an_interrupted_epoch_resumes_without_set_epoch(kind: Any, cached: Any) 
     other.load_state_dict(loader.state_dict())
     assert flat(other) == flat(batches) != []
     assert other.sampler.epoch == 7
+
+
+def test_a_state_of_another_rank_leaves_the_random_states_alone(cached: Any) -> None:
+    """Each rank's dropout draws by itself: only a rank's own state says how far that has come."""
+    first, second = ranks_of(cached, 2)
+    seed_everything()
+    next(iter(first))
+    state = first.state_dict()
+    torch.rand(3)
+    before = rng_states()
+    second.load_state_dict(state)
+    assert rng_states() == before
+    first.load_state_dict(state)
+    assert rng_states() != before
 
 
 def test_setting_another_epoch_drops_the_interrupted_one_with_a_warning(cached: Any) -> None:

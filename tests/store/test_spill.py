@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+import torch
 from helpers import (
     Walkers,
     difference,
@@ -42,7 +43,7 @@ import hotset
 from hotset import HotsetWarning
 from hotset.session import spill_dirs as spills
 from hotset.store import segment as segment_module
-from hotset.store.format import ON_DISK, PRESENT, RECORD, RECORD_HEADER, ROW_MASK, Live, Slot
+from hotset.store.format import LINE, ON_DISK, PRESENT, RECORD, RECORD_HEADER, ROW_MASK, Live, Slot
 from hotset.store.memory_limits import Headroom
 from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo
@@ -438,6 +439,41 @@ def test_a_clear_under_a_reader_is_no_damage(end: str, folder: Path) -> None:
         return [str(one.message) for one in caught]
 
     assert told() == []
+
+
+def test_a_batch_of_both_tiers_that_a_clear_overtakes_is_none(folder: Path) -> None:
+    """What was read from the disk is sound, and what memory holds is another record's by then."""
+
+    def first(index: int) -> torch.Tensor:
+        return torch.full((300 * (index == 0),), 1.0)
+
+    def second(index: int) -> torch.Tensor:
+        return first(index) + 1
+
+    schema = Schema.infer([first(0), first(1)], as_lies=True)
+    lines = schema.prepare(first(0)).tail_lines
+    with (
+        spilling(first, folder, 3 * schema.stride + lines * LINE) as store,
+        attached(store) as other,
+    ):
+        for index in range(N):
+            store.fill(ids(index), first)
+        spilled = on_disk(store)
+        assert 0 not in spilled
+        assert other.spill is not None
+        file = other.spill.segment
+        read = file.read
+
+        def overtaken(offset: int, into: memoryview) -> bool:
+            done = read(offset, into)
+            assert store.clear()
+            store.fill(ids(0), second)
+            return done
+
+        file.read = overtaken  # type: ignore[method-assign]
+        assert other.read(ids(0, spilled[0])) is None
+        del file.read, file
+        assert wrong(stored(other, ids(0)), second) == {}
 
 
 def test_a_row_that_cannot_be_read_costs_no_neighbours(folder: Path) -> None:
