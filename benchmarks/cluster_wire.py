@@ -100,7 +100,7 @@ class _Owner:
 
     def rows(self, ids: Any) -> Any:
         """The records of these samples, as an object."""
-        return self._shelf.take(ids, np.empty(self._batch_bytes, np.uint8)).rows
+        return self._shelf.take(ids, np.empty(self._batch_bytes, np.uint8)).batch.rows
 
     def _send(self) -> None:
         batch = np.ones(self._batch_bytes, np.uint8).data
@@ -167,7 +167,7 @@ class _Asker:
             answer = asked.popleft().wait(time.monotonic() + 10)
             if not answer.present.all():
                 raise Unfit(f"records are missing: {peer.traffic.why}")
-            yield answer.rows.nbytes
+            yield answer.batch.rows.nbytes
 
     def _objects(self, ids: Callable[[], Any]) -> Iterator[int]:
         import ray

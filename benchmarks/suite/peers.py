@@ -182,6 +182,6 @@ def _hotset(store: Store, batch: int, settings: Settings, keyed: bool) -> Iterat
             answer = asked.popleft().wait(time.monotonic() + 10)
             if not answer.present.all():
                 raise Unfit(f"records are missing: {peer.traffic.why}")
-            return answer.rows.nbytes + answer.tails.nbytes
+            return answer.batch.rows.nbytes + answer.batch.tails.nbytes
 
         yield lambda: _rate(answered, settings.seconds)

@@ -28,16 +28,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.client import Answer, PendingRequest, SessionPeers
+from hotset.cluster.client import PendingRequest, SessionPeers
 from hotset.cluster.membership import PATIENCE, Owned
 from hotset.cluster.protocol import LARGEST, MOST
-from hotset.cluster.wire_records import ABSENT, Bytes, CacheIdentity, Longs, WireRecords
+from hotset.cluster.wire_records import (
+    ABSENT,
+    FULL,
+    PENDING,
+    TRUNCATED,
+    UNANSWERED,
+    CacheIdentity,
+    Longs,
+    WireRecords,
+)
 from hotset.store import irregular_records as forms
 from hotset.store.fill import Read
 from hotset.store.format import LINE, PRESENT, Slot
 from hotset.store.leaves import SchemaMismatch
 from hotset.store.locks import Pauses
-from hotset.store.record_batch import ReceivedRecords
+from hotset.store.record_batch import RecordBatch
 from hotset.store.records import lay_out
 from hotset.store.schema import Schema
 from hotset.store.store import Store
@@ -62,7 +71,7 @@ class Fetched:
     """
 
     def __init__(self) -> None:
-        self.records: list[ReceivedRecords] = []
+        self.records: list[RecordBatch] = []
         self.read: dict[int, Any] = {}
         self.unkept = False
 
@@ -130,7 +139,7 @@ class BatchFetch:
         """
         begun = time.monotonic()
         for request in asked:
-            self._accept(request.ids, request.wait(begun + self._peers.patience(request.name)))
+            self._accept(request.wait(begun + self._peers.patience(request.name)))
         missing = missing[np.isin(missing, self._got.ids(), invert=True)]
         owned = self._peers.known.others(missing)
         waiting = self._ask(owned)
@@ -182,18 +191,18 @@ class BatchFetch:
             again = []
             for name, request in asked:
                 answer = request.wait(begun + self._peers.patience(name))
-                self._accept(request.ids, answer)
-                if answer.truncated.any():
-                    left = self._peers.by_name[name].ask(
-                        self._cache, request.ids[answer.truncated], claim=True
-                    )
+                self._accept(answer)
+                truncated, pending, full, lacking, unanswered = (
+                    request.ids[answer.generations == state]
+                    for state in (TRUNCATED, PENDING, FULL, ABSENT, UNANSWERED)
+                )
+                if len(truncated):
+                    left = self._peers.by_name[name].ask(self._cache, truncated, claim=True)
                     again.append((name, left))
-                if answer.pending.any():
-                    waiting.append(_Waiting(name, request.ids[answer.pending], turn))
-                refused.append(request.ids[answer.full])
-                rest = request.ids[~(answer.present | answer.truncated | answer.pending | answer.full)]
-                if len(rest):
-                    absent.append((name if answer.answered else None, rest))
+                if len(pending):
+                    waiting.append(_Waiting(name, pending, turn))
+                refused.append(full)
+                absent += [each for each in ((name, lacking), (None, unanswered)) if len(each[1])]
             asked = again
         for owner, ids in absent:
             self._read_here(owner, self._not_moved(owner, ids), turn)
@@ -214,12 +223,11 @@ class BatchFetch:
             self._read_here(None, self._not_moved(None, ids))
         return waiting
 
-    def _accept(self, ids: Longs, answer: Answer) -> None:
+    def _accept(self, answer: WireRecords) -> None:
         """Take the samples of an answer."""
-        if not answer.present.any():
+        records = answer.batch
+        if not len(records.ids):
             return
-        there = answer.present
-        records = ReceivedRecords(ids[there], answer.lines[there], answer.rows, answer.tails)
         self._got.records.append(records)
         self._store.participant.row[Slot.PEER_HITS] += len(records.ids)
         if self._keeps(len(records.ids)):
@@ -244,8 +252,8 @@ class BatchFetch:
         came = [np.empty(0, np.int64)]
         for name, request in asked:
             answer = request.wait(begun + self._peers.patience(name))
-            self._accept(request.ids, answer)
-            came.append(request.ids[answer.present])
+            self._accept(answer)
+            came.append(answer.batch.ids)
         found = np.concatenate(came)
         if owner is not None and len(found):
             self._put(owner, self._some(found))
@@ -309,7 +317,7 @@ class BatchFetch:
         while len(self._puts) > left:
             put = self._puts.pop(0)
             answer = put.request.wait(begun + self._peers.patience(put.name))
-            refused = put.request.ids[answer.full].tolist()
+            refused = put.request.ids[answer.generations == FULL].tolist()
             if refused:
                 self._put_further({sample: put.samples[sample] for sample in refused}, put.turn + 1)
 
@@ -365,17 +373,13 @@ def pack(
         else:
             missing.append(sample)
     lines = np.array([prepared.tail_lines for _, prepared in fitting], np.int64)
-    tails_at = len(fitting) * schema.stride
-    memory = bytearray(tails_at + int(lines.sum()) * LINE)
-    view = memoryview(memory)
-    row_at, tail_at = 0, tails_at
     there = np.array([sample for sample, _ in fitting], np.int64)
-    for sample, prepared in fitting:
-        lay_out(schema, view, row_at, tail_at, prepared, sample)
-        row_at += schema.stride
-        tail_at += prepared.tail_lines * LINE
+    batch = RecordBatch.new(bytearray, there, schema.stride, lines)
+    view = memoryview(batch.block)
+    for number, ((sample, prepared), tail_at) in enumerate(
+        zip(fitting, batch.tails_at.tolist(), strict=True)
+    ):
+        lay_out(schema, view, number * schema.stride, tail_at, prepared, sample)
     ids = np.concatenate([there, np.array(missing, np.int64)])
     generations = np.concatenate([np.zeros(len(there), np.int64), np.full(len(missing), ABSENT)])
-    rows: Bytes = np.ndarray((len(fitting), schema.stride), np.uint8, memory)
-    tails: Bytes = np.ndarray((int(lines.sum()), LINE), np.uint8, memory, tails_at)
-    return ids, WireRecords(generations, np.pad(lines, (0, len(missing))), rows, tails)
+    return ids, WireRecords(generations, batch)

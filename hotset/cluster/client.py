@@ -35,10 +35,9 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -55,20 +54,9 @@ from hotset.cluster.sockets import (
     open_socket,
     require_descriptors,
 )
-from hotset.cluster.wire_records import (
-    FULL,
-    PENDING,
-    TRUNCATED,
-    Bytes,
-    CacheIdentity,
-    Longs,
-    WireRecords,
-    only,
-    sound,
-)
-from hotset.store.format import LINE
+from hotset.cluster.wire_records import UNANSWERED, CacheIdentity, Longs, WireRecords
 
-__all__ = ["Answer", "Connections", "Peer", "PendingRequest", "SessionPeers"]
+__all__ = ["Connections", "Peer", "PendingRequest", "SessionPeers"]
 
 T = TypeVar("T")
 
@@ -84,30 +72,6 @@ _ENDS: dict[int, str] = {
 
 # What forked children inherited: kept from being collected, which would close the parent's sockets.
 _inherited: list[Any] = []
-
-
-class Answer(NamedTuple):
-    """What became of a request.
-
-    Attributes:
-        present: bool for each sample: its record is there, verified. (Of a put: it is stored.)
-        truncated: bool for each sample: the peer has it, but the answer was full; ask for it again.
-        pending: bool for each sample: another process is reading it now.
-        full: bool for each sample: it is absent, and the peer has no room for it.
-        answered: whether the peer has answered at all, and has this cache.
-        lines: int64 for each sample: of its tail; 0 unless it is present.
-        rows: uint8 of shape (present samples, stride), in their order; read-only, as are the tails.
-        tails: uint8 of shape (sum of lines, 256).
-    """
-
-    present: npt.NDArray[np.bool_]
-    truncated: npt.NDArray[np.bool_]
-    pending: npt.NDArray[np.bool_]
-    full: npt.NDArray[np.bool_]
-    answered: bool
-    lines: Longs
-    rows: Bytes
-    tails: Bytes
 
 
 class PendingRequest:
@@ -131,19 +95,18 @@ class PendingRequest:
         """Whether the peer has answered that it is busy: it may be asked again at once."""
         return self.head is not None and self.head.status is Status.BUSY
 
-    def wait(self, deadline: float) -> Answer:
-        """Wait for the answer, and verify its records.
+    def wait(self, deadline: float) -> WireRecords:
+        """Wait for the answer, and verify its records; without an answer, all samples are ``UNANSWERED``.
 
         Args:
             deadline: of :func:`time.monotonic`. The peer has failed if it passes.
         """
         found = self._answered(deadline, self._parse)
         if found is None:
-            return self._nothing()
+            return WireRecords.none(len(self.ids), self.cache.stride, UNANSWERED)
         if self.operation is Operation.PUT:
-            stored, full = found.generations >= 0, found.generations == FULL
-            self._peer.traffic.stored += int(np.count_nonzero(stored))
-            return self._nothing()._replace(present=stored, full=full, answered=True)
+            self._peer.traffic.stored += int(np.count_nonzero(found.present))
+            return found
         return self._verified(found)
 
     def words(self, deadline: float) -> Longs | None:
@@ -184,28 +147,21 @@ class PendingRequest:
         return found
 
     def _parse(self, head: Head, frames: Sequence[memoryview]) -> WireRecords:
-        return protocol.parse_records(head, frames[1:], self.cache, bare=self.operation is Operation.PUT)
+        bare = self.operation is Operation.PUT
+        return protocol.parse_records(head, frames[1:], self.ids, self.cache, bare=bare)
 
     def _parse_words(self, head: Head, frames: Sequence[memoryview]) -> Longs:
         return protocol.parse_words(head, frames[1:])
 
-    def _verified(self, records: WireRecords) -> Answer:
+    def _verified(self, records: WireRecords) -> WireRecords:
         """The sound ones of these records: nothing else ever reaches the caller."""
-        truncated, pending, full = (records.generations == state for state in (TRUNCATED, PENDING, FULL))
-        present = sound(self.cache, self.ids, records)
-        wrong = int(np.count_nonzero((records.generations >= 0) & ~present))
+        found = records.verified()
+        wrong = len(records.batch.ids) - len(found.batch.ids)
         if wrong:
             self._peer.note_unsound(wrong)
-            records = only(records, present)
-        self._peer.traffic.received += int(np.count_nonzero(present))
-        self._peer.traffic.bytes += records.rows.nbytes + records.tails.nbytes
-        return Answer(present, truncated, pending, full, True, records.lines, records.rows, records.tails)
-
-    def _nothing(self) -> Answer:
-        count = len(self.ids)
-        no, lines = np.zeros(count, np.bool_), np.zeros(count, np.int64)
-        rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
-        return Answer(no, no, no, no, False, lines, rows, tails)
+        self._peer.traffic.received += len(found.batch.ids)
+        self._peer.traffic.bytes += found.batch.rows.nbytes + found.batch.tails.nbytes
+        return found
 
 
 class Peer:

@@ -49,6 +49,7 @@ import numpy as np
 from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheIdentity, Longs, WireRecords
 from hotset.errors import ArgumentError
 from hotset.store.format import GENERATION_MASK, LINE, TAIL_COUNT_MASK
+from hotset.store.record_batch import RecordBatch
 
 __all__ = [
     "LARGEST",
@@ -147,7 +148,7 @@ def put(number: int, cache: CacheIdentity, ids: Longs, records: WireRecords) -> 
     Raises:
         ArgumentError: more than ``MOST`` of them, or of ``LARGEST`` bytes.
     """
-    _fit(ids, max(records.rows.nbytes, records.tails.nbytes))
+    _fit(ids, max(records.batch.rows.nbytes, records.batch.tails.nbytes))
     return [_header(Operation.PUT, 0, len(ids), number, cache), _little(ids), *_frames(records)]
 
 
@@ -202,12 +203,13 @@ def _little(values: Longs) -> memoryview:
 
 def _frames(records: WireRecords) -> list[Any]:
     entries = np.zeros((len(records.generations), 2), "<u4")
-    present = records.generations >= 0
+    present, batch = records.present, records.batch
     entries[present, 0] = records.generations[present] | 1 << _STATE_SHIFT
     for word, generation in ((2 << _STATE_SHIFT, TRUNCATED), (3 << _STATE_SHIFT, PENDING), (1, FULL)):
         entries[records.generations == generation, 0] = word
-    entries[:, 1] = records.lines
-    return [memoryview(entries.tobytes()), records.rows.reshape(-1).data, records.tails.reshape(-1).data]
+    if len(batch.ids):
+        entries[present, 1] = batch.lines
+    return [memoryview(entries.tobytes()), batch.rows.reshape(-1).data, batch.tails.reshape(-1).data]
 
 
 # ---- reading: nothing is believed ----------------------------------------------------------------------
@@ -265,13 +267,14 @@ def parse_words(head: Head, frames: Sequence[Frame]) -> Longs:
 
 
 def parse_records(
-    head: Head, frames: Sequence[Frame], cache: CacheIdentity, *, bare: bool = False
+    head: Head, frames: Sequence[Frame], ids: Longs, cache: CacheIdentity, *, bare: bool = False
 ) -> WireRecords:
-    """Read entries, rows and tails; views of the frames, which are not verified yet (:func:`sound`).
+    """Read entries, rows and tails; views of the frames, to be verified (:meth:`WireRecords.verified`).
 
     Args:
         head: of the message.
         frames: its last three; of a put's answer, its last one.
+        ids: of the samples that it is about, ``head.samples``.
         cache: whose records they are.
         bare: whether they are a put's answer, which has neither rows nor tails.
 
@@ -292,16 +295,16 @@ def parse_records(
     if (lines > TAIL_COUNT_MASK * present).any():
         raise Malformed("has sent an entry with a tail for a record that has none")
     generations = np.where(present, generations, np.array([ABSENT, 0, TRUNCATED, PENDING])[states] + full)
-    count, total = int(np.count_nonzero(present)), int(lines.sum())
     if bare:
-        count, total = 0, 0
-        frames = (frames[0], b"", b"")
+        return WireRecords.none(0, cache.stride)._replace(generations=generations)
+    lines = lines[present]
+    count, total = len(lines), int(lines.sum())
     for frame, size, what in ((frames[1], count * cache.stride, "rows"), (frames[2], total * LINE, "tails")):
         if len(frame) != size:
             raise Malformed(f"has sent {len(frame):,} bytes of {what}, where its entries say {size:,}")
     rows = np.frombuffer(frames[1], np.uint8).reshape(count, cache.stride)
     tails = np.frombuffer(frames[2], np.uint8).reshape(total, LINE)
-    return WireRecords(generations, lines, rows, tails)
+    return WireRecords(generations, RecordBatch(ids[present], lines, rows, tails))
 
 
 def refusal_of(frames: Sequence[Frame]) -> list[Any] | None:

@@ -56,8 +56,6 @@ from hotset.cluster.wire_records import (
     CacheIdentity,
     Longs,
     WireRecords,
-    only,
-    sound,
 )
 
 __all__ = ["RecordServer", "ServerStats", "Service"]
@@ -381,20 +379,19 @@ class RecordServer:
         if len(frames) != (4 if head.operation is Operation.PUT else 1):
             raise Malformed(f"has sent {len(frames)} frames after its header")
         ids = protocol.parse_ids(head, frames[0], cache)
-        nothing = np.empty((0, 1), np.uint8)
         if head.operation is not Operation.PUT:
             records = service.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
-            self.served.records += len(records.rows)
-            self.served.bytes += records.rows.nbytes + records.tails.nbytes
+            self.served.records += len(records.batch.ids)
+            self.served.bytes += records.batch.rows.nbytes + records.batch.tails.nbytes
             return records
-        sent = protocol.parse_records(head, frames[1:], cache)
-        good = sound(cache, ids, sent)
-        self.served.unsound += int(np.count_nonzero((sent.generations >= 0) & ~good))
-        there = service.put(ids, only(sent, good))
+        sent = protocol.parse_records(head, frames[1:], ids, cache)
+        good = sent.verified()
+        self.served.unsound += len(sent.batch.ids) - len(good.batch.ids)
+        there = service.put(ids, good)
         self.served.stored += int(np.count_nonzero(there))
         # What is sound and not there had no room.
-        missing = np.where(good, FULL, ABSENT)
-        return WireRecords(np.where(there, 0, missing), np.zeros(len(ids), np.int64), nothing, nothing)
+        missing = np.where(good.present, FULL, ABSENT)
+        return WireRecords.none(0, cache.stride)._replace(generations=np.where(there, 0, missing))
 
     def _refuse(self, client: _Client, frames: list[Any] | None) -> None:
         self.served.refused += 1

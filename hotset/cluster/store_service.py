@@ -29,11 +29,9 @@ from hotset.cluster.wire_records import (
     Longs,
     WireRecords,
 )
-from hotset.store.format import CLAIMED, DESTROYED, GENERATION_MASK, GENERATION_SHIFT, LINE, Live
-from hotset.store.record_batch import ReceivedRecords
+from hotset.store.format import CLAIMED, DESTROYED, GENERATION_MASK, GENERATION_SHIFT, PRESENT, Live
 
 if TYPE_CHECKING:  # these bring torch along
-    from hotset.store.segment import Words
     from hotset.store.store import Store
 
 __all__ = ["LEASE", "StoreService", "StoreServices", "cache_of"]
@@ -117,65 +115,20 @@ class StoreService:
         store = self.store
         clear_generation = store.clear_generation()
         words = store.words(ids)
-        here = np.flatnonzero(store.present(ids)) if clear_generation is not None else np.empty(0, np.int64)
-        most = len(memory) // self.cache.stride
-        some, later = here[:most], here[most:]
+        found = WireRecords.none(len(ids), self.cache.stride)
         # Their places are looked at after the words: a clear in between shows in the clear generation.
-        if clear_generation is None or not len(some):
-            return self._records(len(ids))
-        if store.on_disk(words[some]):
-            staged = store.stage(ids[some], words[some])
-            if not store.load(staged):
-                return self._records(len(ids))
-            lines = staged.tails.counts if staged.tails is not None else np.zeros(len(some), np.int64)
-            fits = self._fitting(lines, memory)
-            rows, tails = staged.rows[:fits], staged.lines[: int(lines[:fits].sum())]
-        else:
-            copied = self._copy(ids[some], words[some], clear_generation, memory)
-            if copied is None:
-                return self._records(len(ids))
-            lines, rows, tails = copied
-            fits = len(rows)
-        if not store.unchanged(words[some], clear_generation):
-            return self._records(len(ids))
-        generations = words >> GENERATION_SHIFT & GENERATION_MASK
-        found = self._records(len(ids))._replace(rows=rows, tails=tails)
-        found.generations[some[:fits]] = generations[some[:fits]]
-        found.generations[some[fits:]] = TRUNCATED
-        found.generations[later] = TRUNCATED
+        here = np.flatnonzero((words >= PRESENT) & store.present(ids))
+        if clear_generation is None or not len(here):
+            return found
+        batch = store.copy_out(ids[here], words[here], clear_generation, memory)
+        if batch is None:
+            return found
+        fits = len(batch.ids)
+        found.generations[here] = words[here] >> GENERATION_SHIFT & GENERATION_MASK
+        found.generations[here[fits:]] = TRUNCATED
         if not fits:  # the first record alone is too large, and would be asked for again for ever
-            found.generations[some[0]] = _TOO_LARGE
-        found.lines[some[:fits]] = lines[:fits]
-        return found
-
-    def _copy(
-        self, ids: Longs, words: Words, clear_generation: int, memory: Bytes
-    ) -> tuple[Longs, Bytes, Bytes] | None:
-        """Copy rows and tails, as many as there is room for; None if one has changed meanwhile."""
-        store, stride = self.store, self.cache.stride
-        with store.participant.reading:
-            found = store.locate(ids, words, clear_generation)
-            if found is None:
-                return None
-            rows, tails = found
-            lines = tails.counts if tails is not None else np.zeros(len(ids), np.int64)
-            fits = self._fitting(lines, memory)
-            at, total = fits * stride, int(lines[:fits].sum())
-            out = memory[:at].reshape(fits, stride)
-            out_tails = memory[at : at + total * LINE].reshape(total, LINE)
-            np.take(store.rows, rows[:fits], axis=0, out=out, mode="clip")
-            if tails is not None and total:
-                np.take(store.lines, tails.lines()[:total], axis=0, out=out_tails, mode="clip")
-        return lines, out, out_tails
-
-    def _fitting(self, lines: Longs, memory: Bytes) -> int:
-        """How many of the first of these records fit into the memory."""
-        ends = np.cumsum(self.cache.stride + lines * LINE)
-        return int(np.searchsorted(ends, len(memory), side="right"))
-
-    def _records(self, count: int) -> WireRecords:
-        rows, tails = np.empty((0, self.cache.stride), np.uint8), np.empty((0, LINE), np.uint8)
-        return WireRecords(np.full(count, ABSENT, np.int64), np.zeros(count, np.int64), rows, tails)
+            found.generations[here[0]] = _TOO_LARGE
+        return found._replace(batch=batch)
 
     @property
     def clears(self) -> int:
@@ -197,14 +150,13 @@ class StoreService:
         """See :meth:`hotset.cluster.server.Service.put`. A sample that is being read counts as stored."""
         self.asked = time.monotonic()
         store = self.store
-        there = records.generations >= 0
+        there = records.present
         if not there.any():
             self.end_leases(ids)  # the client that had claimed them will not send them
             return there
-        came = ReceivedRecords(ids[there], records.lines[there], records.rows, records.tails)
         with self._lock:
             # Under the claims that were made for the client that sends them.
-            store.insert(came.samples(store.schema, decode=False))
+            store.insert(records.batch.samples(store.schema, decode=False))
             self.end_leases(ids)
         # What is claimed, a process of this machine is reading: it stores the sample in a moment.
         return (

@@ -1,8 +1,8 @@
 """Records on their way between machines, and what two machines must agree on before one is sent.
 
-They lie side by side, each as in its owner's segment (:mod:`hotset.store.format`). A received record is
-verified before it is used: it is *sound* if its checksum shows that it is what its writer wrote for that very
-sample.
+They lie side by side, each as in its owner's segment (:mod:`hotset.store.format`). Both ends verify the
+records that they receive before they use them: a checksum shows whether a record is what its writer wrote for
+that very sample.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy.typing as npt
 
 from hotset.errors import ArgumentError
 from hotset.store import format as fmt
-from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, split_tail
+from hotset.store.format import OWN_STAMP
+from hotset.store.record_batch import RecordBatch
 
 __all__ = [
     "ABSENT",
     "FULL",
     "PENDING",
     "TRUNCATED",
+    "UNANSWERED",
     "Bytes",
     "CacheIdentity",
     "Longs",
     "WireRecords",
-    "only",
-    "sound",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -40,6 +40,7 @@ ABSENT = -1  # the sample is not there
 TRUNCATED = -2  # it is there, but the answer was full
 PENDING = -3  # another process reads it
 FULL = -4  # it is not there, and there is no room for it
+UNANSWERED = -5  # the machine has not answered, or has no such cache; never sent
 
 
 @dataclass(frozen=True)
@@ -80,87 +81,35 @@ class CacheIdentity:
 
 
 class WireRecords(NamedTuple):
-    """Records side by side, as they travel.
+    """Records as they travel, or what became of a request for them.
 
     Attributes:
         generations: int64 for each sample asked for: of its record; or ``ABSENT``, ``TRUNCATED``,
-            ``PENDING``, ``FULL``.
-        lines: int64 for each sample: of its record's tail; 0 where there is none.
-        rows: uint8 of shape (records present, stride).
-        tails: uint8 of shape (sum of lines, 256).
+            ``PENDING``, ``FULL``, ``UNANSWERED``. Of an answer to a put: of a sample that is stored, any.
+        batch: records of the samples that are present, in the same order; an answer to a put has none.
     """
 
     generations: Longs
-    lines: Longs
-    rows: Bytes
-    tails: Bytes
+    batch: RecordBatch
 
+    @classmethod
+    def none(cls, count: int, stride: int, state: int = ABSENT) -> WireRecords:
+        """No records of so many samples, which are all in this state."""
+        nothing = np.empty(0, np.int64)
+        return cls(np.full(count, state, np.int64), RecordBatch.new(bytearray, nothing, stride))
 
-def sound(cache: CacheIdentity, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-    """Which of these samples' records are there, as their writer wrote them: length, stamp, checksum.
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """For each sample whether its record is here (of a put: whether it is stored)."""
+        return self.generations >= 0
 
-    Args:
-        cache: whose records they are.
-        ids: the samples that were asked for.
-        records: what came.
-
-    Returns:
-        For each sample whether its record is there and sound.
-    """
-    found = records.generations >= 0
-    if not found.any():
-        return found
-    heads = np.ascontiguousarray(records.rows[:, :12]).view("<u4").astype(np.int64)
-    lengths, stamps = heads[:, 0], heads[:, 1]
-    lines = records.lines[found]
-    tail_bytes = lengths - (cache.stride - RECORD_HEADER)
-    spare = lines * LINE - tail_bytes
-    fits = (
-        (stamps & ~OWN_STAMP == records.generations[found])
-        & (_tails(records) == lines)  # the row and the answer must give the tail the same length
-        & (tail_bytes >= 0)
-        & (spare >= 0)
-        & (spare < LINE)
-    )
-    if not lines.any():
-        fits &= np.array(fmt.checksums(ids[found], lengths, stamps, records.rows)) == heads[:, 2]
-        found[found] = fits
-        return found
-    row_at = 0
-    starts = (np.cumsum(lines) - lines) * LINE
-    rows, tails = records.rows.reshape(-1).data, records.tails.reshape(-1).data
-    said = zip(ids[found].tolist(), heads.tolist(), tail_bytes.tolist(), starts.tolist(), strict=True)
-    for number, (sample, (length, stamp, crc), size, start) in enumerate(said):
-        if fits[number]:
-            row = rows[row_at + RECORD_HEADER : row_at + cache.stride]
-            tail = tails[start : start + size] if size else None
-            fits[number] = fmt.checksum(sample, length, stamp, row, tail) == crc
-        row_at += cache.stride
-    found[found] = fits
-    return found
-
-
-def _tails(records: WireRecords) -> Longs:
-    """How many lines each row says that its tail has."""
-    words = np.ascontiguousarray(records.rows[:, RECORD_HEADER : RECORD_HEADER + 8]).view("<i8")[:, 0]
-    return split_tail(words)[1]
-
-
-def only(records: WireRecords, keep: npt.NDArray[np.bool_]) -> WireRecords:
-    """The records of some of the samples; the others are absent.
-
-    Args:
-        records: of all of them.
-        keep: for each sample whether its record, which is there, is kept.
-    """
-    found = records.generations >= 0
-    generations = np.where(keep | ~found, records.generations, ABSENT)
-    lines = np.where(keep, records.lines, 0)
-    if keep[found].all():
-        return records
-    return WireRecords(
-        generations,
-        lines,
-        records.rows[keep[found]],
-        records.tails[np.repeat(keep, records.lines)],
-    )
+    def verified(self) -> WireRecords:
+        """The records that are as their writers wrote them for these samples; the others are absent."""
+        places = np.flatnonzero(self.present)
+        stamps = self.generations[places] | self.batch.stamps & OWN_STAMP
+        sound = self.batch.are_sound(stamps)
+        if sound.all():
+            return self
+        generations = self.generations.copy()
+        generations[places[~sound]] = ABSENT
+        return WireRecords(generations, self.batch.only(sound))

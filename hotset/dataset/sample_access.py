@@ -40,7 +40,7 @@ from hotset.session.job import this_job
 from hotset.store.claims import Ids
 from hotset.store.fill import Read
 from hotset.store.format import DESTROYED, PRESENT, Live, Slot
-from hotset.store.record_batch import ReceivedRecords
+from hotset.store.record_batch import RecordBatch
 from hotset.store.ring import Ring
 from hotset.store.store import Store
 
@@ -229,12 +229,12 @@ class SampleAccess:
 
     def bring(
         self, ids: Ids, *, keep: bool = True, read: Read | None = None
-    ) -> tuple[list[ReceivedRecords], dict[int, Any]]:
+    ) -> tuple[list[RecordBatch], dict[int, Any]]:
         """As :meth:`fill`; the records that other machines sent are returned first, undecoded."""
         store, read = self.store, read or self._read
         if store is None:
             return [], {}
-        records: list[ReceivedRecords] = []
+        records: list[RecordBatch] = []
         uncached: dict[int, Any] = {}
         if self._remote is not None:
             brought = self._remote.fetch(store, ids, read)
@@ -254,7 +254,7 @@ class SampleAccess:
             self._warn_of_shortage(store)
         return records, {**uncached, **got}
 
-    def taken_apart(self, records: list[ReceivedRecords]) -> dict[int, Any]:
+    def taken_apart(self, records: list[RecordBatch]) -> dict[int, Any]:
         """The samples of received records, by sample id; the caller owns each."""
         store = self.store
         if store is None or not records:
@@ -381,7 +381,7 @@ class SampleAccess:
         if store is not None:
             store.participant.row[Slot.WAIT_NS] += int(seconds * 1e9)
 
-    def _audit_theirs(self, records: list[ReceivedRecords], store: Store) -> None:
+    def _audit_theirs(self, records: list[RecordBatch], store: Store) -> None:
         """Audit now and then a sample that another machine has sent."""
         theirs = sum(len(each.ids) for each in records)
         due = self._audit.due(theirs, self._audited) if self._audit is not None else None

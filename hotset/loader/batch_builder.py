@@ -26,7 +26,7 @@ from hotset.store.batch_layout import NotGathered
 from hotset.store.blocks import BlockPool
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy, Gather, Memory
-from hotset.store.record_batch import ReceivedRecords
+from hotset.store.record_batch import RecordBatch
 from hotset.store.torch_threads import one_thread
 
 __all__ = ["BatchBuilder", "LocalGather", "make_gather"]
@@ -79,7 +79,7 @@ class BatchBuilder:
     def filled(
         self,
         ids: Ids,
-        prepare: Callable[[Ids, Sequence[ReceivedRecords]], Copy | None],
+        prepare: Callable[[Ids, Sequence[RecordBatch]], Copy | None],
         finish: Callable[[Copy], Any | None],
     ) -> tuple[Any | None, dict[int, Any]]:
         """Fill the only cache, then gather the batch if filling returned fewer than half of its samples.
@@ -134,7 +134,7 @@ class LocalGather:
         """Whether the cache has these samples now."""
         return self.gather.holds(ids)
 
-    def prepare(self, ids: Ids, loose: Sequence[ReceivedRecords] = ()) -> Copy | None:
+    def prepare(self, ids: Ids, loose: Sequence[RecordBatch] = ()) -> Copy | None:
         """Look up a batch; None if one of its samples is neither cached nor among the received records."""
         return self.gather.prepare(ids, self._memory, loose)
 

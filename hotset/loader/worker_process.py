@@ -43,7 +43,7 @@ from hotset.store.claims import Ids
 from hotset.store.gather import Copy, Gather
 from hotset.store.locks import can_reopen
 from hotset.store.memory_limits import keep_freed_memory
-from hotset.store.record_batch import ReceivedRecords
+from hotset.store.record_batch import RecordBatch
 from hotset.store.segment import Address
 
 __all__ = [
@@ -311,7 +311,7 @@ class _InWorker:
                 return batch
         return self._collate(self._builder.samples(indices, resolved, uncached), buffer)
 
-    def _prepare(self, buffer: BatchBuffer, ids: Ids, records: Sequence[ReceivedRecords]) -> Copy | None:
+    def _prepare(self, buffer: BatchBuffer, ids: Ids, records: Sequence[RecordBatch]) -> Copy | None:
         single = self.route.single
         assert single is not None
         if self._gather is None and not self._not_gathered and single._store is not None:

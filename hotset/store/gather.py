@@ -15,7 +15,7 @@ A batch with a sample that has a form of its own (:mod:`hotset.store.irregular_r
 samples are read one by one, and collated.
 
 Some of a batch's records may have come from other machines
-(:class:`hotset.store.record_batch.ReceivedRecords`). They are copied from there to their places, and the
+(:class:`hotset.store.record_batch.RecordBatch`). They are copied from there to their places, and the
 records of this machine around them.
 
 The batch must equal what the collate function makes of the same samples. So one sample is collated both ways
@@ -37,7 +37,7 @@ from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, ROW_MASK
 from hotset.store.leaves import ArrayLeaf, Leaf, NumbersLeaf, TextLeaf
 from hotset.store.ragged import Ragged
-from hotset.store.record_batch import ReceivedRecords, VariableTails, heads_of, runs
+from hotset.store.record_batch import RecordBatch, VariableTails, heads_of, runs
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
 from hotset.store.spill import StagedBatch
@@ -75,17 +75,17 @@ class MixedBatch(NamedTuple):
     """
 
     here: Ids
-    received: Sequence[ReceivedRecords]
+    received: Sequence[RecordBatch]
     there: list[Ids]
 
     @classmethod
-    def of(cls, ids: Ids, words: Words, received: Sequence[ReceivedRecords]) -> MixedBatch | None:
+    def of(cls, ids: Ids, words: Words, received: Sequence[RecordBatch]) -> MixedBatch | None:
         """Return the batch; None if a record is missing, or a received one occurs in it more than once.
 
         Args:
             ids: of the batch.
             words: of the index.
-            received: records of different samples, all of this batch.
+            received: records of different samples, all of this batch; the ids of each part ascending.
         """
         is_here = np.ones(len(ids), np.bool_)
         there = []
@@ -181,7 +181,7 @@ class Copy:
         into = self.lines.numpy().reshape(-1, fmt.LINE)
         if self.line_numbers is not None and len(self.line_numbers):
             # Lines are contiguous and short: numpy takes them twice as fast as torch.
-            lines = self.gather.lines if self.staged is None else self.staged.lines
+            lines = self.gather.lines if self.staged is None else self.staged.records.tails
             if self.line_places is None:
                 lines.take(self.line_numbers, axis=0, out=into, mode="clip")
             else:
@@ -217,7 +217,7 @@ class Gather:
         self._views = self._tree.views(store.rows)
 
     def prepare(
-        self, ids: Ids, memory: Callable[[int], Memory | None], received: Sequence[ReceivedRecords] = ()
+        self, ids: Ids, memory: Callable[[int], Memory | None], received: Sequence[RecordBatch] = ()
     ) -> Copy | None:
         """Look up a batch and say what has to be copied where.
 
@@ -261,7 +261,7 @@ class Gather:
                 copy.line_places, copy.line_pieces = mix.lines(tails)
         return copy
 
-    def _look_up(self, ids: Ids, received: Sequence[ReceivedRecords]) -> _Found | None:
+    def _look_up(self, ids: Ids, received: Sequence[RecordBatch]) -> _Found | None:
         """Where the records of a batch lie; None if one is missing, irregular, or changes just now."""
         store = self._store
         clear_generation = store.clear_generation()
@@ -287,7 +287,7 @@ class Gather:
             if self._schema.has_tail and not store.load(staged):
                 return None
             tails, rows = staged.tails, np.arange(len(ids))
-            views = self._tree.views(staged.rows)
+            views = self._tree.views(staged.records.rows)
         elif self._schema.has_tail:
             with store.participant.reading:
                 found = store.locate(ids, words, clear_generation)

@@ -2,42 +2,152 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hotset.store import irregular_records as forms
 from hotset.store.claims import Ids
-from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, split_tail
+from hotset.store.format import (
+    LINE,
+    OWN_STAMP,
+    PAGE,
+    RECORD_HEADER,
+    TAIL,
+    checksum,
+    checksums,
+    split_tail,
+)
 from hotset.store.schema import Schema
 from hotset.store.segment import Words
 
-__all__ = ["ReceivedRecords", "VariableTails", "heads_of", "runs"]
+__all__ = ["RecordBatch", "VariableTails", "heads_of", "runs"]
+
+Bytes = npt.NDArray[np.uint8]
+_Size = TypeVar("_Size", int, Words)
+
+_ALIGN = 64
+_SHORT = 2 * PAGE  # bytes of a row: shorter ones are verified together
 
 
-class ReceivedRecords(NamedTuple):
-    """Verified records in private memory, as another machine has sent them.
+def _aligned(size: _Size) -> _Size:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _new_memory(size: int) -> memoryview:
+    return np.empty(size, np.uint8).data
+
+
+class RecordBatch(NamedTuple):
+    """Records of several samples in private memory, from whichever tier, or from another machine.
 
     Attributes:
-        ids: of their samples, each once, ascending.
+        ids: of their samples.
         lines: of each record's tail.
         rows: uint8 of shape (records, stride).
-        tails: uint8 of shape (sum of lines, 256).
+        tails: uint8 of shape (sum of lines, 256), in the order of the records.
+        block: memory of one's own in which both lie, as :meth:`new` lays it out; None if they lie elsewhere,
+            perhaps read-only.
     """
 
     ids: Ids
     lines: Words
-    rows: npt.NDArray[np.uint8]
-    tails: npt.NDArray[np.uint8]
+    rows: Bytes
+    tails: Bytes
+    block: Any = None
+
+    @classmethod
+    def new(
+        cls, allocate: Callable[[int], Any], ids: Ids, stride: int, lines: Words | None = None
+    ) -> RecordBatch:
+        """Lay out memory for records, to be written: rows, and from a multiple of 64 on tails.
+
+        Args:
+            allocate: gives memory for that many bytes.
+            ids: of the samples.
+            stride: bytes of a row.
+            lines: of each record's tail; None if no record has one.
+        """
+        total = 0 if lines is None else int(np.add.reduce(lines))
+        tails_at = _aligned(len(ids) * stride)
+        block = allocate(tails_at + total * LINE)
+        rows: Bytes = np.ndarray((len(ids), stride), np.uint8, block)
+        tails: Bytes = np.ndarray((total, LINE), np.uint8, block, tails_at if total else 0)
+        return cls(ids, np.zeros(len(ids), np.int64) if lines is None else lines, rows, tails, block)
+
+    @staticmethod
+    def fitting(size: int, count: int, stride: int, lines: Words | None) -> int:
+        """How many of the first of ``count`` records :meth:`new` lays out in ``size`` bytes."""
+        ends = _aligned(np.arange(1, count + 1) * stride)
+        if lines is not None:
+            ends += np.add.accumulate(lines) * LINE
+        return int(np.searchsorted(ends, size, side="right"))
+
+    @property
+    def tails_at(self) -> Words:
+        """The offset of each record's tail in the block."""
+        return _aligned(self.rows.nbytes) + self._starts
+
+    @property
+    def _starts(self) -> Words:
+        """The offset of each record's tail among the tails."""
+        ends: Words = np.add.accumulate(self.lines)
+        return (ends - self.lines) * LINE
+
+    @property
+    def stamps(self) -> Words:
+        """The generation and kind of each record, as its header says."""
+        stamps: Words = self.rows[:, 4:8].copy().view("<u4")[:, 0].astype(np.int64)
+        return stamps
 
     @property
     def are_common(self) -> bool:
         """Whether all of them have the common form."""
-        return not (self.rows[:, 4:8].copy().view("<u4") & OWN_STAMP).any()
+        return not (self.stamps & OWN_STAMP).any()
 
-    def samples(self, schema: Schema, *, decode: bool = True) -> dict[int, Any]:
-        """Build the samples, by id, in one new block of memory.
+    def only(self, keep: npt.NDArray[np.bool_]) -> RecordBatch:
+        """Some of the records, copied; ``keep`` says of each whether it is one of them."""
+        tails = self.tails[np.repeat(keep, self.lines)]
+        return RecordBatch(self.ids[keep], self.lines[keep], self.rows[keep], tails)
+
+    def first(self, count: int) -> RecordBatch:
+        """That many of the records, from the first on; views."""
+        lines = self.lines[:count]
+        return RecordBatch(self.ids[:count], lines, self.rows[:count], self.tails[: int(lines.sum())])
+
+    def are_sound(self, stamps: Words, places: Ids | slice = slice(None)) -> npt.NDArray[np.bool_]:
+        """Which of the records at these places are as their writers wrote them: length, stamp, checksum.
+
+        Args:
+            stamps: that they must have.
+            places: their numbers; all of them if not given.
+        """
+        stride, ids, lines = self.rows.shape[1], self.ids[places], self.lines[places]
+        heads = self.rows[places, : RECORD_HEADER + TAIL.size]
+        lengths, written, sums = heads[:, :12].copy().view("<u4").astype(np.int64).T
+        tail_bytes = lengths - (stride - RECORD_HEADER)
+        sound: npt.NDArray[np.bool_] = (written == stamps) & (tail_bytes >= 0)
+        sound &= -(-tail_bytes // LINE) == lines
+        # The row, too, says how long its tail is.
+        sound &= split_tail(heads[:, RECORD_HEADER:].copy().view("<i8")[:, 0])[1] == lines
+        if not len(self.tails) and stride <= _SHORT:
+            sound &= np.array(checksums(ids, lengths, stamps, self.rows[places]), np.int64) == sums
+            return sound
+        rows, tails = self.rows.reshape(-1).data, self.tails.reshape(-1).data
+        numbers = np.arange(len(self.ids))[places]
+        columns = (numbers, ids, lengths, stamps, sums, self._starts[places], tail_bytes)
+        said = zip(*(column.tolist() for column in columns), strict=True)
+        for number, (place, sample, length, stamp, crc, start, size) in enumerate(said):
+            if sound[number]:
+                row = rows[place * stride + RECORD_HEADER : (place + 1) * stride]
+                tail = tails[start : start + size] if size else None
+                sound[number] = checksum(sample, length, stamp, row, tail) == crc
+        return sound
+
+    def read(self, schema: Schema, *, decode: bool = True) -> list[Any]:
+        """Build the samples, in the block, or in a new one if there is none.
 
         Args:
             schema: of the store.
@@ -46,14 +156,18 @@ class ReceivedRecords(NamedTuple):
         Raises:
             SegmentError: a sample's own form cannot be read here.
         """
-        if not len(self.ids):
-            return {}
-        memory = np.empty(self.rows.nbytes + self.tails.nbytes, np.uint8)
-        memory[: self.rows.nbytes] = self.rows.reshape(-1)
-        memory[self.rows.nbytes :] = self.tails.reshape(-1)
-        starts = self.rows.nbytes + (np.cumsum(self.lines) - self.lines) * LINE
-        found = forms.read(schema, memory.data, 0, starts.tolist(), decode=decode)
-        return dict(zip(self.ids.tolist(), found, strict=True))
+        own = self if self.block is not None else self._copied()
+        tails_at = own.tails_at.tolist() if len(own.tails) else [0] * len(own.ids)
+        return forms.read(schema, own.block, 0, tails_at, decode=decode)
+
+    def samples(self, schema: Schema, *, decode: bool = True) -> dict[int, Any]:
+        """As :meth:`read`, by sample id."""
+        return dict(zip(self.ids.tolist(), self.read(schema, decode=decode), strict=True))
+
+    def _copied(self) -> RecordBatch:
+        copy = RecordBatch.new(_new_memory, self.ids, self.rows.shape[1], self.lines)
+        copy.rows[:], copy.tails[:] = self.rows, self.tails
+        return copy
 
 
 class VariableTails:

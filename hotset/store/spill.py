@@ -9,8 +9,8 @@ The kernel gets the places of all records of a batch at once, reads them in para
 samples is known, long before they are needed: :meth:`Spill.prefetch`), and they are copied from its page
 cache. The kernel knows better than a cache of hotset's how much memory is free for that.
 
-A batch that has records in the second tier is *staged* as a whole: its rows side by side in private memory,
-in order, and its tails one behind the other, as in a segment. A record is verified at each read, in its copy,
+A batch that has records in the second tier is *staged* as a whole
+(:class:`hotset.store.record_batch.RecordBatch`). A record is verified at each read, in its copy,
 so that what was verified is what is used; a damaged record is forgotten, and read from the source again.
 (Verifying it once in each process was the alternative: a page that was dropped from memory comes from the
 disk again, and only the kernel can tell, page by page, before each read.)
@@ -33,10 +33,9 @@ from hotset.store import format as fmt
 from hotset.store.allocator import Allocator
 from hotset.store.claims import Ids, Participant
 from hotset.store.format import ON_DISK, PAGE, RECORD, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
-from hotset.store.fsck import content_problem
 from hotset.store.irregular_records import Flattened
 from hotset.store.memory_limits import Headroom
-from hotset.store.record_batch import VariableTails, heads_of
+from hotset.store.record_batch import RecordBatch, VariableTails, heads_of
 from hotset.store.records import Record, Records
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words, attach_second
@@ -46,10 +45,8 @@ __all__ = ["Spill", "SpillTo", "StagedBatch", "attach_spill"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_ALIGN = 64
 _SMALLEST_MARGIN = 64 << 20
 _LARGEST_FILE = 15 << 40  # a little less than ext4's
-_SHORT = 2 * PAGE  # bytes of a row
 # Rows nearer to each other than this are read together, and so much of them at once.
 _NEAR = 16 << 10
 _AT_ONCE = 4 << 20
@@ -219,7 +216,7 @@ class Spill:
 
 
 class StagedBatch:
-    """A batch's records side by side in private memory, from whichever tier.
+    """A batch's records on their way out of both tiers.
 
     Args:
         spill: the second tier.
@@ -229,28 +226,23 @@ class StagedBatch:
 
     Attributes:
         words: of the batch.
-        rows: a row for each record, once :meth:`load` has run.
-        tails: where the records' tails lie in ``lines``; None if no record can have one.
-        lines: the tails' lines, one run behind the other.
+        records: the records, once :meth:`load` has run.
+        tails: where the tails of the records lie in ``records.tails``; None if no record can have one.
         damaged: samples whose records are not sound, each with its word and what is wrong.
         is_loaded: whether :meth:`load` has run.
-        block: the memory: rows first, then lines from ``lines_at`` on.
     """
 
-    def __init__(self, spill: Spill, rows: Bytes, lines: Bytes, ids: Ids, words: Words, block: Any) -> None:
+    def __init__(
+        self, spill: Spill, rows: Bytes, lines: Bytes, ids: Ids, words: Words, block: Callable[[int], Any]
+    ) -> None:
         self._spill = spill
         self._from = rows, lines
-        self._ids, self.words = ids, words
+        self.words = words
         self._on_disk = np.flatnonzero(words & ON_DISK)
-        self._disk: list[int] = self._on_disk.tolist()
         self._memory = np.flatnonzero(words & ON_DISK == 0)
         self._allocate = block
-        self.stride = rows.shape[1]
-        self.lines_at = -(-len(ids) * self.stride // _ALIGN) * _ALIGN
-        self.block = block(self.lines_at)
-        self.rows: Bytes = np.ndarray((len(ids), self.stride), np.uint8, self.block)
+        self.records = RecordBatch.new(block, ids, rows.shape[1])
         self.tails: VariableTails | None = None
-        self.lines: Bytes = np.empty((0, fmt.LINE), np.uint8)
         self.damaged: list[tuple[int, int, str]] = []
         self.is_loaded = False
 
@@ -261,75 +253,52 @@ class StagedBatch:
             head: :attr:`Schema.head`, which says where a row's tail is; None without tails.
         """
         self.is_loaded = True
-        self.rows[self._memory] = self._from[0][self.words[self._memory] & ROW_MASK]
-        for place in self._spill.read_rows(self.words, self._on_disk, self.rows):
+        rows = self.records.rows
+        rows[self._memory] = self._from[0][self.words[self._memory] & ROW_MASK]
+        for place in self._spill.read_rows(self.words, self._on_disk, rows):
             self._refuse(place, "its record cannot be read")
         if not self.damaged and head is not None:
             self._load_tails(head)
         if not self.damaged:
-            self._verify()
+            stamps = self.words[self._on_disk] >> fmt.GENERATION_SHIFT & fmt.STAMP_MASK
+            sound = self.records.are_sound(stamps, self._on_disk)
+            for place in self._on_disk[~sound].tolist():
+                self._refuse(place, "its record's header or checksum does not match")
         return not self.damaged
 
     def _load_tails(self, head: np.dtype[np.void]) -> None:
-        tails = self.tails = VariableTails(heads_of(self.rows, head))
-        limit = self._spill.segment.geometry.lines
+        ids, _, rows, *_ = self.records
+        tails = self.tails = VariableTails(heads_of(rows, head))
+        limit, stride = self._spill.segment.geometry.lines, rows.shape[1]
         ends = tails.first + tails.counts
         for place in self._memory[
             (tails.first[self._memory] < 0) | (ends[self._memory] > len(self._from[1]))
         ]:
             self._refuse(int(place), "its record's tail lies outside the segment")
-        for place in self._disk:
+        disk: list[int] = self._on_disk.tolist()
+        for place in disk:
             first, count = int(tails.first[place]), int(tails.counts[place])
             # Two fields hold the tail's length: memory is allocated only if they agree.
-            length, *_ = RECORD.unpack_from(self.rows[place].data)
-            size = length - (self.stride - RECORD_HEADER)
+            length, *_ = RECORD.unpack_from(rows[place].data)
+            size = length - (stride - RECORD_HEADER)
             if first + count > limit or not 0 <= count * fmt.LINE - size < fmt.LINE:
                 self._refuse(place, "its record's header is damaged")
         if self.damaged:
             return
-        rows, block = self.rows, self._allocate(self.lines_at + tails.total * fmt.LINE)
-        self.rows = np.ndarray(rows.shape, np.uint8, block)
-        self.rows[:] = rows
-        self.block = block
-        if tails.total:
-            self.lines = np.ndarray((tails.total, fmt.LINE), np.uint8, block, self.lines_at)
+        self.records = RecordBatch.new(self._allocate, ids, stride, tails.counts)
+        self.records.rows[:] = rows
+        lines = self.records.tails
         of = np.repeat(self.words & ON_DISK == 0, tails.counts)
-        self.lines[of] = self._from[1][tails.lines()[of]]
-        for place in self._disk:
+        lines[of] = self._from[1][tails.lines()[of]]
+        for place in disk:
             start, count = int(tails.starts[place]), int(tails.counts[place])
             if count and not self._spill.read_lines(
-                int(tails.first[place]), self.lines[start : start + count].data.cast("B")
+                int(tails.first[place]), lines[start : start + count].data.cast("B")
             ):
                 self._refuse(place, "its record's tail cannot be read")
 
-    def _verify(self) -> None:
-        for place in self._suspects():
-            sample, word = int(self._ids[place]), int(self.words[place])
-            tail = None
-            if self.tails is not None and (count := int(self.tails.counts[place])):
-                start = int(self.tails.starts[place])
-                tail = self.lines[start : start + count].data.cast("B")
-            problem = content_problem(sample, word, memoryview(self.rows[place]), tail)
-            if problem is not None:
-                self._refuse(place, problem)
-
-    def _suspects(self) -> list[int]:
-        """The places of the records from the disk that must be verified one by one.
-
-        Short records without tails are first verified together; of these, only damaged ones are returned.
-        """
-        if self.tails is not None or self.stride > _SHORT:
-            return self._disk
-        ids, words, rows = self._ids[self._on_disk], self.words[self._on_disk], self.rows[self._on_disk]
-        heads = np.ascontiguousarray(rows[:, :RECORD_HEADER]).view("<u4").astype(np.int64)
-        lengths, stamps, sums = heads[:, 0], heads[:, 1], heads[:, 2]
-        sound = lengths == self.stride - RECORD_HEADER
-        sound &= stamps == words >> fmt.GENERATION_SHIFT & fmt.STAMP_MASK
-        sound &= np.array(fmt.checksums(ids, lengths, stamps, rows)) == sums
-        return [place for place, is_sound in zip(self._disk, sound.tolist(), strict=True) if not is_sound]
-
     def _refuse(self, place: int, why: str) -> None:
-        self.damaged.append((int(self._ids[place]), int(self.words[place]), why))
+        self.damaged.append((int(self.records.ids[place]), int(self.words[place]), why))
 
 
 @dataclass(frozen=True)

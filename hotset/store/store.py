@@ -41,14 +41,13 @@ import numpy.typing as npt
 from hotset._warnings import warn
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
-from hotset.store import irregular_records as forms
 from hotset.store.allocator import Allocator, distrust_allocator
 from hotset.store.blocks import BlockPool
 from hotset.store.claims import Claims, Ids, Index, Participant
 from hotset.store.fill import Filler, Read
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
-from hotset.store.record_batch import VariableTails
+from hotset.store.record_batch import RecordBatch, VariableTails
 from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words, clear_generation_of
 from hotset.store.spill import Spill, SpillTo, StagedBatch
@@ -60,7 +59,6 @@ __all__ = ["Store"]
 Bytes = npt.NDArray[np.uint8]
 AnyStore = TypeVar("AnyStore", bound="Store")
 
-_ALIGN = 64
 # Live words that a clear sets to zero.
 _CLEARED = [
     Live.ROWS_NEXT,
@@ -269,30 +267,69 @@ class Store:
         words = self.words(ids)
         if clear_generation is None or not (words >= PRESENT).all():
             return None
-        stride = self.segment.geometry.stride
-        count = len(ids)
+        copied = self.copy_out(ids, words, clear_generation)
+        if copied is None:
+            return None
+        try:
+            return copied.read(self.schema)
+        except SegmentError as error:
+            self._warn_unreadable(error)
+            return None
+
+    def copy_out(
+        self, ids: Ids, words: Words, clear_generation: int, memory: Bytes | None = None
+    ) -> RecordBatch | None:
+        """Copy records, from both tiers; None if one has changed since its word was loaded, or is damaged.
+
+        Args:
+            ids: of the samples.
+            words: their index words, of present samples.
+            clear_generation: from before the words were loaded.
+            memory: to copy to, where no record is on the disk; one-dimensional. The batch then is of as many
+                of the first records as there is room for. None: a recycled block, with room for all.
+        """
         if not self.placed(ids, words):
             return None
         if self.on_disk(words):
-            return self._read_staged(ids, words, clear_generation)
-        with self.participant.reading:
-            found = self.locate(ids, words, clear_generation)
-            if found is None:
-                return None
-            rows, tails = found
-            tails_at = -(-count * stride // _ALIGN) * _ALIGN
-            total = tails.total if tails is not None else 0
-            block = self._block(tails_at + total * fmt.LINE)
-            # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone:
-            # torch would wake its team, whose spinning beside a busy process takes 400 times as long.
-            np.take(self.rows, rows, axis=0, out=_view(block, 0, count, stride), mode="clip")
-            if tails is not None and total:
-                out = _view(block, tails_at, total, fmt.LINE)
-                np.take(self.lines, tails.lines(), axis=0, out=out, mode="clip")
-            if not self.unchanged(words, clear_generation):
-                return None
-        starts = np.zeros(count, np.int64) if tails is None else tails_at + tails.starts * fmt.LINE
-        return self._put_together(words, block, starts.tolist())
+            copied = self._copy_staged(ids, words, memory)
+        else:
+            with self.participant.reading:
+                copied = self._copy_mapped(ids, words, clear_generation, memory)
+        return copied if self.unchanged(words, clear_generation) else None
+
+    def _copy_staged(self, ids: Ids, words: Words, memory: Bytes | None) -> RecordBatch | None:
+        """As :meth:`copy_out`, of records that are on the disk, or some of which are."""
+        assert self.spill is not None
+        self.spill.prefetch(words)
+        staged = self.stage(ids, words)
+        if not self.load(staged):
+            return None
+        records = staged.records
+        if memory is None:
+            return records
+        return records.first(RecordBatch.fitting(len(memory), len(ids), self.schema.stride, records.lines))
+
+    def _copy_mapped(
+        self, ids: Ids, words: Words, clear_generation: int, memory: Bytes | None
+    ) -> RecordBatch | None:
+        """As :meth:`copy_out`, of records that are all in the first tier."""
+        found = self.locate(ids, words, clear_generation)
+        if found is None:
+            return None
+        rows, tails = found
+        lines = tails.counts if tails is not None else None
+        if memory is not None:
+            fits = RecordBatch.fitting(len(memory), len(ids), self.schema.stride, lines)
+            ids, rows = ids[:fits], rows[:fits]
+            lines = lines[:fits] if lines is not None else None
+        allocate = self._block if memory is None else lambda size: memory
+        copied = RecordBatch.new(allocate, ids, self.schema.stride, lines)
+        # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone: torch
+        # would wake its team, whose spinning beside a busy process takes 400 times as long.
+        np.take(self.rows, rows, axis=0, out=copied.rows, mode="clip")
+        if tails is not None and len(copied.tails):
+            np.take(self.lines, tails.lines()[: len(copied.tails)], axis=0, out=copied.tails, mode="clip")
+        return copied
 
     def locate(
         self, ids: Ids, words: Words, clear_generation: int
@@ -383,27 +420,6 @@ class Store:
             sound = staged.load(self.schema.head if self.have_tails(staged.words) else None)
         self.verification.forget(staged)
         return sound
-
-    def _read_staged(self, ids: Ids, words: Words, clear_generation: int) -> list[Any] | None:
-        assert self.spill is not None
-        self.spill.prefetch(words)
-        staged = self.stage(ids, words)
-        if not self.load(staged) or not self.unchanged(words, clear_generation):
-            return None
-        starts = np.zeros(len(ids), np.int64)
-        if staged.tails is not None:
-            starts = staged.lines_at + staged.tails.starts * fmt.LINE
-        return self._put_together(words, staged.block, starts.tolist())
-
-    def _put_together(self, words: Words, block: Any, tails_at: list[int]) -> list[Any] | None:
-        """Build the samples from their copied records; None if a record's own form cannot be read here."""
-        if self.are_common(words):
-            return self.schema.read(block, 0, tails_at)
-        try:
-            return forms.read(self.schema, block, 0, tails_at)
-        except SegmentError as error:
-            self._warn_unreadable(error)
-            return None
 
     def _warn_unreadable(self, error: SegmentError) -> None:
         """Warn once that a record's own form cannot be read here."""

@@ -47,11 +47,10 @@ from hotset.cluster.membership import (
     write_membership,
 )
 from hotset.cluster.store_service import StoreService
-from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheIdentity, WireRecords, sound
+from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheIdentity, WireRecords
 from hotset.session import recovery, sessions
 from hotset.session.file_names import retire
 from hotset.store import fill
-from hotset.store.record_batch import ReceivedRecords
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
@@ -518,12 +517,13 @@ def cache_of(schema: Schema, count: int = 1000) -> CacheIdentity:
     )
 
 
+def sound(ids: Any, records: WireRecords) -> Any:
+    """Which of these samples' records are there and sound, if they are taken to be these samples'."""
+    return records._replace(batch=records.batch._replace(ids=ids[records.present])).verified().present
+
+
 def unpacked(schema: Schema, found: WireRecords) -> list[Any]:
-    there = found.generations >= 0
-    numbers = np.arange(np.count_nonzero(there))
-    return list(
-        ReceivedRecords(numbers, found.lines[there], found.rows, found.tails).samples(schema).values()
-    )
+    return found.batch.read(schema)
 
 
 @settings(max_examples=60, deadline=None)
@@ -539,11 +539,11 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
     cache = cache_of(schema)
     found, records = packing.pack(cache, schema, {number: make(number) for number in numbers})
     assert found.tolist() == numbers
-    assert sound(cache, found, records).all()
+    assert sound(found, records).all()
     for number, value in zip(numbers, unpacked(schema, records), strict=True):
         assert difference(value, make(number)) is None
     # The same bytes under another number are nobody's.
-    assert not sound(cache, (found + 1) % 1000, records).any()
+    assert not sound((found + 1) % 1000, records).any()
 
 
 @settings(max_examples=60, deadline=None)
@@ -557,7 +557,7 @@ def test_texts_of_any_length_travel(values: dict[int, tuple[str, bytes]]) -> Non
     values = values or {0: ("", b"")}
     found, records = packing.pack(cache_of(schema), schema, values)
     assert found.tolist() == list(values)
-    assert sound(cache_of(schema), found, records).all()
+    assert sound(found, records).all()
     assert unpacked(schema, records) == list(values.values())
 
 
@@ -566,12 +566,12 @@ def test_what_cannot_be_kept_is_absent() -> None:
     odd = {3: samples.kilobyte(3), 4: samples.Opaque(4), 5: samples.kilobyte(5), 6: samples.huge_int(6)}
     found, records = packing.pack(cache_of(schema), schema, odd, absent=[9])
     assert found.tolist() == [3, 5, 9, 4, 6]
-    assert sound(cache_of(schema), found, records).tolist() == [True, True, False, False, False]
+    assert sound(found, records).tolist() == [True, True, False, False, False]
     assert [difference(a, odd[i]) for i, a in zip((3, 5), unpacked(schema, records), strict=True)] == [
         None
     ] * 2
     found, records = packing.pack(cache_of(schema), schema, {4: samples.Opaque(4)})
-    assert (found.tolist(), records.generations.tolist(), records.rows.nbytes) == ([4], [ABSENT], 0)
+    assert (found.tolist(), records.generations.tolist(), records.batch.rows.nbytes) == ([4], [ABSENT], 0)
 
 
 @pytest.mark.parametrize("make", [samples.kilobyte, samples.jpeg_like])
@@ -582,9 +582,11 @@ def test_one_message_is_not_too_large(make: Callable[[int], Any], monkeypatch: p
     there = records.generations >= 0
     assert sorted(found.tolist()) == list(range(40))
     assert 0 < np.count_nonzero(there) < 40
-    assert max(records.rows.nbytes, records.tails.nbytes) <= 5000
-    assert max(records.rows.nbytes, records.tails.nbytes) > 5000 - 2000, "there was room for another one"
-    assert np.array_equal(sound(cache_of(schema), found, records), there)
+    assert max(records.batch.rows.nbytes, records.batch.tails.nbytes) <= 5000
+    assert max(records.batch.rows.nbytes, records.batch.tails.nbytes) > 5000 - 2000, (
+        "there was room for another one"
+    )
+    assert np.array_equal(sound(found, records), there)
     for number, value in zip(found[there].tolist(), unpacked(schema, records), strict=True):
         assert difference(value, make(number)) is None
 

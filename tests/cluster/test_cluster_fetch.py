@@ -25,20 +25,11 @@ import hotset
 from hotset.cluster import batch_fetch
 from hotset.cluster import store_service as shelf
 from hotset.cluster.batch_fetch import BatchFetch, Fetched
-from hotset.cluster.client import Answer, SessionPeers
+from hotset.cluster.client import SessionPeers
 from hotset.cluster.membership import Keys, Member, Membership
 from hotset.cluster.remote_cache import RemoteCache
 from hotset.cluster.store_service import StoreService
-from hotset.cluster.wire_records import (
-    ABSENT,
-    FULL,
-    PENDING,
-    TRUNCATED,
-    CacheIdentity,
-    Longs,
-    WireRecords,
-    sound,
-)
+from hotset.cluster.wire_records import ABSENT, FULL, CacheIdentity, Longs, WireRecords
 from hotset.policy.rendezvous import Placement
 from hotset.store.format import LINE
 from hotset.store.schema import Schema
@@ -55,10 +46,10 @@ SMALL, LARGE = 1, 60  # lines of a tail
 class Ticket:
     """A request to a shelf, which is answered when it is waited for."""
 
-    def __init__(self, name: str, wanted: Longs, answer: Callable[[], Answer]) -> None:
+    def __init__(self, name: str, wanted: Longs, answer: Callable[[], WireRecords]) -> None:
         self.name, self.ids, self._answer = name, wanted, answer
 
-    def wait(self, deadline: float) -> Answer:
+    def wait(self, deadline: float) -> WireRecords:
         return self._answer()
 
 
@@ -73,19 +64,18 @@ class Peer:
     def ask(self, cache: CacheIdentity, wanted: Longs, *, claim: bool = False) -> Ticket:
         self.asked.append(wanted.tolist())
 
-        def answer() -> Answer:
-            found = self.shelf.take(wanted, np.empty(1 << 20, np.uint8), claim=claim)
-            states = [found.generations == state for state in (TRUNCATED, PENDING, FULL)]
-            return Answer(sound(cache, wanted, found), *states, True, found.lines, found.rows, found.tails)
+        def answer() -> WireRecords:
+            return self.shelf.take(wanted, np.empty(1 << 20, np.uint8), claim=claim).verified()
 
         return Ticket(self.name, wanted, answer)
 
     def put(self, cache: CacheIdentity, brought: Longs, records: WireRecords) -> Ticket:
-        good = sound(cache, brought, records)
+        good = records.verified().present
 
-        def answer() -> Answer:
-            there, no = self.shelf.put(brought, records), np.zeros(len(brought), np.bool_)
-            return Answer(there, no, no, good & ~there, True, records.lines, records.rows, records.tails)
+        def answer() -> WireRecords:
+            there = self.shelf.put(brought, records)
+            generations = np.where(there, 0, np.where(good, FULL, ABSENT))
+            return WireRecords.none(0, cache.stride)._replace(generations=generations)
 
         return Ticket(self.name, brought, answer)
 
@@ -195,7 +185,7 @@ def test_all_that_was_asked_ahead_is_waited_for_together() -> None:
         wanted = np.array([made.sample("bc")])
 
         class Watched(Ticket):
-            def wait(self, deadline: float) -> Answer:
+            def wait(self, deadline: float) -> WireRecords:
                 waits.append(deadline)
                 return super().wait(deadline)
 

@@ -19,12 +19,11 @@ from hotset.cluster.wire_records import (
     TRUNCATED,
     CacheIdentity,
     WireRecords,
-    only,
-    sound,
 )
 from hotset.errors import ArgumentError
 from hotset.store import format as fmt
 from hotset.store.format import LINE, RECORD, RECORD_HEADER
+from hotset.store.record_batch import RecordBatch
 
 PLAIN = CacheIdentity.of(b"f" * 16, samples=1000, stride=64, schema="plain")
 TAILED = CacheIdentity.of(b"g" * 16, samples=1000, stride=64, schema="tailed")
@@ -51,6 +50,11 @@ def record(
     return row, tail
 
 
+def sound(ids: Any, records: WireRecords) -> Any:
+    """Which of these samples' records are there and sound, if they are taken to be these samples'."""
+    return records._replace(batch=records.batch._replace(ids=ids[records.present])).verified().present
+
+
 def records(cache: CacheIdentity, ids: npt.NDArray[np.int64], plan: list[int | None]) -> WireRecords:
     """Records of these samples; the plan says of each the bytes of its tail, or None, -1, ...: a state."""
     generations, lines, rows, tails = [], [], bytearray(), bytearray()
@@ -58,7 +62,6 @@ def records(cache: CacheIdentity, ids: npt.NDArray[np.int64], plan: list[int | N
         if tail_bytes is None or tail_bytes < 0:
             states = {None: ABSENT, -1: TRUNCATED, -2: PENDING, -3: FULL}
             generations.append(states[tail_bytes])
-            lines.append(0)
             continue
         row, tail = record(cache, sample, tail_bytes, sample % 7)
         rows += row
@@ -67,9 +70,12 @@ def records(cache: CacheIdentity, ids: npt.NDArray[np.int64], plan: list[int | N
         lines.append(len(tail) // LINE)
     return WireRecords(
         numbers(*generations),
-        numbers(*lines),
-        np.frombuffer(rows, np.uint8).reshape(-1, cache.stride),
-        np.frombuffer(tails, np.uint8).reshape(-1, LINE),
+        RecordBatch(
+            ids[numbers(*generations) >= 0],
+            numbers(*lines),
+            np.frombuffer(rows, np.uint8).reshape(-1, cache.stride),
+            np.frombuffer(tails, np.uint8).reshape(-1, LINE),
+        ),
     )
 
 
@@ -78,7 +84,8 @@ def head_of(cache: CacheIdentity, count: int, operation: Operation = Operation.G
 
 
 def same(one: WireRecords, other: WireRecords) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    parts = zip((one.generations, *one.batch[:4]), (other.generations, *other.batch[:4]), strict=True)
+    return all(np.array_equal(a, b) for a, b in parts)
 
 
 # ---- there and back ------------------------------------------------------------------------------------
@@ -103,10 +110,10 @@ def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: i
         if not answers:
             assert np.array_equal(messages.parse_ids(head, frames[1], cache), ids)
         if len(frames) >= 4:
-            found = messages.parse_records(head, frames[-3:], cache)
+            found = messages.parse_records(head, frames[-3:], ids, cache)
             assert same(found, sent)
             there = [size is not None and size >= 0 for size in plan]
-            assert sound(cache, ids, found).tolist() == there
+            assert sound(ids, found).tolist() == there
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8), st.integers(0, 2**64 - 1))
@@ -154,9 +161,9 @@ def read_all(frames: list[bytes], cache: CacheIdentity) -> None:
             if not answers:
                 ids = messages.parse_ids(head, frames[1] if len(frames) > 1 else b"", cache)
             rest = frames[1 if answers else 2 :]
-            found = messages.parse_records(head, rest, cache, bare=len(rest) == 1)
+            found = messages.parse_records(head, rest, ids, cache, bare=len(rest) == 1)
             if len(rest) == 3:
-                sound(cache, ids, found)
+                sound(ids, found)
         except Malformed:
             continue
 
@@ -233,14 +240,14 @@ def test_the_body_is_refused_with_its_reason() -> None:
         ([b"\x00\x00\x10\x40" + good[0][4:], *good[1:]], "entry that is not valid"),
     ):
         with pytest.raises(Malformed, match=why):
-            messages.parse_records(head, frames, PLAIN)
-    assert len(messages.parse_records(head, good, PLAIN).rows) == 2
+            messages.parse_records(head, frames, ids, PLAIN)
+    assert len(messages.parse_records(head, good, ids, PLAIN).batch.rows) == 2
 
 
 def test_an_absent_record_has_no_tail() -> None:
     entry = bytes(4) + b"\x01\x00\x00\x00"
     with pytest.raises(Malformed, match="with a tail for a record that has none"):
-        messages.parse_records(head_of(TAILED, 1), [entry, b"", bytes(LINE)], TAILED)
+        messages.parse_records(head_of(TAILED, 1), [entry, b"", bytes(LINE)], numbers(1), TAILED)
 
 
 def test_who_asks_for_too_much_is_told() -> None:
@@ -258,8 +265,8 @@ def test_a_flipped_bit_anywhere_is_found(data: st.DataObject, cache: CacheIdenti
     ids = numbers(5, 6, 7)
     sizes: list[int | None] = [300, None, 512] if cache is TAILED else [0, None, 0]
     sent = records(cache, ids, sizes)
-    rows, tails = sent.rows.copy(), sent.tails.copy()
-    damaged = sent._replace(rows=rows, tails=tails)
+    rows, tails = sent.batch.rows.copy(), sent.batch.tails.copy()
+    damaged = sent._replace(batch=sent.batch._replace(rows=rows, tails=tails))
     # Not covered: the run of lines that a row owns, and what lies behind a tail's end in its last line.
     tail_bits = [*range(300), *range(512, 1024)] if cache is TAILED else []
     row_bits = [at for at in range(cache.stride) if not 12 <= at < 16]
@@ -271,30 +278,30 @@ def test_a_flipped_bit_anywhere_is_found(data: st.DataObject, cache: CacheIdenti
         which = data.draw(st.integers(0, 1))
         rows[which, data.draw(st.sampled_from(row_bits))] ^= 1 << data.draw(st.integers(0, 7))
     good = [True, False, True]
-    assert sound(cache, ids, sent).tolist() == good
+    assert sound(ids, sent).tolist() == good
     good[2 * which] = False
-    found = sound(cache, ids, damaged)
+    found = sound(ids, damaged)
     assert found.tolist() == good
-    kept = only(damaged, found)
-    assert sound(cache, ids, kept).tolist() == good
-    assert len(kept.rows) == 1
-    assert len(kept.tails) == kept.lines.sum()
+    kept = damaged.verified()
+    assert sound(ids, kept).tolist() == good
+    assert len(kept.batch.rows) == 1
+    assert len(kept.batch.tails) == kept.batch.lines.sum()
 
 
 @pytest.mark.parametrize("cache", [PLAIN, TAILED])
 def test_a_record_for_another_sample_is_not_sound(cache: CacheIdentity) -> None:
     ids = numbers(5, 12)  # of the same generation
     sent = records(cache, ids, [0, 0])
-    swapped = sent._replace(rows=sent.rows[::-1].copy())
-    assert sound(cache, ids, sent).all()
-    assert not sound(cache, ids, swapped).any()
-    assert not sound(cache, ids + 7, sent).any()
+    swapped = sent._replace(batch=sent.batch._replace(rows=sent.batch.rows[::-1].copy()))
+    assert sound(ids, sent).all()
+    assert not sound(ids, swapped).any()
+    assert not sound(ids + 7, sent).any()
 
 
 def test_a_record_of_another_generation_is_not_sound() -> None:
     ids = numbers(5)
     sent = records(PLAIN, ids, [0])
-    assert not sound(PLAIN, ids, sent._replace(generations=sent.generations + 1)).any()
+    assert not sound(ids, sent._replace(generations=sent.generations + 1)).any()
 
 
 def test_a_length_that_does_not_fit_the_lines_is_not_sound() -> None:
@@ -305,13 +312,9 @@ def test_a_length_that_does_not_fit_the_lines_is_not_sound() -> None:
     crc = fmt.checksum(5, length, 5, memoryview(row)[RECORD_HEADER:], memoryview(tail)[:10])
     RECORD.pack_into(row, 0, length, 5, crc)
     lines = numbers(3)
-    sent = WireRecords(
-        numbers(5),
-        lines,
-        np.frombuffer(row, np.uint8).reshape(1, -1),
-        np.frombuffer(tail, np.uint8).reshape(-1, LINE),
-    )
-    assert not sound(TAILED, ids, sent).any()
+    rows, tails = np.frombuffer(row, np.uint8).reshape(1, -1), np.frombuffer(tail, np.uint8)
+    sent = WireRecords(numbers(5), RecordBatch(ids, lines, rows, tails.reshape(-1, LINE)))
+    assert not sound(ids, sent).any()
 
 
 def test_the_layout_tells_schemas_apart() -> None:

@@ -34,16 +34,17 @@ zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between ma
 from hotset.cluster import peer_stats, sockets  # noqa: E402
 from hotset.cluster import protocol as messages  # noqa: E402
 from hotset.cluster import server as serving  # noqa: E402
-from hotset.cluster.client import Answer, Connections, Peer, PendingRequest  # noqa: E402  # noqa: E402
+from hotset.cluster.client import Connections, Peer, PendingRequest  # noqa: E402  # noqa: E402
 from hotset.cluster.membership import Keys  # noqa: E402
 from hotset.cluster.protocol import Operation, Status  # noqa: E402
 from hotset.cluster.sealing import Credentials, GivenKeys, Sealing  # noqa: E402
 from hotset.cluster.server import RecordServer, ServerStats  # noqa: E402
 from hotset.cluster.sockets import SPARE  # noqa: E402
 from hotset.cluster.store_service import StoreService, cache_of  # noqa: E402
-from hotset.cluster.wire_records import ABSENT, TRUNCATED, Bytes, CacheIdentity, Longs, WireRecords, sound  # noqa: E402
+from hotset.cluster.wire_records import ABSENT, TRUNCATED, Bytes, CacheIdentity, Longs, WireRecords  # noqa: E402
 from hotset.errors import HotsetWarning  # noqa: E402
 from hotset.store import format as fmt  # noqa: E402
+from hotset.store.record_batch import RecordBatch  # noqa: E402
 
 HERE = "127.0.0.1"
 FINGERPRINT = b"0123456789abcdef"
@@ -79,7 +80,7 @@ class Fake:
             crc = fmt.checksum(sample, length, 0, row[16:].data, None)
             row[:12] = np.array([length, 0, crc], "<u4").view(np.uint8)
         none = np.zeros(len(wanted), np.int64)
-        return WireRecords(none, none, rows, np.empty((0, 256), np.uint8))
+        return WireRecords(none, RecordBatch(wanted, none, rows, np.empty((0, 256), np.uint8)))
 
     def put(self, wanted: Longs, records: WireRecords) -> Any:
         raise OSError("this shelf is read only")
@@ -140,14 +141,14 @@ def asker(
         yield peers.add(name, endpoint, None if server is None else server.public)
 
 
-def wait(ticket: PendingRequest, within: float = SOON) -> tuple[Answer, Bytes]:
+def wait(ticket: PendingRequest, within: float = SOON) -> tuple[WireRecords, Bytes]:
     rows = np.full((len(ticket.ids), ticket.cache.stride), 255, np.uint8)
     answer = ticket.wait(time.monotonic() + within)
-    rows[answer.present] = answer.rows
+    rows[answer.present] = answer.batch.rows
     return answer, rows
 
 
-def fetch(peer: Peer, cache: CacheIdentity, wanted: Longs, within: float = SOON) -> tuple[Answer, Bytes]:
+def fetch(peer: Peer, cache: CacheIdentity, wanted: Longs, within: float = SOON) -> tuple[WireRecords, Bytes]:
     return wait(peer.ask(cache, wanted), within)
 
 
@@ -199,11 +200,10 @@ def test_records_of_a_store_arrive_as_they_lie_there(make: samples.Callable[[int
         answer, rows = fetch(peer, cache, wanted)
         assert sorted(wanted[answer.present].tolist()) == there
         assert (rows[~answer.present] == 255).all()
-        starts = (np.cumsum(answer.lines) - answer.lines) * 256
-        memory = bytearray(rows.tobytes() + answer.tails.tobytes())
-        for place in np.flatnonzero(answer.present).tolist():
-            (found,) = schema.read(memory, place * cache.stride, [rows.nbytes + int(starts[place])])
-            assert difference(found, make(int(wanted[place]))) is None
+        came = answer.batch.samples(schema)
+        assert list(came) == wanted[answer.present].tolist()
+        for sample, found in came.items():
+            assert difference(found, make(sample)) is None
         assert peer.traffic.received == len(there)
         assert other.served.records == len(there)
 
@@ -222,18 +222,17 @@ def test_records_that_are_brought_are_stored(make: samples.Callable[[int], Any])
         with asker(other.endpoint) as peer:
             stored = peer.put(shelf.cache, wanted, brought).wait(time.monotonic() + SOON)
             assert stored.present.tolist() == [True, False, True, True], other.served.problem
-            back, rows = fetch(peer, shelf.cache, wanted)
+            back, _ = fetch(peer, shelf.cache, wanted)
             assert back.present.tolist() == [True, False, True, True]
-            damaged = brought._replace(rows=brought.rows.copy())
-            damaged.rows[1, -1] ^= 1
+            damaged = brought._replace(batch=brought.batch._replace(rows=brought.batch.rows.copy()))
+            damaged.batch.rows[1, -1] ^= 1
             stored = peer.put(shelf.cache, ids(13, 30, 17, 15), damaged).wait(time.monotonic() + SOON)
             assert not stored.present.any(), "a record was stored as another sample's"
             assert other.served.unsound == 3
-        starts = (np.cumsum(back.lines) - back.lines) * 256 + rows.nbytes
-        memory = bytearray(rows.tobytes() + back.tails.tobytes())
-        for place in (0, 2, 3):
-            (found,) = mine.schema.read(memory, place * shelf.cache.stride, [int(starts[place])])
-            assert difference(found, make(int(wanted[place]))) is None
+        came = back.batch.samples(mine.schema)
+        assert list(came) == [3, 7, 5]
+        for sample, found in came.items():
+            assert difference(found, make(sample)) is None
 
 
 @pytest.mark.parametrize("make", [samples.kilobyte, with_tails])
@@ -244,8 +243,8 @@ def test_what_has_no_room_in_an_answer_is_left_for_the_next(make: samples.Callab
         wanted, memory, got = ids(range(10)), np.empty(2500, np.uint8), []
         while len(wanted):
             records = shelf.take(wanted, memory)
-            assert records.rows.nbytes + records.tails.nbytes <= len(memory)
-            assert sound(shelf.cache, wanted, records).tolist() == (records.generations >= 0).tolist()
+            assert records.batch.rows.nbytes + records.batch.tails.nbytes <= len(memory)
+            assert records.verified().present.tolist() == records.present.tolist()
             got += wanted[records.generations >= 0].tolist()
             wanted = wanted[records.generations == TRUNCATED]
         assert got == list(range(8))

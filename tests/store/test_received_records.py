@@ -19,7 +19,7 @@ from test_gather import Used, arrays, as_it_is, empties, gather_for, permuted, p
 from torch.utils.data import default_collate
 
 from hotset.collate import pad, ragged
-from hotset.store.record_batch import ReceivedRecords
+from hotset.store.record_batch import RecordBatch
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 
@@ -39,14 +39,14 @@ SOME = [
 ]
 
 
-def sent(store: Store, wanted: Sequence[int]) -> ReceivedRecords:
+def sent(store: Store, wanted: Sequence[int]) -> RecordBatch:
     """Records of a store as another machine would get them."""
     numbers = np.unique(ids(wanted))
     found = StoreService(store, bytes(16)).take(numbers, np.empty(1 << 23, np.uint8))
     assert (found.generations >= 0).all()
-    rows, tails = found.rows.copy(), found.tails.copy()
+    rows, tails = found.batch.rows.copy(), found.batch.tails.copy()
     rows.flags.writeable = tails.flags.writeable = False  # as frames are
-    return ReceivedRecords(numbers, found.lines, rows, tails)
+    return RecordBatch(numbers, found.batch.lines, rows, tails)
 
 
 def mixed(
