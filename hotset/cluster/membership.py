@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.wire_records import Longs
 from hotset.policy.rendezvous import Placement
 from hotset.session.file_names import membership_file
 from hotset.session.runtime_dir import new_file, open_at, runtime, write
+from hotset.store.claims import Ids
 
 __all__ = [
     "FURTHER",
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Some samples of one machine: its name, and which.
-Owned = tuple[str, Longs]
+Owned = tuple[str, Ids]
 
 PATIENCE = 1.5
 # How many machines after its owner are asked to keep a sample.
@@ -122,22 +122,22 @@ class Membership:
         """The machines, by name."""
         return {member.name: member for member in self.members}
 
-    def others(self, ids: Longs) -> list[Owned]:
+    def others(self, ids: Ids) -> list[Owned]:
         """The other machines that own some of these samples, and which."""
         return self._others(self._placement, self.members, ids)
 
-    def formerly(self, ids: Longs) -> list[Owned]:
+    def formerly(self, ids: Ids) -> list[Owned]:
         """The other machines that owned some of these samples before the last change, and which."""
         return self._others(self._former_placement, self.former, ids)
 
-    def after(self, ids: Longs, turn: int) -> list[Owned]:
+    def after(self, ids: Ids, turn: int) -> list[Owned]:
         """The machines that come ``turn`` places after these samples' owners, this one too; with samples."""
         if self._placement is None or turn > FURTHER or not len(ids):
             return []
         order = self._placement.order(ids, turn + 1)
         return _grouped(self.members, ids, order[:, turn]) if order.shape[1] > turn else []
 
-    def _others(self, placement: Placement | None, members: tuple[Member, ...], ids: Longs) -> list[Owned]:
+    def _others(self, placement: Placement | None, members: tuple[Member, ...], ids: Ids) -> list[Owned]:
         if placement is None or not len(ids):
             return []
         owned = _grouped(members, ids, placement.owners(ids))
@@ -158,7 +158,7 @@ def _placement(members: tuple[Member, ...]) -> Placement | None:
     return Placement([member.name for member in members], capacities) if any(capacities) else None
 
 
-def _grouped(members: tuple[Member, ...], ids: Longs, owners: Longs) -> list[Owned]:
+def _grouped(members: tuple[Member, ...], ids: Ids, owners: Ids) -> list[Owned]:
     return [(members[number].name, ids[owners == number]) for number in np.unique(owners).tolist()]
 
 

@@ -324,8 +324,8 @@ class Store:
             lines = lines[:fits] if lines is not None else None
         allocate = self._block if memory is None else lambda size: memory
         copied = RecordBatch.new(allocate, ids, self.schema.stride, lines)
-        # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone: torch
-        # would wake its team, whose spinning beside a busy process takes 400 times as long.
+        # Whole rows are contiguous, so numpy copies them as fast as torch does, and in this thread alone:
+        # torch would wake its team, whose spinning beside a busy process takes 400 times as long.
         np.take(self.rows, rows, axis=0, out=copied.rows, mode="clip")
         if tails is not None and len(copied.tails):
             np.take(self.lines, tails.lines()[: len(copied.tails)], axis=0, out=copied.tails, mode="clip")
@@ -336,9 +336,9 @@ class Store:
     ) -> tuple[Words, VariableTails | None] | None:
         """Find the rows and tails of these records, in memory; None if one has changed, or is damaged.
 
-        The first half of every reader's double-checked copy: the caller then copies the bytes, and compares
-        the words once more (:meth:`unchanged`). It holds ``participant.reading`` while it looks at records,
-        so that no page is given back meanwhile.
+        The first half of a double-checked copy, :meth:`copy_out`'s and the gather's: the caller then copies
+        the bytes, and compares the words once more (:meth:`unchanged`). It holds ``participant.reading``
+        while it looks at records, so that no page is given back meanwhile.
 
         Args:
             ids: of the samples.

@@ -235,6 +235,23 @@ def test_records_that_are_brought_are_stored(make: samples.Callable[[int], Any])
             assert difference(found, make(sample)) is None
 
 
+def test_a_sample_that_is_stored_while_it_is_looked_up_is_whole_or_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(samples.kilobyte, 10) as store:
+        store.fill(ids(0), samples.kilobyte)
+        shelf, real = StoreService(store, FINGERPRINT), store.present
+
+        def present(wanted: Longs) -> Any:
+            store.fill(wanted, samples.kilobyte)
+            return real(wanted)
+
+        monkeypatch.setattr(store, "present", present)
+        found = shelf.take(ids(0, 3), np.empty(1 << 20, np.uint8))
+        assert found.verified().present.tolist() == found.present.tolist()
+        assert found.present[0]
+
+
 @pytest.mark.parametrize("make", [samples.kilobyte, with_tails])
 def test_what_has_no_room_in_an_answer_is_left_for_the_next(make: samples.Callable[[int], Any]) -> None:
     with opened(make, 10) as store:
