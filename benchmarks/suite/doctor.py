@@ -3,7 +3,9 @@
 Each is bound by something else: reading, waiting, decoding, live transforms, collate, the step, with 0 to 4
 workers. What was predicted is compared with the program's own figure of a run without hotset, with a run over
 a cache, and with a sweep over numbers of workers. A round does each once; a factor is the median over the
-rounds, because two runs of one program differ too: by how much is told beside it.
+rounds, because two runs of one program differ too: by how much is told beside it, and so is how much of the
+cores other programs took meanwhile. A program without workers has OpenMP's threads, which spin where another
+process has their core: it then runs at a fiftieth of its speed, and no figure of that round means anything.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +58,7 @@ class _Round:
     cached: float
     named: int
     sweep: dict[int, float]
+    others: float  # cores that other programs took meanwhile
 
 
 def doctor(settings: Settings) -> Outcome:
@@ -74,7 +78,8 @@ def doctor(settings: Settings) -> Outcome:
             f"{name}, {workers} workers, said / measured: "
             f"as it is {_pairs((one.said, one.plain) for one in rounds)}, median factor {now[-1]:.2f}; "
             f"cached {_pairs((one.said_cached, one.cached) for one in rounds)}, "
-            f"median factor {cached[-1]:.2f}; equal runs differ by {_differ(rounds):.2f}; "
+            f"median factor {cached[-1]:.2f}; equal runs differ by {_differ(rounds):.2f}, "
+            f"other programs took {max(one.others for one in rounds):.2f} cores; "
             f"named {', '.join(str(one.named) for one in rounds)} workers, {1 / best[-1]:.2f} of the best; "
             f"watching {watching[-1]:.3f}"
         )
@@ -124,18 +129,32 @@ def _off(said: float, measured: float) -> float:
 
 
 def _round(folder: Path, name: str, workers: int, seconds: float) -> _Round:
+    begin, before = time.perf_counter(), _taken_by_others()
     plain = [_rate(folder, name, workers, seconds)]
     judged = _judged(folder, name, workers, seconds)
     plain += [_rate(folder, name, workers, seconds) for _ in range(2)]
     named = judged["num_workers"]["best"]
+    cached = _rate(folder, name, workers, seconds, "--cached")
+    sweep = {count: _rate(folder, name, count, seconds) for count in sorted({*_SWEEP, named})}
+    others = (_taken_by_others() - before) / (time.perf_counter() - begin)
     return _Round(
         judged["now"]["samples_per_second"],
         statistics.median(plain),
         judged["cached"]["samples_per_second"] or 0.0,
-        _rate(folder, name, workers, seconds, "--cached"),
+        cached,
         named,
-        {count: _rate(folder, name, count, seconds) for count in sorted({*_SWEEP, named})},
+        sweep,
+        others,
     )
+
+
+def _taken_by_others() -> float:
+    """Processor seconds of all processes of this machine but this one and those that it has waited for."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq")
+    fields = dict(zip(names, map(int, Path("/proc/stat").read_text().split()[1:8]), strict=True))
+    busy = sum(value for name, value in fields.items() if name not in ("idle", "iowait"))
+    ours = sum(os.times()[:4])
+    return busy / os.sysconf("SC_CLK_TCK") - ours
 
 
 def _rate(folder: Path, name: str, workers: int, seconds: float, *more: str) -> float:
