@@ -630,6 +630,25 @@ def test_a_claim_is_granted_once() -> None:
         assert take(shelf, 5, 1) == [0, PENDING]
 
 
+def test_what_a_clear_overtakes_is_not_sent() -> None:
+    """The rows hold other samples' records by then."""
+    with shelved() as (store, shelf), attached(store) as other:
+        store.fill(ids(1, 2), samples.kilobyte)
+        locate = store.locate
+
+        def overtaken(*arguments: Any) -> Any:
+            found = locate(*arguments)
+            assert other.clear()
+            other.fill(ids(2), samples.kilobyte)
+            other.fill(ids(1), samples.kilobyte)
+            return found
+
+        store.locate = overtaken  # type: ignore[method-assign]
+        assert take(shelf, 1, 2, claim=False) == [ABSENT, ABSENT]
+        del store.locate
+        assert take(shelf, 1, 2, claim=False) == [0, 0]
+
+
 def test_what_a_process_here_reads_is_promised(tmp_path: Path) -> None:
     with opened(samples.kilobyte, 40, path=tmp_path / "store") as store:
         shelf = StoreService(store, FINGERPRINT)

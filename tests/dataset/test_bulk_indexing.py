@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, failure, rarely
+from helpers import equal_batches, failure, rarely, rng_states, seed_everything
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, Subset, TensorDataset
 
 import hotset
@@ -169,3 +170,17 @@ def test_a_windows_samples_are_numbered_by_the_window() -> None:
         assert cached[3].keys() == {"x", "y"}
         with pytest.raises(TypeError, match="indices are not the dataset's"):
             cached[1:3]
+
+
+class DrawsForMany(Rows):
+    def __getitems__(self, keys: list[int]) -> list[Any]:
+        random.random()
+        return [self[key] for key in keys]
+
+
+def test_to_find_out_that_batches_draw_moves_no_generator() -> None:
+    seed_everything()
+    before = rng_states()
+    with pytest.raises(hotset.NotCacheable, match="__getitems__ returns other samples"):
+        hotset.cache(DrawsForMany(), memory="1MiB")
+    assert rng_states() == before

@@ -484,3 +484,16 @@ def test_a_pickled_copy_follows_as_well() -> None:
 
         in_child(child)
         assert float(cached[3][0][0]) == 15.0
+
+
+def test_a_state_is_of_the_dataset_as_it_is_since_an_attribute_was_set() -> None:
+    with hotset.cache(Pictures(Times(2)), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=5)
+        list(loader)
+        loader.state_dict()
+        cached.transform = Times(3)
+        batches = iter(loader)
+        next(batches)
+        other = hotset.DataLoader(cached, batch_size=5)
+        other.load_state_dict(loader.state_dict())
+        same(list(other), list(batches))

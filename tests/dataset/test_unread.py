@@ -200,3 +200,44 @@ def test_a_container_that_cannot_be_filled_again_is_left_with_what_describes_it(
     expected = list(DataLoader(Bytes(), batch_size=4))
     with hotset.cache(Bytes(), memory="1MiB", key="x") as cached:
         assert all(map(torch.equal, hotset.DataLoader(cached, batch_size=4), expected))
+
+
+class Attaches(Dataset[Any]):
+    """Has no attribute for its file before it is read first."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not hasattr(self, "opened_by"):
+            self.opened_by = os.getpid()
+        return torch.tensor(index)
+
+
+def test_an_attribute_that_reading_has_made_is_gone() -> None:
+    dataset = Attaches()
+    with hotset.cache(dataset, memory="1MiB"):
+        assert vars(dataset) == {}
+
+
+@hotset.deterministic
+class Loads:
+    """A transform that loads what it needs when it is called first, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls, self.weights = 0, None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.weights is None:
+            self.weights = torch.ones(4)
+        return value + self.weights
+
+
+def test_planning_leaves_transforms_as_they_were() -> None:
+    loads = Loads()
+    before = dict(vars(loads))
+    source = [torch.full((4,), float(number)) for number in range(N)]
+    with hotset.cache(source, transform=[loads], memory="1MiB") as cached:
+        assert vars(loads) == before
+        assert "Loads" in str(cached.plan)

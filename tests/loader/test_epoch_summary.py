@@ -61,3 +61,16 @@ def test_to_a_logger_of_lightnings(epoch: Any) -> None:
 def test_anything_else_is_refused_with_a_sentence(epoch: Any) -> None:
     with pytest.raises(hotset.ArgumentError, match=r"got object; write to_dict\(\) yourself"):
         epoch.log_to(object())
+
+
+def test_a_pass_that_was_broken_off_leaves_no_sizes_of_its_batches_to_the_next() -> None:
+    """torch's persistent workers have been told of all of them, the short last one too."""
+    loader = hotset.DataLoader(
+        TensorDataset(torch.arange(22)), batch_size=4, num_workers=2, persistent_workers=True
+    )
+    for _ in range(2):
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+    assert loader.last_epoch is not None
+    assert (loader.last_epoch.batches, loader.last_epoch.samples) == (3, 12)

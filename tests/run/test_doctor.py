@@ -23,6 +23,7 @@ from hotset.run.doctor import watch
 from hotset.run.doctor.advice import advice, as_json, predict, unknown
 from hotset.run.doctor.loop import StepLength, step_alone
 from hotset.run.doctor.observed import Decoder, Observed, read
+from hotset.run.doctor.stand_in import StandIn
 from hotset.run.doctor.text import lines
 from hotset.run.environment import WatchOptions
 
@@ -396,6 +397,12 @@ def test_steps_that_are_not_alike_are_not_compared_with_a_few_of_one_kind() -> N
     assert step_alone(mean, [cheap, dear] * 20, [cheap] * 5) == mean
     alike = step_alone(StepLength(2e-2, 1e-2), [StepLength(2e-2, 1e-2)] * 20, [cheap] * 5)
     assert alike == pytest.approx(cheap)
+
+
+def test_a_step_of_several_threads_and_a_long_one_have_no_stand_in() -> None:
+    assert StandIn.of(StepLength(seconds=1e-3, cpu=4e-3)) is None
+    assert StandIn.of(StepLength(seconds=1.0, cpu=0.5)) is None
+    assert StandIn.of(StepLength(seconds=1e-3, cpu=1e-3)) is not None
 
 
 def test_a_step_is_no_shorter_than_its_gpu_takes() -> None:

@@ -28,6 +28,7 @@ from hotset.session import server_quota as servers
 from hotset.session import sessions
 from hotset.session.quota import Quota
 from hotset.session.reports import report
+from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import open_quota
 
 pytestmark = pytest.mark.usefixtures("runtime", "patient")
@@ -257,6 +258,33 @@ def test_what_is_cleared_is_free_for_others() -> None:
             return two.stats().cached
 
     assert cached_by_the_second() == N
+
+
+def test_a_straggler_of_a_dropped_cache_takes_nothing_from_the_next_in_its_row() -> None:
+    session = sessions.create("a", memory=1000)
+    with open_quota(session) as book, contextlib.closing(SessionCacheHandle(session.number, 11)) as straggler:
+        row = book.enter(11)
+        assert straggler.take(300)
+        book.leave(row)
+        assert book.enter(22) == row
+        assert not straggler.take(400)
+        assert book.bytes_of(row) == 0
+
+
+def test_where_another_process_has_made_room_meanwhile_it_is_looked_for_again() -> None:
+    session = sessions.create("a", memory=1000)
+    with open_quota(session) as book, contextlib.closing(SessionCacheHandle(session.number, 11)) as mine:
+        book.enter(11)
+        theirs = book.enter(22)
+        assert mine.join()
+        assert book.use(theirs)
+        assert book.take(theirs, 500)
+        assert mine.left() == 500
+        assert mine.make_room(2000) is None, "what is used is not dropped"
+        book.leave(theirs)
+        assert mine.make_room(2000) == ""
+        assert mine.left() == 1000
+        assert mine.make_room(2000) is None, "nothing has changed since"
 
 
 def test_a_straggler_of_a_destroyed_session_takes_nothing_from_the_next() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -25,7 +26,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Walkers, equal_batches, eventually, is_a_sentence, rarely, recorded, seed_everything
+from helpers import (
+    Walkers,
+    equal_batches,
+    eventually,
+    is_a_sentence,
+    rarely,
+    recorded,
+    rng_states,
+    seed_everything,
+)
 from kills import child, ended, in_child, kill
 from live import draw_all, halve
 from programs import Programs
@@ -122,6 +132,61 @@ def test_a_second_job_reads_a_few_samples_to_compare(memory: int, log: ReadLog, 
         assert (found.spilled > 0) == (memory < MIB)
         assert found.memory <= memory
         assert found.hits == 2 * N
+    assert log.total() <= 2 * LOOKS
+
+
+class Restless(Counted):
+    """Its readings move a generator once a file is there; no sample depends on that."""
+
+    def __getitem__(self, index: int) -> Any:
+        if Path(self._hotset_log.path + ".restless").exists():
+            random.random()
+        return super().__getitem__(index)
+
+
+def test_to_compare_with_another_jobs_samples_moves_no_generator(log: ReadLog) -> None:
+    def first() -> None:
+        with hotset.cache(Restless(mapping, log), session="shared") as cached:
+            read_all(cached, mapping)
+
+    sessions.create("shared", memory=MIB)
+    in_child(first)
+    log.reset()
+    Path(log.path + ".restless").touch()
+    before = rng_states()
+    with hotset.cache(Restless(mapping, log), session="shared") as cached:
+        assert 0 < log.total() <= LOOKS
+        assert rng_states() == before
+        assert cached.stats().cached == N
+
+
+class Counts:
+    """A transform that counts its calls, and so is another one once it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, sample: Any) -> Any:
+        self.calls += 1
+        return sample
+
+
+def test_a_transform_that_counts_its_calls_is_the_same_in_the_second_job(log: ReadLog) -> None:
+    def cached_of() -> Any:
+        return hotset.cache(
+            Counted(mapping, log), transform=[hotset.deterministic(Counts())], session="shared"
+        )
+
+    def first() -> None:
+        with cached_of() as cached:
+            read_all(cached, mapping)
+
+    sessions.create("shared", memory=MIB)
+    in_child(first)
+    log.reset()
+    with cached_of() as cached:
+        read_all(cached, mapping)
+        assert cached.stats().cached == N
     assert log.total() <= 2 * LOOKS
 
 

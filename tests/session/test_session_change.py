@@ -25,6 +25,9 @@ from typer.testing import CliRunner
 import hotset
 from hotset.cli.main import app
 from hotset.errors import HotsetError
+from hotset.session import sessions
+from hotset.session.reclaim import reclaim
+from hotset.session.reports import report
 
 pytestmark = pytest.mark.usefixtures("runtime", "patient")
 
@@ -172,6 +175,17 @@ def test_the_least_recently_used_goes_first(start: Start) -> None:
     assert run_once(start, 4)[0] == N
     assert run_once(start, 2)[1] == N, "it was still there: nothing more was read"
     assert run_once(start, 3)[1] == N, "it was made anew"
+
+
+def test_no_more_goes_than_is_needed_to_the_byte(start: Start) -> None:
+    create(memory=ROOM * 2)
+    run_once(start, 2)
+    run_once(start, 3)
+    session = sessions.find("a")
+    held = [cache.memory for cache in report(session).caches]
+    assert len(set(held)) == 1
+    assert [one.bytes for one in reclaim(session, held[0])] == held[:1]
+    assert len(report(session).caches) == 1
 
 
 def test_what_runs_is_not_dropped_and_neither_is_what_is_stopped(start: Start) -> None:

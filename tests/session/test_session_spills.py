@@ -80,6 +80,21 @@ def test_a_spill_file_that_is_not_ours_alone_is_not_served(
         read_all(cached, mapping)
 
 
+def test_what_an_audit_has_found_out_of_date_stays_so_after_a_reboot(disk: str, runtime: Path) -> None:
+    sessions.create("a", memory=MIB, spill=disk, persist=True)
+    with hotset.cache(Samples(mapping, N), session="a") as cached:
+        read_all(cached, mapping)
+        assert cached._store is not None
+        assert cached._store.invalidate()
+    reboot(runtime)
+    with pytest.warns(HotsetWarning, match="an audit had found") as told:
+        cached = hotset.cache(Samples(mapping, N), session="a")
+    with cached:
+        assert is_a_sentence(str(told[-1].message))
+        assert cached.stats().cached == 0
+        read_all(cached, mapping)
+
+
 MOUNTS = """\
 1 0 0:1 / / rw - ext4 /dev/a rw
 2 1 0:2 / /mnt/far rw,nosuid shared:1 - {kind} server:/x rw

@@ -56,6 +56,25 @@ def rows_of(store: Store) -> list[int]:
     return sorted((words & ROW_MASK).tolist())
 
 
+class Budget:
+    """Other caches' budget: has room without end, and frees nothing."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.asked = 0
+
+    def left(self) -> int:
+        return 1 << 40
+
+    def take(self, total: int) -> bool:
+        self.held = total
+        return True
+
+    def make_room(self, total: int, more: int = 0) -> str | None:
+        self.asked += 1
+        return ""
+
+
 # The cache's own limit
 
 
@@ -534,3 +553,27 @@ def test_a_loader_in_a_control_group_too_small_for_the_data_goes_on_with_one_war
         assert int(warned) == 1, said
         assert is_a_sentence(said.strip()[2:-2])
         assert "memory" in said
+
+
+# The budget that caches share
+
+
+def test_a_budget_has_back_what_a_full_file_system_refused() -> None:
+    with opened(row, 10) as store:
+        store.allocator.allowance = budget = Budget()
+        store.segment.reserve = lambda start, size: False  # type: ignore[method-assign]
+        assert sorted(store.fill(ids(1, 2), row)) == [1, 2]
+        assert budget.held == 0
+        del store.segment.reserve
+
+
+def test_caches_that_give_the_machine_nothing_back_are_dropped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory may be charged to another control group than the one that is full."""
+    with opened(row, 10) as store:
+        store.allocator.allowance = budget = Budget()
+        monkeypatch.setattr(memory, "headroom", lambda: Headroom(0, MIB, "the machine"))
+        for sample in range(3):
+            store.fill(ids(sample), row)
+            later(store)
+        assert count(store) == 0
+        assert budget.asked == 1

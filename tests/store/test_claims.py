@@ -128,6 +128,22 @@ def test_a_claimant_that_ended_or_left_without_releasing_is_as_good_as_killed(
     assert take(claims, ids(1, 2)) == [2]
 
 
+def test_an_interrupt_right_behind_a_claim_leaves_none() -> None:
+    with opened(float, N) as store, attached(store) as other:
+        claims = store.filler.claims
+        take_some = claims.take
+
+        def interrupted(*arguments: Any, **named: Any) -> Ids:
+            assert len(take_some(*arguments, **named))
+            raise KeyboardInterrupt
+
+        claims.take = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            store.fill(ids(1, 2, 3), float)
+        del claims.take
+        assert other.filler.claims.take(ids(1, 2, 3), 3).tolist() == [1, 2, 3]
+
+
 def test_a_stopped_claimant_keeps_its_claims(segment: Segment, claims: Claims) -> None:
     with lingering(by_another(segment, ids(range(10)))) as pid:
         stop(pid)

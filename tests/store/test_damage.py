@@ -48,7 +48,7 @@ def optional(i: int) -> dict[str, Any]:
 
 
 class Flipping:
-    """NamedLocks bytes of the records in a file over, now here, now there, for as long as the block runs."""
+    """Turns bytes of the records in a file over, now here, now there, for as long as the block runs."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._random = path, random.Random(seed)
@@ -227,6 +227,20 @@ def test_a_file_on_a_disk_is_verified_again_now_and_then(
         for _ in range(2):
             equal_batches([on_a_disk[i] for i in range(N)], expected)
     assert on_a_disk.stats().cached == N, "it was read again, and kept"
+    assert on_a_disk.check() == []
+
+
+def test_a_record_that_was_stored_anew_is_verified_anew(on_a_disk: Any) -> None:
+    expected = [samples.ragged(i) for i in range(N)]
+    for _ in range(2):
+        equal_batches([on_a_disk[i] for i in range(N)], expected)
+    on_a_disk.clear()
+    equal_batches([on_a_disk[i] for i in range(N)], expected)
+    row = int(on_a_disk._store.segment.index[10] & ROW_MASK)
+    place = int(on_a_disk._store.rows[row, RECORD_HEADER : RECORD_HEADER + 8].view(np.int64)[0])
+    on_a_disk._store.lines[split_tail(place)[0], 3] ^= 1
+    with pytest.warns(HotsetWarning, match="sample 10"):
+        equal_batches([on_a_disk[i] for i in range(N)], expected)
     assert on_a_disk.check() == []
 
 
