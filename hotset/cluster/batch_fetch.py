@@ -376,9 +376,7 @@ def pack(
     there = np.array([sample for sample, _ in fitting], np.int64)
     batch = RecordBatch.new(bytearray, there, schema.stride, lines)
     view = memoryview(batch.block)
-    for number, ((sample, prepared), tail_at) in enumerate(
-        zip(fitting, batch.tails_at.tolist(), strict=True)
-    ):
+    for number, ((sample, prepared), tail_at) in enumerate(zip(fitting, batch.tails_at, strict=True)):
         lay_out(schema, view, number * schema.stride, tail_at, prepared, sample)
     ids = np.concatenate([there, np.array(missing, np.int64)])
     generations = np.concatenate([np.zeros(len(there), np.int64), np.full(len(missing), ABSENT)])

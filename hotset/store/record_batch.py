@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,15 +87,10 @@ class RecordBatch(NamedTuple):
         return int(np.searchsorted(ends, size, side="right"))
 
     @property
-    def tails_at(self) -> Words:
+    def tails_at(self) -> list[int]:
         """The offset of each record's tail in the block."""
-        return _aligned(self.rows.nbytes) + self._starts
-
-    @property
-    def _starts(self) -> Words:
-        """The offset of each record's tail among the tails."""
-        ends: Words = np.add.accumulate(self.lines)
-        return (ends - self.lines) * LINE
+        sizes = [lines * LINE for lines in self.lines.tolist()]
+        return list(itertools.accumulate(sizes, initial=_aligned(self.rows.nbytes)))[:-1]
 
     @property
     def stamps(self) -> Words:
@@ -137,7 +133,8 @@ class RecordBatch(NamedTuple):
             return sound
         rows, tails = self.rows.reshape(-1).data, self.tails.reshape(-1).data
         numbers = np.arange(len(self.ids))[places]
-        columns = (numbers, ids, lengths, stamps, sums, self._starts[places], tail_bytes)
+        starts = (np.add.accumulate(self.lines) - self.lines)[places] * LINE
+        columns = (numbers, ids, lengths, stamps, sums, starts, tail_bytes)
         said = zip(*(column.tolist() for column in columns), strict=True)
         for number, (place, sample, length, stamp, crc, start, size) in enumerate(said):
             if sound[number]:
@@ -157,7 +154,7 @@ class RecordBatch(NamedTuple):
             SegmentError: a sample's own form cannot be read here.
         """
         own = self if self.block is not None else self._copied()
-        tails_at = own.tails_at.tolist() if len(own.tails) else [0] * len(own.ids)
+        tails_at = own.tails_at if len(own.tails) else [0] * len(own.ids)
         return forms.read(schema, own.block, 0, tails_at, decode=decode)
 
     def samples(self, schema: Schema, *, decode: bool = True) -> dict[int, Any]:
