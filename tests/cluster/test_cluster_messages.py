@@ -250,6 +250,15 @@ def test_an_absent_record_has_no_tail() -> None:
         messages.parse_records(head_of(TAILED, 1), [entry, b"", bytes(LINE)], numbers(1), TAILED)
 
 
+def test_a_header_of_more_samples_than_a_message_may_have_is_refused() -> None:
+    head = bytearray(messages.get(1, PLAIN, numbers(1))[0])
+    head[12:16] = messages.MOST.to_bytes(4, "little")
+    assert messages.parse_head([bytes(head)], answers=False).samples == messages.MOST
+    head[12:16] = (messages.MOST + 1).to_bytes(4, "little")
+    with pytest.raises(Malformed, match="65,537 samples"):
+        messages.parse_head([bytes(head)], answers=False)
+
+
 def test_who_asks_for_too_much_is_told() -> None:
     with pytest.raises(ArgumentError, match="65,536 samples"):
         messages.get(1, PLAIN, np.zeros(messages.MOST + 1, np.int64))

@@ -186,6 +186,13 @@ def test_a_number_of_threads_that_is_none_is_refused(wrong: Any, log: ReadLog) -
     assert is_a_sentence(found.text)
 
 
+def test_as_many_threads_as_are_named_are_taken(log: ReadLog) -> None:
+    with hotset.cache(Waiting(log, 0.0), memory="64MiB", key="x", concurrency=1024) as cached:
+        assert [label for batch in hotset.DataLoader(cached, 16) for label in batch[1].tolist()] == list(
+            range(N)
+        )
+
+
 def test_a_window_is_filled_by_processes(log: ReadLog) -> None:
     found = failure(lambda: hotset.cache(Waiting(log), window=hotset.Window(resident=8), concurrency=4))
     assert found.kind is hotset.ArgumentError

@@ -497,3 +497,26 @@ def test_a_state_is_of_the_dataset_as_it_is_since_an_attribute_was_set() -> None
         other = hotset.DataLoader(cached, batch_size=5)
         other.load_state_dict(loader.state_dict())
         same(list(other), list(batches))
+
+
+class Scaled(Pictures):
+    def enlarge(self) -> None:
+        self.scale = 7
+
+    def names(self) -> list[str]:
+        return self.classes
+
+
+def test_what_a_method_sets_in_a_pass_counts_in_the_next_whatever_is_called_meanwhile() -> None:
+    with hotset.cache(Scaled(), memory="1MiB") as cached:
+        loader = LOADERS["hotset"](cached)
+        for number, _ in enumerate(loader):
+            if number == 0:
+                cached.enlarge()
+            else:
+                assert cached.names() == ["a", "b"]
+        plain = Scaled()
+        plain.enlarge()
+        with pytest.warns(hotset.HotsetWarning, match=r"Scaled\.scale was set"):
+            found = list(loader)
+        same(found, list(LOADERS["torch"](plain)))

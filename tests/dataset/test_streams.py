@@ -215,6 +215,18 @@ class TestFirstPass:
             assert stream.plan.cached[1:] == ("plus_one",)
             assert stream.plan.live == ("noisy",)
 
+    def test_a_loaders_generator_seeds_the_workers_as_torchs_does(self) -> None:
+        """What workers draw follows from the base seed, which torch draws from the loader's generator."""
+
+        def run(kind: Any, dataset: Any) -> list[Any]:
+            seed_everything()
+            generator = torch.Generator().manual_seed(3)
+            return [*kind(dataset, batch_size=4, num_workers=2, generator=generator), generator.get_state()]
+
+        expected = run(DataLoader, Jitter())
+        with hotset.cache(Numbers(N), transform=[noisy], memory="10MiB") as stream:
+            equal_batches(run(hotset.DataLoader, stream), expected)
+
     def test_a_transform_that_works_in_place_changes_nothing_of_the_users(self) -> None:
         kept = [(torch.ones(4), number) for number in range(8)]
 
@@ -448,6 +460,19 @@ def test_a_loaders_length_is_the_streams_before_the_first_pass_if_it_states_one(
         assert failure(lambda: len(hotset.DataLoader(stream, batch_size=8))).kind is TypeError
 
 
+class Noting(Numbers):
+    """Notes which numbers it has given."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.given: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for picture, number in super().__iter__():
+            self.given.append(number)
+            yield picture, number
+
+
 class Reseeded(Numbers):
     """Another order in each epoch that is announced."""
 
@@ -611,9 +636,10 @@ class TestOtherSamples:
         equal_batches(quiet(hotset.DataLoader(stream, batch_size=4)), first)
         stream.close()
 
-    def test_rare_draws_are_not_frozen(self) -> None:
+    @pytest.mark.parametrize("size", [8, 7], ids=["last of its batch", "first of its batch"])
+    def test_rare_draws_are_not_frozen(self, size: int) -> None:
         stream = hotset.cache(Jitter(every=400, count=800), memory="10MiB")
-        loader = hotset.DataLoader(stream, batch_size=8)
+        loader = hotset.DataLoader(stream, batch_size=size)
         with recorded() as told:
             epochs = [quiet(loader) for _ in range(3)]
         assert all(sorted(values(epoch)) == list(range(800)) for epoch in epochs)
@@ -664,6 +690,19 @@ class TestOtherSamples:
         with pytest.raises(hotset.NotCacheable, match="data pipe") as raised:
             hotset.cache(IterableWrapper(range(20)), memory="1MiB")
         assert is_a_sentence(str(raised.value))
+
+    def test_a_shuffle_of_more_than_can_be_compared_is_warned_of(self) -> None:
+        with pytest.warns(
+            hotset.HotsetWarning, match="in another order in each run, so hotset cannot tell"
+        ) as told:
+            stream = hotset.cache(Shuffled(5000), memory="10MiB")
+        assert is_a_sentence(str(told[0].message))
+        stream.close()
+
+    def test_a_stream_is_as_it_was_once_it_was_looked_at(self) -> None:
+        stream = Noting(N)
+        with hotset.cache(stream, memory="10MiB"):
+            assert stream.given == []
 
     def test_a_shuffled_stream_is_taken_with_its_first_order(self) -> None:
         with hotset.cache(Shuffled(N), memory="10MiB") as stream:

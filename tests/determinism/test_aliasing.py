@@ -379,6 +379,14 @@ def test_a_dataset_that_works_in_place_on_what_it_stores_is_refused_with_the_rea
         hotset.cache(HalvesItsOwn(HALVED[kind], which), memory="1MiB")
 
 
+def test_a_dataset_that_works_in_place_is_refused_though_nothing_of_it_can_be_stored() -> None:
+    dataset = HalvesItsOwn(HALVED["tensor"], set(range(40)))
+    for item in dataset.items:
+        item["other"] = object
+    with pytest.raises(hotset.NotCacheable, match="__getitem__ changes in place what the dataset holds"):
+        hotset.cache(dataset, memory="1MiB")
+
+
 @pytest.mark.parametrize("kind", HALVED)
 def test_where_few_samples_are_changed_in_place_all_epochs_equal_the_first_until_the_audit_says_so(
     kind: str, monkeypatch: pytest.MonkeyPatch

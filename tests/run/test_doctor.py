@@ -21,6 +21,7 @@ from helpers import is_a_sentence, rarely
 from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor import watch
 from hotset.run.doctor.advice import advice, as_json, predict, unknown
+from hotset.run.doctor.ledger import Ledger
 from hotset.run.doctor.loop import StepLength, step_alone
 from hotset.run.doctor.observed import Decoder, Observed, read
 from hotset.run.doctor.stand_in import StandIn
@@ -397,6 +398,17 @@ def test_steps_that_are_not_alike_are_not_compared_with_a_few_of_one_kind() -> N
     assert step_alone(mean, [cheap, dear] * 20, [cheap] * 5) == mean
     alike = step_alone(StepLength(2e-2, 1e-2), [StepLength(2e-2, 1e-2)] * 20, [cheap] * 5)
     assert alike == pytest.approx(cheap)
+
+
+def test_who_is_stopped_is_named_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dies over it: hotset doctor lets those go on that are named."""
+    named: list[list[str]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: named.append(os.listdir(tmp_path)))
+    ledger = Ledger(str(tmp_path))
+    ledger.pause([12345])
+    ledger.resume([12345])
+    assert named == [[f"paused-{os.getpid()}"]] * 2
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_step_of_several_threads_and_a_long_one_have_no_stand_in() -> None:

@@ -208,7 +208,9 @@ os.replace(sys.argv[1] + "/b.png", path)
 say([first.getpixel((4, 4)), Image.open(path).getpixel((4, 4))])
 """
     )
-    assert run(program, str(tmp_path)).said == [[1] * 3, [2] * 3, [3] * 3, [3, 4]]
+    ran = run(program, str(tmp_path))
+    assert ran.said == [[1] * 3, [2] * 3, [3] * 3, [3, 4]]
+    assert "the file was written a moment ago" in ran.report
 
 
 def test_a_plugin_that_reads_its_file_in_its_own_way_is_left_alone(tmp_path: Path) -> None:

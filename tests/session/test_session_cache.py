@@ -368,6 +368,12 @@ def test_two_transforms_in_one_session_stay_apart(log: ReadLog) -> None:
     assert len(report(session).caches) == 3
 
 
+def test_a_cache_is_planned_with_no_more_than_its_sessions_memory() -> None:
+    sessions.create("shared", memory=MIB)
+    with hotset.cache(Samples(mapping, N), session="shared", memory="10MiB") as cached:
+        assert cached.plan.limit == MIB
+
+
 def test_a_live_part_shares_what_is_before_it(log: ReadLog) -> None:
     session = sessions.create("shared", memory=MIB)
     found = []

@@ -26,7 +26,8 @@ import hotset
 from hotset.cli.main import app
 from hotset.errors import HotsetError
 from hotset.session import sessions
-from hotset.session.reclaim import reclaim
+from hotset.session.file_names import retire
+from hotset.session.reclaim import reclaim, room_of
 from hotset.session.reports import report
 
 pytestmark = pytest.mark.usefixtures("runtime", "patient")
@@ -301,6 +302,16 @@ def test_a_pinned_cache_stays(start: Start) -> None:
     assert run_once(start, 3)[0] == N
 
 
+def test_what_is_pinned_is_no_room_for_others(start: Start) -> None:
+    create()
+    run_once(start, 2)
+    held = room_of(sessions.find("a")).unused
+    assert held > 0
+    command("pin", "a", "Numbers")
+    room = room_of(sessions.find("a"))
+    assert (room.unused, room.used) == (0, held)
+
+
 def test_what_cannot_be_pinned_is_said(start: Start) -> None:
     create(memory=ROOM * 2)
 
@@ -412,3 +423,11 @@ def test_who_dies_while_dropping_leaves_nothing_for_good(start: Start, disk: str
     assert run_once(start, 3)[0] == N
     assert len(shown()["caches"]) == 1
     assert run_once(start, 2)[0] == N
+
+
+def test_who_wants_the_cache_that_its_remover_died_over_makes_it_anew(start: Start, runtime: Path) -> None:
+    create(memory=ROOM * 2)
+    run_once(start, 2)
+    (cache,) = runtime.glob("*.cache")
+    retire(str(cache))
+    assert run_once(start, 2) == (N, N, [])

@@ -180,6 +180,17 @@ def test_a_session_that_persists_is_there_after_a_reboot(memory: int, disk: str,
     assert sessions.sessions() == []
 
 
+def test_what_persists_is_kept_however_long_no_job_comes_for_it(
+    disk: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    persisted(disk)
+    reboot(runtime)
+    old(monkeypatch)
+    assert recovery.gc() == []
+    with hotset.cache(Samples(mapping, N), session="a") as cached:
+        assert cached.stats().cached == N
+
+
 def test_a_session_that_does_not_persist_is_gone_after_a_reboot(
     disk: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -555,6 +555,15 @@ def test_a_loader_in_a_control_group_too_small_for_the_data_goes_on_with_one_war
         assert "memory" in said
 
 
+def test_an_extent_that_is_not_as_this_process_left_it_is_not_used() -> None:
+    with opened(row, 40) as store:
+        store.fill(np.arange(10), row)
+        store.participant.row[Slot.ROW_NEXT] = 0
+        store.fill(np.arange(10, 40), row)
+        assert wrong(stored(store), row) == {}
+        assert store.check() == []
+
+
 # The budget that caches share
 
 

@@ -470,6 +470,25 @@ def test_a_claim_that_is_given_back_just_after_it_was_respected_is_taken_over() 
         assert count(store) == store.filler.reads == 1
 
 
+def test_what_cannot_be_stored_is_claimed_no_longer_than_it_is_read() -> None:
+    with opened(float, N) as store, attached(store) as other:
+        nothing = object()
+        assert store.fill(ids(1, 2), lambda sample: nothing) == {1: nothing, 2: nothing}
+        assert other.filler.claims.take(ids(1, 2), 2).tolist() == [1, 2]
+
+
+def test_nothing_is_published_once_a_clear_has_begun() -> None:
+    """A cache that is destroyed waits for no claim: its pages may be given back by now."""
+    with opened(float, N) as store:
+
+        def read(sample: int) -> float:
+            store.segment.live[Live.CLEAR_GENERATION] |= 1
+            return float(sample)
+
+        assert store.fill(ids(1, 2), read) == {1: 1.0, 2: 2.0}
+        assert int(store.segment.index.max()) < PRESENT
+
+
 def test_nothing_is_claimed_in_the_midst_of_a_clear() -> None:
     with opened(torch.tensor, 10, 1 << 20) as store:
         claims = Claims(store.participant)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -391,6 +393,44 @@ def test_a_batch_that_a_clear_overtakes_is_none(when: str, collate: Any) -> None
             copy.run()
         assert gather.finish(copy, as_it_is) is None
         equal_batches(plain(gathered(gather, [1, 2])), plain(collate([_another(1), _another(2)])))
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A file that lies in memory, of whose pages the kernel tells how many there are."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder, "store")
+
+
+def _blocks(file: Path) -> int:
+    return file.stat().st_blocks
+
+
+def test_a_copy_of_what_a_clear_gave_back_touches_none_of_it(in_memory: Path) -> None:
+    """To read a page that was given back takes it anew, and where there is none left the kernel kills."""
+    with opened(samples.kilobyte, 64, path=in_memory) as store, attached(in_memory) as other:
+        store.fill(np.arange(64), samples.kilobyte)
+        gather = Gather(store, default_collate)
+        copy = _prepared(gather, range(64))
+        assert copy is not None
+        assert other.clear()
+        before = _blocks(in_memory)
+        copy.run()
+        assert _blocks(in_memory) == before
+        assert gather.finish(copy, as_it_is) is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_clear_gives_no_page_back_under_a_reader(
+    reads: bool, in_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotset.store.store._READERS_SECONDS", 0.1)
+    with opened(samples.kilobyte, 64, path=in_memory) as store, attached(in_memory) as other:
+        store.fill(np.arange(64), samples.kilobyte)
+        before = _blocks(in_memory)
+        with other.participant.reading if reads else contextlib.nullcontext():
+            assert store.clear()
+            assert (_blocks(in_memory) == before) is reads
 
 
 def test_a_batch_that_is_prepared_in_the_midst_of_a_clear_is_none() -> None:

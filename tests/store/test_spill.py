@@ -476,6 +476,22 @@ def test_a_batch_of_both_tiers_that_a_clear_overtakes_is_none(folder: Path) -> N
         assert wrong(stored(other, ids(0)), second) == {}
 
 
+@pytest.mark.parametrize("make", [samples.small_float, samples.text], ids=["a row", "row and tail"])
+def test_a_record_from_before_a_clear_is_damage(make: Make, folder: Path) -> None:
+    """As it is there if the disk has lost what was written last: whole, and not the one that is meant."""
+    with spilling(make, folder) as store:
+        store.fill(ids(2), make)
+        assert store.spill is not None
+        file, at, stride = store.spill.segment.fd, row_at(store, 2), store.segment.geometry.stride
+        before = os.pread(file, stride, at)
+        store.clear()
+        store.fill(ids(2), lambda sample: make(sample + 1))
+        assert row_at(store, 2) == at
+        os.pwrite(file, before, at)
+        with pytest.warns(HotsetWarning, match="sample 2 is damaged on the disk"):
+            assert store.read(ids(2)) is None
+
+
 def test_a_row_that_cannot_be_read_costs_no_neighbours(folder: Path) -> None:
     def left() -> list[int]:
         with spilling(samples.small_float, folder) as store:
