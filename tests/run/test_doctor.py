@@ -17,10 +17,12 @@ import pytest
 import torch
 from decoding import COMMAND, forked
 from helpers import is_a_sentence, rarely
+from kills import child, kill
 
 from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor import watch
 from hotset.run.doctor.advice import advice, as_json, predict, unknown
+from hotset.run.doctor.clocks import Clocks
 from hotset.run.doctor.ledger import Ledger
 from hotset.run.doctor.loop import StepLength, step_alone
 from hotset.run.doctor.observed import Decoder, Observed, read
@@ -393,10 +395,11 @@ def test_what_was_tried_with_the_programs_step_counts() -> None:
 
 
 def test_steps_that_are_not_alike_are_not_compared_with_a_few_of_one_kind() -> None:
-    cheap, dear = StepLength(1e-2, 1e-2), StepLength(9e-2, 9e-2)
-    mean = StepLength(5e-2, 5e-2)  # gradients are accumulated over two batches
+    cheap, dear = StepLength(1e-2, 1e-2, 1e-2), StepLength(9e-2, 9e-2, 9e-2)
+    mean = StepLength(5e-2, 5e-2, 5e-2)  # gradients are accumulated over two batches
     assert step_alone(mean, [cheap, dear] * 20, [cheap] * 5) == mean
-    alike = step_alone(StepLength(2e-2, 1e-2), [StepLength(2e-2, 1e-2)] * 20, [cheap] * 5)
+    beside = StepLength(2e-2, 1e-2, 1e-2)
+    alike = step_alone(beside, [beside] * 20, [cheap] * 5)
     assert alike == pytest.approx(cheap)
 
 
@@ -412,9 +415,40 @@ def test_who_is_stopped_is_named_before(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_step_of_several_threads_and_a_long_one_have_no_stand_in() -> None:
-    assert StandIn.of(StepLength(seconds=1e-3, cpu=4e-3)) is None
-    assert StandIn.of(StepLength(seconds=1.0, cpu=0.5)) is None
-    assert StandIn.of(StepLength(seconds=1e-3, cpu=1e-3)) is not None
+    assert StandIn.of(StepLength(seconds=1e-3, cpu=4e-3, thread=1e-3)) is None
+    assert StandIn.of(StepLength(seconds=1.0, cpu=0.5, thread=0.5)) is None
+    assert StandIn.of(StepLength(seconds=1e-3, cpu=1e-3, thread=1e-3)) is not None
+
+
+def test_a_step_has_the_length_that_it_would_have_with_a_processor_at_once() -> None:
+    taken = Clocks(wall=5e-3, thread=1e-3, process=2e-3, queued=3e-3)
+    assert StepLength.of(taken) == pytest.approx((2e-3, 2e-3, 1e-3))
+    sums = {"steps": 2.0, "step": 1e-2, "step_thread": 2e-3, "step_process": 4e-3, "step_queued": 6e-3}
+    assert StepLength.mean(sums) == pytest.approx(StepLength.of(taken))
+
+
+def test_a_thread_that_waits_for_a_processor_is_told_so() -> None:
+    """Two processes on one processor: either of them waits for it about half of the time."""
+    if not Path("/proc/thread-self/schedstat").exists():
+        pytest.skip("this kernel does not say what a thread waited for a processor")
+    core = {min(os.sched_getaffinity(0))}
+
+    def spin() -> None:
+        while True:
+            pass
+
+    before = os.sched_getaffinity(0)
+    pid = child(spin)
+    try:
+        os.sched_setaffinity(pid, core)
+        os.sched_setaffinity(0, core)
+        begin = Clocks.now(queued=True)
+        while (taken := Clocks.now(queued=True).since(begin)).thread < 0.05:
+            pass
+    finally:
+        os.sched_setaffinity(0, before)
+        kill(pid)
+    assert 0.005 < taken.queued < taken.wall
 
 
 def test_a_step_is_no_shorter_than_its_gpu_takes() -> None:
@@ -503,8 +537,8 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
             "step_process": 0.4,
         },
         "first_waits": [0.3],
-        "steps": [(0.04, 0.04)] * 10,
-        "alone": [(0.02, 0.02)] * 3,
+        "steps": [(0.04, 0.04, 0.04)] * 10,
+        "alone": [(0.02, 0.02, 0.02)] * 3,
         "fetching": None,
         "workers": [2, 3],
     }

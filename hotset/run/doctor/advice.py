@@ -80,13 +80,12 @@ class _Model:
         self.seen = seen
         self.cores = cores / seen.ranks  # of each rank
         self.fetch = _with_transport(seen)
-        row = seen.trial["loaders"].get("plain-0")
+        row = seen.trial["loaders"].get("plain-0") if seen.workers else None
         # A worker writes into shared memory, which is touched for the first time in each batch.
         self._without = None if row is None else Loader(row["rate"], 0.0, row["cpu"], overlaps=False)
-        # And the step gives that memory back.
-        worker = seen.trial["loaders"].get("plain-1")
-        self._release = worker["release"] if worker is not None else 0.0
-        self._step = _longer(seen.step, -self._release) if seen.workers else seen.step
+        # And the step gives a batch's memory back, which takes longer if that is shared.
+        self._release = [_release(seen, "plain-0"), _release(seen, "plain-1")]
+        self._step = _longer(seen.step, -self._release[seen.workers > 0])
         self.modelled = self._plain(seen.workers, self.fetch)
         measured = seen.rate / seen.ranks
         low, high = _FACTOR
@@ -96,8 +95,7 @@ class _Model:
         loader = loader_with(workers, fetch, self.cores)
         if workers == 0 and fetch is self.fetch and self._without is not None:
             loader = self._without
-        step = _longer(self._step, self._release) if workers else self._step
-        return together(loader, step, self.cores)
+        return together(loader, _longer(self._step, self._release[workers > 0]), self.cores)
 
     def plain(self, workers: int, fetch: Fetch | None = None) -> float:
         """Samples a second of a rank, with torch's loader."""
@@ -144,6 +142,12 @@ class _Model:
         # What the trial had with the program's step counts: arithmetic misses it by so much for each hit.
         missed = 1.0 / row["training"] - 1.0 / together(hits, step, self.cores) if row["training"] else 0.0
         return min(1.0 / max(1.0 / together(loader, step, self.cores) + fits * missed, 1e-9), self.limit)
+
+
+def _release(seen: Observed, loader: str) -> float:
+    """Seconds of a step, for each sample, that this loader's batches take to be given back."""
+    row = seen.trial["loaders"].get(loader)
+    return float(row["release"]) if row is not None else 0.0
 
 
 def _longer(step: Step, seconds: float) -> Step:

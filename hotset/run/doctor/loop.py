@@ -1,8 +1,10 @@
 """The training loop's clocks: how long it waits for its batches, and how long its steps take.
 
-Where the loop asks for a batch and where it gets one, three clocks are read: the time, the processor time of
-the thread, and that of the process. So a step is known by its length and by what it takes of the cores. But
-beside busy workers a step takes longer than it would alone. So now and then, for one step, the workers are
+Where the loop asks for a batch and where it gets one, four clocks are read: the time, the processor time of
+the thread, that of the process, and the time in which the thread waited for a processor. So a step is known
+by its length and by what it takes of the cores. But beside busy workers a step takes longer than it would
+alone. What it waited for a processor is taken off; it also shares memory and caches with them, and its other
+threads wait, too. So now and then, for one step, the workers are
 stopped (SIGSTOP) when the loop has got its batch, and go on when it asks for the next. That is done at most
 eight times, for at most a hundredth of the time; ``hotset doctor`` continues them if the loop does not.
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hotset.run.doctor.clocks import Clocks, Sums
@@ -43,14 +45,32 @@ _LONGEST_ALONE_SECONDS = 2.0  # a longer step is not measured alone
 _UNLIKE = 0.5  # steps whose processor time differs by this share of their length are not of one kind
 _DEFAULT_BATCH = 32
 _STEPS_KEPT = 256
+_STEP_SUMS = ("step", "step_thread", "step_process", "step_queued")  # of the clocks
 _WARM_UP = 2  # steps of a process that are left out: they compile, and allocate
 
 
 class StepLength(NamedTuple):
-    """Seconds: of a step, and the processor time in it, over all threads of the process."""
+    """What a step takes, in seconds.
+
+    Attributes:
+        seconds: its length, without what its thread waited for a processor.
+        cpu: the processor time in it, of all threads of the process.
+        thread: that of its own thread.
+    """
 
     seconds: float
     cpu: float
+    thread: float
+
+    @classmethod
+    def of(cls, taken: Clocks) -> StepLength:
+        return cls(taken.wall - taken.queued, taken.process, taken.thread)
+
+    @classmethod
+    def mean(cls, sums: Mapping[str, float]) -> StepLength:
+        """Of all steps that a loop has counted."""
+        total = Clocks(*(sums.get(name, 0.0) for name in _STEP_SUMS))
+        return cls(*(each / sums["steps"] for each in cls.of(total)))
 
 
 class Loop:
@@ -87,7 +107,7 @@ class Loop:
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for a batch."""
-        now = Clocks.now()
+        now = Clocks.now(queued=True)
         paused = bool(self._paused)
         self.let_go_on()
         self._is_first = begins(iterator)
@@ -103,11 +123,11 @@ class Loop:
 
     def _count_step(self, taken: Clocks, paused: bool) -> None:
         self._gpu.end()
-        length = StepLength(taken.wall, taken.process)
+        length = StepLength.of(taken)
         if paused:
             self._alone.append(length)
         elif not self._left_out:
-            self.sums.add(steps=1, step=length.seconds, step_process=length.cpu)
+            self.sums.add(steps=1, **dict(zip(_STEP_SUMS, taken, strict=True)))
             self._steps.append(length)
             del self._steps[:-_STEPS_KEPT]
 
@@ -119,7 +139,7 @@ class Loop:
         self._count_batch(now.since(self._entered))
         self._pause(iterator, now.wall)
         self._gpu.begin()
-        self._exited = Clocks.now()
+        self._exited = Clocks.now(queued=True)
 
     def _count_batch(self, taken: Clocks) -> None:
         if self._is_first:
@@ -160,11 +180,9 @@ class Loop:
 
     def step(self) -> StepLength | None:
         """A step beside no workers; None if none was counted."""
-        steps = self.sums.of.get("steps", 0.0)
-        if not steps:
+        if not self.sums.of.get("steps"):
             return None
-        mean = StepLength(self.sums.of["step"] / steps, self.sums.of["step_process"] / steps)
-        return step_alone(mean, self._steps, self._alone)
+        return step_alone(StepLength.mean(self.sums.of), self._steps, self._alone)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -195,9 +213,11 @@ def step_alone(mean: StepLength, beside: Sequence[StepLength], alone: Sequence[S
     tenths = statistics.quantiles([one.cpu for one in beside], n=10)
     if tenths[-1] - tenths[0] > _UNLIKE * usual:
         return mean
-    length, busy = (statistics.median(column) for column in zip(*alone, strict=True))
-    seconds = mean.seconds * min(1.0, length / usual) if usual else mean.seconds
-    return StepLength(seconds, busy * seconds / length if length else mean.cpu)
+    one = StepLength(*(statistics.median(column) for column in zip(*alone, strict=True)))
+    if not usual or not one.seconds:
+        return mean
+    seconds = mean.seconds * min(1.0, one.seconds / usual)
+    return StepLength(seconds, one.cpu * seconds / one.seconds, one.thread * seconds / one.seconds)
 
 
 def left_out(length: int | None, workers: int) -> int:

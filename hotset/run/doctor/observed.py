@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,17 +120,16 @@ def _put_together(
 ) -> Observed:
     fetches = _Fetches(fetching, facts["workers"])
     batch = fetches.batch_size or facts["batch_size"] or 1
-    steps, batches = _sum(loops, "steps"), _sum(loops, "batches")
-    step_beside = _sum(loops, "step") / steps
-    wait = (_sum(loops, "wait") + _sum(loops, "end")) / batches if batches else 0.0
-    receive = _sum(loops, "wait_thread") / batches / batch if batches else 0.0
+    sums = _sums(loops)
+    steps, batches = sums["steps"], sums["batches"]
+    step_beside = sums["step"] / steps
+    wait = (sums["wait"] + sums["end"]) / batches if batches else 0.0
+    receive = sums["wait_thread"] / batches / batch if batches else 0.0
     if facts["workers"] == 0:
         # The fetch is in the wait; what is beside it is torch's own, and takes no worker.
         receive = 0.0
-    mean = StepLength(step_beside, _sum(loops, "step_process") / steps)
-    alone = step_alone(mean, _step_lengths(loops, "steps"), _step_lengths(loops, "alone"))
-    gpu_steps = _sum(loops, "gpu_steps")
-    gpu = _sum(loops, "gpu") / gpu_steps if gpu_steps else None
+    alone = step_alone(StepLength.mean(sums), _step_lengths(loops, "steps"), _step_lengths(loops, "alone"))
+    gpu = sums["gpu"] / sums["gpu_steps"] if sums["gpu_steps"] else None
     return Observed(
         dataset=facts["dataset"],
         length=facts["length"],
@@ -154,8 +154,12 @@ def _put_together(
     )
 
 
-def _sum(rows: Iterable[dict[str, Any]], name: str) -> float:
-    return sum(float(row["sums"].get(name, 0.0)) for row in rows)
+def _sums(loops: Iterable[dict[str, Any]]) -> defaultdict[str, float]:
+    total: defaultdict[str, float] = defaultdict(float)
+    for loop in loops:
+        for name, value in loop["sums"].items():
+            total[name] += value
+    return total
 
 
 def _step_lengths(loops: Sequence[dict[str, Any]], name: str) -> list[StepLength]:

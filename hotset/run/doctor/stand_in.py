@@ -6,8 +6,9 @@ lives until the next has come, so that other memory is written to. So the trial 
 program does, with this in place of its step.
 
 A step that computes for a part of its length does so first, and then rests, as one that waits for a device.
-What a step takes of the memory's bandwidth is not known, and is left out. A step that computes in several
-threads has no stand-in: OpenMP's threads spin where they wait, and how much of that is work is not known.
+What a step takes of the memory's bandwidth is not known, and is left out, and so is what other threads of the
+program compute. A step in which the process takes more than a core and a fifth has no stand-in: OpenMP's
+threads spin where they wait, and how much of that is work is not known.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StandIn:
     """A step of this length, to be called in the training's place.
 
     Example:
-        >>> step = StandIn(StepLength(seconds=3e-3, cpu=1e-3))
+        >>> step = StandIn(StepLength(seconds=3e-3, cpu=1e-3, thread=1e-3))
         >>> begin = time.perf_counter()
         >>> step()
         >>> 1e-3 < time.perf_counter() - begin < 1.0
@@ -39,7 +40,7 @@ class StandIn:
     """
 
     def __init__(self, length: StepLength) -> None:
-        self._busy = min(length.cpu, length.seconds)
+        self._busy = min(length.thread, length.seconds)
         self._rest = length.seconds - self._busy
         # A rest takes longer than it is asked to, by what the kernel takes to wake a process.
         tries = min(_TRIES, int(_TRY_SECONDS / max(length.seconds, 1e-6)))

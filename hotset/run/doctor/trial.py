@@ -8,8 +8,7 @@ the program's own workers stopped, and writes one dictionary:
 ``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
 ``refused`` in place of it, the sentence with which hotset.cache refuses
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
-            ``plain-1`` torch's with one worker over the dataset as it is, ``plain-0`` without, if the program
-            has workers
+            ``plain-1`` torch's with one worker over the dataset as it is, ``plain-0`` without
 ==========  ==============================================================================================
 
 A loader's rate is measured over a second or two, in passes as long as the program's own, without the first
@@ -145,9 +144,11 @@ def _tried(settings: LoaderSettings, step: StepLength | None) -> dict[str, Any]:
             "epochs come from memory, but a trial would have to read all of it; see docs/streams.md"
         )
     else:
-        # What runs without workers comes last: it may change what the program's own functions keep, of which
-        # new workers have a copy.
+        # What a program with workers does not do itself comes last: it may change what the program's own
+        # functions keep, of which new workers have a copy.
         release = _try_plain(settings, 1, found)
+        if not settings.workers:
+            release = _try_plain(settings, 0, found)
         _try_cache(settings, _without(release, settings, step), found)
         if settings.workers:
             _try_plain(settings, 0, found)
@@ -171,8 +172,8 @@ def _without(release: float, settings: LoaderSettings, step: StepLength | None) 
     """The step without the time in which it gives back torch's batch; over a cache it gives back another."""
     if step is None:
         return None
-    spared = release * (settings.batch_size or 1) if settings.workers else 0.0
-    return StandIn.of(StepLength(max(step.seconds - spared, 0.0), max(step.cpu - spared, 0.0)))
+    spared = release * (settings.batch_size or 1)
+    return StandIn.of(StepLength(*(max(each - spared, 0.0) for each in step)))
 
 
 def _try_cache(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any]) -> None:
@@ -302,16 +303,16 @@ class _Loader:
     def _pass(self, step: StandIn | None) -> _Pass:
         """A pass to its end, or of some seconds of a long one."""
         begin, cpu, count, release = 0.0, 0.0, -self._left_out, 0.0
+        kept: list[Any] = [None]  # a batch goes when the next has come, as in a program
         for batch in self._batches:
             count += 1
-            if step is not None:
-                step()
             there = time.perf_counter()
-            if step is None:
-                del batch  # with a step it goes when the next has come, as in a program
+            kept[0] = batch
             if count > 0:
                 release += time.perf_counter() - there
-            elif count == 0:
+            if step is not None:
+                step()
+            if count == 0:
                 begin, cpu = time.perf_counter(), _processor_seconds()
             if count >= _LEAST_BATCHES and time.perf_counter() - begin >= _RATE_SECONDS:
                 break
