@@ -33,6 +33,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.format_transform import format_of
 from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.libraries import torch_nn
 from hotset.determinism.verdict import library_of
 
 __all__ = [
@@ -271,10 +272,10 @@ def _is_known(value: Any) -> bool:
     if not callable(value) or isinstance(value, (type, *_FUNCTIONS)):
         return False
     library = library_of(value)
-    if library is None or library.__name__.endswith(".modules"):
+    if library is None or library is torch_nn:  # a module under another name may be any network
         return False
     try:
-        return library.opened(value) is not None or library.judge(value) is not None
+        return library.children_in_order(value) is not None or library.judge(value) is not None
     except Exception:  # half made, or not what its class says
         return False
 

@@ -1,4 +1,4 @@
-"""A chain of transforms: its leaves, in the order in which they are applied, and how to cut it in two.
+"""A chain of transforms: its leaves, in the order in which they are applied, and its cut into two chains.
 
 ::
 
@@ -6,15 +6,16 @@
                                          ^ cut here, n = 3
     prefix: load, resize, crop           suffix: flip, norm
 
-A container is opened if it does nothing but apply its children in order. A container that chooses among its
-children, or converts boxes before and after them, is a leaf; so is a container that was declared as a whole.
-The cut takes apart only the containers that it runs through; all others stay as they are. Some containers do
-work around each child: MONAI's Compose maps it over the items of a list. The cut makes two containers of the
-same kind and settings out of one of those, so that applying the prefix and then the suffix equals applying
+hotset opens a container that does nothing but apply its children in order. A container that chooses among its
+children, or converts boxes before and after them, is a leaf; so is one that the user has declared as a whole.
+
+The cut takes apart only the containers that it runs through, and leaves all others as they are. Some
+containers do work around each child: MONAI's Compose maps it over the items of a list. Of such a container
+the cut makes two, of the same kind and settings. So applying the prefix and then the suffix equals applying
 the chain.
 
-Inside a container that does work around each child, a container is opened only if it is of the same library:
-MONAI's Compose would take a tuple from the middle of a torchvision Compose for a list of samples.
+Inside a container that does work around each child, hotset opens only containers of the same library: MONAI's
+Compose would take a tuple from the middle of a torchvision Compose for a list of samples.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hotset.determinism.verdict import library_of, spoken
+from hotset.determinism.verdict import library_of, stated
 from hotset.errors import ArgumentError
 
 __all__ = ["Values", "applied", "cut", "leaves"]
@@ -60,8 +61,7 @@ def leaves(chain: Any) -> list[Any]:
         >>> [type(leaf).__name__ for leaf in leaves([nn.Sequential(nn.ReLU(), nn.Dropout()), nn.Tanh()])]
         ['ReLU', 'Dropout', 'Tanh']
     """
-    children = _children(chain, None)
-    return [chain] if children is None else _leaves(chain, children)
+    return _leaves(chain, None)
 
 
 def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
@@ -94,14 +94,13 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
 
 
 def _cut(node: Any, n: int, outer: Any) -> tuple[list[Any], list[Any]]:
-    """Cut a container after its first ``n`` leaves, of which it has more than that."""
+    """Cut a container, which stands directly in ``outer``, within its leaves: after the first ``n``."""
     children = _children(node, outer)
     assert children is not None, "a leaf cannot be cut"
     before: list[Any] = []
     after: list[Any] = []
     for child in children:
-        inner = _children(child, node)
-        size = 1 if inner is None else len(_leaves(child, inner))
+        size = len(_leaves(child, node))
         if n >= size:
             before.append(child)
         elif n <= 0:
@@ -114,25 +113,27 @@ def _cut(node: Any, n: int, outer: Any) -> tuple[list[Any], list[Any]]:
     return _part(node, before, True), _part(node, after, False)
 
 
-def _leaves(node: Any, children: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    for child in children:
-        inner = _children(child, node)
-        found += [child] if inner is None else _leaves(child, inner)
-    return found
+def _leaves(node: Any, outer: Any) -> list[Any]:
+    """The leaves of a node that stands directly in ``outer``; None: in nothing."""
+    children = _children(node, outer)
+    if children is None:
+        return [node]
+    return [leaf for child in children for leaf in _leaves(child, node)]
 
 
 def _children(node: Any, outer: Any) -> Sequence[Any] | None:
-    """The children of a container that may be opened inside ``outer``; None for a leaf."""
+    """The children of a container that may be opened where it stands, in ``outer``; None for a leaf."""
     if isinstance(node, (list, tuple)):
         return node
     library = library_of(node)
-    around = None if isinstance(outer, (list, tuple)) else library_of(outer)
-    if library is None or (around is not None and not around.PLAIN and around is not library):
+    outer_library = None if isinstance(outer, (list, tuple)) else library_of(outer)
+    if library is None:
         return None
-    if spoken(node) is not None:
+    if outer_library is not None and outer_library.WRAPS_CHILDREN and outer_library is not library:
         return None
-    children: Sequence[Any] | None = library.opened(node)
+    if stated(node) is not None:
+        return None
+    children: Sequence[Any] | None = library.children_in_order(node)
     return children
 
 

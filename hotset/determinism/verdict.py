@@ -1,13 +1,13 @@
 """A verdict on one transform: does it return the same output for the same input, and how is that known?
 
-Evidence is looked for in this order, and the first that is found decides:
+hotset looks for evidence in this order, and the first that it finds decides:
 
 1. *Declared*: ``@hotset.deterministic`` or ``@hotset.nondeterministic``.
-2. *Asked*: the transform has Clara's method ``is_deterministic()``.
+2. *Asked*: the transform has Clara's method ``is_deterministic()``, and hotset calls it.
 3. *Structure*: the transform's class is one of a library that hotset knows
    (:mod:`hotset.determinism.libraries`).
 
-Without evidence the verdict is ``"unknown"``. Outputs are not compared here: two equal outputs prove nothing.
+Without evidence the verdict is ``"unknown"``. No outputs are compared here: two equal outputs prove nothing.
 
 The verdict on a library's class holds for a user's subclass only if the subclass changes none of the class's
 methods. A library's transform that holds a function of the user (a filter, a getter of labels, a hook) is
@@ -42,23 +42,24 @@ __all__ = [
     "Kind",
     "Verdict",
     "ancestor",
-    "changed",
-    "handed",
+    "doubtful_function",
     "library_of",
     "name_of",
-    "spoken",
-    "together",
+    "replaced_method",
+    "stated",
     "verdict_of",
+    "verdict_of_children",
 ]
 
 Kind = Literal["deterministic", "random", "unknown"]
 
-_FILES = {
+# Package: its module in :mod:`hotset.determinism.libraries`.
+_MODULES = {
     "torchvision": "torchvision",
     "monai": "monai",
     "albumentations": "albumentations",
     "kornia": "kornia",
-    "torch": "modules",
+    "torch": "torch_nn",
 }
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _NO_FUNCTION = (type, weakref.ref)
@@ -66,7 +67,7 @@ _PLAIN = (
     *(int, float, complex, str, bytes, type(None), enum.Enum, torch.Tensor, np.ndarray, np.generic),
     *(torch.dtype, torch.device, np.dtype),
 )
-# A subclass may define these: they decide what an instance holds or looks like, not its output.
+# A subclass may define these: they decide what an instance holds or how it is shown, not its output.
 _HARMLESS_NAMES = """
     __init__ __repr__ __str__ extra_repr __init_subclass__ __class_getitem__ __eq__ __hash__ __len__
     __reduce__ __getstate__ __setstate__ __copy__ __deepcopy__ __doc__ __module__ __annotate__
@@ -118,35 +119,35 @@ def verdict_of(step: object) -> Verdict:
         'deterministic'
     """
     if isinstance(step, TakesBatches):
-        found = spoken(step) or _in_training(step) or verdict_of(step.transform)
+        found = stated(step) or _in_training(step) or verdict_of(step.transform)
         return replace(found, step=step, name=name_of(step))
     return (
-        spoken(step)
+        stated(step)
         or _by_structure(step)
         or Verdict.of(step, "unknown", "not declared, and not from a library that hotset knows")
     )
 
 
-def spoken(step: object) -> Verdict | None:
+def stated(step: object) -> Verdict | None:
     """The verdict by a declaration or the transform's own ``is_deterministic``; None if it has neither.
 
     Example:
-        >>> spoken(torch.nn.ReLU()) is None
+        >>> stated(torch.nn.ReLU()) is None
         True
     """
     mark = declared(step)
     if mark is None:
-        return _asked(step)
+        return _by_own_method(step)
     return Verdict.of(
         step, "deterministic" if mark == "deterministic" else "random", f"declared @hotset.{mark}"
     )
 
 
-def together(step: object, children: Iterable[object], evidence: str) -> Verdict:
+def verdict_of_children(step: object, children: Iterable[object], evidence: str) -> Verdict:
     """Judge a container by its children: random if one is, else unknown if one is, else deterministic.
 
     Example:
-        >>> together(len, [torch.nn.ReLU(), torch.nn.Dropout()], "both").evidence
+        >>> verdict_of_children(len, [torch.nn.ReLU(), torch.nn.Dropout()], "both").evidence
         'both; Dropout: torch.nn: Dropout draws in training mode'
     """
     verdicts = [verdict_of(child) for child in children]
@@ -163,13 +164,13 @@ def library_of(obj: object) -> Any | None:
 
     Example:
         >>> library_of(torch.nn.ReLU()).__name__, library_of(print)
-        ('hotset.determinism.libraries.modules', None)
+        ('hotset.determinism.libraries.torch_nn', None)
     """
-    makers: Iterable[Any] = (obj,) if isinstance(obj, _FUNCTIONS) else type(obj).__mro__
-    for maker in makers:
-        file = _FILES.get(_root(maker))
-        if file is not None:
-            return importlib.import_module(f"hotset.determinism.libraries.{file}")
+    origins: Iterable[Any] = (obj,) if isinstance(obj, _FUNCTIONS) else type(obj).__mro__
+    for origin in origins:
+        module = _MODULES.get(_package(origin))
+        if module is not None:
+            return importlib.import_module(f"hotset.determinism.libraries.{module}")
     return None
 
 
@@ -181,16 +182,16 @@ def ancestor(step: object, library: str) -> type | None:
         >>> ancestor(Mine(), "torch").__name__
         'ReLU'
     """
-    return next((cls for cls in type(step).__mro__ if _root(cls) == library), None)
+    return next((cls for cls in type(step).__mro__ if _package(cls) == library), None)
 
 
-def changed(step: object, base: type) -> str | None:
+def replaced_method(step: object, base: type) -> str | None:
     """Name a method of the library's class that the user's subclass, or this instance, has replaced.
 
     Example:
         >>> class Mine(torch.nn.ReLU):
         ...     def forward(self, x): return x
-        >>> changed(Mine(), torch.nn.ReLU), changed(torch.nn.ReLU(), torch.nn.ReLU)
+        >>> replaced_method(Mine(), torch.nn.ReLU), replaced_method(torch.nn.ReLU(), torch.nn.ReLU)
         ('forward', None)
     """
     for cls in type(step).__mro__:
@@ -204,13 +205,13 @@ def changed(step: object, base: type) -> str | None:
     return None
 
 
-def handed(step: object, library: str) -> str | None:
+def doubtful_function(step: object, library: str) -> str | None:
     """A sentence about a function in a library's transform that is not known to be deterministic, or None.
 
     The library's own functions are defaults of its transforms, and count as deterministic.
     """
     for name, value in _held(attributes(step)):
-        if not callable(value) or isinstance(value, _NO_FUNCTION) or _root(_maker(value)) == library:
+        if not callable(value) or isinstance(value, _NO_FUNCTION) or _package(_origin(value)) == library:
             continue
         verdict = verdict_of(value)
         if verdict.kind != "deterministic":
@@ -236,7 +237,7 @@ def name_of(step: object) -> str:
 
 
 def _in_training(step: object) -> Verdict | None:
-    """The verdict on a function for batches whose network would draw, or learn, with each call."""
+    """The verdict on a ``hotset.batched`` whose network would draw, or learn, with each call; else None."""
     module = step.in_training if isinstance(step, Batched) else None
     if module is None:
         return None
@@ -244,8 +245,8 @@ def _in_training(step: object) -> Verdict | None:
     return Verdict.of(step, "random", f"{why}; call its .eval() first")
 
 
-def _asked(step: object) -> Verdict | None:
-    """Clara's interface: the transform's own ``is_deterministic``."""
+def _by_own_method(step: object) -> Verdict | None:
+    """The verdict by the transform's own ``is_deterministic``, Clara's interface; None if it has none."""
     if isinstance(step, type) or not callable(inspect.getattr_static(type(step), "is_deterministic", None)):
         return None
     answer = step.is_deterministic()  # type: ignore[attr-defined]
@@ -280,15 +281,16 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _root(maker: Any) -> str:
-    module = getattr(maker, "__module__", None)
+def _package(origin: Any) -> str:
+    """The top-level package in which a function or class is defined; empty if it does not say."""
+    module = getattr(origin, "__module__", None)
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
-def _maker(value: object) -> object:
-    """The function itself, or the object's class: its module tells which library a callable is from."""
+def _origin(value: object) -> object:
+    """A callable's function or class, whose module tells from which library the callable is."""
     if isinstance(value, functools.partial):
-        return _maker(value.func)
+        return _origin(value.func)
     return value if isinstance(value, _FUNCTIONS) else type(value)
 
 

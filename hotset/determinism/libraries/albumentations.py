@@ -1,12 +1,12 @@
-"""albumentations: a transform has a probability and its own generators; its methods show what it draws.
+"""albumentations: each transform has a probability and its own generators, and its methods show if it draws.
 
 ``p`` is 0.5 for most transforms, so the class alone does not decide. With p=0 a transform is never applied
-and draws nothing. With p=1 it does not draw whether it is applied, and its class decides. A class draws if
+and draws nothing. With p=1 it is always applied, without a draw, and its class decides. A class draws if
 its methods read ``self.py_random`` or ``self.random_generator``; classes that draw only with some parameters
 have rules. Only the classes in ``_FIXED`` count as deterministic.
 
-A Compose converts bounding boxes and keypoints before and after its children, so it is opened only without
-them, and only if it is always applied. Its two halves are copies of it. The second half does not repeat the
+A Compose may convert bounding boxes and keypoints before and after its children. hotset cuts it only if it
+converts none, and is always applied. Its two halves are copies of it. The second half does not repeat the
 first one's checks of its inputs, as pictures may be tensors by then.
 """
 
@@ -17,11 +17,19 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together
+from hotset.determinism.verdict import (
+    Kind,
+    Verdict,
+    ancestor,
+    doubtful_function,
+    name_of,
+    replaced_method,
+    verdict_of_children,
+)
 
-__all__ = ["PLAIN", "judge", "opened", "part"]
+__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part"]
 
-PLAIN = False
+WRAPS_CHILDREN = True
 
 _FIXED_NAMES = """
     AutoContrast CenterCrop CenterCrop3D Crop CropAndPad Equalize FromFloat HorizontalFlip InvertImg Lambda
@@ -33,9 +41,9 @@ _IN_ORDER = ("Compose", "Sequential")
 _GENERATORS = {"py_random", "random_generator"}
 
 
-def opened(container: Any) -> tuple[Any, ...] | None:
+def children_in_order(container: Any) -> tuple[Any, ...] | None:
     """The children of a Compose or Sequential that is always applied and does nothing around them."""
-    return tuple(container.transforms) if _in_order(container) and _around(container) is None else None
+    return tuple(container.transforms) if _in_order(container) and _why_whole(container) is None else None
 
 
 def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
@@ -54,7 +62,7 @@ def judge(step: Any) -> Verdict | None:
     names = {cls.__name__ for cls in type(step).__mro__ if cls.__module__.startswith("albumentations.")}
     if base is None or not names & {"BasicTransform", "BaseCompose"}:
         return None
-    replaced = changed(step, base)
+    replaced = replaced_method(step, base)
     if "BaseCompose" in names:
         return _composition(step, base, replaced)
     known = replaced is None and not step.replay_mode
@@ -78,6 +86,7 @@ def judge(step: Any) -> Verdict | None:
 
 
 def _fixed(step: Any, name: str) -> Verdict:
+    """The verdict on a transform of a class in ``_FIXED``, some of which draw with some parameters."""
     if name in ("LongestMaxSize", "SmallestMaxSize") and isinstance(step.max_size, (list, tuple)):
         return _verdict(
             step, "random" if len(step.max_size) > 1 else "deterministic", "chooses from its sizes"
@@ -88,7 +97,7 @@ def _fixed(step: Any, name: str) -> Verdict:
             return _verdict(step, "random", "draws its sizes or what it fills them with")
     if "random" in (getattr(step, "position", None), getattr(step, "pad_position", None)):
         return _verdict(step, "random", "draws the position")
-    why = handed(step, "albumentations")
+    why = doubtful_function(step, "albumentations")
     if why:
         return _verdict(step, "unknown", why)
     return _verdict(step, "deterministic", "draws nothing where it is applied", draws=step.p < 1)
@@ -103,15 +112,15 @@ def _composition(step: Any, base: type, replaced: str | None) -> Verdict:
         return _verdict(step, "random", "draws which of its transforms it applies, or where")
     if step.p < 1:
         return _verdict(step, "random", f"draws whether it is applied, p={step.p:g}")
-    around = _around(step)
-    whole = f", and is kept whole, as it {around}" if around else ""
-    verdict = together(
+    why = _why_whole(step)
+    whole = f", and is kept whole, as it {why}" if why else ""
+    verdict = verdict_of_children(
         step, step.transforms, f"albumentations: {base.__name__} applies its transforms{whole}"
     )
     return Verdict.of(step, verdict.kind, verdict.evidence, draws=verdict.kind == "deterministic")
 
 
-def _verdict(step: Any, kind: Any, what: str, draws: bool = False) -> Verdict:
+def _verdict(step: Any, kind: Kind, what: str, draws: bool = False) -> Verdict:
     return Verdict.of(step, kind, f"albumentations: {name_of(step)} {what}", draws)
 
 
@@ -119,11 +128,11 @@ def _in_order(container: Any) -> bool:
     base = ancestor(container, "albumentations")
     if base is None or base.__name__ not in _IN_ORDER or not base.__module__.endswith(".composition"):
         return False
-    return changed(container, base) is None and container.p >= 1 and not container.replay_mode
+    return replaced_method(container, base) is None and container.p >= 1 and not container.replay_mode
 
 
-def _around(container: Any) -> str | None:
-    """What a composition does around its children that two halves of it would do differently."""
+def _why_whole(container: Any) -> str | None:
+    """Why a composition cannot be cut in two, as words that follow "it"; None if it can."""
     if container.processors:
         return "converts boxes or keypoints before and after them"
     if getattr(container, "save_applied_params", False):

@@ -4,11 +4,11 @@ An augmentation has two probabilities, ``p`` for a sample and ``p_batch`` for a 
 generator. If one of the probabilities is 0, its output is its input, but it still draws its parameters. If
 both are 1, it is deterministic if it has no parameters to draw, or if it draws them from ranges of one value.
 
-A sequence draws the parameters of all its children before it applies the first one. The children in a prefix
-draw nothing, so a copy of the sequence with the other children keeps the order of all draws. That holds only
-if each child is an augmentation, which tells the next one the size of its output. A plain module that resizes
-does not, and in two halves the next child would draw for another size: a sequence with a plain module stays
-whole.
+A sequence draws the parameters of all its children before it applies the first one. It draws for sizes: an
+augmentation tells the next child the size of its output, but a plain module that resizes does not. In two
+halves of the sequence the next child would see the new size, and draw other parameters. So hotset cuts a
+sequence only if all its children are augmentations. Those in the prefix draw nothing, so a copy of the
+sequence with the others makes the same draws in the same order.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together
+from hotset.determinism.verdict import (
+    Kind,
+    Verdict,
+    ancestor,
+    doubtful_function,
+    name_of,
+    replaced_method,
+    verdict_of_children,
+)
 
-__all__ = ["PLAIN", "judge", "opened", "part"]
+__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part"]
 
-PLAIN = False
+WRAPS_CHILDREN = True
 
 # These have no parameters to draw: where they are applied, they always do the same.
 _FIXED_NAMES = """
@@ -45,9 +53,9 @@ _PURE = (
 _NETWORKS = ("kornia.filters.dissolving", "kornia.filters.dexined")
 
 
-def opened(container: Any) -> tuple[Any, ...] | None:
+def children_in_order(container: Any) -> tuple[Any, ...] | None:
     """The augmentations of a sequence that applies all of them, in order, to pictures alone."""
-    return tuple(container.children()) if _is_sequence(container) and _around(container) is None else None
+    return tuple(container.children()) if _is_sequence(container) and _why_whole(container) is None else None
 
 
 def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
@@ -68,7 +76,7 @@ def judge(step: Any) -> Verdict | None:
     names = {cls.__name__ for cls in type(step).__mro__ if cls.__module__.startswith("kornia.")}
     if base is None or "Module" not in {cls.__name__ for cls in type(step).__mro__}:
         return None
-    replaced = changed(step, base)
+    replaced = replaced_method(step, base)
     if "_BasicAugmentationBase" in names:
         return _augmentation(step, base, replaced)
     if "PolicyAugmentBase" in names:
@@ -78,12 +86,12 @@ def judge(step: Any) -> Verdict | None:
     if replaced or not base.__module__.startswith(_PURE) or base.__module__.startswith(_NETWORKS):
         why = f"has its own {replaced}" if replaced else "is of a class that hotset does not know"
         return _verdict(step, "unknown", why)
-    unsure = handed(step, "kornia")
+    unsure = doubtful_function(step, "kornia")
     if unsure:
         return _verdict(step, "unknown", unsure)
     children = list(step.children())
     if children:
-        return together(step, children, f"kornia: only the modules in {base.__name__} may draw")
+        return verdict_of_children(step, children, f"kornia: only the modules in {base.__name__} may draw")
     return _verdict(step, "deterministic", "is not an augmentation")
 
 
@@ -100,7 +108,7 @@ def _augmentation(step: Any, base: type, replaced: str | None) -> Verdict:
         return _verdict(
             step, "random", f"draws whether it is applied, p={step.p:g}, p_batch={step.p_batch:g}"
         )
-    unsure = handed(step, "kornia")
+    unsure = doubtful_function(step, "kornia")
     if unsure:
         return _verdict(step, "unknown", unsure)
     if fixed:
@@ -111,6 +119,7 @@ def _augmentation(step: Any, base: type, replaced: str | None) -> Verdict:
 
 
 def _gated(step: Any) -> bool:
+    """Whether an augmentation draws whether to apply itself."""
     return bool(0 < step.p < 1 or 0 < step.p_batch < 1)
 
 
@@ -129,24 +138,25 @@ def _sequence(step: Any, replaced: str | None) -> Verdict:
     if getattr(step, "random_apply", False):
         return _verdict(step, "random", "draws which of its children it applies")
     if replaced or type(step).__name__ not in (*_SEQUENCES, "VideoSequential"):
-        verdict = together(step, children, f"kornia: {name_of(step)}")
-        why = "does more than apply its children in order"
-        return verdict if verdict.kind == "random" else _verdict(step, "unknown", why)
-    around = _around(step)
-    whole = f", and is kept whole, as it {around}" if around else ""
-    return together(step, children, f"kornia: {name_of(step)} applies its children{whole}")
+        verdict = verdict_of_children(step, children, f"kornia: {name_of(step)}")
+        if verdict.kind == "random":
+            return verdict
+        return _verdict(step, "unknown", "does more than apply its children in order")
+    why = _why_whole(step)
+    whole = f", and is kept whole, as it {why}" if why else ""
+    return verdict_of_children(step, children, f"kornia: {name_of(step)} applies its children{whole}")
 
 
-def _verdict(step: Any, kind: Any, what: str, draws: bool = False) -> Verdict:
+def _verdict(step: Any, kind: Kind, what: str, draws: bool = False) -> Verdict:
     return Verdict.of(step, kind, f"kornia: {name_of(step)} {what}", draws)
 
 
 def _is_sequence(container: Any) -> bool:
     base = ancestor(container, "kornia")
-    return base is not None and base.__name__ in _SEQUENCES and changed(container, base) is None
+    return base is not None and base.__name__ in _SEQUENCES and replaced_method(container, base) is None
 
 
-def _around(container: Any) -> str | None:
+def _why_whole(container: Any) -> str | None:
     """Why a sequence cannot be cut in two, as words that follow "it"; None if it can."""
     if container.random_apply:
         return "draws which of them to apply"
@@ -155,4 +165,4 @@ def _around(container: Any) -> str | None:
     bases = [{cls.__name__ for cls in type(child).__mro__} for child in container.children()]
     if not all("_AugmentationBase" in each for each in bases):
         return "draws for sizes that its modules change"
-    return "has hooks" if handed(container, "kornia") else None
+    return "has hooks" if doubtful_function(container, "kornia") else None

@@ -4,14 +4,12 @@ All of ``monai.transforms`` keeps to that trait. ``monai.apps`` does not (one of
 ``np.random`` without the trait), so its transforms without the trait are unknown. ``Compose`` always has the
 trait, and is judged by its children. Containers that choose among their children are random.
 
-A Compose is cut into shallow copies of itself with fewer children. So ``map_items``, ``unpack_items``,
-``overrides`` and ``log_stats`` hold in both halves, and a Compose around it still sees a Compose. Two new
-ones would seed the children's generators anew. For the same reason a copy's ``set_random_state`` is that of
-the whole: a child's seed depends on how many children come before it.
+hotset cuts a Compose into shallow copies of itself with fewer children. So ``map_items``, ``unpack_items``,
+``overrides`` and ``log_stats`` hold in both halves, and a Compose around it still sees a Compose. A new
+Compose would seed the children's generators anew. For the same reason a copy's ``set_random_state`` is that
+of the whole: MONAI derives a child's seed from how many children come before it.
 
-A Compose around one without ``map_items`` is kept whole in MONAI before 1.6.
-
-With lazy resampling, neighbours that are lazy are resampled together, once: they stay together as one leaf.
+With lazy resampling, MONAI resamples lazy neighbours together, once: they stay together as one leaf.
 """
 
 from __future__ import annotations
@@ -24,11 +22,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together, verdict_of
+from hotset.determinism.verdict import (
+    Verdict,
+    ancestor,
+    doubtful_function,
+    name_of,
+    replaced_method,
+    verdict_of,
+    verdict_of_children,
+)
 
-__all__ = ["PLAIN", "judge", "opened", "part"]
+__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part"]
 
-PLAIN = False
+WRAPS_CHILDREN = True
 
 _HOLDERS = {"Lambda": "func", "Lambdad": "func", "TorchVision": "trans", "TorchVisiond": "trans"}
 _HOLDERS |= {"RandLambda": "func", "RandLambdad": "func"}
@@ -39,7 +45,7 @@ _CHOOSERS = ("OneOf", "SomeOf", "RandomOrder")
 _ONLY_GATED = ("RandFlip", "RandFlipd")
 
 
-def opened(container: Any) -> tuple[Any, ...] | None:
+def children_in_order(container: Any) -> tuple[Any, ...] | None:
     """The children of a Compose; children that are resampled together are one Compose among them."""
     if not _is_compose(container) or _maps_over_a_nested_list(container):
         return None
@@ -67,34 +73,34 @@ def judge(step: Any) -> Verdict | None:
     name = base.__name__
     if name == "Compose" and base.__module__ == "monai.transforms.compose":
         if not _is_compose(step):
-            return Verdict.of(step, "unknown", f"MONAI: {name_of(step)} has its own {changed(step, base)}")
-        lazy = (
-            ", and is kept whole, as they are resampled together"
-            if len(step.transforms) > 1 and step.lazy
-            else ""
-        )
-        return together(step, step.transforms, f"MONAI: Compose applies its transforms in order{lazy}")
+            replaced = replaced_method(step, base)
+            return Verdict.of(step, "unknown", f"MONAI: {name_of(step)} has its own {replaced}")
+        evidence = "MONAI: Compose applies its transforms in order"
+        if len(step.transforms) > 1 and step.lazy:
+            evidence += ", and is kept whole, as they are resampled together"
+        return verdict_of_children(step, step.transforms, evidence)
     if _has(step, "RandomizableTrait"):
         return _random(step, base)
     if not base.__module__.startswith("monai.transforms.") or base.__name__.endswith("Transform"):
         return Verdict.of(step, "unknown", f"MONAI: hotset does not know the class {name_of(step)}")
-    replaced = changed(step, base)
+    replaced = replaced_method(step, base)
     if replaced:
         return Verdict.of(step, "unknown", f"MONAI: {name_of(step)} has its own {replaced}")
     if name in _WRITERS:
         return Verdict.of(step, "unknown", f"MONAI: {name} writes files, which a cached result would not")
     if name in _HOLDERS:
         return _holder(step, name)
-    why = handed(step, "monai")
+    why = doubtful_function(step, "monai")
     if why:
         return Verdict.of(step, "unknown", f"MONAI: {name}: {why}")
     return Verdict.of(step, "deterministic", f"MONAI: {name} is not a Randomizable")
 
 
 def _random(step: Any, base: type) -> Verdict:
+    """The verdict on a Randomizable: random, unless its probability leaves no choice."""
     name = base.__name__
     prob = getattr(step, "prob", None)
-    if base.__module__.startswith("monai.transforms.") and not changed(step, base):
+    if base.__module__.startswith("monai.transforms.") and not replaced_method(step, base):
         if prob == 1 and name in _HOLDERS:
             return replace(_holder(step, name), draws=True)
         if name in _CHOOSERS:
@@ -135,11 +141,12 @@ def _is_compose(container: Any) -> bool:
     base = ancestor(container, "monai")
     if base is None or base.__name__ != "Compose" or base.__module__ != "monai.transforms.compose":
         return False
-    replaced = changed(container, base)
+    replaced = replaced_method(container, base)
     return replaced is None or (replaced == "set_random_state" and replaced in vars(container))
 
 
 def _with(container: Any, children: Iterable[Any]) -> Any:
+    """A copy of a Compose with these children."""
     half = copy.copy(container)
     half.transforms = tuple(children)
     half.set_random_state = container.set_random_state
@@ -147,10 +154,11 @@ def _with(container: Any, children: Iterable[Any]) -> Any:
 
 
 def _maps_over_a_nested_list(container: Any) -> bool:
-    """Whether a Compose cut within one of its children would map that child over a list meant for it whole.
+    """Whether a cut within one of a Compose's children would map that child over a list meant for it whole.
 
-    Before MONAI 1.6 a Compose with ``map_items`` maps also a nested Compose without it. The whole chain hands
-    that one an item; the second half of a cut would hand it the items of the list that the first half made.
+    Before MONAI 1.6 a Compose with ``map_items`` maps also a nested Compose without it. The whole chain gives
+    the nested one an item. The second half of a cut would give it the items of a list that the first half
+    made.
     """
     if not container.map_items or not any(
         _is_compose(child) and not child.map_items for child in container.transforms
@@ -170,4 +178,5 @@ def _is_lazy(child: Any, lazy: bool | None) -> bool:
 
 
 def _has(step: Any, *names: str) -> bool:
+    """Whether a transform's class is, or derives from, one of MONAI's of these names."""
     return any(cls.__name__ in names and cls.__module__.startswith("monai.") for cls in type(step).__mro__)

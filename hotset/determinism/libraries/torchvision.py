@@ -2,12 +2,12 @@
 
 Names are not enough: ``ColorJitter`` draws, and ``RandomHorizontalFlip(p=0)`` never flips. So each class that
 draws has a rule, taken from its source, which says when its parameters leave no choice: a probability of 0, a
-range of one value. The class may then still draw a number without using it; the verdict says so. A class in
-neither list is unknown, as a later torchvision may add any. The two versions share names and, apart from the
-containers, the attributes that the rules read.
+range of one value. The class may then still draw a number without using it, and the verdict says so. A class
+in neither list is unknown, as a later torchvision may add one of any kind. The two versions share names and,
+apart from the containers, the attributes that the rules read.
 
-Rules that do not hold for every input are left out: a ``RandomCrop`` of exactly the picture's size returns
-the picture each time, but draws as soon as a larger picture comes.
+There is no rule that holds for some inputs only: a ``RandomCrop`` of exactly the picture's size returns the
+picture each time, but draws as soon as a larger picture comes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together, verdict_of
+from hotset.determinism.verdict import (
+    Verdict,
+    ancestor,
+    doubtful_function,
+    name_of,
+    replaced_method,
+    verdict_of,
+    verdict_of_children,
+)
 
-__all__ = ["PLAIN", "judge", "opened", "part"]
+__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part"]
 
-PLAIN = True
+WRAPS_CHILDREN = False
 
 _FIXED_NAMES = """
     ToTensor PILToTensor ConvertImageDtype ToPILImage Normalize Resize CenterCrop Pad FiveCrop TenCrop
@@ -44,12 +52,12 @@ _READERS = (
 )
 
 
-def opened(container: Any) -> tuple[Any, ...] | None:
+def children_in_order(container: Any) -> tuple[Any, ...] | None:
     """The transforms of a Compose, v1 or v2, that has no hooks and uses torchvision's own methods."""
     base = ancestor(container, "torchvision")
     if base is None or base.__name__ != "Compose" or not base.__module__.startswith(_PLACES):
         return None
-    return None if changed(container, base) or _hooked(container) else tuple(container.transforms)
+    return None if replaced_method(container, base) or _hooked(container) else tuple(container.transforms)
 
 
 def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
@@ -68,20 +76,21 @@ def judge(step: Any) -> Verdict | None:
     if name in _STILL or _gated(base):
         return _random(step, base)
     if name in _CONTAINERS or name in ("Compose", "Lambda") or name in _FIXED:
-        replaced = changed(step, base) or ("hooks" if _hooked(step) else None)
+        replaced = replaced_method(step, base) or ("hooks" if _hooked(step) else None)
         if replaced:
             return Verdict.of(step, "unknown", f"torchvision: {name_of(step)} has its own {replaced}")
     if name in _CONTAINERS:
         return _CONTAINERS[name](step)
     if name == "Compose":
-        return together(step, step.transforms, "torchvision: Compose applies its transforms in order")
+        evidence = "torchvision: Compose applies its transforms in order"
+        return verdict_of_children(step, step.transforms, evidence)
     if name == "Lambda":
         inner = verdict_of(step.lambd)
         return Verdict.of(
             step, inner.kind, f"torchvision: Lambda of {inner.name}: {inner.evidence}", inner.draws
         )
     if name in _FIXED:
-        why = handed(step, "torchvision")
+        why = doubtful_function(step, "torchvision")
         if why:
             return Verdict.of(step, "unknown", f"torchvision: {name}: {why}")
         return Verdict.of(step, "deterministic", f"torchvision: {name} draws nothing")
@@ -111,7 +120,7 @@ def _function(function: Any) -> Verdict | None:
 def _random(step: Any, base: type) -> Verdict:
     """The verdict on a class that draws: random, unless its rule says that the parameters leave no choice."""
     name = base.__name__
-    believed = not changed(step, base) and not _hooked(step)
+    believed = not replaced_method(step, base) and not _hooked(step)
     still = _STILL.get(name, _never)(step) if believed else None
     if still is None:
         return Verdict.of(step, "random", f"torchvision: {name} draws from torch's generator")
@@ -151,15 +160,15 @@ def _single(*names: str) -> Callable[[Any], str | None]:
 
 def _one(value: Any) -> bool:
     """Whether a range, None or a list of ranges (low, high, low, high) holds one value each."""
-    return value is None or not isinstance(value, (list, tuple)) or (
-        len(value) % 2 == 0 and all(low == high for low, high in zip(value[::2], value[1::2], strict=True))
-    )  # fmt: skip
+    if not isinstance(value, (list, tuple)):
+        return True
+    return len(value) % 2 == 0 and all(low == high for low, high in zip(value[::2], value[1::2], strict=True))
 
 
 def _zero(value: Any) -> bool:
-    return value is None or all(
-        each == 0 for each in (value if isinstance(value, (list, tuple)) else [value])
-    )
+    """Whether a number, None or each of several numbers is 0."""
+    values = value if isinstance(value, (list, tuple)) else [value or 0]
+    return all(each == 0 for each in values)
 
 
 def _jitter(step: Any) -> str | None:
@@ -236,7 +245,7 @@ def _choose(step: Any) -> Verdict:
 
 
 def _without_choice(step: Any, children: Iterable[Any], words: str) -> Verdict:
-    verdict = together(step, children, f"torchvision: {words}")
+    verdict = verdict_of_children(step, children, f"torchvision: {words}")
     return replace(verdict, draws=verdict.kind == "deterministic" and not _shuffles(step))
 
 

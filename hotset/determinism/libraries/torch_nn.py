@@ -1,4 +1,4 @@
-"""torch.nn: modules as transforms. Whether one draws depends on its mode as much as on its class.
+"""torch.nn: whether a module draws depends on its mode as much as on its class.
 
 Dropout and similar classes draw in training mode, fractional pooling always, recurrent layers and attention
 if they have a dropout. A batch normalisation in training mode returns the same output each time, but moves
@@ -8,27 +8,30 @@ wrote is unknown, or random if one of torch's modules inside it draws.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hotset.determinism.verdict import Verdict, ancestor, changed, handed, name_of, together
+from hotset.determinism.verdict import (
+    Verdict,
+    ancestor,
+    doubtful_function,
+    name_of,
+    replaced_method,
+    verdict_of_children,
+)
 
-__all__ = ["PLAIN", "judge", "opened", "part"]
+__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part"]
 
-PLAIN = True
+WRAPS_CHILDREN = False
 
 
-def opened(container: Any) -> tuple[Any, ...] | None:
+def children_in_order(container: Any) -> tuple[Any, ...] | None:
     """The modules of a Sequential that has no hooks and uses torch's own methods."""
-    if (
-        not isinstance(container, torch.nn.Sequential)
-        or ancestor(container, "torch") is not torch.nn.Sequential
-    ):
+    if ancestor(container, "torch") is not torch.nn.Sequential:
         return None
-    if changed(container, torch.nn.Sequential) or handed(container, "torch"):
+    if replaced_method(container, torch.nn.Sequential) or doubtful_function(container, "torch"):
         return None
     return tuple(container)
 
@@ -50,7 +53,7 @@ def judge(step: Any) -> Verdict | None:
             return Verdict.of(step, "random", f"torch.nn: {inside}{why}")
     if not base.__module__.startswith("torch.nn.modules.") or base is torch.nn.Module:
         return Verdict.of(step, "unknown", f"torch: hotset does not know the class {name_of(step)}")
-    replaced = changed(step, base)
+    replaced = replaced_method(step, base)
     if replaced:
         return Verdict.of(step, "unknown", f"torch.nn: {name_of(step)} has its own {replaced}")
     for module in step.modules():
@@ -59,12 +62,12 @@ def judge(step: Any) -> Verdict | None:
             return Verdict.of(
                 step, "unknown", f"torch.nn: {name} in training mode moves its running statistics"
             )
-    why = handed(step, "torch")
+    why = doubtful_function(step, "torch")
     if why:
         return Verdict.of(step, "unknown", f"torch.nn: {why}")
     children = list(step.children())
     if children:
-        return together(step, children, f"torch.nn: only the modules in {base.__name__} may draw")
+        return verdict_of_children(step, children, f"torch.nn: only the modules in {base.__name__} may draw")
     if isinstance(step, torch.nn.RReLU) and step.training:
         return Verdict.of(
             step, "deterministic", "torch.nn: RReLU draws from a range of one slope", draws=True
@@ -91,5 +94,6 @@ def _draws(module: torch.nn.Module) -> str | None:
 
 
 def _adapts(module: torch.nn.modules.batchnorm._NormBase) -> bool:
-    running = itertools.chain((module.running_mean, module.running_var))
+    """Whether a normalisation layer moves its running statistics with each call."""
+    running = (module.running_mean, module.running_var)
     return module.training and module.track_running_stats and any(each is not None for each in running)
