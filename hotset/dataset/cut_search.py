@@ -23,12 +23,13 @@ from hotset.dataset.pipeline import UNUSED, Chain, Cuts, Pipeline, SamplePath
 from hotset.dataset.recorder import RecordedSamples, Recorder, find_paths, passes_shared_objects, recorded
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.batch_transform import BatchTransform
+from hotset.determinism.batch_trial import mixed_rows, try_together
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.rng import Generators
 from hotset.determinism.split import Split, split
-from hotset.determinism.trial import alters, mixed_rows, once, try_together
+from hotset.determinism.trial import alters_input, output_and_seconds
 from hotset.determinism.verdict import Verdict, name_of, verdict_of
 from hotset.errors import ArgumentError, NotCacheable
 from hotset.policy.cut_point import cheapest_cut
@@ -207,7 +208,7 @@ class _CutSearch:
         """
         around = _size_of(self._sample) - sum(map(_size_of, first))
         steps = leaves(findings.chain)[: findings.cacheable]
-        in_place = any(alters(steps, value) for value in findings.values)
+        in_place = any(alters_input(steps, value) for value in findings.values)
         return findings._replace(around=around, in_place=in_place)
 
     def _is_called_for_each(self, number: int) -> bool:
@@ -287,7 +288,7 @@ class _CutSearch:
                     "before it, and one draw would be cached; give the chain as transform=[...] to "
                     "hotset.cache instead."
                 )
-        if any(alters(steps, value) for value in values) and any(
+        if any(alters_input(steps, value) for value in values) and any(
             passes_shared_objects(self._pipeline, index)[number] for index in self._reads.indices
         ):
             name = self._pipeline.attributes[number].name
@@ -493,7 +494,7 @@ class _CutSearch:
 def _tried(step: Callable[..., Any], value: Any) -> tuple[Any, float | None]:
     """A live transform's output for a value, and its time; (None, None) if it raises."""
     try:
-        return once(step, value)
+        return output_and_seconds(step, value)
     except Exception:
         return None, None
 

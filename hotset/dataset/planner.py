@@ -41,7 +41,7 @@ from hotset.dataset.window import Sizes
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.probe import Probe, probe
-from hotset.determinism.trial import Timed
+from hotset.determinism.timing import Timed
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import NotCacheable, SegmentError
 from hotset.session.session_definition import Session

@@ -17,8 +17,8 @@ from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.aliasing import owns_all
 from hotset.determinism.chain import Values
-from hotset.determinism.equality import changeable
-from hotset.determinism.trial import typical
+from hotset.determinism.equality import content_digests
+from hotset.determinism.timing import typical
 
 __all__ = ["RecordedSamples", "Recorder", "find_paths", "passes_shared_objects", "recorded"]
 
@@ -63,7 +63,7 @@ class Recorder(Chain):
         self.inputs.append(values[0] if len(values) == 1 else Values(values))
         output = super().__call__(*values)
         self.outputs.append(output)
-        self.digests.append(changeable(output))
+        self.digests.append(content_digests(output))
         self.seconds += (time.perf_counter_ns() - self.last_called) / 1e9
         return output
 
@@ -101,7 +101,7 @@ def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None
         return None
     results: list[Any] = []
     for inputs, output, before in zip(recorder.inputs, recorder.outputs, recorder.digests, strict=True):
-        now = changeable(output)
+        now = content_digests(output)
         if any(now.get(part, digest) != digest for part, digest in before.items() if part):
             return None  # changed in place since; something added to the sample itself changes no result
         if not isinstance(inputs, Values):

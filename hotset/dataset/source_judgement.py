@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 from hotset.dataset.format_transform import format_of
 from hotset.dataset.pipeline import Source
 from hotset.determinism.declare import declared
-from hotset.determinism.equality import changeable, same
+from hotset.determinism.equality import content_digests, same
 from hotset.determinism.probe import Probe, probe
 from hotset.determinism.rng import Generators
 from hotset.errors import NotCacheable
@@ -54,7 +54,7 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
         believed = "the cached transforms are declared deterministic"
     if believed is not None:
         return [f"{believed}, although {text}: draws differ from an uncached run" for text in seen], True
-    if is_random and 0 < len(drawing) < read and not probed.frozen:
+    if is_random and 0 < len(drawing) < read and not probed.differing:
         return [
             f"{len(drawing)} of the {read} samples that were read draw random numbers "
             f"(sample {drawing[0]}, for example: {seen[0]}): such samples come from the source for "
@@ -78,9 +78,9 @@ def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:
     """Whether reading one of these samples changes what an earlier reading has returned."""
     for index in indices[:2]:
         sample = dataset[index]
-        before = changeable(sample)
+        before = content_digests(sample)
         dataset[index]
-        if changeable(sample) != before:
+        if content_digests(sample) != before:
             return True
     return False
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from hotset.determinism import entropy
-from hotset.determinism.equality import changeable
+from hotset.determinism.equality import content_digests
 from hotset.determinism.object_graph import within_reach
 from hotset.determinism.rng import GLOBAL, KINDS, Generators, access
 from hotset.errors import ArgumentError, NotCacheable
@@ -242,7 +242,7 @@ def _first_samples(stream: Any, most: int = _SAMPLES) -> _Run:
                 raise
             break  # training may never come to it, or meets it in its turn
         spent += time.perf_counter() - before
-        parts = changeable(sample)
+        parts = content_digests(sample)
         whole = hashlib.blake2b(digest_size=16)
         for place, digest in parts.items():
             whole.update(place.encode() + b"\0" + digest)
@@ -286,7 +286,7 @@ def held_by_run(samples: Iterator[Any], stream: Any) -> list[Any]:
 
 def _differ(one: list[Any], other: list[Any]) -> bool:
     """Whether generators that two runs made for themselves have other states."""
-    return [changeable(each) for each in one] != [changeable(each) for each in other]
+    return [content_digests(each) for each in one] != [content_digests(each) for each in other]
 
 
 def batch_size_of(samples: list[Any]) -> int:

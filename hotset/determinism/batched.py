@@ -7,12 +7,12 @@
                                     ╯               ╰──> cached
 
 A transform of a chain takes one sample, and a network that takes one sample at a time leaves most of a
-processor idle. So where several samples are read for the cache, they are collated and passed in one call, and
-each of the results is cached as a sample. How many there are depends on the batches that the loader asks for,
-and on what other processes have claimed: at most ``size``. A network need not give the same last bits for
-batches of other sizes (libraries choose other kernels for them), and neither does the cache.
+processor idle. So where hotset reads several samples for the cache, it collates them, calls the function
+once, and caches each of the results as a sample. How many there are depends on the batches that the loader
+asks for, and on what other processes have claimed: at most ``size``. A network need not give the same last
+bits for batches of other sizes (libraries choose other kernels for them), and neither does the cache.
 
-Such a transform is cached or refused: after the cut it would get single samples, at each use.
+hotset caches such a transform or refuses it: after the cut it would get single samples, at each use.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ from torch.utils.data import default_collate, get_worker_info
 
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.declare import declared
-from hotset.determinism.equality import same
 from hotset.determinism.object_graph import within_reach
 from hotset.errors import ArgumentError, NotCacheable
 
-__all__ = ["Batched", "batched", "same_but_for_rounding"]
-
-_ROUNDING = 0.01
+__all__ = ["Batched", "batched"]
 
 
 def batched(transform: Callable[[Any], Any], size: int = 64) -> Batched:
@@ -182,28 +179,6 @@ class Batched(TakesBatches):
         transform = self.transform
         name = getattr(transform, "__qualname__", type(transform).__qualname__).rpartition("<locals>.")[2]
         return f"hotset.batched({name})"
-
-
-def same_but_for_rounding(one: Any, other: Any) -> bool:
-    """Whether two results are the same but for the rounding of floating-point numbers.
-
-    A network may round otherwise for a batch of another size, by less than a hundredth of the largest value.
-    """
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_but_for_rounding(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_but_for_rounding, one, other))
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "biufc":
-        return same_but_for_rounding(torch.from_numpy(one.copy()), torch.from_numpy(other.copy()))
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return same(one, other) is None
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not (one.is_floating_point() and one.numel()):
-        return torch.equal(one, other)
-    exact, found = one.detach().double(), other.detach().double()
-    largest = exact[exact.isfinite()].abs().max().item() if exact.isfinite().any() else 0.0
-    return torch.allclose(found, exact, rtol=0.0, atol=_ROUNDING * largest, equal_nan=True)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -1,9 +1,9 @@
 """When two samples are *indistinguishable*: the meaning of "a hit equals a miss", in one function.
 
 ``==`` does not test that: it calls 1 and True equal, NaN unequal to itself, -0.0 equal to 0.0, and ignores
-dtypes and what a subclass adds. So :func:`same` goes down both trees together and compares each pair of
-nodes, in this order: their exact types, their own content (dtype, shape, bytes, keys), and their children, in
-order.
+dtypes and attributes that a subclass adds. So :func:`same` goes down both trees together and compares of each
+pair of nodes, in this order: their exact types, their own content (dtype, shape, bytes, keys), and their
+children.
 
 ======================  ======================================================================
 node                    its own content
@@ -47,7 +47,7 @@ import torch
 from hotset.determinism.object_graph import attributes, solid_base
 from hotset.store.codecs import given_codec
 
-__all__ = ["array_bytes", "changeable", "same", "tensor_bytes"]
+__all__ = ["array_bytes", "content_digests", "same"]
 
 Array = npt.NDArray[Any]
 # Compared by their own ==, not by their parts. A path fills its attributes as they are read.
@@ -80,11 +80,11 @@ def same(a: object, b: object, *, across: bool = False) -> str | None:
     return _compare(a, b, "", set(), across)
 
 
-def changeable(sample: object) -> dict[str, bytes]:
+def content_digests(sample: object) -> dict[str, bytes]:
     """Return a digest of every tensor, array, image, number and text in ``sample``, by its place in the tree.
 
-    A source may change in place what it returned before. Two readings are then one object, in which
-    :func:`same` finds no difference; a digest taken before the second reading shows it.
+    A source may change an object that it has returned before, and return it again. Two readings are then one
+    object, in which :func:`same` finds no difference; digests taken before the second reading show it.
     """
     return dict(_digests(sample, "", set()))
 
@@ -247,11 +247,11 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
         return f"dimensions that lie in memory as {orders[0]} and {orders[1]}"
     if a.is_meta or not a.numel():
         return None
-    ours, theirs = tensor_bytes(a), tensor_bytes(b)
+    ours, theirs = _tensor_bytes(a), _tensor_bytes(b)
     return None if np.array_equal(ours, theirs) else _values(ours, theirs, tuple(a.shape))
 
 
-def tensor_bytes(tensor: torch.Tensor) -> Array:
+def _tensor_bytes(tensor: torch.Tensor) -> Array:
     """Return the bytes of each element in order, as uint8 of shape (elements, bytes of one)."""
     with torch.no_grad():
         plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
@@ -346,12 +346,13 @@ def _two(a: object, b: object) -> str:
 
 
 def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, bytes]]:
+    """The places of a node and its children that have content of their own, each with a digest of it."""
     if id(node) in entered:
         return
     content: Any = None
     if isinstance(node, torch.Tensor):
         if node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested):
-            content = tensor_bytes(node) if node.numel() else None
+            content = _tensor_bytes(node) if node.numel() else None
     elif _is_image(node):
         content = _pixels(node)
     elif isinstance(node, np.ndarray) and not node.dtype.hasobject:

@@ -1,18 +1,18 @@
 """A probe reads a few real samples under watch: does the source draw random numbers, or vary otherwise?
 
 A probe can only *demote*. Two equal readings prove nothing (a crop of exactly the image's size returns equal
-ones); two readings that differ prove that the source varies. So the probe looks for every sign at once:
+ones); two readings that differ prove that the source varies. So the probe looks for each of these signs:
 
 1. *A generator's state moved*, global or held by the source: see :mod:`hotset.determinism.rng`.
-2. *Two readings of one sample differ.* The indices are read in order, then backwards, and so on. Each pass
-   begins with its first index twice, so that this sample is read three times in a row: that catches what
+2. *Two readings of one sample differ.* The probe reads the indices in order, then backwards, and so on. Each
+   pass begins with its first index twice, so that this sample is read three times in a row: that catches what
    changes with every call. The others are read at ever larger, always even distances, and after another
    neighbour: that catches what changes with the calls in between (a counter modulo anything, a memory of the
    sample before).
 3. *The second reading is the first object, changed in place*: the source works on what it holds, and
-   comparing the two readings would compare an object with itself. So a digest of the first is taken before
-   the second is read. (A source that fills one buffer anew for each sample is not at fault: reading the
-   sample again makes the buffer what it was.)
+   comparing the two readings would compare an object with itself. So the probe takes a digest of the first
+   before it reads the second. (A source that fills one buffer anew for each sample is not at fault: reading
+   the sample again makes the buffer what it was.)
 
 The probe puts no generator back between readings, as that would hide a source that differs only because its
 generator moves on. At the end, and when the source raises, it puts every generator back: a program that
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hotset.determinism.draw_watch import DrawWatch
-from hotset.determinism.equality import changeable, same
+from hotset.determinism.equality import content_digests, same
 from hotset.determinism.rng import Generators
 
 __all__ = ["Probe", "probe"]
@@ -45,8 +45,8 @@ class Probe:
         moved: a sentence for each generator whose state moved.
         differs: a sentence for each sample whose readings differ.
         drawing: the indices whose reading moves a generator.
-        frozen: as ``differs``, without the samples in ``drawing``: caching would freeze these.
-        differing: the indices of the samples in ``frozen``.
+        differing: the indices of the samples whose readings differ, without those in ``drawing``: a cache of
+            all samples but those in ``drawing`` would freeze these.
     """
 
     samples: list[Any]
@@ -54,7 +54,6 @@ class Probe:
     moved: tuple[str, ...]
     differs: tuple[str, ...]
     drawing: tuple[int, ...] = ()
-    frozen: tuple[str, ...] = ()
     differing: tuple[int, ...] = ()
 
 
@@ -111,19 +110,16 @@ def probe(
             order = readings[:: -1 if number % 2 else 1]
             _read_again(read, [*order[:1], *order], seconds / 10, forgive, differs)
         moved = generators.moved()
-        generators.restore()
-        drawing = (
-            _drawing(read, [reading.sample_index for reading in readings], holders, forgive)
-            if moved or differs
-            else ()
-        )
+        drawing: tuple[int, ...] = ()
+        if moved or differs:
+            generators.restore()
+            drawing = _drawing(read, [reading.sample_index for reading in readings], holders, forgive)
     finally:
         generators.restore()
     mean = sum(reading.seconds for reading in readings) / max(1, len(readings))
     samples = [reading.sample for reading in readings]
-    frozen = {index: sentence for index, sentence in differs.items() if index not in drawing}
-    seen = tuple(differs.values())
-    return Probe(samples, mean, moved, seen, drawing, tuple(frozen.values()), tuple(frozen))
+    differing = tuple(index for index in differs if index not in drawing)
+    return Probe(samples, mean, moved, tuple(differs.values()), drawing, differing)
 
 
 def _drawing(
@@ -167,7 +163,7 @@ def _readings(
             continue
         took = time.perf_counter() - begun
         any_read = True
-        yield _Reading(index, sample, changeable(sample), took)
+        yield _Reading(index, sample, content_digests(sample), took)
     if failed and not any_read:
         raise failed
 
@@ -195,7 +191,7 @@ def _differs(index: int, first: object, digests: dict[str, bytes], again: object
     found = same(first, again)
     if found:
         return f"sample {index}, {found}"
-    now = changeable(again)
+    now = content_digests(again)
     for place in digests | now:
         if digests.get(place) != now.get(place):
             where = f", at {place}" if place else ""

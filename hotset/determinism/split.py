@@ -117,10 +117,9 @@ def _judge_prefix(
         left = max(deadline - time.perf_counter(), 0.0) / (len(steps) - number)
         tried = attempt(step, inputs, left)
         verdict = _after_trial(verdict, tried.doubts)
-        if verdict.kind == "random":
-            verdicts.append(verdict)
-            break
         verdicts.append(verdict)
+        if verdict.kind == "random":
+            break
         seconds.append(tried.seconds)
         outputs.append(tried.outputs)
         inputs = tried.outputs
