@@ -1,1 +1,1 @@
-"""Determinism: what a source declares, what a probe sees of it, and its samples' fingerprint."""
+"""Determinism: the samples and transforms that may be cached, the evidence for that, and fingerprints."""

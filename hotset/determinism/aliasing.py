@@ -17,9 +17,9 @@ an object from Python    only its holder refers to it, and so with each of its a
 anything else            never
 =======================  ==============================================================================
 
-"Only its holder" is decided by the interpreter's reference count, compared with that of a new object on the
-same path. If the count is higher for another reason (a tracer, a traceback), the value is copied: that only
-costs time. It is decided for each sample, as a source may keep references to some samples only.
+The interpreter's reference count tells whether only its holder refers to a value: it is compared with the
+count of a new object on the same path. If it is higher for another reason (a tracer, a traceback), the value
+is copied: that only costs time. Each sample is looked at, as a source may keep references to some of them.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def owned(value: Any, refused: Callable[[object, Exception], None] | None = None
     kind = type(value)
     if kind in _ATOM_TYPES:
         return value
-    if kind is _Gauge:
+    if kind is _Gauge:  # for _passed(), which measures this very path
         return count
     return value if count <= _PASSED and _is_alone(value, kind) else copied(value, refused)
 
 
 def owns_all(values: list[Any]) -> bool:
-    """Whether only this list can reach the values; the caller must not hold a reference either."""
+    """Whether only this list reaches its values. The caller must hold no further reference to any of them."""
     return _alone_in(values)
 
 
@@ -239,6 +239,7 @@ def _copy_of_object(
 
 
 def _tensors_in(value: Any, entered: set[int]) -> Iterable[torch.Tensor]:
+    """The tensors that :mod:`copy` would copy with more than their own elements, at any depth."""
     kind = type(value)
     if kind in _ATOM_TYPES or issubclass(kind, _ATOMS) or id(value) in entered:
         return

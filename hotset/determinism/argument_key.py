@@ -10,14 +10,14 @@ that are a file's path
 tuple, list, dict, set  type, length, parts; a set's in the order of their own descriptions
 dataclass, enum, slice, type and parts
 range, namedtuple
-array, tensor           dtype, shape, strides, all bytes (up to 64 KiB)
+array, tensor           dtype, shape, strides, all bytes (at most 64 KiB)
 numpy scalar            dtype and bytes
 dtype, device, class,   module and name
 function of a module
 ======================  ===========================================================================
 
-Anything else has no identity: an open file, an object of a class of the user's own, a lambda. So has an
-argument that is larger than that, or nested too deep.
+Anything else has no identity: an open file, an object of a class of the user's own, a lambda, a larger array,
+an argument that is nested more than 20 deep. ``hotset.memo`` computes the function at each such call.
 
 Every description begins with a tag and says how long it is, so that no two things have one description.
 Arguments are bound to the function's parameters first, so that ``f(1)``, ``f(a=1)`` and ``f(1, b=default)``
@@ -59,7 +59,7 @@ class ArgumentKey(NamedTuple):
 
     Attributes:
         key: bytes of the arguments.
-        version: of the files that they name: 0 where they name none, else a hash of their sizes and times.
+        version: a hash of the sizes, dates and inodes of the files that they name; 0 if they name none.
         fixed: whether the arguments cannot change while the function runs.
     """
 
@@ -69,7 +69,13 @@ class ArgumentKey(NamedTuple):
 
 
 class _Description:
-    """Collects the description of one call."""
+    """Collects the description of one call's arguments.
+
+    Attributes:
+        parts: the description, in pieces.
+        files: what the system says of each file that an argument names.
+        fixed: whether no argument can be changed in place.
+    """
 
     __slots__ = ("files", "fixed", "parts")
 
@@ -79,86 +85,34 @@ class _Description:
         self.fixed = True
 
     def add(self, value: Any, depth: int = 0) -> None:
-        describe = _EXACT.get(type(value))
-        if describe is not None and depth < _DEEPEST:
-            describe(self, value, depth)
-        else:
-            self._add_other(value, depth)
-
-    def _add_other(self, value: Any, depth: int) -> None:
+        """Describe a value; ``depth``: in how many others it is nested."""
         if depth >= _DEEPEST:
             raise NoIdentity(f"something nested more than {_DEEPEST} deep")
-        kind = type(value)
-        if isinstance(value, PurePath):
-            self._add_name(b"p", kind)
-            _add_str(self, str(value), depth)
-        elif isinstance(value, np.generic) and not isinstance(value, np.object_):
-            self._add_bytes(b"n" + value.dtype.str.encode(), value.tobytes())
-        elif isinstance(value, enum.Enum):
-            self._add_name(b"e", kind)
-            self._add_bytes(b"", value.name.encode())
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            self._add_name(b"@", kind)
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            extra = getattr(value, "__dict__", {})
-            self._add_mapping({**fields, **extra}, depth)
-        elif isinstance(value, tuple) and hasattr(kind, "_fields"):
-            self._add_name(b"=", kind)
-            _add_sequence(self, tuple(value), depth)
-        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            self._add_global(value)
-        else:
-            raise NoIdentity(f"{_a(kind.__qualname__)}")
+        _EXACT.get(type(value), _other)(self, value, depth)
 
-    def _add_global(self, value: Any) -> None:
-        """A class or function by its name, if that leads to it."""
-        module, name = getattr(value, "__module__", None), value.__qualname__
-        found: Any = sys.modules.get(module or "")
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is not value:
-            raise NoIdentity(f"a function or class that its module does not have by its name ({name})")
-        self._add_bytes(b"g", f"{module}:{name}".encode())
-
-    def _add_name(self, tag: bytes, kind: type) -> None:
-        self._add_bytes(tag, f"{kind.__module__}:{kind.__qualname__}".encode())
-
-    def _add_bytes(self, tag: bytes, content: bytes) -> None:
+    def put(self, tag: bytes, content: bytes) -> None:
+        """Put bytes, after their tag and length."""
         self.parts.append(b"%b%d:" % (tag, len(content)))
         self.parts.append(content)
 
-    def _add_mapping(self, value: Mapping[Any, Any], depth: int) -> None:
-        self.parts.append(b"{%d:" % len(value))
-        for name, part in value.items():
-            self.add(name, depth + 1)
-            self.add(part, depth + 1)
-        self.fixed = False
-
-    def _add_array(self, library: bytes, array: np.ndarray[Any, Any]) -> None:
-        if array.nbytes > _LARGEST_ARRAY or array.dtype.hasobject:
-            raise NoIdentity(f"an array of {array.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
-        said = f"{array.dtype.str}{array.shape}{array.strides}".encode()
-        self._add_bytes(b"a" + library + said, array.tobytes())
-        self.fixed = False
+    def put_name(self, tag: bytes, kind: type) -> None:
+        """Put the full name of a class."""
+        self.put(tag, f"{kind.__module__}:{kind.__qualname__}".encode())
 
 
-def _a(name: str) -> str:
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _add_str(to: _Description, value: str, depth: int) -> None:
-    to._add_bytes(b"s", value.encode("utf-8", "surrogatepass"))
+def _str(to: _Description, value: str, depth: int) -> None:
+    to.put(b"s", value.encode("utf-8", "surrogatepass"))
     if value and len(value) <= _LONGEST_PATH and "\0" not in value:
-        _add_file(to, value)
+        _file(to, value)
 
 
-def _add_content(to: _Description, value: bytes, depth: int) -> None:
-    to._add_bytes(b"b", value)
+def _bytes(to: _Description, value: bytes, depth: int) -> None:
+    to.put(b"b", value)
     if value and len(value) <= _LONGEST_PATH and b"\0" not in value:
-        _add_file(to, value)
+        _file(to, value)
 
 
-def _add_file(to: _Description, path: str | bytes) -> None:
+def _file(to: _Description, path: str | bytes) -> None:
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -167,7 +121,7 @@ def _add_file(to: _Description, path: str | bytes) -> None:
     to.files.append(_STAT.pack(found.st_ino, found.st_size, times & _WORD, found.st_dev))
 
 
-def _add_sequence(to: _Description, value: Sequence[Any], depth: int) -> None:
+def _sequence(to: _Description, value: Sequence[Any], depth: int) -> None:
     to.parts.append(b"(%d:" % len(value) if type(value) is tuple else b"[%d:" % len(value))
     if type(value) is not tuple:
         to.fixed = False
@@ -175,7 +129,15 @@ def _add_sequence(to: _Description, value: Sequence[Any], depth: int) -> None:
         to.add(part, depth + 1)
 
 
-def _add_set(to: _Description, value: Any, depth: int) -> None:
+def _mapping(to: _Description, value: Mapping[Any, Any], depth: int) -> None:
+    to.parts.append(b"{%d:" % len(value))
+    for name, part in value.items():
+        to.add(name, depth + 1)
+        to.add(part, depth + 1)
+    to.fixed = False
+
+
+def _set(to: _Description, value: Any, depth: int) -> None:
     described = []
     for part in value:
         one = _Description()
@@ -187,12 +149,19 @@ def _add_set(to: _Description, value: Any, depth: int) -> None:
     to.fixed &= type(value) is frozenset
 
 
-def _add_bounds(to: _Description, value: Any, depth: int) -> None:
+def _bounds(to: _Description, value: Any, depth: int) -> None:
     to.parts.append(b"|" if type(value) is slice else b"-")
     to.add((value.start, value.stop, value.step), depth + 1)
 
 
-def _add_tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
+def _array(to: _Description, array: np.ndarray[Any, Any], depth: int) -> None:
+    if array.nbytes > _LARGEST_ARRAY or array.dtype.hasobject:
+        raise NoIdentity(f"an array of {array.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
+    to.put(b"an" + f"{array.dtype.str}{array.shape}{array.strides}".encode(), array.tobytes())
+    to.fixed = False
+
+
+def _tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
     if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
         raise NoIdentity(f"a tensor on {value.device}, or of a layout that is not dense")
     if value.nbytes > _LARGEST_ARRAY:
@@ -203,8 +172,44 @@ def _add_tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
         if value.numel()
         else b""
     )
-    to._add_bytes(b"at" + flags, bytes(plain))
+    to.put(b"at" + flags, bytes(plain))
     to.fixed = False
+
+
+def _other(to: _Description, value: Any, depth: int) -> None:
+    """Describe a value whose class is not in ``_EXACT``, but is derived from one that has an identity."""
+    kind = type(value)
+    if isinstance(value, PurePath):
+        to.put_name(b"p", kind)
+        _str(to, str(value), depth)
+    elif isinstance(value, np.generic) and not isinstance(value, np.object_):
+        to.put(b"n" + value.dtype.str.encode(), value.tobytes())
+    elif isinstance(value, enum.Enum):
+        to.put_name(b"e", kind)
+        to.put(b"", value.name.encode())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        to.put_name(b"@", kind)
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        _mapping(to, fields | getattr(value, "__dict__", {}), depth)
+    elif isinstance(value, tuple) and hasattr(kind, "_fields"):
+        to.put_name(b"=", kind)
+        _sequence(to, tuple(value), depth)
+    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        _global(to, value)
+    else:
+        article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
+        raise NoIdentity(f"{article} {kind.__qualname__}")
+
+
+def _global(to: _Description, value: Any) -> None:
+    """Describe a class or function by its name, if that leads to it."""
+    module, name = getattr(value, "__module__", None), value.__qualname__
+    found: Any = sys.modules.get(module or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value:
+        raise NoIdentity(f"a function or class that its module does not have by its name ({name})")
+    to.put(b"g", f"{module}:{name}".encode())
 
 
 _EXACT: dict[type, Callable[[_Description, Any, int], object]] = {
@@ -215,20 +220,20 @@ _EXACT: dict[type, Callable[[_Description, Any, int], object]] = {
     complex: lambda to, value, depth: to.parts.append(
         b"c" + _FLOAT.pack(value.real) + _FLOAT.pack(value.imag)
     ),
-    str: _add_str,
-    bytes: _add_content,
-    tuple: _add_sequence,
-    list: _add_sequence,
-    dict: lambda to, value, depth: to._add_mapping(value, depth),
-    set: _add_set,
-    frozenset: _add_set,
-    slice: _add_bounds,
-    range: _add_bounds,
+    str: _str,
+    bytes: _bytes,
+    tuple: _sequence,
+    list: _sequence,
+    dict: _mapping,
+    set: _set,
+    frozenset: _set,
+    slice: _bounds,
+    range: _bounds,
     type(...): lambda to, value, depth: to.parts.append(b"."),
-    np.ndarray: lambda to, value, depth: to._add_array(b"n", value),
-    torch.Tensor: _add_tensor,
-    torch.dtype: lambda to, value, depth: to._add_bytes(b"y", str(value).encode()),
-    torch.device: lambda to, value, depth: to._add_bytes(b"v", str(value).encode()),
+    np.ndarray: _array,
+    torch.Tensor: _tensor,
+    torch.dtype: lambda to, value, depth: to.put(b"y", str(value).encode()),
+    torch.device: lambda to, value, depth: to.put(b"v", str(value).encode()),
 }
 
 
@@ -263,10 +268,10 @@ def _has_identity(value: Any) -> bool:
 
 
 class Parameters:
-    """Binds the arguments of calls to a function's parameters.
+    """The parameters of a function, to which the arguments of its calls are bound.
 
     Args:
-        function: whose parameters.
+        function: any callable.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -293,8 +298,8 @@ class Parameters:
     def bind(self, given: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
         """The arguments in one order, defaults included.
 
-        A default without an identity (an object that marks "not given") is replaced by its parameter's name:
-        the function's own identity covers it.
+        In place of a default without an identity (an object that marks "not given") stands its parameter's
+        name: the function's own identity covers the object.
 
         Raises:
             TypeError: the function cannot be called with them.

@@ -9,12 +9,12 @@ table over large files  schema, the files (path, size, date), where in them each
 dataset of `datasets`   the table, the indices that select from it, features, format, own attributes
 ======================  ===========================================================================
 
-What pickling these objects returns does not serve: it has the memory behind a slice instead of the slice, and
-counts of missing values that Arrow fills in as they are asked for. The ``_fingerprint`` of a Hugging Face
-dataset does not serve either: it is random where `datasets` could not hash a function, and two different
-fingerprints may stand for the same rows.
+Pickling does not serve: it writes the memory behind a slice instead of the slice, and counts of missing
+values that Arrow fills in once a program asks for them. The ``_fingerprint`` of a Hugging Face dataset does
+not serve either: it is random where `datasets` could not hash a function, and two different fingerprints may
+stand for the same rows.
 
-The libraries are never imported here: a handler runs only for an object of theirs.
+This module imports neither library: a handler runs only for an object of theirs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SMALL = 1 << 16
 
 
 class _Described:
-    """A file for Arrow to write to: what is written is described, and kept nowhere."""
+    """A file for Arrow to write to, which describes the bytes and keeps none of them."""
 
     closed = False
 
@@ -103,7 +103,7 @@ def _batch(to: Describer, batch: Any) -> None:
 
 
 def _wrapped_table(to: Describer, table: Any) -> None:
-    """A table of `datasets`, which has Arrow's and ways to make it again."""
+    """Describe a table of `datasets` by the table of Arrow in it."""
     to.put(b"h")
     to.add(table.table)
 

@@ -1,8 +1,9 @@
 """A transform that takes the rows of a batch together, as the `datasets` of Hugging Face call theirs.
 
-``dataset.with_transform(fn)`` calls ``fn`` with a dict of lists, once for each access: with the rows of a
-batch (``__getitems__``), or with a single row as a batch of one (``__getitem__``). ``fn`` may draw once for a
-batch, or pad to its longest row. So it must be called as often as `datasets` calls it, with the same rows.
+After ``dataset.with_transform(fn)``, `datasets` calls ``fn`` with a dict of lists, once for each access: with
+the rows of a batch (``__getitems__``), or with a single row as a batch of one (``__getitem__``). ``fn`` may
+draw once for a batch, or pad to its longest row. So hotset calls it as often as `datasets` does, with the
+same rows.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class BatchTransform(TakesBatches):
 
     Args:
         transform: the user's function.
-        columns: those that it is given; None for all.
+        columns: the columns that the function gets; None for all.
         keeps_others: whether the other columns are part of the result, too.
-        batched: whether the rows of a batch are passed in one call; otherwise one by one.
+        batched: whether the function gets the rows of a batch in one call; otherwise one by one.
 
     Example:
         >>> double = BatchTransform(lambda batch: {"x": [2 * x for x in batch["x"]]})
@@ -63,9 +64,7 @@ class BatchTransform(TakesBatches):
                 "Custom formatting function must return a dict of sequences to be able to pick a row, but "
                 f"got {batch}"
             ) from error
-        if self._others(row):
-            made.update({name: row[name] for name in self._others(row)})
-        return made
+        return made | {name: row[name] for name in self._others(row)}
 
     def many(self, rows: Sequence[Row]) -> list[Any]:
         """The results for the rows of a batch, in order."""

@@ -1,13 +1,13 @@
-"""What a function's names stand for: noticed where one is bound to something else than before.
+"""Bindings: the objects that the names in a function stand for, so that a new binding is noticed.
 
-A fingerprint describes a function as it is when it is taken, with the globals and closures that it reads. It
-takes milliseconds, so it is not taken at each call. But a notebook's next cell, a late configuration or
-``importlib.reload`` bind these names anew. So the bindings that the function reads are listed once, and
-comparing them takes a microsecond: the same names must stand for the very same objects.
+A fingerprint describes a function with the globals and closures that it reads, as they are at that time. It
+takes milliseconds, so ``hotset.memo`` does not take one at each call. But a notebook's next cell, a late
+configuration or ``importlib.reload`` binds these names anew. So the bindings that the function reads are
+listed once, and comparing them takes a microsecond: the same names must stand for the very same objects.
 
 A name that the function itself binds (a global that counts its calls) does not count: that is its own state.
 
-An object that is changed in place stays the same object. Where the function reaches such objects
+An object that a program changes in place stays the same object. Where the function reaches such objects
 (:attr:`Bindings.mutable`), only another fingerprint tells.
 """
 
@@ -60,7 +60,7 @@ class Bindings:
         self.mutable |= bool(waiting)
 
     def _note(self, value: Any) -> list[Any]:
-        """Note what a value reads, if it is a function; returns the objects that it reads."""
+        """Note the names that a value reads, if it is a function; return the objects that it leads to."""
         if isinstance(value, types.FunctionType):
             return self._note_function(value) if is_users(value) else []
         if isinstance(value, types.MethodType):
@@ -94,7 +94,7 @@ class Bindings:
             if value is _ABSENT or name in own:
                 continue  # a built-in, or not there yet: an error when it is called
             self._globals.append((names, name, value))
-            for attribute in attributes:  # what a module of the user's is asked for
+            for attribute in attributes:  # what the function reads from a module: ``helpers.scale``
                 if not isinstance(value, types.ModuleType):
                     break
                 inside, value = vars(value), vars(value).get(attribute, _ABSENT)

@@ -1,10 +1,10 @@
-"""What code depends on: the globals that a function loads, the modules it imports, and where they come from.
+"""The dependencies of code: the globals that a function loads, the modules it imports, where these come from.
 
-The globals are read from the instructions, not from ``co_names``, which also holds the names of attributes:
-an attribute ``.count`` would make an unrelated global ``count`` part of the identity.
+hotset reads the globals from the instructions, not from ``co_names``, which also holds the names of
+attributes: an attribute ``.count`` would make an unrelated global ``count`` part of the identity.
 
-Code of an *installed* distribution is identified by its version. All other code is the *user's*, and is
-described by its content.
+A fingerprint identifies code of an *installed* distribution by its version. All other code is the *user's*,
+and the fingerprint describes it by its content.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "is_users",
     "loaded_globals",
     "names_in",
-    "replaced",
+    "replaced_by_users",
     "source_of",
 ]
 
@@ -84,7 +84,8 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 def is_users(value: object) -> bool:
     """Whether a function, a class, or the class of an object is defined in a module of the user's.
 
-    A partial is judged by what it calls, a method by its function. What ``exec`` made is in no module.
+    A partial counts as the function that it calls, a method as its function. A function that ``exec`` made is
+    in no module.
     """
     kind = type(value)
     if issubclass(kind, functools.partial):
@@ -101,8 +102,8 @@ def is_users(value: object) -> bool:
     return module is not None and vars(module) is names and installed(str(name)) is None
 
 
-def replaced(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the functions of the user's among the names of a library's module or class."""
+def replaced_by_users(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the functions that users have put into a library's module or class, with their names there."""
     kinds = (types.FunctionType, staticmethod, classmethod, functools.partial)
     functions = [(name, value) for name, value in list(names.items()) if type(value) in kinds]
     own = names.get("__name__", names.get("__module__"))
@@ -217,6 +218,7 @@ def _version(root: str) -> str:
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code, and that of the functions, classes and comprehensions in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -224,6 +226,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _chains(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+    """Each global that the code reads, with the attributes that it reads from it in turn."""
     chain: tuple[str, ...] = ()
     for step in dis.get_instructions(code):
         if chain and step.opname in _ATTRIBUTE:

@@ -12,7 +12,7 @@ that have changed places.)
 buffer over such a file, however it was made (``mmap``, ``np.memmap``, ``torch.from_file``,
 ``torch.load(mmap=True)``, a ``memoryview`` of one of these), is found by its address in ``/proc/self/maps``,
 and is described by the file's path, size and date, and the offset in it. If the process has written to
-private pages of it, its bytes are not the file's, and they are read.
+private pages of it, its bytes are not the file's, and hotset reads them.
 """
 
 from __future__ import annotations

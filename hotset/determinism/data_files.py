@@ -7,13 +7,13 @@ column (the first members of a million ``(path, label)`` pairs).
 
 To ask for a million dates may take seconds on a local disk and many minutes over a network. So of a column
 hotset first looks at 64 evenly spread candidates, then at 1,024, then at all. The next round follows only if,
-at the pace of the last one, it will end in time. The number of candidates that were looked at is part of the
+at the pace of the last one, it will end in time. The number of candidates that it looked at is part of the
 digest, and a note tells it. Two processes agree unless one of them is right at the limit, or only one finds
 the network's answers cached; then they have two caches where one would do, and neither is wrong.
 
-The versions of files that a library reads over a network are asked for in the same rounds.
+hotset asks for the versions of files that a library reads over a network in the same rounds.
 
-A folder is searched only if the state does not name a file in it: an ``ImageFolder`` names all of its files,
+It searches a folder only if the state does not name a file in it: an ``ImageFolder`` names all of its files,
 a dataset that keeps ``root`` and bare names does not. Hidden files and locks do not count, as reading a
 dataset may make them. Nor do folders into which any program writes: the home directory, the temporary
 directory, the working directory and its parents.
@@ -104,7 +104,12 @@ class Files:
 
 
 class _Column:
-    """Candidates of one kind, looked at in rounds: in the first alone, if that finds no file and no folder.
+    """Candidates of one kind, looked at in rounds.
+
+    Args:
+        candidates: the texts.
+        deadline: when the last round should be over.
+        mixed: whether they are of several kinds; if not, a first round without files and folders is the last.
 
     Attributes:
         size: number of candidates.

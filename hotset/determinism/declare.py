@@ -12,7 +12,7 @@ one attribute on the declared object, so that it travels with it, through pickle
     hotset.deterministic(Resize(224))        one instance; its own declaration wins over its class's
     hotset.deterministic(torch.sqrt)         takes no attribute: returned in a callable that has one
 
-The attribute is looked up without running the object's own ``__getattr__``, which may answer to any name.
+hotset looks the attribute up without running the object's own ``__getattr__``, which may answer to any name.
 
 ``functools.wraps`` copies a function's attributes to its wrapper, and the wrapper may do anything: it may add
 noise to a deterministic function. So a copied ``deterministic`` does not count, but a copied

@@ -1,7 +1,7 @@
 """The walk that describes an object for its fingerprint: containers, attributes, columns, cycles.
 
 :mod:`hotset.determinism.type_handlers` describes functions, classes, arrays and other special objects;
-:mod:`hotset.determinism.fingerprint` says what all of it is for.
+:mod:`hotset.determinism.fingerprint` has the theory.
 
 A *description* is a string of bytes that no other value has. That of an atom is its tag, length and bytes;
 that of any other value is the hash of a stream, into which its handler puts the descriptions of its parts.
@@ -53,7 +53,7 @@ class Describer:
         files: the texts that may be paths.
         unknowns: phrases about what could not be described, as keys.
         modules: names of the modules in which code was met.
-        codes: the code of users that was met.
+        codes: the code of users that was met and may run, as keys.
         numbers: the numbers that may be descriptors of open files.
         reads_environment: whether ``os.environ`` itself was met.
     """
@@ -132,14 +132,6 @@ class Describer:
         self.unknowns[why] = None
         return b"?" + os.urandom(16)
 
-    def meets(self, module: str) -> None:
-        """Remember that code of this module is used."""
-        self.modules.add(module)
-
-    def reads(self, code: types.CodeType) -> None:
-        """Remember that this code of a user may run."""
-        self.codes[code] = None
-
     def state(self, value: object) -> None:
         """Put the attributes of an object."""
         own = attributes(value)
@@ -174,8 +166,11 @@ class Describer:
     def _handler(self, kind: type) -> Handler:
         handler = self._of_type.get(kind)
         if handler is None:
-            exact = (key for base in kind.__mro__ for key in _keys(base))
-            keys = (*exact, *(f"{str(base.__module__).partition('.')[0]}.*" for base in kind.__mro__))
+            # That of the nearest base that has one, by type or name; failing that, that of a whole package.
+            keys: list[type | str] = []
+            for base in kind.__mro__:
+                keys += [base, f"{base.__module__}.{base.__qualname__}"]
+            keys += [f"{str(base.__module__).partition('.')[0]}.*" for base in kind.__mro__]
             handler = next((self._handlers[key] for key in keys if key in self._handlers), _object)
             self._of_type[kind] = handler
         return handler
@@ -228,11 +223,6 @@ class Describer:
             data = marshal.dumps(values[start : start + _CHUNK], 2)
             self.count(len(data))
             self.put(data)
-
-
-def _keys(kind: type) -> tuple[type | str, ...]:
-    """What a handler may be registered under, besides the type's package: the type, or its full name."""
-    return kind, f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _uniform(rows: list[dict[Any, Any]]) -> bool:
@@ -331,10 +321,11 @@ def _object(to: Describer, value: Any) -> None:
     if solid_base(type(value)) is object:
         to.state(value)
     else:
-        _reduced(to, value)
+        _by_pickle(to, value)
 
 
 def _reduce(value: Any) -> Any:
+    """What pickling returns, by protocol 5: protocol 4 would copy large buffers into bytes."""
     registered = copyreg.dispatch_table.get(type(value))
     if registered:
         return registered(value)
@@ -345,11 +336,8 @@ def _reduce(value: Any) -> Any:
         return value.__reduce_ex__(5)
 
 
-def _reduced(to: Describer, value: Any) -> None:
-    """Describe an object that has a base written in C by what pickling it returns.
-
-    Protocol 5, because 4 would copy large buffers into bytes.
-    """
+def _by_pickle(to: Describer, value: Any) -> None:
+    """Describe an object that has a base written in C by what pickling it returns."""
     try:
         reduced = _reduce(value)
     except Exception:  # libraries raise errors of many kinds for what cannot be pickled

@@ -1,8 +1,8 @@
 """A watch over all reading for a cache: which samples draw random numbers as they are read?
 
 A probe reads a few samples. If a dataset augments its rare classes, a twentieth of its samples draw, and a
-probe of a few may miss them. But every sample that goes into a cache is read once, so all of that reading is
-watched: the states of all generators are compared after every few samples::
+probe of a few may miss them. But every sample that goes into a cache is read once, so hotset watches all of
+that reading: it compares the states of all generators after every few samples::
 
     begin ── a few are read ── drew? no ── a few more ── drew? yes: put back ── each again, alone ── drew? ...
 
@@ -11,17 +11,17 @@ When :meth:`DrawWatch.drew` returns True, it has put all generators back to thei
 what it would have drawn without a cache.
 
 A comparison costs 5 microseconds, and about 40 between two decoded pictures: up to a percent of decoding one.
-To find the generators that objects hold takes milliseconds. That is repeated only if an attribute of the
-dataset, of a transform, or of an object that these hold directly has changed its type, as when a generator is
-made at its first use.
+To find the generators that objects hold takes milliseconds. The watch looks for them again only if an
+attribute of the dataset, of a transform, or of an object that these hold directly has another type than
+before, as when a generator is made at its first use.
 
 Another thread may have drawn meanwhile, for mixup in the training loop while a queue reads ahead, for
-example. Where other threads run, the samples are read once more to find out: a sample that draws does so each
-time, or its two readings differ. If the samples turn out not to draw, no state is put back, as that thread
-would draw the same numbers twice.
+example. Where other threads run, the watch has the samples read once more to find out: a sample that draws
+does so each time, or its two readings differ. If the samples turn out not to draw, the watch puts no state
+back, as that thread would draw the same numbers twice.
 
-A generator that is seeded by the system for one draw and then dropped leaves no state to compare. But the
-entropy that seeded it is noticed (:mod:`hotset.determinism.entropy`); then two readings are compared.
+A generator that the system seeds for one draw, and that is then dropped, leaves no state to compare. But the
+watch notices the entropy that seeded it (:mod:`hotset.determinism.entropy`), and compares two readings.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from hotset.determinism.rng import Generators
 
 __all__ = ["DrawWatch"]
 
-_NEAR, _DEEP = 64, 3
-_COMPARED, _LATER = 32, 128  # how many readings with entropy are compared at first, and each how many later
+_NEAR, _LEVELS = 64, 3
+_COMPARED, _LATER = 32, 128  # the first readings with entropy are compared, later each so many-th
 _REPEATS = 2  # further readings, to tell a sample that draws from a thread that drew at the same time
 
 
@@ -61,7 +61,8 @@ class DrawWatch:
         (True, True)
     """
 
-    # In this process: the count of entropy.taken(), readings that took some, whether a sample depended on it.
+    # Of this process, so not pickled: the count of entropy.taken(), how many readings took some, and whether
+    # a sample depended on it.
     _entropy = _asked = 0
     _entropy_matters = False
 
@@ -99,13 +100,7 @@ class DrawWatch:
             return False
         began = self._generators.noted()
         if drew and read_again is not None and threading.active_count() > 1:
-            for _ in range(_REPEATS):
-                self._generators.note()
-                again = read_again()
-                if not self._moved():
-                    # If the draws were this reading's, and rare, the two readings differ.
-                    drew = same(read, again) is not None
-                    break
+            drew = self._draws_again(read, read_again)
         if not drew and took_entropy:
             drew = self._is_from_entropy(read, read_again)
         if drew:
@@ -113,11 +108,22 @@ class DrawWatch:
             self._generators.note()
         return drew
 
+    def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool:
+        """Whether this reading has drawn, rather than another thread meanwhile."""
+        assert self._generators is not None
+        for _ in range(_REPEATS):
+            self._generators.note()
+            again = read_again()
+            if not self._moved():
+                # If the draws were this reading's, and rare, the two readings differ.
+                return same(read, again) is not None
+        return True
+
     def _is_from_entropy(self, read: object, read_again: Callable[[], object] | None) -> bool:
         """Whether what was read depends on the entropy that reading took.
 
-        Where it once did, it is taken to do so each time. Where it did not, for many readings, only some are
-        compared: they take it for the name of a file, say.
+        If one reading did, all later ones are taken to do so. If many did not, only some of the later ones
+        are compared: they take entropy for the name of a file, say.
         """
         if self._entropy_matters or read_again is None:
             return True
@@ -130,6 +136,7 @@ class DrawWatch:
         return self._entropy_matters
 
     def _moved(self) -> bool:
+        """Whether a generator has moved, or was made."""
         assert self._generators is not None
         moved = self._generators.any_moved
         if self._types_of(self._near) != self._types:
@@ -139,6 +146,7 @@ class DrawWatch:
         return moved
 
     def _settle(self) -> None:
+        """Note the types by which :meth:`_moved` sees that a generator may have been made."""
         self._near = list(_near(self._holders))
         self._types = self._types_of(self._near)
 
@@ -155,11 +163,11 @@ def _has_attributes(obj: object) -> bool:
 
 
 def _near(holders: Sequence[object]) -> Iterator[object]:
-    """The holders, and the objects with attributes that they hold, two levels deep; at most 64 in all."""
+    """The holders, and the objects with attributes that they hold, two levels down; at most 64 in all."""
     chains: Iterator[Any] = (each if type(each) in (list, tuple) else (each,) for each in holders)
     level = list(itertools.chain.from_iterable(chains))
     seen: dict[int, object] = {}
-    for _ in range(_DEEP):
+    for _ in range(_LEVELS):
         level = [each for each in level if _has_attributes(each) and id(each) not in seen]
         for each in level[: _NEAR - len(seen)]:
             seen[id(each)] = each

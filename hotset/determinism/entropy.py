@@ -1,8 +1,8 @@
 """The system's entropy: how often this process has taken some, as far as that goes through Python.
 
 A generator that is made and dropped in one expression (``np.random.default_rng().random()``) leaves no state
-to compare, but its seed comes from the system. So the functions that fetch it are wrapped, once in each
-process that watches reading, and count their calls:
+to compare, but its seed comes from the system. So hotset wraps the functions that fetch it, once in each
+process that watches reading, to count their calls:
 
 =====================  ====================================================================================
 ``os.urandom``         itself, ``uuid.uuid4``, ``secrets``, ``random.SystemRandom``, and the generators of

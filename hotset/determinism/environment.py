@@ -1,6 +1,7 @@
-"""What code reads besides objects: the environment, torch's defaults, modules that it imports by name.
+"""The environment of code: variables, torch's defaults, modules that code imports by name.
 
-It is described after the objects, as only then is it known which code may run and which texts that code has:
+A fingerprint describes the environment after the objects, as only then does it know which code may run, and
+which texts that code has:
 
 ======================  ==============================================================================
 condition               described
@@ -55,13 +56,13 @@ _WITHOUT_REPLACED: dict[str, list[object]] = {}
 
 
 def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
-    """Describe what the code that was met reads besides its objects.
+    """Describe the environment that the code reads.
 
     Args:
-        to: has described the objects.
+        to: the describer, which has described the objects and met their code.
 
     Returns:
-        A description, and sentences about what does not count.
+        A description, and sentences about what does not count in it.
     """
     names = frozenset[str]().union(*map(codes.names_in, to.codes))
     texts = [text for text in to.files.texts() if len(text) <= _LONGEST]
@@ -84,6 +85,7 @@ def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
 
 
 def _variables(texts: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """The variables that texts name, with their values; and a note for each that tells a process its rank."""
     named = {*texts, *(name for text in texts for name in _IN_TEXT.findall(text))}
     rank_variables = sorted(name for name in named if _RANK_VARIABLE.match(name))
     found = [(name, os.environ[name]) for name in sorted(named.difference(rank_variables)) if _is_set(name)]
@@ -96,6 +98,7 @@ def _variables(texts: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _open_files(numbers: set[int]) -> list[tuple[int, str, int, int]]:
+    """Path, size and date of the files whose descriptors these numbers are."""
     found = []
     for number in sorted(numbers):
         with contextlib.suppress(OSError):
@@ -144,12 +147,12 @@ def _patched(root: str) -> list[tuple[str, str, object]]:
 
 
 def _replaced_in(name: str, module: types.ModuleType) -> list[tuple[str, object]]:
-    """As :func:`codes.replaced`, which is not asked again while all values of the module are the same."""
+    """As :func:`codes.replaced_by_users`, which runs again only once a value of the module is another one."""
     values = list(vars(module).values())
     known = _WITHOUT_REPLACED.get(name, [])
     if len(known) == len(values) and all(map(operator.is_, known, values)):
         return []
-    found = codes.replaced(vars(module))
+    found = codes.replaced_by_users(vars(module))
     if not found:
         _WITHOUT_REPLACED[name] = values
     return found

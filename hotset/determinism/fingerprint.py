@@ -21,7 +21,7 @@ Arrow table             its rows, or the large file that it maps: :mod:`hotset.d
 open file, mapping, ..  the file, or content: :mod:`hotset.determinism.handles`
 file of `fsspec`        file system, path and version: :mod:`hotset.determinism.remote_files`
 ``__hotset_version__``  what this method of an object returns, besides its attributes
-what code reads else    variables of the environment, torch's defaults: :mod:`.environment`
+the environment         variables that code reads, torch's defaults: :mod:`.environment`
 ======================  ===========================================================================
 
 Some things hold no data of the dataset and count by their type alone: random generators, locks, threads,

@@ -1,7 +1,7 @@
 """Handles: objects that stand for something outside the program, a file, a database, a pipe, a process.
 
-Two handles of one type may stand for a training and a validation set, so their type is not enough. Each
-handle is described by the first of these that it has:
+One handle may stand for the training set and another of its type for the validation set, so the type is not
+enough. hotset describes a handle by the first of these that it has:
 
 =============  =========================================================================================
 described by   handles
@@ -14,7 +14,7 @@ none of these  pipes, connected sockets, child processes, databases in memory: *
                process shares the cache (:meth:`hotset.determinism.describe.Describer.unknown`)
 =============  =========================================================================================
 
-Handles are read through the methods of the library that made them, and no file position moves.
+hotset reads a handle through the methods of the library that made it, and moves no file position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hotset.determinism.content_hash import digest_of_bytes
 from hotset.determinism.describe import Describer, Handler
 from hotset.determinism.object_graph import attributes
 
-__all__ = ["OF_HANDLES", "by_type"]
+__all__ = ["OF_HANDLES", "by_type", "with_own_state"]
 
 _READ = 32 << 20
 
@@ -43,10 +43,6 @@ def by_type(to: Describer, value: object) -> None:
     """Describe a handle that gives no data by its type alone."""
     to.put(b"t")
     to.add(type(value))
-
-
-def _unknown(to: Describer, value: object) -> None:
-    to.unknown(value)
 
 
 def _parts(*names: str) -> Handler:
@@ -75,6 +71,8 @@ def _file_in_memory(to: Describer, file: Any) -> None:
 
 
 def _over_raw(base: type) -> Handler:
+    """A handler for files of a buffered class: they are described by the raw file below."""
+
     def handler(to: Describer, file: Any) -> None:
         to.put(b"o")
         to.add(type(file), _asked(base, "raw", file))
@@ -251,45 +249,45 @@ def _names_of_library(kind: type) -> frozenset[str]:
     return frozenset(name for function in functions for name in function.__code__.co_names)
 
 
-def _all(handler: Handler, *kinds: type | str) -> dict[type | str, Handler]:
-    return dict.fromkeys(kinds, handler)
-
-
-# By name where the library that defines the type may not be imported. A star stands for a whole package, and
-# is looked up last: the other types of these packages serve threads and processes, and give no data.
+# Types are given by name where the library that defines them may not be imported.
+_GIVES_DATA: tuple[type | str, ...] = (
+    *(io.BufferedRWPair, sqlite3.Cursor, "h5py._objects.ObjectID", "subprocess.Popen"),
+    *("multiprocessing.managers.BaseProxy", "multiprocessing.connection._ConnectionBase"),
+    *("multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"),
+    *("concurrent.futures._base.Future", "_asyncio.Future", "asyncio.futures.Future"),
+    "asyncio.streams.StreamReader",
+)
+# A star stands for a whole package, and is looked up last: all other types of these packages give no data.
+_GIVES_NO_DATA = (
+    *("_thread.*", "threading.*", "queue.*", "_contextvars.*", "contextvars.*", "concurrent.*"),
+    *("multiprocessing.*", "_multiprocessing.*", "asyncio.*", "_asyncio.*"),
+    *("ssl.*", "_ssl.*", "selectors.*", "select.*"),
+)
 _HANDLES: dict[type | str, Handler] = {
-    **_all(_file_in_memory, io.BytesIO, io.StringIO),
-    **_all(_compressed, "gzip.GzipFile", "bz2.BZ2File", "lzma.LZMAFile"),
+    **dict.fromkeys(_GIVES_NO_DATA, by_type),
+    **dict.fromkeys(_GIVES_DATA, Describer.unknown),
+    **dict.fromkeys((io.BytesIO, io.StringIO), _file_in_memory),
+    **dict.fromkeys(("gzip.GzipFile", "bz2.BZ2File", "lzma.LZMAFile"), _compressed),
     io.FileIO: _raw,
     io.TextIOWrapper: _text,
     io.BufferedReader: _over_raw(io.BufferedReader),
     io.BufferedWriter: _over_raw(io.BufferedWriter),
     io.BufferedRandom: _over_raw(io.BufferedRandom),
-    io.BufferedRWPair: _unknown,
     "os._Environ": _environment,
     os.DirEntry: _entry,
     sqlite3.Connection: _sqlite,
-    sqlite3.Cursor: _unknown,
     "h5py._hl.base.HLObject": _hdf5,
-    "h5py._objects.ObjectID": _unknown,
     # Compiled without a module's name, or in Python over cffi.
-    **_all(_lmdb, "builtins.Environment", "lmdb.cffi.Environment"),
+    **dict.fromkeys(("builtins.Environment", "lmdb.cffi.Environment"), _lmdb),
     "ctypes.CDLL": _parts("_name"),
     "mmap.mmap": _mapping,
     "multiprocessing.shared_memory.SharedMemory": _parts("_mmap"),
     "multiprocessing.sharedctypes.SynchronizedBase": _parts("_obj"),
-    **_all(_parts("maxsize", "queue"), "queue.Queue"),
-    **_all(_parts("_maxsize", "_queue"), "asyncio.queues.Queue"),
+    "queue.Queue": _parts("maxsize", "queue"),
+    "asyncio.queues.Queue": _parts("_maxsize", "_queue"),
     "_queue.SimpleQueue": _queue_in_c,
     contextvars.ContextVar: _context_variable,
     contextvars.Context: _context,
     "_socket.socket": _socket,
-    **_all(_unknown, "multiprocessing.managers.BaseProxy", "multiprocessing.connection._ConnectionBase"),
-    **_all(_unknown, "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"),
-    **_all(_unknown, "concurrent.futures._base.Future", "subprocess.Popen"),
-    **_all(_unknown, "_asyncio.Future", "asyncio.futures.Future", "asyncio.streams.StreamReader"),
-    **_all(by_type, "_thread.*", "threading.*", "queue.*", "_contextvars.*", "contextvars.*"),
-    **_all(by_type, "multiprocessing.*", "_multiprocessing.*", "concurrent.*", "asyncio.*", "_asyncio.*"),
-    **_all(by_type, "ssl.*", "_ssl.*", "selectors.*", "select.*"),
 }
 OF_HANDLES = {kind: with_own_state(handler) for kind, handler in _HANDLES.items()}

@@ -2,7 +2,7 @@
 
 A transform's generator, or a training step's optimizer, may be in an attribute, a list of augmenters, a
 closure, a default argument, a base class, or a global that a method uses. The search is breadth first, so
-that near objects are found before the bounds are reached. It reads attributes without running any code of the
+that it finds near objects before it reaches its bounds. It reads attributes without running any code of the
 object, and never copies.
 
 :func:`attributes` reads one object from outside: its own ``__getattr__``, properties and ``__eq__`` do not
@@ -135,8 +135,8 @@ def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[s
     for name, *_ in loaded_globals(code):
         value = function.__globals__.get(name)
         module = value.__module__ if issubclass(type(value), _NAMED) else type(value).__module__
-        # Only globals of these kinds, containers, and what the function's own module defines: the others come
-        # from libraries.
+        # Only globals of these kinds, containers, and objects that the function's own module defines: the
+        # others come from libraries.
         if issubclass(type(value), (*kinds, *_CONTAINERS)) or module == function.__module__:
             yield f" -> {name}", value
 

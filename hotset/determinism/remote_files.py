@@ -1,4 +1,4 @@
-"""Files of `fsspec`, which may lie on another machine: described by what their store tells of their version.
+"""Files of `fsspec`, which may lie on another machine: described by the version that their store reports.
 
 =============  =========================================================================================
 what           is described by
@@ -11,7 +11,7 @@ file, opened   its file system, path and mode; unless it is only written to, its
 or not         generation, checksum, size and date, as far as the store tells them
 =============  =========================================================================================
 
-The versions are asked for together: :meth:`hotset.determinism.data_files.Files.add_remote`.
+hotset asks for all versions together: :meth:`hotset.determinism.data_files.Files.add_remote`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _file(to: Describer, file: Any) -> None:
 
 
 def _version(info: Mapping[str, Any]) -> bytes:
-    """What a store tells of a file, as far as it changes with the file's content."""
+    """The part of a store's information about a file that changes with the file's content."""
     plain = {re.sub(r"[-_ ]", "", name.lower()): value for name, value in info.items()}
     said = sorted((name, str(value)) for name, value in plain.items() if _VERSION.fullmatch(name))
     return repr(said).encode("utf-8", "surrogatepass")

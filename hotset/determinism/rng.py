@@ -1,10 +1,10 @@
-"""Random number generators, the global ones and those that objects hold: watch whether they move, put back.
+"""Random number generators, the global ones and those that objects hold: their states, compared and restored.
 
-Caching freezes what a generator would have drawn, so before anything is cached, samples are read under watch:
-a generator whose state moved is the surest sign of randomness, surer than outputs that differ (a flip with
-p=0.5 gives two equal outputs every other time). Three generators are global: those of ``random``, numpy and
-torch. The dataset holds the others: in an attribute, a list of augmenters, a closure, a default argument, a
-base class, or a global that its methods read.
+Caching freezes what a generator would have drawn. So before hotset caches anything, it reads samples and
+compares the generators' states: a state that moved is the surest sign of randomness, surer than outputs that
+differ (a flip with p=0.5 gives two equal outputs every other time). Three generators are global: those of
+``random``, numpy and torch. The dataset holds the others: in an attribute, a list of augmenters, a closure, a
+default argument, a base class, or a global that its methods read.
 
 :mod:`hotset.determinism.object_graph` finds them without copying anything: a copy's generator would move
 instead of the original's, and a probe of the copy would call it deterministic.
@@ -35,7 +35,12 @@ KINDS = (
     torch.Generator,
 )
 
+GLOBAL = ("random's global state", "numpy.random's global state", "torch's global state")
+"""The names that the global generators have in :meth:`Generators.states`."""
+
 _Look = Callable[[], bytes | None]
+_MT19937_KEY = 624 * 4
+_RANDOM_BYTES = _random.Random.__basicsize__ - object.__basicsize__
 
 
 class _Watched:
@@ -43,15 +48,15 @@ class _Watched:
 
     Args:
         name: for messages.
-        get, set: read and set its state.
+        get, put: read and set its state.
         look: returns bytes that change whenever the state does, faster than ``get``, or None if it cannot
             tell at the moment. None if there is no faster way.
     """
 
     def __init__(
-        self, name: str, get: Callable[[], Any], set: Callable[[Any], object], look: _Look | None = None
+        self, name: str, get: Callable[[], Any], put: Callable[[Any], object], look: _Look | None = None
     ) -> None:
-        self.name, self.get, self.set, self._look = name, get, set, look
+        self.name, self.get, self.put, self._look = name, get, put, look
         self._take()
 
     def note(self) -> None:
@@ -85,11 +90,9 @@ class Generators:
     """
 
     def __init__(self, holders: Sequence[object]) -> None:
-        self._watched: dict[int, _Watched] = {}
+        # By id; the global ones have negative numbers, which are no object's.
+        self._watched = {-1 - number: watched for number, watched in enumerate(_global_generators())}
         self._kept: list[object] = []
-        for number, (module, get, put, look) in enumerate(_global_generators()):
-            # No object has a negative id.
-            self._watched[-1 - number] = _Watched(_global_name(module), get, put, look)
         self._global = {id(generator) for generator in _behind_the_globals()}
         self.look_again(holders)
 
@@ -133,7 +136,7 @@ class Generators:
         """Set the generators that these states name; a copy's generators have the original's names."""
         for name, watched in self._named().items():
             if name in states:
-                watched.set(states[name])
+                watched.put(states[name])
 
     def _named(self) -> dict[str, _Watched]:
         # Two may be reached by the same path (two classes of one name): their order tells them apart.
@@ -148,30 +151,33 @@ class Generators:
     def restore(self) -> None:
         """Put every generator back to the state in which it was first seen, or noted."""
         for watched in self._watched.values():
-            watched.set(watched.state)
+            watched.put(watched.state)
 
 
-def _global_name(module: str) -> str:
-    return f"{module}'s global state"
-
-
-def _global_generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object], _Look | None]]:
+def _global_generators() -> Iterator[_Watched]:
+    of_random, of_numpy, of_torch = GLOBAL
     look = _look_at(random.random.__self__)  # type: ignore[attr-defined]
-    yield "random", random.getstate, random.setstate, look
+    yield _Watched(of_random, random.getstate, random.setstate, look)
     look = _look_at(np.random.rand.__self__)  # type: ignore[attr-defined]
-    yield "numpy.random", lambda: np.random.get_state(legacy=False), np.random.set_state, look
-    yield "torch", torch.get_rng_state, torch.set_rng_state, _look_at(torch.default_generator)
+    yield _Watched(of_numpy, lambda: np.random.get_state(legacy=False), np.random.set_state, look)
+    look = _look_at(torch.default_generator)
+    yield _Watched(of_torch, torch.get_rng_state, torch.set_rng_state, look)
 
 
-_MT19937_KEY = 624 * 4
+def _behind_the_globals() -> Iterator[object]:
+    """The objects behind the modules' functions; an attribute may hold one of them."""
+    yield from (random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
+    yield from (np.random.rand.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 
 
 def _look_at(generator: Any) -> _Look | None:
-    """A function that reads the memory of a Mersenne Twister; None for other generators and other layouts.
+    """A fast way to see whether a generator has moved: a function that reads its state's bytes.
 
-    To return its state, 624 numbers, takes numpy 40 microseconds and ``random`` 10, and several times as long
-    once decoding a picture has filled the processor's cache; reading the memory takes one or two. torch's
-    generators return their state fast enough.
+    None for a generator other than torch's that is not a Mersenne Twister of the known layout.
+
+    To return a Mersenne Twister's state, 624 numbers, takes numpy 40 microseconds and ``random`` 10, and
+    several times as long once decoding a picture has filled the processor's cache. To read its memory takes
+    one or two. torch's generators return their state fast enough.
     """
     if isinstance(generator, torch.Generator):
         return functools.partial(_bytes_of_torch, generator)
@@ -188,9 +194,6 @@ def _look_at_random(generator: random.Random) -> _Look | None:
         return memory.raw if generator.gauss_next is None else None  # type: ignore[attr-defined]
 
     return look
-
-
-_RANDOM_BYTES = _random.Random.__basicsize__ - object.__basicsize__
 
 
 @functools.cache
@@ -242,16 +245,6 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool(one.tobytes() != other.tobytes())
     return bool(one != other)  # a state of ``random`` is a tuple of 625 numbers, compared in one go
-
-
-GLOBAL = tuple(_global_name(module) for module in ("random", "numpy.random", "torch"))
-"""The names that the global generators have in :meth:`Generators.states`."""
-
-
-def _behind_the_globals() -> Iterator[object]:
-    """The objects behind the modules' functions; an attribute may hold one of them."""
-    yield from (random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
-    yield from (np.random.rand.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 
 
 def access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:

@@ -1,8 +1,9 @@
 """Handlers that describe objects whose attributes do not say everything: code, classes, modules, arrays.
 
-Each function describes one kind of object. ``HANDLERS`` maps types to functions; a subclass goes to the
-handler of its nearest base that has one. Objects that stand for something outside the program are described
-by :mod:`hotset.determinism.handles`, Arrow's tables by :mod:`hotset.determinism.arrow_tables`.
+Each handler is a function that describes one kind of object. ``HANDLERS`` maps types to handlers; a subclass
+goes to the handler of its nearest base that has one. :mod:`hotset.determinism.handles` and
+:mod:`hotset.determinism.remote_files` have the handlers for objects that stand for something outside the
+program, :mod:`hotset.determinism.arrow_tables` those for Arrow's tables.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import struct
 import threading
 import types
 import weakref
-from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import PurePath
 from typing import Any
@@ -81,8 +81,8 @@ def _class(to: Describer, cls: type) -> None:
     version = codes.installed(module)
     if version is not None:
         to.name(version)
-        to.meets(module)
-        for name, part in sorted(codes.replaced(vars(cls)), key=itemgetter(0)):
+        to.modules.add(module)
+        for name, part in sorted(codes.replaced_by_users(vars(cls)), key=itemgetter(0)):
             to.name(name)
             to.add(part)
         return
@@ -109,9 +109,9 @@ def _function(to: Describer, function: types.FunctionType) -> None:
     version = codes.installed(module)
     if version is not None:
         to.name(version)
-        to.meets(module)
+        to.modules.add(module)
         return
-    to.reads(function.__code__)
+    to.codes[function.__code__] = None
     for chain in codes.loaded_globals(function.__code__):
         _loaded(to, function.__globals__, chain)
     for imported in codes.imports(function.__code__):
@@ -145,7 +145,7 @@ def _imported(to: Describer, module: str) -> None:
     to.name(module)
     if version is None:
         to.put(codes.source_of(module))
-        to.meets(module)
+        to.modules.add(module)
     else:
         to.name(version)
 
@@ -316,39 +316,35 @@ def _content(to: Describer, array: Array) -> None:
         to.put(digest_of_bytes(array))
 
 
-def _all(handler: Handler, kinds: Iterable[type | str]) -> dict[type | str, Handler]:
-    return dict.fromkeys(kinds, handler)
-
-
 HANDLERS: dict[type | str, Handler] = {
     **OF_HANDLES,
     **OF_ARROW,
     **OF_REMOTE_FILES,
-    **_all(with_own_state(by_type), _NO_IDENTITY),
-    **_all(_by_text, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype)),
-    **_all(_by_text, (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))),
+    **dict.fromkeys(_NO_IDENTITY, with_own_state(by_type)),
+    **dict.fromkeys((torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype), _by_text),
+    **dict.fromkeys((type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)), _by_text),
     type: _class,
     types.FunctionType: _function,
     types.CodeType: _code,
     types.CellType: _cell,
     types.ModuleType: _module,
     types.MethodType: _parts("__func__", "__self__"),
-    **_all(_builtin, (types.BuiltinFunctionType, types.MethodWrapperType)),
-    **_all(_member_of_c, _MEMBERS_OF_C),
+    **dict.fromkeys((types.BuiltinFunctionType, types.MethodWrapperType), _builtin),
+    **dict.fromkeys(_MEMBERS_OF_C, _member_of_c),
     functools.partial: _parts("func", "args", "keywords"),
     type(functools.lru_cache(by_type)): _parts("__wrapped__"),
-    **_all(_parts("__func__"), (staticmethod, classmethod)),
+    **dict.fromkeys((staticmethod, classmethod), _parts("__func__")),
     property: _parts("fget", "fset", "fdel"),
     types.MappingProxyType: _mapping_proxy,
     enum.Enum: _enum,
     PurePath: _path,
     re.Pattern: _parts("pattern", "flags"),
     struct.Struct: _parts("format"),
-    **_all(_buffer, (bytearray, memoryview, pickle.PickleBuffer)),
-    **_all(_array, (np.ndarray, np.generic)),
+    **dict.fromkeys((bytearray, memoryview, pickle.PickleBuffer), _buffer),
+    **dict.fromkeys((np.ndarray, np.generic), _array),
     torch.Tensor: _tensor,
-    **_all(_storage, (torch.UntypedStorage, torch.TypedStorage)),
-    **_all(_script, (torch.jit.ScriptModule, torch.jit.ScriptFunction)),
+    **dict.fromkeys((torch.UntypedStorage, torch.TypedStorage), _storage),
+    **dict.fromkeys((torch.jit.ScriptModule, torch.jit.ScriptFunction), _script),
     "PIL.Image.Image": _image,
     "hotset.dataset.cached_dataset.CachedDataset": _cached,
     "hotset.store.segment.Segment": by_type,  # its content comes from a dataset, which is described

@@ -1,8 +1,8 @@
-"""How many steps to sink: the smallest number past which throughput no longer grows.
+"""The size of a sink: the smallest number of steps in a call past which throughput no longer grows.
 
-Each size is measured for a few calls, starting at one step and doubled each time; the best of its calls
-counts, as disturbances only slow a call down. A size that is not clearly faster than the best so far ends the
-search, if its double is not either: one poor measurement must not end it.
+The search begins at one step, and doubles the size after a few calls each. The best of a size's calls counts,
+as disturbances only slow a call down. Two sizes in a row that are not clearly faster than a smaller one end
+the search: one poor measurement must not end it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many samples a second a training takes, from what a sample costs in its workers and its steps.
+"""The throughput of a training, in samples a second, from the cost of a sample in its workers and its steps.
 
 A loader feeds a step. Both need processor time; a worker may also wait for a disk or a network, and a step
 for a device. With N workers on C cores, three rates bound the training, all in samples a second::
@@ -23,10 +23,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Fetch", "Loader", "Step", "best_workers", "loader_with", "mixed", "together"]
+__all__ = ["Fetch", "Loader", "Step", "best_workers", "loader_with", "mixed", "training_rate"]
 
 _SHARPNESS = 8
-# More workers than this share of the best rate are not worth their memory.
+# Fewer workers that reach this share of the best rate are better than more, which take memory.
 _NEARLY_BEST = 0.98
 _MOST_WORKERS_PER_CORE = 16
 
@@ -102,14 +102,14 @@ def loader_with(workers: int, fetch: Fetch, cores: float) -> Loader:
     return Loader(alone, fetch.receive, cpu, overlaps=True)
 
 
-def together(loader: Loader, step: Step, cores: float) -> float:
-    """Samples a second of a training with this loader.
+def training_rate(loader: Loader, step: Step, cores: float) -> float:
+    """Samples a second of a training: this loader together with the rest.
 
     Example:
         >>> made = loader_with(4, Fetch(cpu=4e-3), cores=8)
-        >>> round(together(made, Step(seconds=10e-3, cpu=0.0), cores=8))  # the step is slower
+        >>> round(training_rate(made, Step(seconds=10e-3, cpu=0.0), cores=8))  # the step is slower
         100
-        >>> round(together(made._replace(overlaps=False), Step(1e-3, 1e-3), cores=8))
+        >>> round(training_rate(made._replace(overlaps=False), Step(1e-3, 1e-3), cores=8))
         500
     """
     if not loader.overlaps:
@@ -159,7 +159,7 @@ def best_workers(
     loaders = [loader_with(count, fetch, cores) for count in range(bound + 1)]
     if without is not None:
         loaders[0] = without
-    rates: Sequence[float] = [together(loader, step, cores) for loader in loaders]
+    rates: Sequence[float] = [training_rate(loader, step, cores) for loader in loaders]
     enough = _NEARLY_BEST * max(rates)
     found = next(count for count, rate in enumerate(rates) if rate >= enough)
     return found, rates[found]

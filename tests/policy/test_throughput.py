@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotset.policy.throughput import Fetch, Loader, Step, best_workers, loader_with, mixed, together
+from hotset.policy.throughput import Fetch, Loader, Step, best_workers, loader_with, mixed, training_rate
 
 seconds = st.floats(1e-6, 1.0)
 fetches = st.builds(Fetch, cpu=seconds, blocked=st.floats(0.0, 1.0), send=seconds, receive=seconds)
@@ -17,7 +17,7 @@ steps = st.builds(Step, seconds=seconds, cpu=seconds)
 
 @given(fetches, steps, st.integers(0, 64), st.integers(1, 128))
 def test_no_bound_is_passed(fetch: Fetch, step: Step, workers: int, cores: int) -> None:
-    rate = together(loader_with(workers, fetch, cores), step, cores)
+    rate = training_rate(loader_with(workers, fetch, cores), step, cores)
     assert 0.0 < rate <= 1.0001 / step.seconds
     if workers:
         assert rate <= 1.0001 * workers / (fetch.cpu + fetch.blocked)
@@ -28,7 +28,7 @@ def test_no_bound_is_passed(fetch: Fetch, step: Step, workers: int, cores: int) 
 
 @given(fetches, steps, st.integers(1, 32))
 def test_more_workers_than_one_never_make_it_slower(fetch: Fetch, step: Step, cores: int) -> None:
-    rates = [together(loader_with(count, fetch, cores), step, cores) for count in range(1, 40)]
+    rates = [training_rate(loader_with(count, fetch, cores), step, cores) for count in range(1, 40)]
     assert all(more >= 0.9999 * fewer for fewer, more in itertools.pairwise(rates))
 
 
@@ -37,7 +37,7 @@ def test_the_best_number_is_nearly_as_fast_as_any_and_no_smaller_one_is(
     fetch: Fetch, step: Step, cores: int
 ) -> None:
     best, rate = best_workers(fetch, step, cores)
-    rates = [together(loader_with(count, fetch, cores), step, cores) for count in range(cores * 16 + 1)]
+    rates = [training_rate(loader_with(count, fetch, cores), step, cores) for count in range(cores * 16 + 1)]
     assert rate == rates[best] >= 0.98 * max(rates)
     assert all(fewer < 0.98 * max(rates) for fewer in rates[:best])
 
@@ -65,9 +65,9 @@ def test_a_mixture_lies_between_hits_and_misses(share: float) -> None:
 
 def test_without_workers_nothing_overlaps_and_a_gather_ahead_does() -> None:
     serial, ahead = Loader(1000.0, 0.0, 1e-3, False), Loader(1000.0, 0.0, 1e-3, True)
-    assert together(serial, Step(1e-3, 1e-3), 8) == pytest.approx(500)
-    assert together(ahead, Step(1e-3, 1e-3), 8) == pytest.approx(917, rel=0.01)
+    assert training_rate(serial, Step(1e-3, 1e-3), 8) == pytest.approx(500)
+    assert training_rate(ahead, Step(1e-3, 1e-3), 8) == pytest.approx(917, rel=0.01)
 
 
 def test_what_is_received_is_received_between_steps() -> None:
-    assert together(Loader(1e6, 1e-3, 0.0, True), Step(1e-3, 0.0), 64) == pytest.approx(500, rel=0.01)
+    assert training_rate(Loader(1e6, 1e-3, 0.0, True), Step(1e-3, 0.0), 64) == pytest.approx(500, rel=0.01)

@@ -13,7 +13,7 @@ import itertools
 import os
 from typing import Any, NamedTuple
 
-from hotset.policy.throughput import Fetch, Loader, Step, best_workers, loader_with, mixed, together
+from hotset.policy.throughput import Fetch, Loader, Step, best_workers, loader_with, mixed, training_rate
 from hotset.run.doctor.observed import Observed
 from hotset.units import format_bytes
 
@@ -95,7 +95,7 @@ class _Model:
         loader = loader_with(workers, fetch, self.cores)
         if workers == 0 and fetch is self.fetch and self._without is not None:
             loader = self._without
-        return together(loader, _longer(self._step, self._release[workers > 0]), self.cores)
+        return training_rate(loader, _longer(self._step, self._release[workers > 0]), self.cores)
 
     def plain(self, workers: int, fetch: Fetch | None = None) -> float:
         """Samples a second of a rank, with torch's loader."""
@@ -140,8 +140,10 @@ class _Model:
         less = hits._replace(alone=1.0 / seconds, cpu=max(hits.cpu - spared, 0.1 * hits.cpu))
         loader = mixed(less, loader_with(workers, self.fetch, self.cores), fits) if fits < 1.0 else less
         # What the trial had with the program's step counts: arithmetic misses it by so much for each hit.
-        missed = 1.0 / row["training"] - 1.0 / together(hits, step, self.cores) if row["training"] else 0.0
-        return min(1.0 / max(1.0 / together(loader, step, self.cores) + fits * missed, 1e-9), self.limit)
+        missed = (
+            1.0 / row["training"] - 1.0 / training_rate(hits, step, self.cores) if row["training"] else 0.0
+        )
+        return min(1.0 / max(1.0 / training_rate(loader, step, self.cores) + fits * missed, 1e-9), self.limit)
 
 
 def _release(seen: Observed, loader: str) -> float:
