@@ -138,14 +138,16 @@ def _mapping(to: _Description, value: Mapping[Any, Any], depth: int) -> None:
 
 
 def _set(to: _Description, value: Any, depth: int) -> None:
-    described = []
+    members = []
     for part in value:
         one = _Description()
         one.add(part, depth + 1)
-        described.append(b"".join(one.parts))
-        to.files += one.files
+        members.append((b"".join(one.parts), one.files))
+        to.fixed &= one.fixed
     to.parts.append(b"%b%d:" % (b"<" if type(value) is set else b">", len(value)))
-    to.parts += sorted(described)
+    for description, files in sorted(members):
+        to.parts.append(description)
+        to.files += files
     to.fixed &= type(value) is frozenset
 
 

@@ -82,6 +82,13 @@ class Crop:
     size: tuple[int, int]
 
 
+@dataclasses.dataclass(eq=False)
+class Movable:
+    """It can be in a set, and change."""
+
+    top: int
+
+
 ARGUMENTS: list[tuple[Any, Any]] = [
     (0.0, -0.0),
     (None, 0),
@@ -182,6 +189,26 @@ def test_a_changed_file_is_read_anew_and_takes_the_old_results_place(tmp_path: P
         with pytest.raises(FileNotFoundError):
             kept(path)
         assert kept(tmp_path / "moved") == "another"
+
+
+def test_a_set_of_files_is_one_call_in_whatever_order_its_members_come(tmp_path: Path, log: ReadLog) -> None:
+    paths = [str(tmp_path / str(number)) for number in range(20)]
+    for path in paths:
+        Path(path).touch()
+    others = [str(number) for number in range(10_000)]
+    one, other = set(paths), {*others, *paths}
+    for text in others:
+        other.discard(text)
+    assert one == other
+    assert list(one) != list(other)
+
+    def count(paths: set[str]) -> int:
+        log.add(0)
+        return len(paths)
+
+    with memo(count, key="count") as kept:
+        assert kept(one) == kept(other) == 20
+        assert log.total() == 1
 
 
 def test_wrong_arguments_raise_what_the_function_raises(log: ReadLog) -> None:
@@ -378,11 +405,19 @@ def test_a_result_during_which_an_argument_or_a_file_changed_is_not_kept(tmp_pat
     def consume(items: list[int]) -> int:
         return items.pop()
 
+    def tally(crops: frozenset[Movable]) -> int:
+        for crop in crops:
+            crop.top += 1
+        return len(crops)
+
     def slow(path: Path) -> str:
         text = path.read_text()
         path.write_text(text + text)
         return text
 
+    with memo(tally, key="tally") as kept, pytest.warns(hotset.HotsetWarning, match="changed while"):  # noqa: PT031
+        assert kept(frozenset({Movable(0)})) == 1
+        assert kept.stats().entries == 0
     with memo(consume, key="consume") as kept, pytest.warns(hotset.HotsetWarning, match="changed while"):  # noqa: PT031
         assert kept([1, 2]) == 2
         assert kept([1, 2]) == 2
