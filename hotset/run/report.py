@@ -3,9 +3,9 @@
 ::
 
     hotset: python train.py ran for 132 s
-      function         calls    hits   seconds saved   kept
-      cv2.imread      12,000   9,000           45.2   2.3 GiB
-      left alone: numpy.load 12 times: its file is an archive
+      function     calls   hits  time saved      kept
+      cv2.imread  12,000  9,000      45.2 s  2.30 GiB
+      left alone: numpy.load, at least 12 times: its file is an archive
       DataLoader: the loop waited 12.1 s of 132 s for 1,200 batches
       ...
 """
