@@ -186,7 +186,6 @@ class Peer:
         self._open: weakref.WeakValueDictionary[int, PendingRequest] = weakref.WeakValueDictionary()
         self._backoff = Backoff()
         self._backoffs: defaultdict[bytes, Backoff] = defaultdict(Backoff)
-        self._has_warned = False
 
     @property
     def is_backing_off(self) -> bool:
@@ -365,12 +364,10 @@ class Peer:
         self.traffic.seconds += seconds
 
     def _warn(self, sentence: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            self.connections.warn(
-                f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.",
-                self.name,
-            )
+        self.connections.warn(
+            f"{sentence}. Its samples come from the source meanwhile; it is asked again now and then.",
+            self.name,
+        )
 
     def _disconnect(self) -> None:
         for request in list(self._open.values()):

@@ -135,7 +135,6 @@ class BlockPool:
             return number
         except IndexError:
             number = next(self._numbers)  # atomic, like the pop: threads may share a pool
-            self._taken.add(number)
         if not self._shared:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             block = self._maps[number] = mmap.mmap(-1, self.block_bytes, flags=flags)
@@ -143,11 +142,11 @@ class BlockPool:
                 # With small pages a tenth of a copy's time goes into looking up their addresses.
                 block.madvise(mmap.MADV_HUGEPAGE)
         elif number >= self._most:
-            self._taken.discard(number)
             raise MemoryError(
                 f"{self._most:,} batches are held at once, more than a pool of blocks holds; "
                 "copy what you keep with `.clone()`."
             )
+        self._taken.add(number)
         return number
 
     def new_array(self, number: int) -> Any:
