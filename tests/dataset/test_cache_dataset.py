@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, failure, leaves, recorded, scribble
+from helpers import equal_batches, failure, is_a_sentence, leaves, recorded, scribble
 from live import draw_all
 from samples import (
     arrays,
@@ -328,3 +328,25 @@ def test_a_cache_that_is_dropped_without_close_frees_its_memory() -> None:
     del cached
     gc.collect()
     equal_batches(sample["sample"]["sample"]["sample"], image_and_label(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"session": None}, 'write session="..."'),
+        ({"session": 7}, 'write session="..."'),
+        ({"window": hotset.Window(10)}, "own torch.utils.data.Subset"),
+        ({"window": hotset.Window(10), "session": None}, "own torch.utils.data.Subset"),
+        ({"window": hotset.Window(10), "cluster": None}, "window= and session= cannot be combined"),
+        ({"spill": "/nowhere"}, "leave out spill="),
+        ({"cluster": None, "session": None, "replicate": True}, "replicate= is for"),
+        ({"cluster": 5}, "got 5."),
+        ({"cluster": ""}, "got ''."),
+    ],
+)
+def test_what_does_not_go_together_is_a_sentence(arguments: dict[str, Any], says: str) -> None:
+    given = {"cluster": "auto", "session": "none", **arguments}
+    found = failure(lambda: hotset.cache(Samples(number), **given))
+    assert found.kind is hotset.ArgumentError
+    assert says in found.text
+    assert is_a_sentence(found.text)

@@ -205,6 +205,33 @@ def test_a_chain_of_two_values_is_cut(transforms: Any, live: tuple[str, ...]) ->
         equal_batches(epochs(cached), epochs(Jointly(transforms)))
 
 
+def first_for_both(image: torch.Tensor, other: torch.Tensor) -> Any:
+    return image, image
+
+
+def apart(image: torch.Tensor, other: torch.Tensor) -> Any:
+    by = random.randrange(5)
+    return image + by, other - by
+
+
+class KeepsTheFirst(Jointly):
+    """Gives its chain the same picture twice."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = image_and_label(range(N)[index])
+        return self.transforms(image, image)[0], label
+
+
+def test_two_results_with_one_place_in_the_sample_are_not_put_back_there() -> None:
+    """The live part's first result would be lost to its second."""
+    from torchvision.transforms import v2
+
+    found = failure(lambda: hotset.cache(KeepsTheFirst(v2.Compose([first_for_both, apart]))))
+    assert found.kind is hotset.NotCacheable
+    with hotset.cache(KeepsTheFirst(first_for_both)) as cached:
+        equal_batches(epochs(cached), epochs(KeepsTheFirst(first_for_both)))
+
+
 def test_torchvisions_joint_compose_is_cut_in_its_middle() -> None:
     from torchvision.transforms import v2
 

@@ -27,6 +27,7 @@ from helpers import (
     seed_everything,
 )
 from kills import child, ended
+from stores import attached, ids
 from streams import Numbers, Shuffled, share, values
 from torch.utils.data import (
     BatchSampler,
@@ -38,6 +39,7 @@ from torch.utils.data import (
 )
 
 import hotset
+from hotset.store.store import Store
 
 N = 60
 
@@ -130,6 +132,17 @@ class ReadOnce(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return self.numbers
+
+
+class Emptied(IterableDataset[Any]):
+    """Each sample is the same list, which is empty again when the next one is asked for."""
+
+    def __iter__(self) -> Iterator[Any]:
+        sample: list[Any] = []
+        for number in range(N):
+            sample[:] = torch.full((4,), float(number)), number
+            yield sample
+            sample.clear()
 
 
 class OfText(IterableDataset[Any]):
@@ -294,6 +307,42 @@ class TestFirstPass:
                 assert sorted(values(filter(None, batches))) == sorted([*range(N)] * 2)
                 assert sorted(values(hotset.DataLoader(stream, batch_size=4))) == list(range(N))
                 assert stream.check() == []
+
+    @pytest.mark.filterwarnings("ignore:.*recorded anew")
+    def test_a_pass_that_stores_while_another_divides_the_stream_anew_leaves_that_ones_part_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The part's number is that of a shorter part by then."""
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            insert = Store.insert
+
+            def overtaken(store: Store, *arguments: Any) -> None:
+                monkeypatch.setattr(Store, "insert", insert)
+                assert len(values(hotset.DataLoader(stream, batch_size=4, num_workers=2))) == N
+                insert(store, *arguments)
+
+            monkeypatch.setattr(Store, "insert", overtaken)
+            assert values(hotset.DataLoader(stream, batch_size=40)) == list(range(N))
+            assert len(stream) == N
+            assert sorted(number for _, number in stream) == list(range(N))
+
+    def test_what_an_earlier_pass_began_to_store_and_did_not_is_stored(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            insert = Store.insert
+
+            def claimed(store: Store, samples: dict[int, Any], *arguments: Any) -> None:
+                monkeypatch.setattr(Store, "insert", insert)
+                with attached(store) as earlier:
+                    assert len(earlier.filler.claims.take(ids(samples), len(samples))) == len(samples)
+                    insert(store, samples, *arguments)
+                    assert not store.present(ids(samples)).any()
+
+            monkeypatch.setattr(Store, "insert", claimed)
+            assert values(hotset.DataLoader(stream, batch_size=4)) == list(range(N))
+            assert stream.recorded
+            assert stream.stats().cached == N
 
     @pytest.mark.parametrize("kind", ["a pair", "a dict", "text"])
     def test_the_first_pass_counts_its_samples(self, kind: str) -> None:
@@ -672,6 +721,14 @@ class TestOtherSamples:
             first = list(hotset.DataLoader(stream, batch_size=8))
             assert stream.recorded
             equal_batches(list(hotset.DataLoader(stream, batch_size=8)), first)
+
+    def test_samples_that_change_once_the_next_is_asked_for_are_stored_as_they_were(self) -> None:
+        expected = [[picture.tolist(), number] for picture, number in Emptied()]
+        with hotset.cache(Emptied(), memory="1MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=None)
+            epochs = [[[picture.tolist(), number] for picture, number in loader] for _ in range(2)]
+            assert epochs == [expected] * 2
+            assert stream.stats().bytes == N * stream.plan.sample_bytes, "the plan saw them as they were"
 
     def test_a_second_run_that_is_slower_is_no_other_order(self) -> None:
         with recorded() as told, hotset.cache(Slower(N), memory="10MiB") as stream:

@@ -795,6 +795,18 @@ def test_two_lambdas_of_one_name_are_never_mistaken_for_one_another_between_rank
         assert [2 * one[i] for i in range(N)] == [other[i] for i in range(N)]
 
 
+def test_a_key_is_not_shared_by_transforms_of_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    source = Samples(its_number, N)
+    with (
+        hotset.cache(source, transform=_shifted, key="ours") as one,
+        hotset.cache(source, transform=_doubled, key="ours") as other,
+    ):
+        assert [one[i] for i in range(N)] == [its_number(i) + 1 for i in range(N)]
+        assert [other[i] for i in range(N)] == [2 * its_number(i) for i in range(N)]
+
+
 def test_both_halves_of_a_data_set_that_was_cut_are_told_the_epoch() -> None:
     source = Cut()
     with hotset.cache(hotset.deterministic(source), cut=1) as cached:
@@ -825,6 +837,10 @@ class Cut(Dataset[Any]):
 
 def _shifted(value: torch.Tensor) -> torch.Tensor:
     return value + 1
+
+
+def _doubled(value: torch.Tensor) -> torch.Tensor:
+    return 2 * value
 
 
 # Real launches

@@ -40,6 +40,7 @@ from hotset.store.format import (
     Slot,
     checksum,
     split_tail,
+    tail_word,
 )
 from hotset.store.gather import Gather
 from hotset.store.memory_limits import Headroom
@@ -673,7 +674,10 @@ def test_a_sample_that_is_overwritten_while_it_is_read_is_none(
         assert ring.read(ids(3)) is not None
 
 
-def test_what_a_half_written_row_says_of_its_tail_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("torn", [-1, tail_word(0, 1 << 10)], ids=["beyond the segment", "long"])
+def test_what_a_half_written_row_says_of_its_tail_is_not_believed(
+    torn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(variable) as ring, view_of(ring) as other:
         ring.fill(window(ring), variable)
         gather, _ = gather_for(ring, 0)
@@ -682,7 +686,7 @@ def test_what_a_half_written_row_says_of_its_tail_is_not_believed(monkeypatch: p
         def meanwhile(rows: Any) -> Any:
             move(ring, 2)
             assert len(other.filler.claims.take(ids(M + 1), 1)) == 1
-            ring.allocator._tails[1] = -1  # type: ignore[index]
+            ring.allocator._tails[1] = torn  # type: ignore[index]
             return tails(rows)
 
         def asked(size: int) -> Any:
