@@ -105,7 +105,8 @@ class FakeGraphs:
 
     A capture runs the step's Python, and leaves every tensor of the device as it was, as no kernel has run;
     what the step has made is uninitialised (NaN). A replay does the step under the settings that were
-    captured, and insists on finding the optimizer's tensors where the capture found them.
+    captured, and insists on finding the optimizer's tensors where the capture found them. It writes gradients
+    to those of the capture, whichever the parameters have by then.
 
     Args:
         training: whose tensors are on the device.
@@ -164,6 +165,8 @@ class FakeGraphs:
                 raise self._error
         written = [gradient for gradient in self._gradients() if any(gradient is one for one in gradients)]
         del gradients
+        parameters = list(self._training.network.parameters())
+        captured = [one.grad for one in parameters]
 
         def replay() -> None:
             assert self._places() == places, "a graph writes where the optimizer does not look any more"
@@ -175,7 +178,12 @@ class FakeGraphs:
             now = [_settings(group) for group in optimizer.param_groups]
             for group, constant in zip(optimizer.param_groups, constants, strict=True):
                 group.update(constant)
+            bound = [one.grad for one in parameters]
             made = fn()
+            for one, own, before in zip(parameters, captured, bound, strict=True):
+                if own is not None and one.grad is not None:
+                    own.copy_(one.grad)
+                one.grad = before
             for group, setting in zip(optimizer.param_groups, now, strict=True):
                 group.update(setting)
             for static, value in zip(tensors_of(out), tensors_of(made), strict=True):

@@ -647,6 +647,15 @@ def test_ranks_wait_for_one_that_is_not_ready(sink_on: Make, parallel: Parallel)
     assert (graphs.captures, graphs.replays) == (1, 2)
 
 
+def test_ranks_capture_no_shorter_batches(sink_on: Make, parallel: Parallel) -> None:
+    """The others, who would replay the usual shape, would not vote any more."""
+    training = parallel(Training())
+    graphs = FakeGraphs(training)
+    sink_on(graphs, training.step, batches(*[BATCH] * 9, *[2] * 6), 15)()
+    assert graphs.votes == [1] * 4
+    assert graphs.captures == 0
+
+
 def test_another_rank_that_cannot_capture(sink_on: Make, parallel: Parallel) -> None:
     def make(training: Training) -> Any:
         return parallel(training).step
@@ -743,6 +752,22 @@ def test_a_batch_of_another_shape_is_eager_and_said_once(sink_on: Make) -> None:
         assert sink().tolist() == expected
     assert len(said) == 1
     assert (graphs.captures, graphs.replays, sink.captured) == (1, 10 - WARM_UP, True)
+
+
+def test_gradients_are_those_of_the_last_step_also_after_an_eager_one(sink_on: Make) -> None:
+    """An eager step makes gradients anew, and a graph writes to those that it was captured with."""
+    data = batches(*[BATCH] * 5, 6, BATCH)
+    reference, training = Training(), Training()
+    seed_everything(5)
+    plain(reference, data, 7)
+    graphs = FakeGraphs(training)
+    sink = sink_on(graphs, training.step, data, 7)
+    seed_everything(5)
+    with pytest.warns(HotsetWarning, match="a batch differs from the first"):
+        sink()
+    assert (graphs.captures, graphs.replays) == (1, 6 - WARM_UP)
+    expected = [one.grad.tolist() for one in reference.network.parameters() if one.grad is not None]
+    assert [one.grad.tolist() for one in training.network.parameters() if one.grad is not None] == expected
 
 
 def test_a_shorter_batch_that_comes_first_does_not_set_the_shape(sink_on: Make) -> None:

@@ -18,16 +18,20 @@ import torch
 from decoding import COMMAND, forked
 from helpers import is_a_sentence, rarely
 from kills import child, kill
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
+import hotset
+from hotset.loader.batch_order import whole_epoch
 from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor import watch
 from hotset.run.doctor.advice import advice, as_json, predict, unknown
 from hotset.run.doctor.clocks import Clocks
 from hotset.run.doctor.ledger import Ledger
-from hotset.run.doctor.loop import StepLength, step_alone
+from hotset.run.doctor.loop import LoaderSettings, StepLength, step_alone
 from hotset.run.doctor.observed import Decoder, Observed, read
 from hotset.run.doctor.stand_in import StandIn
 from hotset.run.doctor.text import lines
+from hotset.run.doctor.trial import in_fork
 from hotset.run.environment import WatchOptions
 
 # Draws in the loop and in the dataset; prints the sums, so that runs can be compared.
@@ -565,6 +569,29 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
     assert found.read_bytes == pytest.approx(20)
     assert (found.memory, found.growth) == (50e6, 2e6)
     assert read(str(tmp_path / "nothing")) is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_trials_loader_knows_later_batches_if_the_programs_would(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it does it makes one meanwhile, and is faster than the program's would be."""
+    monkeypatch.setattr("hotset.run.doctor.trial._RATE_SECONDS", 0.01)
+    loader = hotset.DataLoader
+
+    def noted(*arguments: Any, sampler: Any, **more: Any) -> Any:
+        with open(tmp_path / "noted", "a") as file:
+            file.write("known\n" if whole_epoch(BatchSampler(sampler, 4, True)) is not None else "unknown\n")
+        return loader(*arguments, sampler=sampler, **more)
+
+    monkeypatch.setattr(hotset, "DataLoader", noted)
+    rows = TensorDataset(torch.arange(64.0))
+    sampler = RandomSampler(rows) if known else WeightedRandomSampler(torch.ones(64), 64)
+    plain = DataLoader(rows, batch_size=4, sampler=sampler)
+    settings = LoaderSettings(rows, 0, 4, plain.collate_fn, None, len(plain), plain.batch_sampler)
+    found = json.loads(in_fork(settings, None))
+    assert found["loaders"]["cached-0"]["rate"] > 0.0
+    assert (tmp_path / "noted").read_text() == ("known\n" if known else "unknown\n")
 
 
 class Event:

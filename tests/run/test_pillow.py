@@ -129,6 +129,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         content = (place / name).read_bytes()
         (place / f"cut-{name}").write_bytes(content[: len(content) * 2 // 3])
         (place / f"longer-{name}").write_bytes(content + b"more" * 50_000)
+    moving = (place / "RGB-moving.png").read_bytes()
+    # Within its last frame, of which PIL shows the rest as it is in the one before.
+    (place / "cut-RGB-moving.png").write_bytes(moving[: len(moving) * 9 // 10])
     return place
 
 
@@ -213,6 +216,56 @@ say([first.getpixel((4, 4)), Image.open(path).getpixel((4, 4))])
     assert "the file was written a moment ago" in ran.report
 
 
+@pytest.mark.parametrize("change", ["overwritten", "cut"])
+def test_a_file_that_changes_while_it_is_decoded_gives_what_pil_has_read_of_it(
+    change: str, tmp_path: Path
+) -> None:
+    """PIL has the beginning of the file from when it was opened; hotset reads it once more."""
+    program = (
+        SHOW
+        + """
+import functools, random, time
+from PIL import PngImagePlugin
+change, when = sys.argv[2:]
+ImageFile.LOAD_TRUNCATED_IMAGES = True
+path, reads = sys.argv[1] + "/a.png", []
+if change == "cut":
+    Image.frombytes("L", (300, 300), random.Random(0).randbytes(90_000)).save(path)
+else:
+    Image.new("L", (9, 9), 2).save(path)
+    other = open(path, "rb").read()
+    Image.new("L", (9, 9), 1).save(path)
+
+def changes():
+    with open(path, "r+b") as file:
+        file.write(other) if change == "overwritten" else file.truncate(1000)
+
+plain = PngImagePlugin.PngImageFile.load_read
+
+@functools.wraps(plain)
+def load_read(self, count):
+    reads.append(count)
+    if len(reads) == 1 and change == "overwritten" and when == "midway":
+        changes()
+    read = plain(self, count)
+    if len(reads) == 2 and change == "cut" and when == "midway":
+        changes()
+    return read
+
+PngImagePlugin.PngImageFile.load_read = load_read
+time.sleep(0.2)
+image = Image.open(path)
+if when == "before":
+    changes()
+say(hashlib.sha256(image.tobytes()).hexdigest())
+"""
+    )
+    plain = run(program, str(tmp_path), change, "before", hotset=None)
+    ours = run(program, str(tmp_path), change, "midway")
+    assert ours.said == plain.said != []
+    assert "the file is damaged, or changed meanwhile" in ours.report
+
+
 def test_a_plugin_that_reads_its_file_in_its_own_way_is_left_alone(tmp_path: Path) -> None:
     program = (
         SHOW
@@ -232,11 +285,16 @@ for _ in range(2):
     other.tile = list(image.tile)
     other.load_read = lambda count: open(sys.argv[1] + "/other.jpg", "rb").read()
     locked = Locked(path)
-    say([one.getpixel((4, 4)) for one in (image, other, locked)])
+    lender = Image.open(sys.argv[1] + "/other.jpg")
+    lender.fp.seek(0)
+    borrowed = Image.open(path)
+    borrowed.tile = list(image.tile)
+    borrowed.load_read = lender.load_read
+    say([one.getpixel((4, 4)) for one in (image, other, locked, borrowed)])
 """
     )
     ours = run(program, str(tmp_path))
-    assert ours.said == [[10, 200, 200]] * 2
+    assert ours.said == [[10, 200, 200, 200]] * 2
     assert "by a method that is not PIL's" in ours.report
 
 
