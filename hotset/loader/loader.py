@@ -52,10 +52,7 @@ from hotset.loader.remaining_batches import RemainingBatches, cut_of
 from hotset.loader.rng_state import Beginning, LocalGenerators
 from hotset.loader.state import (
     EpochProgress,
-    FollowedBy,
-    RecordedOrder,
     SavedState,
-    TorchBatches,
     between_passes,
     header,
     identity_of,
@@ -63,6 +60,7 @@ from hotset.loader.state import (
 )
 from hotset.loader.stream_order import StreamSampler
 from hotset.loader.stream_reading import rest_of_stream, torch_loader, warn_of_order
+from hotset.loader.torch_batches import FollowedBy, RecordedOrder, TorchBatches
 from hotset.loader.worker_batches import WorkerBatches
 from hotset.loader.worker_messages import BatchMessage
 from hotset.loader.worker_process import (

@@ -16,15 +16,13 @@ another number of workers   The remaining samples come, none twice and none drop
 or of ranks
 ==========================  ===============================================================================
 
-A loader without a cache behind it is torch's own and cannot start in the middle: it begins the pass again
-under the old random states, and makes and drops the batches that were consumed.
+A loader without a cache behind it is torch's own and cannot start in the middle
+(:mod:`hotset.loader.torch_batches`).
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,18 +33,13 @@ from hotset.dataset.active_window import ActiveWindow, WindowPosition, positions
 from hotset.dataset.cached_stream import CachedStream
 from hotset.determinism.rng import Generators
 from hotset.errors import StateError
-from hotset.loader.epoch_summary import EpochSummary
-from hotset.loader.index_route import samples_in
 from hotset.loader.remaining_batches import BatchCut, EpochPosition
 from hotset.loader.rng_state import DAMAGE, Beginning, damaged, pack, restore, unpack_states
 
 __all__ = [
     "FORMAT",
     "EpochProgress",
-    "FollowedBy",
-    "RecordedOrder",
     "SavedState",
-    "TorchBatches",
     "between_passes",
     "header",
     "identity_of",
@@ -411,146 +404,3 @@ def _require_same_order(saved: BatchCut, now: BatchCut, under_way: bool) -> None
             "the state is from a loader whose batch_size was None where this one's is not, or the reverse; "
             "load it with the same batch_size."
         )
-
-
-class RecordedOrder:
-    """A loader's order that records how many samples each batch has, as it is drawn.
-
-    Args:
-        order: the loader's batch sampler, or its sampler with ``batch_size=None``.
-
-    Attributes:
-        sizes: the sizes of the batches that were drawn and not handed over yet.
-    """
-
-    def __init__(self, order: Any) -> None:
-        self._order = order
-        self.sizes: deque[int] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.sizes.clear()
-        return self._drawn(iter(self._order))
-
-    def _drawn(self, indices: Iterator[Any]) -> Iterator[Any]:
-        for index in indices:
-            self.sizes.append(samples_in(index))
-            yield index
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-
-class TorchBatches:
-    """Iterator over the batches of torch's own loader, which counts them.
-
-    To resume a pass, it makes the batches that were consumed and drops them.
-
-    Args:
-        batches: the batches of the whole pass.
-        run: the pass.
-        sizes: of the batches that were made and not handed over yet, as far as they are known; where they
-            are not, as in the first pass over a stream, a batch counts as full.
-        size: how many samples a full batch has.
-        measured: whether the summary takes the size of such a batch from the batch, as torch's own
-            ``default_collate`` has made it; the pass, and so its state, counts it as full all the same.
-        summary: counts batches, samples and waiting.
-        skip: how many batches were consumed already.
-        ended: called at the end of the pass.
-    """
-
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        run: EpochProgress,
-        sizes: deque[int] | None,
-        size: int,
-        summary: EpochSummary,
-        skip: int | None = None,
-        ended: Callable[[], None] | None = None,
-        *,
-        measured: bool = False,
-    ) -> None:
-        self._batches = batches
-        self._run = run
-        self._sizes = sizes
-        self._measured = measured and sizes is None
-        self._size = size
-        self._summary = summary
-        self._ended = ended
-        for _ in range(run.batches if skip is None else skip):
-            try:
-                next(batches)
-            except StopIteration:
-                break
-            self._samples()
-
-    def _samples(self) -> int:
-        """How many samples the batch has that was made last."""
-        return self._sizes.popleft() if self._sizes else self._size
-
-    def __iter__(self) -> TorchBatches:
-        return self
-
-    def __next__(self) -> Any:
-        start = time.perf_counter()
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._run.over = True
-            self._summary._end()
-            if self._ended is not None:
-                self._ended()
-            raise
-        except BaseException:
-            self._samples()  # forget the size of the batch that failed: others may follow
-            raise
-        samples = self._samples()
-        self._run.count(samples)
-        in_batch = _rows(batch) if self._measured else samples
-        self._summary._count(in_batch, time.perf_counter() - start)
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-
-def _rows(batch: Any) -> int:
-    """How many samples are in a batch of ``default_collate``: the length of the first thing in it."""
-    while isinstance(batch, (Mapping, list, tuple)) and batch:
-        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-        if isinstance(first, (str, bytes)):  # these are collected in a list
-            return len(batch)
-        batch = first
-    return len(batch)
-
-
-class FollowedBy:
-    """Iterator over the batches of a pass in two parts: the second is begun when the first has ended.
-
-    Args:
-        first: the first part.
-        then: begins the second.
-        run: the pass.
-    """
-
-    def __init__(self, first: Iterator[Any], then: Callable[[], Iterator[Any]], run: EpochProgress) -> None:
-        self._batches = first
-        self._then: Callable[[], Iterator[Any]] | None = then
-        self._run = run
-
-    def __iter__(self) -> FollowedBy:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            if self._then is None:
-                raise
-        then, self._then = self._then, None
-        self._run.over = False
-        self._batches = then()
-        return next(self._batches)

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from hotset.dataset.cached_stream import CachedStream
 from hotset.dataset.stream_recording import StreamRecording
 from hotset.loader.epoch_summary import EpochSummary
-from hotset.loader.state import EpochProgress, TorchBatches
+from hotset.loader.state import EpochProgress
 from hotset.loader.stream_order import StreamSampler
+from hotset.loader.torch_batches import TorchBatches
 from hotset.loader.worker_process import WorkerInit
 
 __all__ = ["rest_of_stream", "torch_loader", "warn_of_order"]
