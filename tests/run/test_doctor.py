@@ -379,7 +379,7 @@ def test_no_rate_is_above_that_of_the_steps_alone() -> None:
 
 def test_what_a_step_takes_to_give_a_batch_back_is_not_the_caches() -> None:
     slow = {"rate": 900.0, "main": 1e-6, "cpu": 1e-3, "release": 4e-4, "training": None}
-    trial = {**seen().trial, "loaders": {**seen().trial["loaders"], "plain-1": slow}}
+    trial = {**seen().trial, "loaders": {**seen().trial["loaders"], "plain-2": slow}}
     step = Step(5e-4, 5e-4)
     told = predict(seen(step=step, trial=trial), cores=64)
     assert told.limit == pytest.approx(1 / 1e-4)

@@ -80,11 +80,12 @@ class _Model:
         self.seen = seen
         self.cores = cores / seen.ranks  # of each rank
         self.fetch = _with_transport(seen)
-        row = seen.trial["loaders"].get("plain-0") if seen.workers else None
+        row = _torch(seen, 0) if seen.workers else None
         # A worker writes into shared memory, which is touched for the first time in each batch.
         self._without = None if row is None else Loader(row["rate"], 0.0, row["cpu"], overlaps=False)
         # And the step gives a batch's memory back, which takes longer if that is shared.
-        self._release = [_release(seen, "plain-0"), _release(seen, "plain-1")]
+        rows = _torch(seen, 0), _torch(seen, max(seen.workers, 1))
+        self._release = [0.0 if row is None else row["release"] for row in rows]
         self._step = _longer(seen.step, -self._release[seen.workers > 0])
         self.modelled = self._plain(seen.workers, self.fetch)
         measured = seen.rate / seen.ranks
@@ -146,10 +147,10 @@ class _Model:
         return min(1.0 / max(1.0 / training_rate(loader, step, self.cores) + fits * missed, 1e-9), self.limit)
 
 
-def _release(seen: Observed, loader: str) -> float:
-    """Seconds of a step, for each sample, that this loader's batches take to be given back."""
-    row = seen.trial["loaders"].get(loader)
-    return float(row["release"]) if row is not None else 0.0
+def _torch(seen: Observed, workers: int) -> dict[str, float] | None:
+    """What was tried of torch's loader with so many workers, by itself."""
+    row: dict[str, float] | None = seen.trial["loaders"].get(f"plain-{workers}")
+    return row
 
 
 def _longer(step: Step, seconds: float) -> Step:
@@ -158,8 +159,8 @@ def _longer(step: Step, seconds: float) -> Step:
 
 
 def _with_transport(seen: Observed) -> Fetch:
-    """The cost of a sample, with what it costs to hand it over, which one worker was tried for."""
-    row = seen.trial["loaders"].get("plain-1")
+    """The cost of a sample, with what it costs to hand it over, which was tried with a worker at least."""
+    row = _torch(seen, max(seen.workers, 1))
     if row is None:
         return seen.fetch
     if seen.workers:

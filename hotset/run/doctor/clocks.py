@@ -13,8 +13,8 @@ class Clocks(NamedTuple):
     """Seconds: of the wall, of this thread's processor time, of the process's.
 
     Attributes:
-        queued: in which this thread could have run, but all processors were taken; 0.0 if that was not read,
-            or the kernel does not say it.
+        queued: in which the main thread could have run, but all processors were taken; 0.0 if that was not
+            read, or the kernel does not say it.
     """
 
     wall: float
@@ -24,21 +24,30 @@ class Clocks(NamedTuple):
 
     @classmethod
     def now(cls, *, queued: bool = False) -> Clocks:
-        """All clocks; ``queued`` with the one that takes three microseconds."""
+        """The clocks; ``queued``, which is for the main thread, only if it is asked for."""
         waited = _queued() if queued else 0.0
         return cls(time.perf_counter(), time.thread_time(), time.process_time(), waited)
 
     def since(self, earlier: Clocks) -> Clocks:
-        return Clocks(*(now - then for now, then in zip(self, earlier, strict=True)))
+        return Clocks(
+            self.wall - earlier.wall,
+            self.thread - earlier.thread,
+            self.process - earlier.process,
+            self.queued - earlier.queued,
+        )
+
+
+# This process, and its file that says what its main thread waited. It stays open: to open it anew for each
+# step took 5 % of steps of 1.6 ms, beside a busy worker.
+_waited_file = 0, -1
 
 
 def _queued() -> float:
+    global _waited_file
     try:
-        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        try:
-            return int(os.read(file, 100).split()[1]) / 1e9
-        finally:
-            os.close(file)
+        if _waited_file[0] != os.getpid():
+            _waited_file = os.getpid(), os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        return int(os.pread(_waited_file[1], 100, 0).split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class StepLength(NamedTuple):
 
     @classmethod
     def of(cls, taken: Clocks) -> StepLength:
-        return cls(taken.wall - taken.queued, taken.process, taken.thread)
+        return cls(taken.wall - min(max(taken.queued, 0.0), taken.wall), taken.process, taken.thread)
 
     @classmethod
     def mean(cls, sums: Mapping[str, float]) -> StepLength:
@@ -85,7 +86,7 @@ class Loop:
         self._gpu = _GpuClock(self.sums)
         self._workers: set[int] = set()  # the processes of all passes
         self._first_waits: list[float] = []
-        self._steps: list[StepLength] = []  # the last ones
+        self._steps: deque[Clocks] = deque(maxlen=_STEPS_KEPT)  # the last ones
         self._alone: list[StepLength] = []  # beside no workers
         self._length: int | None = None  # of this pass, in batches
         self._left_out = 0  # batches of this pass, still
@@ -123,23 +124,22 @@ class Loop:
 
     def _count_step(self, taken: Clocks, paused: bool) -> None:
         self._gpu.end()
-        length = StepLength.of(taken)
         if paused:
-            self._alone.append(length)
+            self._alone.append(StepLength.of(taken))
         elif not self._left_out:
-            self.sums.add(steps=1, **dict(zip(_STEP_SUMS, taken, strict=True)))
-            self._steps.append(length)
-            del self._steps[:-_STEPS_KEPT]
+            wall, thread, process, queued = taken
+            self.sums.add(steps=1, step=wall, step_thread=thread, step_process=process, step_queued=queued)
+            self._steps.append(taken)
 
     def got(self, iterator: Any) -> None:
         """The loop gets a batch."""
         if self._entered is None:
             return
-        now = Clocks.now()
+        now = Clocks.now(queued=True)
         self._count_batch(now.since(self._entered))
-        self._pause(iterator, now.wall)
-        self._gpu.begin()
-        self._exited = Clocks.now(queued=True)
+        if self._pause(iterator, now.wall) or self._gpu.begin():
+            now = Clocks.now(queued=True)  # what was done here is not the step's
+        self._exited = now
 
     def _count_batch(self, taken: Clocks) -> None:
         if self._is_first:
@@ -161,16 +161,21 @@ class Loop:
         self._gpu.forget()
         self._exited = None
 
-    def _pause(self, iterator: Any, now: float) -> None:
-        """Stop the workers for this step, if it is time for that."""
+    def _pause(self, iterator: Any, now: float) -> bool:
+        """Stop the workers for this step, if it is time for that; whether anything was done."""
         if now < self._next_pause or len(self._steps) < _WARM_UP or len(self._alone) >= _ALONE_STEPS:
-            return
-        length = statistics.median(step.seconds for step in self._steps)
+            return False
+        length = statistics.median(step.seconds for step in self._beside())
         self._next_pause = now + min(length, _LONGEST_ALONE_SECONDS) / _ALONE_SHARE
         workers = workers_of(iterator)
         if workers and length <= _LONGEST_ALONE_SECONDS:
             self._paused = workers
             self._ledger.pause(workers)
+        return True
+
+    def _beside(self) -> list[StepLength]:
+        """The last steps beside the workers."""
+        return list(map(StepLength.of, self._steps))
 
     def let_go_on(self) -> None:
         """Continue the workers, if they were stopped."""
@@ -182,14 +187,14 @@ class Loop:
         """A step beside no workers; None if none was counted."""
         if not self.sums.of.get("steps"):
             return None
-        return step_alone(StepLength.mean(self.sums.of), self._steps, self._alone)
+        return step_alone(StepLength.mean(self.sums.of), self._beside(), self._alone)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "facts": self.facts,
             "sums": self.sums.of,
             "first_waits": self._first_waits,
-            "steps": self._steps,
+            "steps": self._beside(),
             "alone": self._alone,
             "fetching": self.fetching.to_json(memory=False),
             "workers": sorted(self._workers),
@@ -241,9 +246,10 @@ class _GpuClock:
         self._begun: Any = None
         self._pending: list[tuple[Any, Any]] = []
 
-    def begin(self) -> None:
-        """The step begins."""
+    def begin(self) -> bool:
+        """The step begins; whether there is a GPU."""
         self._begun = self._event()
+        return self._begun is not None
 
     def end(self) -> None:
         """It has ended, as far as the processor has to do with it."""

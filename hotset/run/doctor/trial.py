@@ -8,7 +8,8 @@ the program's own workers stopped, and writes one dictionary:
 ``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
 ``refused`` in place of it, the sentence with which hotset.cache refuses
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
-            ``plain-1`` torch's with one worker over the dataset as it is, ``plain-0`` without
+            ``plain-N`` torch's over the dataset as it is, with the program's workers, or one if it has none,
+            and without
 ==========  ==============================================================================================
 
 A loader's rate is measured over a second or two, in passes as long as the program's own, without the first
@@ -146,7 +147,7 @@ def _tried(settings: LoaderSettings, step: StepLength | None) -> dict[str, Any]:
     else:
         # What a program with workers does not do itself comes last: it may change what the program's own
         # functions keep, of which new workers have a copy.
-        release = _try_plain(settings, 1, found)
+        release = _try_plain(settings, max(settings.workers, 1), found)
         if not settings.workers:
             release = _try_plain(settings, 0, found)
         _try_cache(settings, _without(release, settings, step), found)
