@@ -259,6 +259,19 @@ class TestCommand:
         assert found["now"]["samples_per_second"] > 0.0
         assert "iterated over" in found["cached"]["refused"]
 
+    @pytest.mark.chaos  # it is waited for
+    def test_workers_in_which_the_dataset_hangs_are_not_advised(self) -> None:
+        made = (
+            "__init__(self): self.pool = ThreadPoolExecutor(2); list(self.pool.map(abs, range(2)))\n    def "
+        )
+        program = training(pause=0.01, epochs=4).replace("def __len__", f"def {made}__len__")
+        program = program.replace("time.sleep(0.01)", "self.pool.submit(time.sleep, 0.01).result()")
+        found, done = judged("from concurrent.futures import ThreadPoolExecutor\n" + program)
+        assert sums(done.stderr)[-1] == "end"
+        assert found["num_workers"]["best"] == 0
+        assert found["advice"] == []
+        assert any("workers" in one and "timed out" in one for one in found["unknown"])
+
     def test_a_program_does_not_fail_where_watching_does(self) -> None:
         # A version of torch whose iterators lack what is looked at; its workers need it no more.
         change = (
@@ -518,6 +531,31 @@ def test_what_is_not_known_is_said() -> None:
     assert all(map(is_a_sentence, sentences))
     assert any("Rows draws random numbers" in sentence for sentence in sentences)
     assert any("hotset run" in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    ("trial", "telling"),
+    [
+        ({"loaders": {}}, "ended before"),
+        ({"loaders": {}, "refused": "the dataset can only be iterated over"}, "iterated over"),
+        ({"loaders": {}, "failed": {"plain-1": "RuntimeError: no CUDA in a fork"}}, "no CUDA in a fork"),
+    ],
+)
+def test_workers_are_not_advised_if_none_was_seen_to_work(trial: dict[str, Any], telling: str) -> None:
+    one = seen(workers=0, trial=trial)
+    assert predict(one, cores=16).workers == 0
+    assert not any("num_workers" in given.line for given in advice(one, "p", cores=16))
+    assert any("workers" in sentence and telling in sentence for sentence in unknown(one))
+    works = seen(workers=0, trial={"loaders": {"plain-1": tried(240.0, 4e-3)}})
+    assert predict(works, cores=16).workers > 0
+    assert not any("workers" in sentence for sentence in unknown(works))
+
+
+def test_where_arithmetic_misses_the_program_it_says_so() -> None:
+    assert not any("arithmetic" in sentence for sentence in unknown(seen()))
+    found = unknown(seen(wait=1.2))
+    assert any("arithmetic" in sentence for sentence in found)
+    assert all(map(is_a_sentence, found))
 
 
 def test_the_json_has_the_promised_keys() -> None:

@@ -110,6 +110,8 @@ class _Model:
         return 1.0 / seconds if seconds else float("inf")
 
     def best(self, fetch: Fetch | None = None) -> int:
+        if not self.seen.may_have_workers:
+            return 0
         without = self._without if fetch is None else None
         return best_workers(
             fetch or self.fetch, self.seen.step, self.cores, most=self._most(), without=without
@@ -318,9 +320,22 @@ def unknown(seen: Observed) -> list[str]:
         found.append(f"What hotset.cache would give is not known: {refused.rstrip('.')}.")
     elif not seen.trial.get("plan"):
         found.append("What hotset.cache would give is not known: the program ended before it could be tried.")
+    if not seen.may_have_workers:
+        why = (
+            seen.trial.get("failed", {}).get("plain-1") or refused or "the program ended before one was tried"
+        )
+        found.append(f"What workers would give is not known: {why.rstrip('.')}.")
     if not seen.decoders:
         found.append("No decoder that hotset knows was called, so what hotset run would give is not known.")
     found.append(_of_gpu(seen))
+    modelled = seen.ranks * _Model(seen, cores_here()).modelled
+    low, high = _FACTOR
+    if not low <= seen.rate / modelled <= high:
+        found.append(
+            f"By arithmetic the program as it is gives {modelled:,.0f} samples/s, but it gave "
+            f"{seen.rate:,.0f}: something that is not seen here counts, such as other programs on the "
+            "machine, so the gains may be wrong."
+        )
     return found
 
 

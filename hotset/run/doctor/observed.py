@@ -83,6 +83,14 @@ class Observed(NamedTuple):
         return self.ranks * self.batch_size / seconds if seconds else 0.0
 
     @property
+    def may_have_workers(self) -> bool:
+        """Whether a worker could read the dataset: the program has some, or one was tried.
+
+        One may lack a thread or a device of the training process, or read all of a stream that others read.
+        """
+        return self.workers > 0 or "plain-1" in self.trial["loaders"]
+
+    @property
     def waited(self) -> float:
         """The share of the time in which the loop waited, 0 to 1."""
         seconds = self.wait + self.step_beside

@@ -2,7 +2,7 @@
 
 The fork has the dataset as the program has it, and may do with it what it likes: the program's own
 generators, files and caches stay as they are. It reads for some seconds, with torch's threads held to one and
-the program's own workers stopped, and writes one dictionary:
+the program's own workers stopped, and writes one dictionary, on a line for each time that it knows more:
 
 ==========  ==============================================================================================
 ``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
@@ -10,6 +10,7 @@ the program's own workers stopped, and writes one dictionary:
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
             ``plain-N`` torch's over the dataset as it is, with the program's workers, or one if it has none,
             and without
+``failed``  why one of the latter gave no batch, by the same names
 ==========  ==============================================================================================
 
 A loader's rate is measured over a second or two, in passes as long as the program's own, without the first
@@ -50,6 +51,7 @@ from hotset.units import format_seconds
 __all__ = ["in_fork"]
 
 _PATIENCE_SECONDS = 60.0
+_WORKER_SECONDS = 20  # a worker that gives no batch for as long waits for a thread or a lock that it lacks
 _FILL_SECONDS, _RATE_SECONDS, _LONGEST_SECONDS = 3.0, 1.5, 5.0
 _LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
 _READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
@@ -72,32 +74,36 @@ def in_fork(settings: LoaderSettings, step: StepLength | None) -> str:
         _child(settings, step, told)
     os.close(told)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    parts: list[bytes] = []
-    os.set_blocking(ready, False)
     try:
-        while time.monotonic() < deadline:
-            try:
-                part = os.read(ready, 1 << 16)
-            except BlockingIOError:
-                time.sleep(0.02)
-                continue
-            parts.append(part)
-            # Its helpers, or those of the dataset, may have the pipe for longer than it lives.
-            if not part or part.endswith(b"\n"):
-                break
-        else:
-            return _refusal(f"the trial took longer than {format_seconds(_PATIENCE_SECONDS)}")
+        lines = _read(ready, deadline).split("\n")
     finally:
         os.close(ready)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    text = b"".join(parts).decode()
-    return text if text.endswith("\n") else _refusal("the process that tried it died")
+    if lines[-2:] == ["", ""]:
+        return lines[-3]
+    reason = "the process that tried it died"
+    if time.monotonic() >= deadline:
+        reason = f"the trial took longer than {format_seconds(_PATIENCE_SECONDS)}"
+    # The loaders that were tried before are known.
+    return json.dumps({**(json.loads(lines[-2]) if lines[1:] else {"loaders": {}}), "refused": reason})
 
 
-def _refusal(sentence: str) -> str:
-    return json.dumps({"refused": sentence, "loaders": {}}) + "\n"
+def _read(ready: int, deadline: float) -> str:
+    """Read lines until there is an empty one, which is the last."""
+    parts: list[bytes] = []
+    os.set_blocking(ready, False)
+    while time.monotonic() < deadline:
+        try:
+            parts.append(os.read(ready, 1 << 16))
+        except BlockingIOError:
+            time.sleep(0.02)
+            continue
+        # Its helpers, or those of the dataset, may have the pipe for longer than it lives.
+        if not parts[-1] or b"".join(parts[-2:]).endswith(b"\n\n"):
+            break
+    return b"".join(parts).decode()
 
 
 def _child(settings: LoaderSettings, step: StepLength | None, told: int) -> None:
@@ -113,12 +119,12 @@ def _child(settings: LoaderSettings, step: StepLength | None, told: int) -> None
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # they are the program's
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        text = json.dumps(_tried(settings, step)) + "\n"
-        with open(told, "w") as file:
-            file.write(text)
+        for found in _tried(settings, step):
+            os.write(told, f"{json.dumps(found)}\n".encode())
+        os.write(told, b"\n")
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.write(told, _refusal(_sentence(error)).encode())
+            os.write(told, f"{json.dumps({'refused': _sentence(error), 'loaders': {}})}\n\n".encode())
     finally:
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -126,13 +132,15 @@ def _child(settings: LoaderSettings, step: StepLength | None, told: int) -> None
 
 
 def _sentence(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    return text if isinstance(error, hotset.HotsetError) else f"{type(error).__name__}: {text}"
+    lines = str(error).strip().splitlines() or [""]
+    if "in DataLoader worker process" in lines[0]:  # the worker's traceback follows
+        return lines[-1]
+    return lines[0] if isinstance(error, hotset.HotsetError) else f"{type(error).__name__}: {lines[0]}"
 
 
-def _tried(settings: LoaderSettings, step: StepLength | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"loaders": {}}
+def _tried(settings: LoaderSettings, step: StepLength | None) -> Iterator[dict[str, Any]]:
+    """What is known so far, once more after what may take too long."""
+    found: dict[str, Any] = {"loaders": {}, "failed": {}}
     if settings.batch_size is None:
         found["refused"] = (
             "the loader has batch_size=None: rates of samples cannot be told from rates of batches"
@@ -147,13 +155,19 @@ def _tried(settings: LoaderSettings, step: StepLength | None) -> dict[str, Any]:
     else:
         # What a program with workers does not do itself comes last: it may change what the program's own
         # functions keep, of which new workers have a copy.
-        release = _try_plain(settings, max(settings.workers, 1), found)
+        workers = max(settings.workers, 1)
+        release = _try_plain(settings, workers, found)
+        if "timed out" in found["failed"].get(f"plain-{workers}", ""):
+            found["refused"] = f"a worker that was tried gave no batch within {_WORKER_SECONDS} s"
+            yield found
+            return
         if not settings.workers:
             release = _try_plain(settings, 0, found)
+        yield found
         _try_cache(settings, _without(release, settings, step), found)
         if settings.workers:
             _try_plain(settings, 0, found)
-    return found
+    yield found
 
 
 def _try_plain(settings: LoaderSettings, workers: int, found: dict[str, Any]) -> float:
@@ -162,11 +176,13 @@ def _try_plain(settings: LoaderSettings, workers: int, found: dict[str, Any]) ->
     Returns:
         Seconds a sample to give back a batch's memory; 0.0 if that was not tried.
     """
-    with contextlib.suppress(Exception):
+    try:
         measured = _Loader(DataLoader, settings.dataset, settings, workers).alone()
-        found["loaders"][f"plain-{workers}"] = measured._asdict()
-        return measured.release
-    return 0.0
+    except Exception as error:
+        found["failed"][f"plain-{workers}"] = _sentence(error)
+        return 0.0
+    found["loaders"][f"plain-{workers}"] = measured._asdict()
+    return measured.release
 
 
 def _without(release: float, settings: LoaderSettings, step: StepLength | None) -> StandIn | None:
@@ -266,7 +282,9 @@ class _Loader:
         self._batch_size = settings.batch_size or 1
         batches = settings.batches or _MOST_BATCHES
         self._left_out = left_out(settings.batches, workers)
-        more: dict[str, Any] = {"worker_init_fn": settings.worker_init_fn} if workers else {}
+        more: dict[str, Any] = {}
+        if workers:
+            more = {"worker_init_fn": settings.worker_init_fn, "timeout": _WORKER_SECONDS}
         self._batches: Iterable[Any] = kind(
             dataset,
             batch_size=self._batch_size,
