@@ -26,16 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotset.determinism.code_dependencies import loaded_globals
+from hotset.determinism.code_dependencies import imports, installed, is_users, loaded_globals, names_in
 
-__all__ = ["attributes", "solid_base", "within_reach"]
+__all__ = ["attributes", "held_objects", "solid_base", "within_reach"]
 
 Kinds = tuple[type, ...]
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 _HEAP_TYPE = 1 << 9
 _NAMED = (type, types.FunctionType)
+_CALLED = (types.MethodType, functools.partial, staticmethod, classmethod)
 _OBJECTS = 50_000
+_HELD = 1_000
 _DEPTH = 16
 _OF_ONE_CONTAINER = 256
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray})
@@ -76,6 +78,49 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
                     # Attributes of a class are named after it: an instance may have one of that name as well.
                     here = child.__qualname__ if issubclass(type(child), type) else path + label
                     queue.append((here, child, depth + 1))
+
+
+def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
+    """The object itself, and those of the user's classes that it holds in attributes and containers.
+
+    Near ones come first, a thousand at most. Those that only code reaches, through a closure or a global, are
+    left out, and what hotset's own objects hold.
+
+    Args:
+        holder: where to begin.
+        kinds: classes of libraries whose objects count as well.
+
+    Example:
+        >>> chain = types.SimpleNamespace(steps=[types.SimpleNamespace(calls=0)])
+        >>> list(held_objects(chain, (types.SimpleNamespace,))) == [chain, *chain.steps]
+        True
+    """
+    seen: dict[int, object] = {}
+    queue: deque[tuple[Any, int]] = deque([(holder, 0)])
+    while queue and len(seen) < _HELD:
+        node, depth = queue.popleft()
+        kind = type(node)
+        if kind in _ATOMS or id(node) in seen or issubclass(kind, (*_NAMED, types.ModuleType)):
+            continue
+        seen[id(node)] = node
+        own = node is holder
+        if kind.__module__.partition(".")[0] == "hotset" and not own:
+            continue
+        if own or issubclass(kind, kinds) or (not issubclass(kind, _CALLED) and is_users(node)):
+            yield node
+        if depth < _DEPTH:
+            queue.extend((child, depth + 1) for child in _held_by(node))
+
+
+def _held_by(node: Any) -> Iterator[Any]:
+    kind = type(node)
+    if issubclass(kind, types.MethodType):
+        yield node.__self__
+    elif issubclass(kind, functools.partial):
+        yield from (node.func, node.args, node.keywords)
+    elif issubclass(kind, _CONTAINERS):
+        yield from (value for _, value in _of_container(node, ()))
+    yield from attributes(node).values()
 
 
 def _name(holder: Any) -> str:
@@ -132,13 +177,31 @@ def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[s
     defaults = function.__defaults__ or ()
     yield from ((f"({name}=)", value) for name, value in zip(positional[::-1], defaults[::-1], strict=False))
     yield from ((f"({name}=)", value) for name, value in (function.__kwdefaults__ or {}).items())
-    for name, *_ in loaded_globals(code):
-        value = function.__globals__.get(name)
-        module = value.__module__ if issubclass(type(value), _NAMED) else type(value).__module__
-        # Only globals of these kinds, containers, and objects that the function's own module defines: the
-        # others come from libraries.
-        if issubclass(type(value), (*kinds, *_CONTAINERS)) or module == function.__module__:
-            yield f" -> {name}", value
+    for name, *names in loaded_globals(code):
+        value, label = function.__globals__.get(name), f" -> {name}"
+        while names and isinstance(value, types.ModuleType) and installed(value.__name__) is None:
+            label += f".{names[0]}"
+            value = vars(value).get(names.pop(0))
+        if _may_hold(value, function, kinds):
+            yield label, value
+    for imported in imports(code):
+        module = sys.modules.get(imported)
+        if isinstance(module, types.ModuleType) and installed(imported) is None:
+            for name in sorted(names_in(code) & vars(module).keys()):
+                if _may_hold(vars(module)[name], function, kinds):
+                    yield f" -> {imported}.{name}", vars(module)[name]
+
+
+def _may_hold(value: Any, function: types.FunctionType, kinds: Kinds) -> bool:
+    """Whether the search goes on into this global of a function.
+
+    Only into those of these kinds, containers, what the function's own module defines, and what other modules
+    of the user's do: the others come from libraries.
+    """
+    if issubclass(type(value), (*kinds, *_CONTAINERS)):
+        return True
+    module = value.__module__ if issubclass(type(value), _NAMED) else type(value).__module__
+    return module == function.__module__ or is_users(value)
 
 
 def _of_container(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:

@@ -6,9 +6,9 @@ no output shows yet, or with a running mean, is another one after each call, so 
 unknown. State that the first call builds, and that then stays, does not count.
 
 The trial never copies the transform itself, because a copy's generator is not the one that moves. It copies
-the *inputs* for each call, as a transform may work in place. Afterwards it restores the transform's state:
-attributes get their old values; lists, dicts, sets, arrays and tensors among them get their old contents, one
-level deep.
+the *inputs* for each call, as a transform may work in place. Afterwards it restores the transform's state, and
+that of the objects of the user's classes that it holds: attributes get their old values; lists, dicts, sets,
+arrays and tensors among them get their old contents, one level deep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied
 from hotset.determinism.equality import content_digests
-from hotset.determinism.object_graph import attributes
+from hotset.determinism.object_graph import attributes, held_objects
 from hotset.determinism.probe import probe
 from hotset.determinism.rng import Generators
 from hotset.determinism.timing import Timed
@@ -34,6 +34,7 @@ __all__ = ["Trial", "alters_input", "attempt", "output_and_seconds"]
 _REPEATS = 16
 _TIMING_SECONDS = 0.02
 _COPIED = (list, dict, set, np.ndarray, torch.Tensor)
+_LARGE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,12 @@ def alters_input(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
 
 
 class _State:
-    """The attributes of a transform as they are now, to compare with later ones and to restore."""
+    """The attributes of a transform and of the objects that it holds, to be compared and restored."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
         self._values = attributes(step)
-        self._contents = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
-            for name, value in self._values.items()
-            if isinstance(value, _COPIED)
-        }
+        self._held = [_Attributes(owner, whole=owner is step) for owner in held_objects(step)]
         self._digests = self._look()
 
     def _look(self) -> dict[str, bytes]:
@@ -159,14 +156,41 @@ class _State:
         return ()
 
     def put_back(self) -> None:
-        """Restore the attributes and their contents."""
-        for name in set(attributes(self._step)) - set(self._values):
-            object.__delattr__(self._step, name)
+        for held in self._held:
+            held.put_back()
+
+
+class _Attributes:
+    """The attributes of one object.
+
+    Args:
+        owner: the object.
+        whole: copy contents of any size; otherwise those that are not large.
+    """
+
+    def __init__(self, owner: Any, *, whole: bool) -> None:
+        self._owner = owner
+        self._values = attributes(owner)
+        self._contents = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            for name, value in self._values.items()
+            if isinstance(value, _COPIED) and (whole or _size(value) <= _LARGE)
+        }
+
+    def put_back(self) -> None:
+        now = attributes(self._owner)
+        for name in set(now) - set(self._values):
+            object.__delattr__(self._owner, name)
         for name, value in self._values.items():
-            if attributes(self._step).get(name) is not value:
-                object.__setattr__(self._step, name, value)
+            if now.get(name) is not value:
+                object.__setattr__(self._owner, name, value)
             if name in self._contents:
                 _refill(value, self._contents[name])
+
+
+def _size(value: Any) -> int:
+    """The bytes of an array or tensor, about those of the references in another container."""
+    return int(value.nbytes) if isinstance(value, (np.ndarray, torch.Tensor)) else 8 * len(value)
 
 
 def _refill(value: Any, content: Any) -> None:

@@ -241,3 +241,36 @@ def test_planning_leaves_transforms_as_they_were() -> None:
     with hotset.cache(source, transform=[loads], memory="1MiB") as cached:
         assert vars(loads) == before
         assert "Loads" in str(cached.plan)
+
+
+class Warms:
+    """A transform whose strength grows with its calls."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, torch.zeros(4)
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen += 1
+        return value * min(1.0, self.calls / 100)
+
+
+class Chain:
+    """A container of transforms that no library knows."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.steps = {"train": list(steps)}
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        for step in self.steps["train"]:
+            value = step(value)
+        return value
+
+
+def test_planning_leaves_transforms_within_a_transform_as_they_were() -> None:
+    warms = Warms()
+    source = [torch.full((4,), float(number)) for number in range(N)]
+    with hotset.cache(source, transform=[Chain(warms)], memory="1MiB") as cached:
+        assert warms.calls == 0
+        assert torch.equal(warms.seen, torch.zeros(4))
+        assert [cached[1][0].item() for _ in range(3)] == pytest.approx([0.01, 0.02, 0.03])

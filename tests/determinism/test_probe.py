@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from samples import image_and_label
 from hotset.determinism.probe import Probe, probe
 from hotset.determinism.rng import Generators
 
+augment: Any = None  # a module of the user's, in a test below
+jitter_of_the_user: Any = None
 SHARED = np.random.default_rng(3)
 SHARED_BY_DEFAULT = random.Random(9)
 POOL = {"flips": [random.Random(5)]}
@@ -281,6 +284,30 @@ def test_generators_on_classes_and_in_modules_are_found(holder: Any, rng: Any, p
     seen = probe(lambda index: rng.random() is None, [0], [holder])
     assert len(seen.moved) == 1
     assert seen.moved[0].startswith(path)
+
+
+def test_generators_of_the_users_other_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("augment_of_the_user")
+    exec("import random\nrng = random.Random(2)\ndef jitter():\n    return rng.random()\n", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    jitter = module.jitter
+
+    def through_the_module(index: int) -> bool:
+        return bool(augment.jitter() is None)
+
+    def through_the_function(index: int) -> bool:
+        return bool(jitter_of_the_user() is None)
+
+    def imported_inside(index: int) -> bool:
+        from augment_of_the_user import jitter  # type: ignore[import-not-found]
+
+        return bool(jitter() is None)
+
+    monkeypatch.setitem(globals(), "augment", module)
+    monkeypatch.setitem(globals(), "jitter_of_the_user", jitter)
+    for read in (through_the_module, through_the_function, imported_inside):
+        (moved,) = probe(read, [0], [read]).moved
+        assert moved.endswith(" -> rng (a random.Random) moved"), moved
 
 
 def test_a_generator_made_at_the_first_read_is_watched_from_then_on() -> None:
