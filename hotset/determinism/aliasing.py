@@ -197,15 +197,20 @@ def _copy(value: Any, memo: dict[int, Any], refused: Callable[[object, Exception
         made.extend(_copy(part, memo, refused) for part in value)
     elif kind is tuple:
         memo[id(value)] = made = tuple([_copy(part, memo, refused) for part in value])
+    elif issubclass(kind, tuple) and hasattr(kind, "_fields") and not attributes(value):
+        # Not the constructor: a __new__ of the user may change what it is given.
+        memo[id(value)] = made = tuple.__new__(kind, [_copy(part, memo, refused) for part in value])
     elif kind is torch.Tensor:
         memo[id(value)] = made = _copy_of_tensor(value)
+        if held := vars(value):  # which the program has set: ``picture.spacing = (1, 1, 3)``
+            vars(made).update(_copy(held, memo, refused))
     else:
         made = _copy_of_object(value, memo, refused)
     return made
 
 
 def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, without the attributes that a subclass adds."""
+    """A copy of a tensor, without attributes of its own."""
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor.clone()
     with torch._C.DisableTorchFunctionSubclass():
@@ -224,7 +229,7 @@ def _copy_of_object(
         for tensor in _tensors_in(value, set()):
             if id(tensor) not in memo:
                 memo[id(tensor)] = made = _copy_of_tensor(tensor)
-                if type(tensor) is not torch.Tensor:
+                if vars(tensor):
                     vars(made).update(copy.deepcopy(vars(tensor), memo))
         made = copy.deepcopy(value, memo)
         if _is_image(type(value)):  # PIL's own copy no longer has the attributes that name its file

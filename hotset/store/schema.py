@@ -356,16 +356,21 @@ _MAKERS: dict[str, Callable[[Group, Iterable[tuple[Any, ...]]], Iterable[Any]]] 
     "OrderedDict": lambda group, parts: [OrderedDict(zip(group.keys, v, strict=True)) for v in parts],
     "list": lambda group, parts: map(list, parts),
     "tuple": lambda group, parts: parts,
-    "namedtuple": lambda group, parts: map(group.type._make, parts),  # type: ignore[union-attr]
+    # Not the constructor, as for dataclasses: a __new__ of the user may change what was stored.
+    "namedtuple": lambda group, parts: [tuple.__new__(_type(group), values) for values in parts],
     "dataclass": lambda group, parts: [_make_dataclass(group, values) for values in parts],
     "object": lambda group, parts: [_codec(group).unflatten(value) for (value,) in parts],
 }
 
 
+def _type(group: Group) -> type[Any]:
+    assert group.type is not None
+    return group.type
+
+
 def _make_dataclass(group: Group, values: tuple[Any, ...]) -> Any:
     # Not the constructor: fields with init=False and __post_init__ would change what was stored.
-    assert group.type is not None
-    made: Any = object.__new__(group.type)
+    made: Any = object.__new__(_type(group))
     for key, value in zip(group.keys, values, strict=True):
         object.__setattr__(made, key, value)
     return made

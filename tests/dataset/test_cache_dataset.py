@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -118,6 +120,62 @@ def test_tensor_subclasses_keep_their_type_and_attributes() -> None:
         make(0)  # libraries draw as they are imported
         assert hits_equal_misses(make, 6) == 6
     with_at_most_one_warning(lambda: hits_equal_misses(boxes_that_vary, 9))
+
+
+def _with_spacing(index: int, memory: torch.Tensor) -> torch.Tensor:
+    memory.spacing = (1, 1, index)  # type: ignore[attr-defined]
+    return memory
+
+
+def test_attributes_of_a_plain_tensor_are_there_in_each_epoch_and_for_transforms() -> None:
+    def spacing(tensor: Any) -> Any:
+        return tensor.spacing
+
+    @hotset.nondeterministic
+    def live(tensor: Any) -> Any:
+        return tensor.spacing
+
+    for memory in (torch.zeros(3), torch.from_numpy(np.zeros(3))):
+        rows = [_with_spacing(index, memory.clone() if index else memory) for index in range(6)]
+        kept = [torch.from_numpy(row.numpy()) for row in rows]
+        for index, row in enumerate(kept):
+            _with_spacing(index, row)
+        for source, steps in itertools.product((rows, kept), ([], [spacing], [live])):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", hotset.HotsetWarning)  # that such tensors are not cached
+                with hotset.cache(source, transform=steps, memory="1MiB") as cached:
+                    found = [cached[5] for _ in range(2)]
+            assert [tensor if steps else tensor.spacing for tensor in found] == [(1, 1, 5)] * 2
+
+
+class Size(NamedTuple):
+    """What :class:`Made` is made of."""
+
+    size: int
+
+
+class Made(Size):
+    """A named tuple whose constructor changes what it is given."""
+
+    __slots__ = ()
+
+    def __new__(cls, size: int) -> Made:
+        return super().__new__(cls, 2 * size)
+
+
+def test_a_named_tuple_comes_back_without_its_constructor() -> None:
+    class Source(Dataset[Any]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Made:
+            return Made(index)
+
+    with hotset.cache(Source(), memory="1MiB") as cached:
+        for _ in range(2):
+            assert [cached[index].size for index in range(6)] == [0, 2, 4, 6, 8, 10]
+            assert type(cached[3]) is Made
+        assert cached.stats().hits
 
 
 def test_attributes_are_the_datasets_own() -> None:
