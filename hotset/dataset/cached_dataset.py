@@ -33,6 +33,7 @@ is passed to the dataset.
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -181,7 +182,10 @@ class CachedDataset(DatasetProxy[T]):
     # ---- samples -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self._up_to_date().plan.used
+        current = self._up_to_date()
+        if current.window is None and len(self._dataset) != current.plan.samples:
+            self._attribute_was_set("length", noticed=True)  # samplers ask for it as a pass begins
+        return self._current.plan.used
 
     def __getitem__(self, index: Any) -> Any:
         number = _integer(index)
@@ -441,12 +445,18 @@ class CachedDataset(DatasetProxy[T]):
         source = Source(pipeline.dataset, (), (), pipeline.given)
         window = old.window.reading(source.read) if old.window is not None else None
         rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])
-        plan = replace(old.plan, rows=rows, sample_bytes=0, warnings=(why,) if why is not None else ())
+        samples = old.plan.samples if window is not None else len(self._dataset)
+        warnings = (why,) if why is not None else ()
+        plan = replace(old.plan, rows=rows, samples=samples, sample_bytes=0, warnings=warnings)
         access = SampleAccess(source, plan, Attachment(None, None, plan.name), window, None)
         self._use(Current(source, plan, access, window, None, old.lookup_key))
         old.close()
         if why is not None:
             warn(why)
+
+    def __copy__(self) -> CachedDataset[T]:
+        """A cached dataset over a copy of the dataset: what is set on one is not set on the other."""
+        return type(self)(copy.copy(self._dataset), self._arguments, self._maker)
 
     def __getstate__(self) -> dict[str, Any]:
         self._up_to_date()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import pickle
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -520,3 +522,48 @@ def test_what_a_method_sets_in_a_pass_counts_in_the_next_whatever_is_called_mean
         with pytest.warns(hotset.HotsetWarning, match=r"Scaled\.scale was set"):
             found = list(loader)
         same(found, list(LOADERS["torch"](plain)))
+
+
+class Grows(Dataset[Any]):
+    def __init__(self) -> None:
+        self.rows = [torch.full((2,), float(number)) for number in range(6)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("loader", [DataLoader, hotset.DataLoader])
+def test_the_length_of_a_dataset_that_grows_or_shrinks_is_followed_from_the_next_pass_on(
+    loader: Any, workers: int
+) -> None:
+    dataset = Grows()
+    with warnings.catch_warnings(), hotset.cache(dataset, memory="1MiB") as cached:
+        warnings.simplefilter("ignore", hotset.HotsetWarning)
+        batches = loader(cached, batch_size=2, num_workers=workers)
+        for change in (lambda: None, lambda: dataset.rows.append(torch.ones(2)), dataset.rows.pop):
+            change()
+            seen = torch.cat(list(batches))
+            assert torch.equal(seen, torch.stack(dataset.rows))
+            assert len(cached) == len(dataset)
+
+
+def test_what_is_set_on_a_copy_is_not_set_on_the_original() -> None:
+    dataset = Grows()
+    train = hotset.cache(dataset, memory="1MiB")
+    list(DataLoader(train))
+    valid = copy.copy(train)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hotset.HotsetWarning)
+        valid.rows = [torch.full((2,), -1.0)] * 6
+    assert valid[1].tolist() == [-1, -1]
+    assert train[1].tolist() == [1, 1]
+    assert dataset.rows[1].tolist() == [1, 1]
+    valid.close()
+    hits = train.stats().hits
+    assert train[2].tolist() == [2, 2]
+    assert train.stats().hits == hits + 1, "the copy's end has no effect on the original"
+    train.close()
