@@ -103,17 +103,8 @@ def _judge_batches(dataset: Any, source: Source) -> None:
     read = source.dataset.__getitems__
     read_one = source.dataset.__getitem__ if format_of(inner) is None else lambda index: read([index])[0]
     indices = sorted({0, len(dataset) - 1})
-    generators = Generators((source.dataset,))
-    try:
-        alone = list(map(read_one, indices))
-        generators.restore()
-        together = read(indices)
-        alike = not generators.moved() and same(alone, list(together)) is None
-    except Exception:  # a sample that cannot be read may never be asked for
-        return
-    finally:
-        generators.restore()
-    if not alike:
+    # Backwards as well: it may return them in the order of the file.
+    if not all(_batch_is_alike(source.dataset, read, read_one, order) for order in (indices, indices[::-1])):
         kind = type(dataset).__name__
         raise NotCacheable(
             f"{kind}.__getitems__ returns other samples than {kind}.__getitem__, or draws random numbers; "
@@ -121,6 +112,22 @@ def _judge_batches(dataset: Any, source: Source) -> None:
             "computed from a whole batch to collate_fn; or, if the differences do not matter, declare it: "
             f"hotset.deterministic({kind})."
         )
+
+
+def _batch_is_alike(
+    dataset: Any, read: Callable[..., Any], read_one: Callable[..., Any], indices: Sequence[int]
+) -> bool:
+    """Whether samples that are read together are those that are read one by one, and none of it draws."""
+    generators = Generators((dataset,))
+    try:
+        alone = list(map(read_one, indices))
+        generators.restore()
+        together = read(list(indices))
+        return not generators.moved() and same(alone, list(together)) is None
+    except Exception:  # a sample that cannot be read may never be asked for
+        return True
+    finally:
+        generators.restore()
 
 
 def _is_random(dataset: Any, indices: Sequence[int]) -> bool:

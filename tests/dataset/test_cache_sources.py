@@ -503,6 +503,16 @@ def test_getitems_that_returns_other_samples_is_refused(many: Any, nested: bool)
     assert random.getstate() == state
 
 
+def test_getitems_that_returns_samples_in_the_order_of_the_file_is_refused() -> None:
+    class Sorts(Samples):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self.make(i) for i in sorted(indices)]
+
+    found = failure(lambda: hotset.cache(Sorts(number, 6), memory="1MiB"))
+    assert found.kind is hotset.NotCacheable
+    assert "__getitems__" in found.text
+
+
 def test_getitems_that_returns_the_same_samples_is_cached() -> None:
     with hotset.cache(_BatchesOtherwise(list), memory="1MiB") as cached:
         batch = next(iter(torch.utils.data.DataLoader(cached, batch_size=6)))
