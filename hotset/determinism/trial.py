@@ -6,9 +6,9 @@ no output shows yet, or with a running mean, is another one after each call, so 
 unknown. State that the first call builds, and that then stays, does not count.
 
 The trial never copies the transform itself, because a copy's generator is not the one that moves. It copies
-the *inputs* for each call, as a transform may work in place. Afterwards it restores the transform's state, and
-that of the objects of the user's classes that it holds: attributes get their old values; lists, dicts, sets,
-arrays and tensors among them get their old contents, one level deep.
+the *inputs* for each call, as a transform may work in place. Afterwards it restores the transform's state,
+and that of the objects of the user's classes that it holds: attributes get their old values; lists, dicts,
+sets, arrays and tensors among them get their old contents, one level deep.
 """
 
 from __future__ import annotations
