@@ -31,6 +31,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hotset._warnings import printable, warn
 from hotset.dataset.memo_store import MemoStats, MemoStore, open_store, stats_of
 from hotset.determinism.argument_key import ArgumentKey, NoIdentity, Parameters, describe_arguments
@@ -50,6 +52,7 @@ __all__ = ["Calls", "name_of"]
 
 _PATIENCE_SECONDS, _NESTED_SECONDS = 30.0, 1.0
 _MOST_CHANGES = 20
+_AT_FIRST = True, False, torch.float32  # torch's modes: see _torch_modes
 _TRIES = 3  # to claim what nobody has claimed
 _AUDITED_SHARE, _AUDIT_KEPT_SECONDS = 0.005, 0.5
 _LEAST_AUDIT_SECONDS = 1e-3  # an audit counts as at least this long: ten a second are enough
@@ -84,6 +87,12 @@ class _InUse:
     def mark(self) -> None:
         """Note that this process uses the function: what it returned does not go first."""
         self.counters[Counter.IN_USE] = self.reads[Slot.INCARNATION]
+
+
+def _torch_modes() -> bytes:
+    """What has been set that changes what torch computes; empty as torch begins."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    return b"" if modes == _AT_FIRST else repr(modes).encode()
 
 
 class Calls:
@@ -156,13 +165,17 @@ class Calls:
             bound = self._parameters.bind(args, kwargs)
         except TypeError:
             return function(*args, **kwargs)  # which says what is wrong
+        modes = _torch_modes()
+
+        def describe() -> ArgumentKey:
+            described = describe_arguments(bound)
+            return described._replace(key=described.key + modes) if modes else described
+
         try:
-            identity = describe_arguments(bound)
+            identity = describe()
         except NoIdentity as why:
             return self._unidentified(why, lambda: function(*args, **kwargs))
-        describe_again = (
-            None if identity.fixed and not identity.version else lambda: describe_arguments(bound)
-        )
+        describe_again = None if identity.fixed and not identity.version else describe
         return self._get(identity, lambda: function(*args, **kwargs), describe_again)
 
     def get(self, identity: tuple[Any, ...], compute: Callable[[], Any]) -> Any:

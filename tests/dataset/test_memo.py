@@ -143,6 +143,34 @@ def test_keywords_in_any_order_are_one_call() -> None:
         assert len(calls) == 2
 
 
+def test_what_torch_is_set_to_counts() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def scaled(factor: int) -> torch.Tensor:
+        return weight * factor
+
+    def zeros(count: int) -> torch.Tensor:
+        return torch.zeros(count)
+
+    with memo(scaled) as kept:
+        with torch.no_grad():
+            assert not kept(2).requires_grad
+        with pytest.warns(hotset.HotsetWarning, match="gradient"):  # it is not kept
+            assert kept(2).requires_grad
+        with torch.no_grad():
+            assert not kept(2).requires_grad
+        assert kept.stats().hits == 1
+    with memo(zeros) as kept:
+        assert kept(2).dtype is torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert kept(2).dtype is torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert kept(2).dtype is torch.float32
+        assert kept.stats().hits == 1
+
+
 def test_a_default_without_an_identity_is_that_default() -> None:
     missing = object()
 
