@@ -15,18 +15,24 @@ ones); two readings that differ prove that the source varies. So the probe looks
    the sample again makes the buffer what it was.)
 
 The probe puts no generator back between readings, as that would hide a source that differs only because its
-generator moves on. At the end, and when the source raises, it puts every generator back: a program that
-builds a cache draws what it would have drawn without.
+generator moves on. If none has moved, it moves the global ones itself before it reads again: a source that
+draws and puts the state back (``torch.random.fork_rng``) then draws something else. At the end, and when the
+source raises, it puts every generator back: a program that builds a cache draws what it would have drawn
+without.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from hotset.determinism.draw_watch import DrawWatch
 from hotset.determinism.equality import content_digests, same
@@ -98,6 +104,7 @@ def probe(
     generators = Generators(holders)
     readings: list[_Reading] = []
     differs: dict[int, str] = {}
+    at_first: dict[str, Any] | None = None  # the generators' states, if the probe has moved them
     try:
         begun = time.perf_counter()
         for reading in _readings(read, indices, forgive):
@@ -106,20 +113,32 @@ def probe(
                 generators.look_again(holders)
             elif time.perf_counter() - begun > seconds:
                 break
+        moved = generators.moved()
+        if repeats > 1 and not moved:
+            at_first = generators.noted()
+            _draw_from_globals()
+            generators.note()
         for number in range(1, repeats):
             order = readings[:: -1 if number % 2 else 1]
             _read_again(read, [*order[:1], *order], seconds / 10, forgive, differs)
-        moved = generators.moved()
+        moved = moved or generators.moved()
         drawing: tuple[int, ...] = ()
         if moved or differs:
             generators.restore()
             drawing = _drawing(read, [reading.sample_index for reading in readings], holders, forgive)
     finally:
         generators.restore()
+        if at_first is not None:
+            generators.put(at_first)
     mean = sum(reading.seconds for reading in readings) / max(1, len(readings))
     samples = [reading.sample for reading in readings]
     differing = tuple(index for index in differs if index not in drawing)
     return Probe(samples, mean, moved, tuple(differs.values()), drawing, differing)
+
+
+def _draw_from_globals() -> None:
+    """Move the global generators."""
+    random.random(), np.random.random_sample(), torch.rand(())
 
 
 def _drawing(

@@ -54,6 +54,28 @@ def test_each_kind_of_randomness_is_named(kind: Any, moved: str | None, differs:
     assert bool(seen.differs) == differs
 
 
+def test_a_draw_whose_state_is_put_back_shows() -> None:
+    def forked(index: int) -> float:
+        with torch.random.fork_rng(devices=[]):
+            return index + float(torch.rand(()))
+
+    def saved(index: int) -> float:
+        state, value = random.getstate(), random.random()
+        random.setstate(state)
+        return index + value
+
+    def seeded(index: int) -> float:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            return float(torch.rand(()))
+
+    before = rng_states()
+    assert set(probe(forked, (0, 3)).differing) == {0, 3}
+    assert set(probe(saved, (0, 3)).differing) == {0, 3}
+    assert probe(seeded, (0, 3)).differs == ()
+    assert rng_states() == before
+
+
 def test_the_samples_are_the_first_readings() -> None:
     seen = watch(sources.CountsItsCalls(image_and_label), (4, 2), repeats=3)
     assert [counted for _, counted in seen.samples] == [1, 2]
