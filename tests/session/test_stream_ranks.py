@@ -33,8 +33,8 @@ def main():
         warnings.simplefilter("always")
         epochs = [values(loader) for _ in range(3)]
     said = [str(one.message) for one in told if "max number of worker" not in str(one.message)]
-    print(json.dumps({"epochs": epochs, "said": said, "length": len(stream), "misses":
-    stream.stats().misses}))
+    found = {"epochs": epochs, "said": said, "length": len(stream), "misses": stream.stats().misses}
+    os.write(1, (json.dumps(found) + "\\n").encode())  # at once: two ranks share one pipe
 
 if __name__ == "__main__":
     main()
