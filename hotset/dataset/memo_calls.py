@@ -52,7 +52,7 @@ __all__ = ["Calls", "name_of"]
 
 _PATIENCE_SECONDS, _NESTED_SECONDS = 30.0, 1.0
 _MOST_CHANGES = 20
-_AT_FIRST = True, False, torch.float32  # torch's modes: see _torch_modes
+_AT_FIRST = True, False, torch.float32, False, False  # torch's modes: see _torch_modes
 _TRIES = 3  # to claim what nobody has claimed
 _AUDITED_SHARE, _AUDIT_KEPT_SECONDS = 0.005, 0.5
 _LEAST_AUDIT_SECONDS = 1e-3  # an audit counts as at least this long: ten a second are enough
@@ -91,7 +91,13 @@ class _InUse:
 
 def _torch_modes() -> bytes:
     """What has been set that changes what torch computes; empty as torch begins."""
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )
     return b"" if modes == _AT_FIRST else repr(modes).encode()
 
 

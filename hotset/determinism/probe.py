@@ -137,8 +137,8 @@ def probe(
 
 
 def _draw_from_globals() -> None:
-    """Move the global generators."""
-    random.random(), np.random.random_sample(), torch.rand(())
+    """Move the global generators, of torch that of the CPU whatever its default device is."""
+    random.random(), np.random.random_sample(), torch.rand((), device="cpu")
 
 
 def _drawing(

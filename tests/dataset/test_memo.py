@@ -152,6 +152,9 @@ def test_what_torch_is_set_to_counts() -> None:
     def zeros(count: int) -> torch.Tensor:
         return torch.zeros(count)
 
+    def squared(size: int) -> torch.Tensor:
+        return torch.ones(size, size) @ torch.ones(size, size)
+
     with memo(scaled) as kept:
         with torch.no_grad():
             assert not kept(2).requires_grad
@@ -169,6 +172,10 @@ def test_what_torch_is_set_to_counts() -> None:
             torch.set_default_dtype(torch.float32)
         assert kept(2).dtype is torch.float32
         assert kept.stats().hits == 1
+    with memo(squared) as kept:
+        assert kept(2).dtype is torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert kept(2).dtype is torch.bfloat16
 
 
 def test_a_default_without_an_identity_is_that_default() -> None:

@@ -59,6 +59,10 @@ def test_a_draw_whose_state_is_put_back_shows() -> None:
         with torch.random.fork_rng(devices=[]):
             return index + float(torch.rand(()))
 
+    def forked_on_cpu(index: int) -> float:
+        with torch.random.fork_rng(devices=[]):
+            return index + float(torch.rand((), device="cpu"))
+
     def saved(index: int) -> float:
         state, value = random.getstate(), random.random()
         random.setstate(state)
@@ -73,6 +77,8 @@ def test_a_draw_whose_state_is_put_back_shows() -> None:
     assert set(probe(forked, (0, 3)).differing) == {0, 3}
     assert set(probe(saved, (0, 3)).differing) == {0, 3}
     assert probe(seeded, (0, 3)).differs == ()
+    with torch.device("meta"):  # the default device has a generator of its own, which is left alone
+        assert set(probe(forked_on_cpu, (0, 3)).differing) == {0, 3}
     assert rng_states() == before
 
 
