@@ -36,6 +36,7 @@ import contextlib
 import copy
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -140,11 +141,13 @@ class CachedDataset(DatasetProxy[T]):
     _current = Own[Current]()
     _copied = Own[CopiedAttributes]()  # from the dataset to the copy of it that is read, if there is one
     _closed = Own[bool]()
+    _pass = Own[weakref.ref[object] | None]()  # whose batches this process makes ahead
 
     def __init__(self, dataset: Dataset[T], arguments: CacheArguments, maker: Maker) -> None:
         super().__init__(dataset, arguments)  # takes the snapshot before a transform is run
         self._maker = maker
         self._closed = False
+        self._pass = None
         self._use(maker.make(dataset, arguments))
 
     def _use(self, current: Current) -> None:
@@ -182,10 +185,16 @@ class CachedDataset(DatasetProxy[T]):
     # ---- samples -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        current = self._up_to_date()
-        if current.window is None and len(self._dataset) != current.plan.samples:
+        in_pass = self._pass is not None and self._pass() is not None
+        current = self._up_to_date(in_pass=in_pass)
+        if not in_pass and current.window is None and len(self._dataset) != current.plan.samples:
             self._attribute_was_set("length", noticed=True)  # samplers ask for it as a pass begins
         return self._current.plan.used
+
+    def _pass_begins(self) -> None:
+        """A loader begins a pass: what was set counts from here on, even in the midst of an earlier pass."""
+        self._pass = None
+        len(self)
 
     def __getitem__(self, index: Any) -> Any:
         number = _integer(index)
@@ -464,6 +473,7 @@ class CachedDataset(DatasetProxy[T]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._pass = None
         self._use(self._current)
 
 

@@ -455,6 +455,8 @@ class DataLoader(TorchDataLoader[T]):
             ArgumentError: persistent workers have the dataset as it was.
         """
         route = route_to(self.dataset)
+        for cached in route.caches if route is not None else []:
+            cached._pass_begins()
         now = [cached._current for cached in route.caches] if route is not None else []
         before = self._currents
         if before is not None and any(one is not other for one, other in zip(before, now, strict=False)):

@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -118,6 +119,8 @@ class LocalBatches:
         self._prefetched = 0 if route.spills else None  # how many of the next batches are prefetched
         self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
+        for cached in route.caches:
+            cached._pass = weakref.ref(self)  # until it is gone, a new length waits for the next pass
 
     def __iter__(self) -> LocalBatches:
         return self

@@ -551,6 +551,26 @@ def test_the_length_of_a_dataset_that_grows_or_shrinks_is_followed_from_the_next
             assert len(cached) == len(dataset)
 
 
+def test_a_dataset_may_grow_in_the_midst_of_a_pass_whoever_asks_for_its_length() -> None:
+    """As a progress bar asks for the loader's."""
+
+    def passes(loader: Any, dataset: Any) -> list[Any]:
+        found = []
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                found.append(batch)
+                if number == 1:
+                    dataset.rows.append(torch.full((2,), 7.0))
+                    len(loader)
+        return found
+
+    plain, dataset = Grows(), Grows()
+    expected = passes(hotset.DataLoader(plain, batch_size=2), plain)
+    with warnings.catch_warnings(), hotset.cache(dataset, memory="1MiB") as cached:
+        warnings.simplefilter("ignore", hotset.HotsetWarning)
+        equal_batches(passes(hotset.DataLoader(cached, batch_size=2), dataset), expected)
+
+
 def test_what_is_set_on_a_copy_is_not_set_on_the_original() -> None:
     dataset = Grows()
     train = hotset.cache(dataset, memory="1MiB")
