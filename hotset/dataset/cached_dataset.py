@@ -56,6 +56,7 @@ from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
+from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import CopiedAttributes, names_transforms
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
@@ -186,10 +187,17 @@ class CachedDataset(DatasetProxy[T]):
 
     def __len__(self) -> int:
         in_pass = self._pass is not None and self._pass() is not None
-        current = self._up_to_date(in_pass=in_pass)
-        if not in_pass and current.window is None and len(self._dataset) != current.plan.samples:
+        self._up_to_date(in_pass=in_pass)
+        if not in_pass and self._length_has_changed():
             self._attribute_was_set("length", noticed=True)  # samplers ask for it as a pass begins
         return self._current.plan.used
+
+    def _length_has_changed(self) -> bool:
+        """Whether the dataset has another length than when it was planned; a stream has none to compare."""
+        current = self._current
+        if current.window is not None or isinstance(self._dataset, StreamSource):
+            return False
+        return len(self._dataset) != current.plan.samples
 
     def _pass_begins(self) -> None:
         """A loader begins a pass: what was set counts from here on, even in the midst of an earlier pass."""
