@@ -9,8 +9,8 @@ video          single frames of a video by their times, as LeRobot reads them (`
 =============  ========================================================================================
 
 A program says how long each epoch took and each of its losses. What is compared is the time of its second
-epoch, the first that finds anything kept; all losses of all epochs must be equal, bit for bit. Programs whose
-library is missing are left out and said so.
+epoch, the first that finds anything kept; a note says what the first one took, which keeps it. All losses of
+all epochs must be equal, bit for bit. Programs whose library is missing are left out and said so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,13 @@ def _one(settings: Settings, program: _Program) -> Outcome:
     )
     text = f"{found.title}: below hotset run, as a multiple of the program's own"
     target = Target(text, found.ratio(OURS, PLAIN), 1.0, at_least=False, reason=found.rows[OURS].unfit)
-    return Outcome([found], [target], [f"{program.title}: {note}" for note in ours.report[-8:]])
+    notes = ours.report[-8:]
+    counted = zip(ours.first[1:], plain.first[1:], strict=False)  # after the round that warms up
+    first = [below / alone for below, alone in counted]
+    if first:
+        said = f"{statistics.median(first):.2f}x ({min(first):.2f} to {max(first):.2f})"
+        notes = [f"the first epoch took {said} of the plain program's", *notes]
+    return Outcome([found], [target], [f"{program.title}: {note}" for note in notes])
 
 
 class _Runs:
@@ -93,6 +100,7 @@ class _Runs:
         self._command = [*before, sys.executable, str(_PROGRAMS / program.file), str(source), str(_EPOCHS)]
         self._like = like
         self.losses: list[list[float]] = []
+        self.first: list[float] = []  # seconds, of each run
         self.report: list[str] = []
 
     def __call__(self) -> float:
@@ -110,6 +118,7 @@ class _Runs:
         if not all(losses):
             raise WrongData("an epoch without losses")
         self.losses = losses
+        self.first.append(float(epochs[0]["seconds"]))
         self.report = [line for line in done.stderr.splitlines() if line.startswith(("hotset:", "  "))]
         return float(epochs[1]["seconds"])
 
