@@ -145,3 +145,11 @@ def test_every_file_that_the_architecture_names_exists() -> None:
 
 def test_the_changelog_names_this_version() -> None:
     assert f"## {hotset.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_changelog_has_one_list_of_each_kind_for_a_version() -> None:
+    _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions
+    for version in versions:
+        kinds = re.findall(r"^### (.*)", version, re.MULTILINE)
+        assert kinds == [kind for kind in ("Added", "Changed", "Fixed") if kind in kinds]
