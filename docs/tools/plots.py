@@ -34,11 +34,12 @@ STYLE = """  <style>
 
 
 class Ratio(NamedTuple):
-    """A median, with the lowest and the highest if there are any."""
+    """A median, with the lowest and the highest if there are any; and the median as the table writes it."""
 
     median: float
     low: float
     high: float
+    text: str
 
 
 class Compared(NamedTuple):
@@ -68,7 +69,7 @@ def ratio(cell: str) -> Ratio:
     found = re.match(r"([\d.]+)x(?: \(([\d.]+) to ([\d.]+)\))?", cell)
     assert found is not None, cell
     median = float(found[1])
-    return Ratio(median, float(found[2] or median), float(found[3] or median))
+    return Ratio(median, float(found[2] or median), float(found[3] or median), found[1])
 
 
 def speeds(cell: str) -> list[Speed]:
@@ -136,7 +137,7 @@ def dots(rows: Sequence[Compared], title: str) -> str:
     for lines in names:
         tops.append(tops[-1] + ROW + 15 * (len(lines) - 1))
     height = tops[-1] + 40
-    values = [v for row in rows for v in (*row.first, *row.later)]
+    values = [v for row in rows for each in (row.first, row.later) for v in each[:3]]
     low, high = math.floor(math.log10(min(values))), math.log10(max(values)) + 0.1
     scale = (WIDTH - LEFT - RIGHT) / (high - low)
 
@@ -162,7 +163,7 @@ def dots(rows: Sequence[Compared], title: str) -> str:
             picture.line(at(row.first.low), y, at(row.first.high), y, "range")
         picture.dot(at(row.later.median), y, "later")
         picture.dot(at(row.first.median), y, "first")
-        picture.text(WIDTH - 12, y + 5, f"{row.first.median:g} / {row.later.median:g}", "quiet end")
+        picture.text(WIDTH - 12, y + 5, f"{row.first.text} / {row.later.text}", "quiet end")
     return str(picture)
 
 

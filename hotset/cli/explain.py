@@ -47,17 +47,22 @@ def load(place: str) -> Any:
         if not hasattr(found, name):
             raise ArgumentError(f"{module!r} has no {path!r}; use a name that it defines.")
         found = getattr(found, name)
-    return found() if _makes_one(found) else found
+    return found() if _makes_one(found, path) else found
 
 
-def _makes_one(found: Any) -> bool:
+def _makes_one(found: Any, path: str) -> bool:
     """Whether it is a function or class to be called without arguments; a transform needs an argument."""
     if not isinstance(found, (type, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
         return False
     try:
         inspect.signature(found).bind()
-    except TypeError:
-        return isinstance(found, type)  # whose own error says which arguments it needs
+    except TypeError as error:
+        if isinstance(found, type):
+            raise ArgumentError(
+                f"{path!r} must be a dataset, transforms, or what makes them without arguments, got a class "
+                f"that needs some ({error}); make one in a function without arguments, and name that."
+            ) from None
+        return False
     except ValueError:  # a builtin that does not say
         return False
     return True

@@ -58,6 +58,7 @@ __all__ = ["PlanResult", "found_plan", "joined_plan", "make_plan"]
 _PROBED = 8
 _PROBE_SECONDS = 1.0
 _SPARE_IDS = 4096
+_SHUFFLES_LEFT_OUT = "; its shuffles were left out of these runs"
 _BYTES_PER_ID = 128  # of a stream's room, a sixteenth at most is index
 
 
@@ -239,6 +240,7 @@ def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) ->
         alone: whether no other process can use the cache.
     """
     probed, plan = stream.probe(), result.plan
+    shuffles = has_shuffle(stream.stream)
     stream.divided(1, 1)
     room = plan.limit
     if plan.spill is not None:
@@ -253,14 +255,15 @@ def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) ->
         rows=(first._replace(name=stream.name, seconds=probed.seconds), *steps),
         audited=False,
         stream=True,
-        notes=(probed.note, *plan.notes[1:]),  # the first is about reading the first samples twice
+        # The first is about reading the first samples twice.
+        notes=(probed.note + (_SHUFFLES_LEFT_OUT if shuffles else ""), *plan.notes[1:]),
         warnings=(*plan.warnings, *((probed.warning,) if probed.warning is not None else ())),
     )
     metadata = {
         "stream_draws": probed.draws,
         "stream_entropy": probed.entropy,
         "stream_own": probed.own,
-        "stream_shuffled": probed.shuffled or has_shuffle(stream.stream),
+        "stream_shuffled": probed.shuffled or shuffles,
         "stream_alone": alone,
         "stream_batches": batch_size_of(probed.samples),
     }

@@ -61,6 +61,11 @@ class Holder:
     inner = plain
 
 
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+
 compose = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Tanh()))
 chain = [torch.nn.ReLU(), halve, torch.nn.Dropout()]
 
@@ -164,6 +169,7 @@ def test_windows_and_cuts() -> None:
         ("explained_here:absent", "has no 'absent'"),
         ("no_module_here:plain", "there is no module"),
         ("no_file_here.py:plain", "there is no file"),
+        ("explained_here:Scaled", "missing a required argument: 'factor'"),
     ],
 )
 def test_what_is_not_there_is_a_sentence(place: str, says: str) -> None:

@@ -143,6 +143,16 @@ def test_every_file_that_the_architecture_names_exists() -> None:
         assert (ROOT / path).exists() or (ROOT / "hotset" / path).exists(), path
 
 
+def test_each_figure_of_the_readme_is_on_a_page_that_says_how_it_was_measured() -> None:
+    """Ratios and rates; the page has the machine and the command."""
+    named, measured = (
+        set(re.findall(r"\d[\d.,]*(?:x|/s)", (ROOT / page).read_text()))
+        for page in ("README.md", "docs/benchmarks.md")
+    )
+    assert len(named) > 10
+    assert named - measured == set()
+
+
 def test_the_changelog_names_this_version() -> None:
     assert f"## {hotset.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 

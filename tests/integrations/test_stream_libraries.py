@@ -74,6 +74,7 @@ class TestWebDataset:
     def test_shuffled_shards_are_one_content_in_a_session_too(self, shards: str) -> None:
         one, other = (hotset.cache(pictures(shards, 100), memory="10MiB") for _ in range(2))
         assert one.plan.fingerprint == other.plan.fingerprint
+        assert "its shuffles were left out" in str(one.plan), "which draw"
         first = labels(hotset.DataLoader(one, batch_size=4))
         assert sorted(first) == list(range(N))
         assert first != sorted(first)
