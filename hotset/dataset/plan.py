@@ -231,7 +231,7 @@ class Plan:
 
 def _window_text(window: Sizes) -> str:
     seen = window.epochs_until_all_seen
-    rate = f"{window.replaced:,} are replaced after each epoch"
+    rate = f"{window.replaced:,} {'is' if window.replaced == 1 else 'are'} replaced after each epoch"
     if window.auto:
         rate = f"as many as are ready, up to {window.replaced:,}, are replaced after each epoch"
     when = "the others are never used" if seen is None else f"all are seen after {seen:,} epochs"

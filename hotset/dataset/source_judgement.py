@@ -69,8 +69,9 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
         )
     raise NotCacheable(
         f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
-        "all epochs. Move the random part to transform=[...], after the part to be cached; or, if the "
-        f"differences do not matter, declare it: hotset.deterministic({kind})."
+        "all epochs. Move the random part to transform=[...], after the part to be cached; or keep what its "
+        "decoder returns, with hotset.memo; or, if the differences do not matter, declare it: "
+        f"hotset.deterministic({kind})."
     )
 
 
