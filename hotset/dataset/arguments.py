@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
+from torch.utils.data import DataLoader
+
 from hotset._warnings import printable
 from hotset.dataset.pipeline import chain_of
 from hotset.dataset.stream_source import is_stream
@@ -107,7 +109,15 @@ def check_arguments(dataset: Any, given: CacheArguments) -> None:
 
 
 def _require_one_dataset(dataset: Any) -> None:
-    """Refuse several datasets by name, as Hugging Face's ``load_dataset`` returns them without ``split=``."""
+    """Refuse a loader, whose batches would be samples, and several datasets by name.
+
+    Hugging Face's ``load_dataset`` returns these without ``split=``.
+    """
+    if isinstance(dataset, DataLoader):
+        raise ArgumentError(
+            f"dataset must be what samples are read from, got a {type(dataset).__name__}; cache its dataset, "
+            "and load from that: hotset.DataLoader(hotset.cache(dataset), batch_size=...)."
+        )
     names = list(itertools.islice(dataset, 4)) if isinstance(dataset, Mapping) else []
     if names and all(isinstance(name, str) for name in names):
         raise ArgumentError(

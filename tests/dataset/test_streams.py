@@ -772,6 +772,13 @@ class TestOtherSamples:
 
 
 class TestWrongInput:
+    @pytest.mark.parametrize("kind", [DataLoader, hotset.DataLoader])
+    def test_a_loader_is_not_taken_for_a_dataset(self, kind: type[DataLoader[Any]]) -> None:
+        for loader in (kind(range(8), batch_size=2), kind(Numbers(N), batch_size=2)):  # type: ignore[arg-type]
+            said = failure(lambda loader=loader: hotset.cache(loader))
+            assert said.kind is hotset.ArgumentError
+            assert "got a DataLoader; cache its dataset" in said.text
+
     @pytest.mark.parametrize("one", [Numbers(3), [1, 2, 3]])
     def test_several_datasets_by_name(self, one: Any) -> None:
         with pytest.raises(
