@@ -52,7 +52,7 @@ from hotset.dataset.attachment import Attachment
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
 from hotset.dataset.fill_now import fill_now, require_worker_count
 from hotset.dataset.held_attributes import HeldAttributes
-from hotset.dataset.pipeline import Pipeline, Source
+from hotset.dataset.pipeline import Pipeline, SampleStopped, Source, stopped
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
@@ -205,6 +205,12 @@ class CachedDataset(DatasetProxy[T]):
         len(self)
 
     def __getitem__(self, index: Any) -> Any:
+        try:
+            return self._sample(index)
+        except SampleStopped as error:
+            raise stopped(error) from None
+
+    def _sample(self, index: Any) -> Any:
         number = _integer(index)
         if number is None:
             return self._from_dataset(index)
@@ -221,6 +227,12 @@ class CachedDataset(DatasetProxy[T]):
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as torch's DataLoader calls it."""
+        try:
+            return self._samples(indices)
+        except SampleStopped as error:
+            raise stopped(error) from None
+
+    def _samples(self, indices: Sequence[Any]) -> list[T]:
         current = self._up_to_date()
         numbers = [_integer(index) for index in indices]
         if None in numbers:

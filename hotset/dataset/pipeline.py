@@ -43,12 +43,29 @@ __all__ = [
     "Cuts",
     "Pipeline",
     "SamplePath",
+    "SampleStopped",
     "Source",
     "chain_of",
+    "stopped",
     "transformed",
 ]
 
 Transform = Callable[..., Any]
+
+
+class SampleStopped(RuntimeError):
+    """Reading a sample raised StopIteration, which an iterator on its way would take for its own end.
+
+    Whoever hands the sample or batch over raises the StopIteration again: :func:`stopped`.
+    """
+
+
+def stopped(error: SampleStopped) -> StopIteration:
+    """What the dataset raised; from a loader's worker only its text has come."""
+    cause = error.__cause__
+    return cause if isinstance(cause, StopIteration) else StopIteration(*error.args)
+
+
 # Where a value is in a sample: keys from the root.
 SamplePath = tuple[Any, ...]
 UNUSED = -1
@@ -203,8 +220,14 @@ class Source:
         """Read one sample and apply the cached transforms. The caller owns the result.
 
         Each transform's output is copied if needed as well: it may come from a table in the transform.
+
+        Raises:
+            SampleStopped: the dataset or a transform raised StopIteration.
         """
-        return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
+        try:
+            return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
+        except StopIteration as stop:
+            raise SampleStopped(*stop.args) from stop
 
     def read_many(self, indices: Sequence[int]) -> Iterator[Any]:
         """As :meth:`read`, for several samples: with the dataset's ``__getitems__``, if it has one.
@@ -227,7 +250,9 @@ class Source:
             return
         try:
             found = list(several(list(indices)))
-        except Exception:
+        except Exception as error:
+            if len(indices) == 1 and isinstance(error, StopIteration):
+                raise SampleStopped(*error.args) from error
             if len(indices) == 1:
                 raise
             for index in indices:

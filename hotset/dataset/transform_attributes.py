@@ -34,6 +34,7 @@ from torch.utils.data import ConcatDataset, Subset
 from hotset.dataset.format_transform import format_of
 from hotset.determinism.fingerprint import fingerprint
 from hotset.determinism.libraries import torch_nn
+from hotset.determinism.object_graph import solid_base
 from hotset.determinism.verdict import library_of
 
 __all__ = [
@@ -85,7 +86,7 @@ def transform_attributes_of(dataset: Any) -> tuple[TransformAttribute, ...]:
     """
     own = _own(dataset)
     if own:
-        return own
+        return own if _can_be_copied(dataset) else ()  # the chain is then a part of the dataset, as any code
     if isinstance(dataset, Subset):
         return transform_attributes_of(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -103,25 +104,63 @@ def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
     """
     if not chains:
         return dataset
-    twin = copy.copy(dataset)
+    twin = _shallow_copy(dataset)
     if not _own(dataset):
         if isinstance(dataset, Subset):
-            twin.dataset = with_transforms(dataset.dataset, chains)
+            _set(twin, "dataset", with_transforms(dataset.dataset, chains))
         else:
-            twin.datasets = [with_transforms(part, chains) for part in dataset.datasets]
+            _set(twin, "datasets", [with_transforms(part, chains) for part in dataset.datasets])
         return twin
     pair = _pair(dataset)
     if pair is not None:
-        twin.transforms = copy.copy(pair)
+        both = copy.copy(pair)
         for name in chains:
-            setattr(twin.transforms, name, chains[name])
+            setattr(both, name, chains[name])
+        _set(twin, "transforms", both)
     for name, chain in chains.items():
         held = getattr(dataset, name)
         if name not in TRANSFORM_NAMES:
             vars(twin)[name] = chain
             continue
-        setattr(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
+        _set(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
     return twin
+
+
+def _shallow_copy(dataset: Any) -> Any:
+    """A copy that has the dataset's attributes, even if the dataset refuses to be copied or pickled.
+
+    Raises:
+        Exception: what copying raises, if the dataset is more than its attributes.
+    """
+    kind = type(dataset)
+    try:
+        twin = copy.copy(dataset)
+        if twin is not dataset and type(twin) is kind:
+            return twin
+        refusal: Exception = TypeError(f"copy.copy of a {kind.__name__} must return another one")
+    except Exception as error:  # of the dataset's __copy__, __reduce_ex__ or __getstate__
+        refusal = error
+    if solid_base(kind) is not object or any(vars(cls).get("__slots__") for cls in kind.__mro__):
+        raise refusal
+    twin = object.__new__(kind)
+    vars(twin).update(vars(dataset))
+    return twin
+
+
+def _can_be_copied(dataset: Any) -> bool:
+    try:
+        _shallow_copy(dataset)
+    except Exception:
+        return False
+    return True
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    """Set an attribute of a copy, even if its class guards them against being set."""
+    try:
+        setattr(holder, name, value)
+    except Exception:  # of the dataset's __setattr__
+        vars(holder)[name] = value
 
 
 class CopiedAttributes:

@@ -74,7 +74,11 @@ def owned(value: Any, refused: Callable[[object, Exception], None] | None = None
         return value
     if kind is _Gauge:  # for _passed(), which measures this very path
         return count
-    return value if count <= _PASSED and _is_alone(value, kind) else copied(value, refused)
+    try:
+        alone = count <= _PASSED and _is_alone(value, kind)
+    except RecursionError:
+        alone = False
+    return value if alone else copied(value, refused)
 
 
 def owns_all(values: list[Any]) -> bool:
@@ -166,7 +170,7 @@ def copied(value: Any, refused: Callable[[object, Exception], None] | None = Non
     """Return a deep copy, in which two references to one object are two references to one copy.
 
     Of a view only its own elements are copied, not the whole memory behind it. A part that cannot be copied,
-    such as an open file, is returned as it is.
+    such as an open file, is returned as it is; so is a value that is nested too deeply.
 
     Args:
         value: a sample, or part of one.
@@ -177,7 +181,12 @@ def copied(value: Any, refused: Callable[[object, Exception], None] | None = Non
         >>> copied([table[0]])[0].untyped_storage().nbytes()
         8
     """
-    return _copy(value, {}, refused)
+    try:
+        return _copy(value, {}, refused)
+    except RecursionError as error:
+        if refused is not None:
+            refused(value, error)
+        return value
 
 
 def _copy(value: Any, memo: dict[int, Any], refused: Callable[[object, Exception], None] | None) -> Any:
@@ -225,12 +234,17 @@ def _copy_of_object(
 ) -> Any:
     """The copy that :mod:`copy` makes of an object, except for the tensors in it."""
     try:
-        # torch's own deep copy of a tensor copies its whole storage.
-        for tensor in _tensors_in(value, set()):
-            if id(tensor) not in memo:
-                memo[id(tensor)] = made = _copy_of_tensor(tensor)
-                if vars(tensor):
-                    vars(made).update(copy.deepcopy(vars(tensor), memo))
+        # torch's own deep copy of a tensor copies its whole storage, and numpy's can always be written to.
+        for part in _not_for_deepcopy(value, set()):
+            if id(part) in memo:
+                continue
+            if isinstance(part, torch.Tensor):
+                memo[id(part)] = made = _copy_of_tensor(part)
+                if vars(part):
+                    vars(made).update(copy.deepcopy(vars(part), memo))
+            else:
+                made = copy.deepcopy(part, memo)
+                made.flags.writeable = False
         made = copy.deepcopy(value, memo)
         if _is_image(type(value)):  # PIL's own copy no longer has the attributes that name its file
             kept = {name: part for name, part in vars(value).items() if type(part) in _ATOM_TYPES}
@@ -243,8 +257,8 @@ def _copy_of_object(
         return value
 
 
-def _tensors_in(value: Any, entered: set[int]) -> Iterable[torch.Tensor]:
-    """The tensors that :mod:`copy` would copy with more than their own elements, at any depth."""
+def _not_for_deepcopy(value: Any, entered: set[int]) -> Iterable[Any]:
+    """What :mod:`copy` would not copy as it is: tensors with larger storages, and read-only arrays."""
     kind = type(value)
     if kind in _ATOM_TYPES or issubclass(kind, _ATOMS) or id(value) in entered:
         return
@@ -253,11 +267,14 @@ def _tensors_in(value: Any, entered: set[int]) -> Iterable[torch.Tensor]:
             yield value
         return
     entered.add(id(value))
+    if issubclass(kind, np.ndarray) and not value.flags.writeable and not value.dtype.hasobject:
+        yield value
+        return
     if issubclass(kind, _CONTAINERS):
         for part in dict.values(value) if issubclass(kind, dict) else value:
-            yield from _tensors_in(part, entered)
+            yield from _not_for_deepcopy(part, entered)
     for part in attributes(value).values():
-        yield from _tensors_in(part, entered)
+        yield from _not_for_deepcopy(part, entered)
 
 
 def _is_part_of_storage(tensor: torch.Tensor) -> bool:

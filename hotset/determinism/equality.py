@@ -77,21 +77,28 @@ def same(a: object, b: object, *, across: bool = False) -> str | None:
         >>> same([float("nan")], [float("nan")]) is None
         True
     """
-    return _compare(a, b, "", set(), across)
+    try:
+        return _compare(a, b, "", set(), across)
+    except RecursionError:
+        return "nested too deeply to be compared"
 
 
 def content_digests(sample: object) -> dict[str, bytes]:
     """Return a digest of every tensor, array, image, number and text in ``sample``, by its place in the tree.
 
     A source may change an object that it has returned before, and return it again. Two readings are then one
-    object, in which :func:`same` finds no difference; digests taken before the second reading show it.
+    object, in which :func:`same` finds no difference; digests taken before the second reading show it. There
+    are none of a sample that is nested too deeply to be walked through.
     """
-    return dict(_digests(sample, "", set()))
+    try:
+        return dict(_digests(sample, "", set()))
+    except RecursionError:
+        return {}
 
 
 def _compare(a: Any, b: Any, where: str, entered: set[tuple[int, int]], across: bool) -> str | None:
     if type(a) is not type(b):
-        return _at(where, f"type {type(a).__name__} and type {type(b).__name__}")
+        return _at(where, _two_types(type(a), type(b)))
     if a is b or (id(a), id(b)) in entered:
         return None
     found = _difference(a, b, where, entered, across)
@@ -115,6 +122,12 @@ def _difference(a: Any, b: Any, where: str, entered: set[tuple[int, int]], acros
         # Ids count only while this pair is compared: afterwards another object may have one of them.
         entered.discard((id(a), id(b)))
     return None
+
+
+def _two_types(a: type, b: type) -> str:
+    if (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__):
+        return f"two classes of the name {a.__qualname__}, which is made anew each time"
+    return f"type {a.__name__} and type {b.__name__}"
 
 
 def _is_trace_address(node: object, label: str) -> bool:
@@ -226,11 +239,16 @@ def _array_children(array: Array) -> Iterator[tuple[str, Any]]:
 
 
 def _keys_difference(a: list[Any], b: list[Any]) -> str | None:
-    if [(type(key), key) for key in a] == [(type(key), key) for key in b]:
+    if [_key(key) for key in a] == [_key(key) for key in b]:
         return None
     if set(a) == set(b) and sorted(map(repr, a)) == sorted(map(repr, b)):
         return "keys in another order"
     return f"keys {_repr.repr(a)} and {_repr.repr(b)}"
+
+
+def _key(key: Any) -> tuple[type, Any]:
+    """What tells a dict's key from others; of two equal NaNs each is unequal to the other."""
+    return type(key), _bits(key) if type(key) in (float, complex) else key
 
 
 def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
@@ -356,7 +374,9 @@ def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, by
     elif _is_image(node):
         content = _pixels(node)
     elif isinstance(node, np.ndarray) and not node.dtype.hasobject:
-        content = node.tobytes()  # an array of objects would give pointers; its items are its children
+        # An array of objects would give pointers; its items are its children.
+        plain = node.dtype.kind in "fc" and node.size
+        content = array_bytes(np.asarray(node)).tobytes() if plain else node.tobytes()
     elif isinstance(node, (bool, int, float, complex, str, bytes, bytearray)):
         content = repr(node).encode("utf-8", "surrogatepass")
     elif isinstance(node, (dict, *_ORDERED)):

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.loader.batch_builder import BatchBuilder, LocalGather
 from hotset.loader.batch_order import BatchOrder
 from hotset.loader.epoch_summary import EpochSummary
@@ -132,7 +133,10 @@ class LocalBatches:
             self._prefetched = self._prefetch(self._prefetched - 1, samples_in(indices))
         if self._route.has_peers and not (self._several is not None and self._several.left > 1):
             self._ask_ahead()
-        batch = self._make(indices, start - self._handed_over)
+        try:
+            batch = self._make(indices, start - self._handed_over)
+        except SampleStopped as error:
+            raise stopped(error) from None
         self._hand_over(samples_in(indices), start)
         return batch
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.state import EpochProgress
 from hotset.loader.worker_messages import BatchMessage
@@ -80,6 +81,8 @@ class WorkerBatches:
             if not self._persistent:
                 self._buffers.rest_between_epochs()  # the workers have ended
             raise
+        except SampleStopped as error:
+            raise stopped(error) from None
         self._tasks.answered(message)
         report = message.report
         self._buffers.needed = max(self._buffers.needed, report.needed)

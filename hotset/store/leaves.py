@@ -3,8 +3,9 @@
 A leaf is *fixed* (the same number of bytes in every sample, at one offset of the row) or *variable* (bytes
 in the tail, dimensions in the row). The first samples decide which: see :mod:`hotset.store.schema`.
 
-A value that a leaf stores comes back equal in type, dtype, shape, strides of dense arrays, and bytes. A leaf
-refuses any other value with :class:`SchemaMismatch`, and that sample stays uncached.
+A value that a leaf stores comes back equal in type, dtype, shape, strides of dense arrays, and bytes; a
+read-only array (``np.asarray(picture)``) comes back read-only. A leaf refuses any other value with
+:class:`SchemaMismatch`, and that sample stays uncached.
 
 A tensor that requires a gradient, lies on a device, is sparse, or is a subclass without a codec, is refused,
 not flattened: its bytes alone do not describe it.
@@ -424,6 +425,7 @@ class ArrayLeaf(Leaf):
         shape: the shape that all samples share, or None if it varies.
         order: how the dimensions of a sample lie in memory, outermost first.
         as_lies: stored in that order; False stores them in C order.
+        writeable: whether a numpy array can be written to; True for tensors.
     """
 
     library: str
@@ -432,6 +434,7 @@ class ArrayLeaf(Leaf):
     shape: Shape | None
     order: Shape
     as_lies: bool
+    writeable: bool = True
 
     @cached_property
     def itemsize(self) -> int:
@@ -495,7 +498,13 @@ class ArrayLeaf(Leaf):
                 return super().check_all(values)
             if not array.flags.c_contiguous:
                 return super().check_all(values)
+            if self.library == "numpy" and not self._has_numpys_flags(array):
+                return super().check_all(values)
         return list(arrays)
+
+    def _has_numpys_flags(self, array: Carrier) -> bool:
+        """Whether an array can be written to if the leaf's can, and its dtype has no metadata."""
+        return array.flags.writeable == self.writeable and array.dtype.metadata is None
 
     @cached_property
     def _carrier_dtype(self) -> np.dtype[Any]:
@@ -531,6 +540,12 @@ class ArrayLeaf(Leaf):
         rows[:] = np.array(checked, first.dtype).view(np.uint8).reshape(rows.shape)
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        array = self._in_order(buffer, offset, dims)
+        if not self.writeable:
+            array.flags.writeable = False
+        return array
+
+    def _in_order(self, buffer: Any, offset: int, dims: Shape) -> Any:
         # A variable leaf's dimensions are those of what was stored; a fixed one's follow from its shape.
         stored = dims if self.shape is None else self.stored_shape(self.shape)
         array: Any
@@ -584,6 +599,7 @@ class ArrayLeaf(Leaf):
             "shape": self.shape,
             "order": self.order,
             "as_lies": self.as_lies,
+            **({} if self.writeable else {"writeable": False}),
         }
 
 
@@ -609,7 +625,16 @@ def _numpy_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
         raise SchemaMismatch(
             f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}"
         )
+    if not leaf._has_numpys_flags(value):
+        refuse_dtype(value)
+        raise SchemaMismatch("an array that can be written to among read-only ones, or the other way round")
     return value
+
+
+def refuse_dtype(value: Carrier) -> None:
+    """Raise SchemaMismatch for an array whose dtype its type string does not describe."""
+    if value.dtype.metadata is not None:
+        raise SchemaMismatch(f"a numpy array whose dtype has metadata ({dict(value.dtype.metadata)})")
 
 
 def refuse_tensor(value: torch.Tensor) -> None:
@@ -640,9 +665,11 @@ def array_leaf(value: object, *, as_lies: bool) -> ArrayLeaf | None:
     if type(value) is np.ndarray:
         if value.dtype.kind not in _CACHED_KINDS:
             raise SchemaMismatch(f"a numpy array of {value.dtype}")
+        refuse_dtype(value)
         strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
         order = memory_order(value.shape, strides)
-        return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, as_lies)
+        writeable = value.flags.writeable
+        return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, as_lies, writeable)
     return None
 
 
@@ -667,7 +694,10 @@ def array_from_json(described: Any) -> ArrayLeaf:
         ndim,
     ):
         raise ValueError(f"a shape must have {ndim} sizes of 32 bits, got {shape}")
-    return ArrayLeaf(library, dtype, ndim, shape, order, as_lies)
+    writeable = described.get("writeable", True)
+    if type(writeable) is not bool or (library == "torch" and not writeable):
+        raise ValueError(f"an array of {library} must be writeable or not, got {writeable!r}")
+    return ArrayLeaf(library, dtype, ndim, shape, order, as_lies, writeable)
 
 
 def leaf_of(value: object, *, as_lies: bool) -> Leaf | None:

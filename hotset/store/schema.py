@@ -441,6 +441,8 @@ def infer(value: object, as_lies: bool, where: str) -> Node:
     kind, keys, values = parts
     if any(type(key) not in _KEY_TYPES and not isinstance(key, enum.Enum) for key in keys):
         raise SchemaMismatch(f"{where or 'the sample'}: a dict with keys that are neither text nor numbers")
+    if any(key != key for key in keys):
+        raise SchemaMismatch(f"{where or 'the sample'}: a dict with NaN as a key, which is equal to no other")
     if where.count("[") > _DEEPEST:
         raise SchemaMismatch("a sample that is nested too deeply, or contains itself")
     children = tuple(
@@ -467,13 +469,17 @@ def _parts(group: Group, value: object, where: str) -> list[Any]:
     parts = _kind_of(value)
     if parts is None or parts[0] != group.kind or (group.type is not None and type(value) is not group.type):
         raise SchemaMismatch(f"{where or 'the sample'}: {type(value).__name__} instead of {group.kind}")
-    # Keys may be equal and yet not the same: True, 1 and 1.0 are.
-    same_keys = parts[1] == group.keys and list(map(type, parts[1])) == list(map(type, group.keys))
+    # Keys may be equal and yet not the same: True, 1 and 1.0 are, and 0.0 and -0.0.
+    same_keys = parts[1] == group.keys and list(map(_exactly, parts[1])) == list(map(_exactly, group.keys))
     if not same_keys or len(parts[2]) != len(group.children):
         raise SchemaMismatch(
             f"{where or 'the sample'}: other keys or another length than in the first samples"
         )
     return parts[2]
+
+
+def _exactly(key: Any) -> Any:
+    return str(key) if type(key) is float else type(key)
 
 
 def _columns(group: Group, values: Sequence[Any], where: str) -> Iterable[Sequence[Any]]:

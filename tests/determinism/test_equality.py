@@ -202,8 +202,39 @@ def test_gaps_between_the_elements_of_a_view_do_not_count() -> None:
 
 
 def test_nan_equals_nan_wherever_it_is() -> None:
+    def new() -> float:  # Python compares dicts' keys by identity before it compares them by value
+        return math.inf - math.inf
+
     for make in (float, np.float16, torch.tensor, lambda x: np.array([x]), lambda x: {"x": [x]}):
         assert same(make(math.nan), make(math.nan)) is None
+    assert same({new(): 1}, {new(): 1}) is None
+    assert same({new(): 1}, {1.0: 1}) is not None
+
+
+def test_undefined_bytes_of_long_doubles_are_no_change() -> None:
+    for _ in range(20):  # the padding holds what the memory held before
+        np.full(64, 7, np.uint8)
+        first = np.arange(4, dtype=np.longdouble) * 3
+        assert content_digests(first) == content_digests(np.arange(4, dtype=np.longdouble) * 3)
+    assert content_digests(first) != content_digests(first + 1)
+
+
+def test_a_class_that_is_made_anew_is_named_so() -> None:
+    def point() -> Any:
+        return namedtuple("Local", "x y")(1, 2)
+
+    assert "made anew each time" in str(same(point(), point()))
+
+
+def test_what_is_nested_too_deeply_is_not_taken_for_equal() -> None:
+    def nested() -> list[Any]:
+        value: list[Any] = [1]
+        for _ in range(3000):
+            value = [value]
+        return value
+
+    assert same(nested(), nested()) == "nested too deeply to be compared"
+    assert content_digests(nested()) == {}
 
 
 def test_decimals_are_compared_by_their_digits() -> None:

@@ -294,14 +294,23 @@ def test_values_that_torch_keeps_lazily_are_stored_resolved() -> None:
         assert torch.equal(records(schema, [lazy])[0], lazy)
 
 
-def test_arrays_come_out_writable_and_as_nobody_elses_memory() -> None:
-    array = np.arange(6.0)
-    array.flags.writeable = False
-    sample = [torch.arange(4), array]
+def test_arrays_come_out_as_nobody_elses_memory_and_read_only_if_they_were() -> None:
+    sample = [torch.arange(4), np.arange(6.0)]
     for got in records(Schema.infer([sample], as_lies=True), [sample, sample]):
         got[0][:] = 0
         got[1][:] = 0
     assert same(sample, [torch.arange(4), np.arange(6.0)]) is None
+    for fixed in (np.frombuffer(b"abcdef", np.uint8), np.broadcast_to(np.arange(3), (2, 3))):
+        schema = Schema.infer([[fixed]], as_lies=True)
+        for again in (schema, reread(schema)):
+            for got in records(again, [[fixed], [fixed]]):
+                assert not got[0].flags.writeable
+                assert same(got, [fixed]) is None
+        with pytest.raises(SchemaMismatch, match=r"\[0\]: an array that can be written to among"):
+            schema.prepare([fixed.copy()])
+    with_unit = np.zeros(2, np.dtype("f4", metadata={"unit": "mm"}))
+    with pytest.raises(SchemaMismatch, match="dtype has metadata"):
+        Schema.infer([with_unit], as_lies=True)
 
 
 # Who does not fit, and what is said

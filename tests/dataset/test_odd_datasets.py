@@ -1,0 +1,272 @@
+"""Datasets and samples that resist: that refuse to be copied or set, stop iterators, nest too deeply.
+
+What a program sees of them is what it sees without a cache, in both loaders, with and without workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import all_pairs, equal_batches, recorded
+from torch.utils.data import DataLoader, Dataset
+
+import hotset
+
+N = 12
+LOADERS: dict[str, Any] = {"torch": DataLoader, "hotset": hotset.DataLoader}
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(()) + random.random()
+
+
+class Pictures(Dataset[Any]):
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        picture = torch.arange(4.0) + index
+        for transform in self.transforms:
+            picture = transform(picture)
+        return picture, index
+
+
+class RefusesToBeCopied(Pictures):
+    def __copy__(self) -> Any:
+        raise RuntimeError("no copies")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("no copies")
+
+
+class RefusesToBePickled(Pictures):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("not to be pickled")
+
+
+class IsItsOwnCopy(Pictures):
+    def __copy__(self) -> Any:
+        return self
+
+
+class GuardsItsAttributes(Pictures):
+    def __init__(self, *transforms: Any) -> None:
+        super().__init__(*transforms)
+        self.__dict__["made"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "made" in self.__dict__:
+            raise AttributeError(f"{name} must not be set")
+        super().__setattr__(name, value)
+
+
+def two_epochs(loader: Any, dataset: Any, workers: int = 0, **arguments: Any) -> list[Any]:
+    torch.manual_seed(3)
+    random.seed(3)
+    made = loader(dataset, num_workers=workers, **{"batch_size": 5, "shuffle": True, **arguments})
+    return [batch for _ in range(2) for batch in made]
+
+
+RESISTING = (RefusesToBeCopied, RefusesToBePickled, IsItsOwnCopy, GuardsItsAttributes)
+
+
+@pytest.mark.parametrize(("kind", "loader", "workers"), all_pairs(RESISTING, LOADERS, [0, 2]))
+def test_a_dataset_that_refuses_to_be_copied_or_set_is_cut_and_unchanged(
+    kind: Any, loader: str, workers: int
+) -> None:
+    expected = two_epochs(LOADERS[loader], kind(double, noise), workers)
+    dataset = kind(double, noise)
+    held = dict(vars(dataset))
+    with recorded() as told, hotset.cache(dataset, memory="1MiB") as cached:
+        equal_batches(two_epochs(LOADERS[loader], cached, workers), expected)
+        assert vars(dataset) == held
+        assert cached.plan.cached[0] == kind.__name__
+        assert cached.plan.live[-1] == "noise"
+        assert cached.stats().hits >= N
+    assert told == []
+
+
+class Numbers(list[float]):
+    """More than its attributes: without pickling nobody could copy it."""
+
+    transform: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("not to be pickled")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.transform(torch.tensor(super().__getitem__(index)))
+
+
+def test_the_chain_of_a_dataset_that_nobody_can_copy_stays_whole() -> None:
+    numbers = Numbers([1.5, 2.5, 3.5])
+    numbers.transform = double
+    with hotset.cache(numbers, memory="1MiB") as cached:
+        assert [float(cached[i]) for i in (0, 2, 0)] == [3.0, 7.0, 3.0]
+        assert cached.stats().hits == 1
+    numbers.transform = noise
+    with pytest.raises(hotset.NotCacheable, match="Numbers returns another sample each time"):
+        hotset.cache(numbers, memory="1MiB")
+
+
+class Stops(Dataset[Any]):
+    """Raises what an iterator means by its end, as a ``next()`` without a default does."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter([torch.full((2,), float(index))] if index != 7 else []))
+
+
+class StopsInBatches(Stops):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader", "workers", "collate"),
+    all_pairs([Stops, StopsInBatches], LOADERS, [0, 2], [None, as_list]),
+)
+def test_stop_iteration_of_a_sample_is_what_it_is_without_a_cache(
+    kind: Any, loader: str, workers: int, collate: Any
+) -> None:
+    plain: dict[str, Any] = {"shuffle": False, "batch_size": 3, "collate_fn": collate}
+    expected = two_epochs(DataLoader, kind(), workers, **plain)
+    assert 0 < len(expected) < 8, "the loop takes it for the end of the epoch"
+    with hotset.cache(kind(), memory="1MiB") as cached:
+        equal_batches(two_epochs(LOADERS[loader], cached, workers, **plain), expected)
+        with pytest.raises(StopIteration):
+            cached[7]
+        with pytest.raises(StopIteration):
+            cached.__getitems__([6, 7])
+        assert float(cached[8][0]) == 8.0
+
+
+class Deep(Dataset[Any]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        value: Any = [index]
+        for _ in range(900):
+            value = (value,) if index % 2 else [value]
+        return value
+
+
+def depth(value: Any) -> tuple[int, int]:
+    count = 0
+    while isinstance(value, (list, tuple)):
+        value, count = value[0], count + 1
+    return count, value
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_what_is_nested_too_deeply_is_served_uncached_with_a_sentence(loader: str) -> None:
+    with recorded() as told, hotset.cache(Deep(), memory="1MiB") as cached:
+        for _ in range(2):
+            for batch in LOADERS[loader](cached, batch_size=4, collate_fn=as_list):
+                assert [depth(sample)[0] for sample in batch] == [901] * len(batch)
+        assert depth(cached[5]) == (901, 5)
+        assert cached.stats().cached == 0
+    assert any("nothing of Deep can be cached" in str(w.message) and "nested" in str(w.message) for w in told)
+
+
+class ReadOnly(Dataset[Any]):
+    """As ``np.asarray(picture)`` and ``np.frombuffer`` give arrays."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self.table = np.arange(4 * N).reshape(N, 4)
+        self.table.flags.writeable = False
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        new = np.frombuffer(bytes([index] * 6), np.uint8)
+        row = self.table[index]
+        return {"new": new if index % self.every == 0 else new.copy(), "row": row, "own": np.ones(3)}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_read_only_arrays_are_read_only_as_hit_and_as_miss(loader: str, every: int) -> None:
+    def flags(samples: Any) -> list[Any]:
+        return [{name: value.flags.writeable for name, value in each.items()} for each in samples]
+
+    dataset = ReadOnly(every)
+    expected = flags(dataset[i] for i in range(N)) * 2
+    with hotset.cache(ReadOnly(every), memory="1MiB") as cached:
+        made = LOADERS[loader](cached, batch_size=4, collate_fn=as_list)
+        assert [flag for _ in range(2) for batch in made for flag in flags(batch)] == expected
+        assert cached.stats().hits == N
+
+
+def test_batches_of_read_only_arrays_are_those_of_torch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that the array cannot be written to
+        expected = two_epochs(DataLoader, ReadOnly())
+        with hotset.cache(ReadOnly(), memory="1MiB") as cached:
+            equal_batches(two_epochs(hotset.DataLoader, cached), expected)
+            assert cached.stats().hits == N
+
+
+class Computed(Dataset[Any]):
+    def __init__(self, compute: Any) -> None:
+        self.compute = compute
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.compute(index)
+
+
+def long_double(index: int) -> Any:
+    np.full(48, 93, np.uint8)  # what the padding of a long double may be made of
+    return np.full(3, index, np.longdouble) / 3
+
+
+def test_long_doubles_are_cached() -> None:
+    with hotset.cache(Computed(long_double), memory="1MiB") as cached:
+        for index in [*range(N)] * 2:
+            assert cached[index].dtype == np.longdouble
+            assert (cached[index] == long_double(index)).all()
+        assert cached.stats().cached == N
+
+
+def nan_as_a_key(index: int) -> Any:
+    return {float("inf") - float("inf"): index}
+
+
+def test_nan_as_a_key_is_named_as_the_reason() -> None:
+    with recorded() as told, hotset.cache(Computed(nan_as_a_key), memory="1MiB") as cached:
+        assert list(cached[3].values()) == [3]
+    assert [w for w in told if "a dict with NaN as a key" in str(w.message)]
+
+
+def class_made_anew(index: int) -> Any:
+    return collections.namedtuple("Local", "index")(index)
+
+
+def test_a_class_that_getitem_makes_is_named_as_the_reason() -> None:
+    with pytest.raises(hotset.NotCacheable, match=r"two classes of the name \w*Local, which is made anew"):
+        hotset.cache(Computed(class_made_anew), memory="1MiB")
