@@ -440,7 +440,9 @@ def test_a_step_of_several_threads_and_a_long_one_have_no_stand_in() -> None:
 def test_a_step_has_the_length_that_it_would_have_with_a_processor_at_once() -> None:
     taken = Clocks(wall=5e-3, thread=1e-3, process=2e-3, queued=3e-3)
     assert StepLength.of(taken) == pytest.approx((2e-3, 2e-3, 1e-3))
-    sums = {"steps": 2.0, "step": 1e-2, "step_thread": 2e-3, "step_process": 4e-3, "step_queued": 6e-3}
+    # Of four steps, the clocks were read for two.
+    sums = {"step_thread": 2e-3, "step_process": 4e-3, "step_queued": 6e-3}
+    sums = {"steps": 4.0, "step": 2e-2, "clocked_step": 1e-2, **sums}
     assert StepLength.mean(sums) == pytest.approx(StepLength.of(taken))
 
 
@@ -574,9 +576,11 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
             "steps": 10,
             "batches": 10,
             "wait": 0.1,
-            "wait_thread": 0.004,
+            "clocked_batches": 5,
+            "wait_thread": 0.002,
             "step": 0.4,
-            "step_process": 0.4,
+            "clocked_step": 0.2,
+            "step_process": 0.2,
         },
         "first_waits": [0.3],
         "steps": [(0.04, 0.04, 0.04)] * 10,
@@ -630,6 +634,30 @@ def test_the_trials_loader_knows_later_batches_if_the_programs_would(
     found = json.loads(in_fork(settings, None))
     assert found["loaders"]["cached-0"]["rate"] > 0.0
     assert (tmp_path / "noted").read_text() == ("known\n" if known else "unknown\n")
+
+
+def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
+    monkeypatch.setattr(watch, "_here", None)
+    for _ in range(2):
+        iterator = iter(torch.utils.data.DataLoader(torch.arange(300), batch_size=1))
+        for _ in range(300):
+            observer.before(iterator)
+            next(iterator)
+            observer.after(iterator, 1e-3, failed=False)
+        observer.before(iterator)
+        observer.after(iterator, 1e-3, failed=True)
+    watch._here.write()  # type: ignore[union-attr]
+    found = read(str(tmp_path))
+    assert found is not None
+    assert found.steps == 2 * 300
+    (written,) = tmp_path.glob("watch-*.json")
+    (loop,) = json.loads(written.read_text())["loops"]
+    assert 8 <= len(loop["steps"]) < 200
+    assert loop["sums"]["batches"] == 2 * 299  # the first of a pass is left out
+    assert 0.0 < loop["sums"]["clocked_step"] < loop["sums"]["step"]
 
 
 class Event:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hotset.run.doctor.clocks import Clocks, Sums
+from hotset.run.doctor.clocks import Sums
 
 __all__ = ["Fetching"]
 
@@ -24,7 +24,7 @@ class Fetching:
     def __init__(self) -> None:
         self.sums = Sums()
         self.decoders: dict[str, list[float]] = {}  # name: calls, processor seconds, bytes
-        self._entered = Clocks(0.0, 0.0, 0.0)
+        self._entered = 0.0, 0.0  # the time, and this thread's processor time
         self._decoding = False
         self._begun: dict[str, float] | None = None
         self._memory: list[tuple[float, float]] = []  # when it was read first, and last, and the bytes
@@ -34,16 +34,15 @@ class Fetching:
         """torch's ``fetcher`` is about to make a batch."""
         if not isinstance(fetcher.collate_fn, _TimedCollate):
             fetcher.collate_fn = _TimedCollate(fetcher.collate_fn, self)
-        self._entered = Clocks.now()
+        self._entered = time.perf_counter(), time.thread_time()
 
     def end(self, fetcher: Any, indices: Any) -> None:
         """It has made one of these indices."""
-        taken = Clocks.now().since(self._entered)
-        self._count(taken, len(indices) if fetcher.auto_collation else 1)
-
-    def _count(self, taken: Clocks, samples: int) -> None:
+        wall, cpu = self._entered
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
         if self._begun is not None:
-            self.sums.add(batches=1, samples=samples, wall=taken.wall, cpu=taken.thread)
+            samples = len(indices) if fetcher.auto_collation else 1
+            self.sums.add(batches=1, samples=samples, wall=wall, cpu=cpu)
             return
         self.sums.of.clear()
         self.decoders.clear()

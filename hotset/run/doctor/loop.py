@@ -2,11 +2,15 @@
 
 Where the loop asks for a batch and where it gets one, four clocks are read: the time, the processor time of
 the thread, that of the process, and the time in which the thread waited for a processor. So a step is known
-by its length and by what it takes of the cores. But beside busy workers a step takes longer than it would
-alone. What it waited for a processor is taken off; it also shares memory and caches with them, and its other
-threads wait, too. So now and then, for one step, the workers are
-stopped (SIGSTOP) when the loop has got its batch, and go on when it asks for the next. That is done at most
-eight times, for at most a hundredth of the time; ``hotset doctor`` continues them if the loop does not.
+by its length and by what it takes of the cores. All four, and what comes of them, take 2 % of steps of
+2 ms. So they are read for some steps in a row, and then only the time, until that has taken 200 times as long
+as the clocks did.
+
+But beside busy workers a step takes longer than it would alone. What it waited for a processor is taken off;
+it also shares memory and caches with them, and its other threads wait, too. So now and then, for one step,
+the workers are stopped (SIGSTOP) when the loop has got its batch, and go on when it asks for the next. That
+is done at most eight times, for at most a hundredth of the time; ``hotset doctor`` continues them if the loop
+does not.
 
 On a GPU a step returns before its kernels have run. So an event is recorded on the current stream where the
 loop gets a batch and where it asks for the next, and the time between them is read when both have happened;
@@ -46,7 +50,10 @@ _LONGEST_ALONE_SECONDS = 2.0  # a longer step is not measured alone
 _UNLIKE = 0.5  # steps whose processor time differs by this share of their length are not of one kind
 _DEFAULT_BATCH = 32
 _STEPS_KEPT = 256
-_STEP_SUMS = ("step", "step_thread", "step_process", "step_queued")  # of the clocks
+_STEP_SUMS = ("clocked_step", "step_thread", "step_process", "step_queued")  # of the clocks
+_CLOCKED_IN_A_ROW = 8  # batches; workers give theirs in turn, and one that is waited for longer than others
+_REST = 200.0  # times what watching these took
+_LONGEST_REST_SECONDS = 0.5
 _WARM_UP = 2  # steps of a process that are left out: they compile, and allocate
 
 
@@ -69,9 +76,12 @@ class StepLength(NamedTuple):
 
     @classmethod
     def mean(cls, sums: Mapping[str, float]) -> StepLength:
-        """Of all steps that a loop has counted."""
+        """Of all steps that a loop has counted: those whose clocks were read, scaled to the length of all."""
+        length = sums["step"] / sums["steps"]
+        if not sums.get("clocked_step"):
+            return cls(length, length, length)
         total = Clocks(*(sums.get(name, 0.0) for name in _STEP_SUMS))
-        return cls(*(each / sums["steps"] for each in cls.of(total)))
+        return cls(*(each * length / total.wall for each in cls.of(total)))
 
 
 class Loop:
@@ -95,6 +105,10 @@ class Loop:
         self._entered: Clocks | None = None  # when it asked for the next
         self._paused: list[int] = []
         self._next_pause = 0.0
+        self._clocked = 0  # batches in a row
+        self._watching = 0.0  # the seconds that this took
+        self._rest_until = 0.0
+        self._rests = False
 
     @property
     def seconds(self) -> float:
@@ -106,8 +120,35 @@ class Loop:
         """How many have counted."""
         return round(self.sums.of.get("batches", 0.0))
 
+    def asked_in_rest(self, now: float) -> bool:
+        """The loop asks for a batch, not the first of a pass; whether that is all there is to note."""
+        self._rests = now < self._rest_until
+        if self._rests:
+            if self._exited is not None:
+                self.sums.add(steps=1, step=now - self._exited.wall)
+            self._entered = Clocks.only_wall(now)
+        return self._rests
+
+    def got_in_rest(self, now: float) -> bool:
+        """The loop gets a batch; whether that is all there is to note."""
+        if self._rests and self._entered is not None:
+            self.sums.add(batches=1, wait=now - self._entered.wall)
+            self._exited = Clocks.only_wall(now)
+        return self._rests
+
+    def watched(self, seconds: float) -> None:
+        """So long took watching, where the loop asked for a batch or got one."""
+        self._watching += seconds
+
+    def _rest_if_due(self, now: float) -> None:
+        self._clocked += 1
+        if self._clocked > _CLOCKED_IN_A_ROW and not self._left_out:
+            self._rest_until = now + min(_REST * self._watching, _LONGEST_REST_SECONDS)
+            self._clocked, self._watching = 0, 0.0
+
     def asked(self, iterator: Any) -> None:
         """The loop asks for a batch."""
+        self._rests = False
         now = Clocks.now(queued=True)
         paused = bool(self._paused)
         self.let_go_on()
@@ -121,15 +162,17 @@ class Loop:
             self._count_step(now.since(self._exited), paused)
         self.is_endless |= self._length is not None and iterator._num_yielded > self._length
         self._entered = Clocks.now() if paused else now
+        self._rest_if_due(now.wall)
 
     def _count_step(self, taken: Clocks, paused: bool) -> None:
         self._gpu.end()
         if paused:
             self._alone.append(StepLength.of(taken))
         elif not self._left_out:
-            wall, thread, process, queued = taken
-            self.sums.add(steps=1, step=wall, step_thread=thread, step_process=process, step_queued=queued)
-            self._steps.append(taken)
+            self.sums.add(steps=1, step=taken.wall)
+            if taken.has_all:
+                self.sums.add(**dict(zip(_STEP_SUMS, taken, strict=True)))
+                self._steps.append(taken)
 
     def got(self, iterator: Any) -> None:
         """The loop gets a batch."""
@@ -147,7 +190,9 @@ class Loop:
         if self._left_out:
             self._left_out -= 1
         else:
-            self.sums.add(batches=1, wait=taken.wall, wait_thread=taken.thread)
+            self.sums.add(batches=1, wait=taken.wall)
+            if taken.has_all:
+                self.sums.add(clocked_batches=1, wait_thread=taken.thread)
 
     def ended(self) -> None:
         """There is no further batch in this pass: the workers have ended."""

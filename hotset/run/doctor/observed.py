@@ -132,7 +132,7 @@ def _put_together(
     steps, batches = sums["steps"], sums["batches"]
     step_beside = sums["step"] / steps
     wait = (sums["wait"] + sums["end"]) / batches if batches else 0.0
-    receive = sums["wait_thread"] / batches / batch if batches else 0.0
+    receive = sums["wait_thread"] / sums["clocked_batches"] / batch if sums["clocked_batches"] else 0.0
     if facts["workers"] == 0:
         # The fetch is in the wait; what is beside it is torch's own, and takes no worker.
         receive = 0.0

@@ -77,12 +77,17 @@ class _Process:
             return plain(fetcher, indices)
         outer, self._inside = self._inside, self._fetching_here.get(fetcher, self._fetching)
         try:
-            with contextlib.suppress(Exception):  # watching that fails
+            # Where samples are small, contextlib.suppress takes as much as the clocks.
+            try:  # noqa: SIM105
                 self._inside.begin(fetcher)
+            except Exception:  # watching that fails
+                pass
             value = plain(fetcher, indices)
-            with contextlib.suppress(Exception):
+            try:
                 self._inside.end(fetcher, indices)
                 self.write_soon()
+            except Exception:
+                pass
             return value
         finally:
             self._inside = outer
@@ -94,27 +99,36 @@ class _Process:
     # ---- training: as an observer of torch's iterators; see hotset.run.loader_wait
 
     def before(self, iterator: Any) -> None:
-        if self._is_watched():
-            loop = self._loop(iterator)
-            if begins(iterator):
-                self._interrupt_others(loop)
-            if begins(iterator) or loop not in self._settings:
-                self._remember(loop, iterator)
-            loop.asked(iterator)
-            self._end_if_time(iterator, pass_ended=False)
+        if not self._is_watched():
+            return
+        now, is_first = time.perf_counter(), begins(iterator)
+        loop = self._loop(iterator)
+        if not is_first and loop.asked_in_rest(now):
+            return
+        if is_first:
+            self._interrupt_others(loop)
+        if is_first or loop not in self._settings:
+            self._remember(loop, iterator)
+        loop.asked(iterator)
+        loop.watched(time.perf_counter() - now)
+        self._end_if_time(iterator, pass_ended=False)
 
     def after(self, iterator: Any, failed: bool) -> None:
         if not self._is_watched():
             return
+        now, loop = time.perf_counter(), self._loop(iterator)
+        if not failed and loop.got_in_rest(now):
+            return
         if self._begun is None:
-            self._begun = time.perf_counter()
+            self._begun = now
             self._call_at_exit()
         if failed:
-            self._loop(iterator).ended()
+            loop.ended()
             self._end_if_time(None, pass_ended=True)
         else:
-            self._loop(iterator).got(iterator)
+            loop.got(iterator)
         self.write_soon()
+        loop.watched(time.perf_counter() - now)
 
     def _is_watched(self) -> bool:
         if self._over:
