@@ -660,6 +660,28 @@ def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
     assert 0.0 < loop["sums"]["clocked_step"] < loop["sums"]["step"]
 
 
+def test_workers_that_were_stopped_for_a_step_go_on_before_the_clocks_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
+    monkeypatch.setattr(watch, "_here", None)
+    iterator = iter(torch.utils.data.DataLoader(torch.arange(600), batch_size=1, num_workers=1, timeout=20))
+    try:
+        for _ in range(600):
+            observer.before(iterator)
+            next(iterator)  # fails after 20 s if its worker stays stopped
+            observer.after(iterator, 1e-3, failed=False)
+    finally:
+        observer.before(iterator)
+        observer.after(iterator, 1e-3, failed=True)
+        for worker in iterator._workers:
+            os.kill(worker.pid, signal.SIGCONT)
+    watch._here.write()  # type: ignore[union-attr]
+    (written,) = tmp_path.glob(f"watch-{os.getpid()}.json")
+    (loop,) = json.loads(written.read_text())["loops"]
+    assert loop["alone"]
+
+
 class Event:
     """One of :class:`torch.cuda.Event`, on a GPU that takes ten times as long as the processor."""
 

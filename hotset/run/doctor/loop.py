@@ -122,7 +122,7 @@ class Loop:
 
     def asked_in_rest(self, now: float) -> bool:
         """The loop asks for a batch, not the first of a pass; whether that is all there is to note."""
-        self._rests = now < self._rest_until
+        self._rests = now < self._rest_until and not self._paused
         if self._rests:
             if self._exited is not None:
                 self.sums.add(steps=1, step=now - self._exited.wall)
