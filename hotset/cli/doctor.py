@@ -17,19 +17,18 @@ from pathlib import Path
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run.doctor.advice import advice, as_json, predict
-from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, PAUSED, THREADS
-from hotset.run.doctor.observed import Observed, read
+from hotset.run.doctor.ending import end_program
+from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, PAUSED, THREADS, TRYING
+from hotset.run.doctor.observed import Observed, empty_loader, read, training_processes
 from hotset.run.doctor.text import lines
 from hotset.run.environment import WatchOptions, make_ledger, watched_environment, why_full
 from hotset.run.program import run_program
-from hotset.units import format_seconds
 
 __all__ = ["NO_LOADER", "doctor"]
 
 NO_LOADER = 3  # the exit code of a program that iterates over no loader
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 3.0  # a process that is stopped for longer goes on, whatever the program does
-_ENDS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 0.0))  # and the patience after each
 
 
 def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: bool) -> int:
@@ -55,14 +54,17 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
     if not seconds > 0.0:
         raise ArgumentError(f"--seconds must be more than 0, got {seconds:g}; leave it out for a minute.")
     ledger = make_ledger("hotset-doctor-")
-    watcher = _Watcher(ledger, keep)
+    watcher = _Watcher(ledger, keep=keep, quiet=as_json_text)
     try:
         environment = watched_environment(WatchOptions(ledger, seconds), os.environ)
-        status = run_program(command, environment, _say, watcher.start, stdout=2 if as_json_text else 1)
+        stdout = 2 if as_json_text else 1
+        status = run_program(command, environment, _say, watcher.start, stdout=stdout, takes_sigint=not keep)
         watcher.stop()
         # The status does not tell: some ways to start Python end with 1.
         by_ctrl_c = os.path.exists(os.path.join(ledger, INTERRUPTED))
         if not watcher.ended and status != 0 and not by_ctrl_c:
+            if watcher.began:
+                _say(f"{printable(shlex.join(command), 60)} failed by itself, {_how(status)}: no report.")
             return status
         seen = read(ledger)
         if by_ctrl_c and not watcher.ended:
@@ -107,10 +109,23 @@ def _no_loader(ledger: str, command: str) -> str:
             f"{printable(command, 60)} takes its batches in another thread than the main one, which is not "
             "judged; run its loop over the loader in the main thread."
         )
+    empty = empty_loader(ledger)
+    if empty:
+        return (
+            f"a DataLoader of {printable(command, 60)} has given no batch: {printable(empty, 60)}; check "
+            "where its samples come from, and drop_last=True."
+        )
     return (
-        f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, so "
-        "there is nothing to judge; let it train for a few steps."
+        f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, "
+        "without the first of each epoch, so there is nothing to judge; let it train for a few steps, in "
+        "epochs of several batches."
     )
+
+
+def _how(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"by signal {os.WTERMSIG(status)}"
+    return f"with exit code {os.waitstatus_to_exitcode(status)}"
 
 
 def _say(sentence: str) -> None:
@@ -124,23 +139,25 @@ class _Watcher:
     moment by one that has died since.
 
     Attributes:
+        began: whether there is a program.
         ended: whether it has ended the program.
     """
 
-    def __init__(self, ledger: str, keep: bool) -> None:
-        self.ended = False
+    def __init__(self, ledger: str, *, keep: bool, quiet: bool) -> None:
+        self.began = self.ended = False
         self._ledger = Path(ledger)
-        self._keep = keep
+        self._keep, self._quiet = keep, quiet
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, program: int) -> None:
         """Begin to watch the group of processes ``program``."""
+        self.began = True
         self._thread = threading.Thread(target=self._run, args=(program,), name="hotset-doctor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more, and continue all that is stopped."""
+        """Watch no more, and continue all that is stopped; what is being ended ends first."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -151,6 +168,7 @@ class _Watcher:
             self._resume(_PAUSE_SECONDS)
             if (self._ledger / DONE).exists():
                 break
+            self._say_tries()
         else:
             return
         if self._keep:
@@ -158,12 +176,12 @@ class _Watcher:
             return
         self.ended = True
         _say("that is enough to judge by; the program is ended as by Ctrl-C.")
-        for number, patience in _ENDS:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(program, number)
-            if self._over.wait(patience):
-                return
-            _say(f"the program did not end within {format_seconds(patience)} of {number.name}.")
+        end_program(program, lambda: training_processes(str(self._ledger)), _say)
+
+    def _say_tries(self) -> None:
+        if not self._quiet and (self._ledger / TRYING).exists():
+            self._quiet = True
+            _say("a cache of the dataset is tried now, for a minute at most; the program waits meanwhile.")
 
     def _resume(self, older: float) -> None:
         for path, pids in self._paused():

@@ -40,6 +40,7 @@ def run_program(
     meanwhile: Callable[[int], None] = lambda group: None,
     *,
     stdout: int = 1,
+    takes_sigint: bool = False,
 ) -> int:
     """Run ``command`` until it ends, and call ``meanwhile`` with its group of processes once it runs.
 
@@ -49,6 +50,8 @@ def run_program(
         say: is called with a sentence if it cannot be run.
         meanwhile: returns soon.
         stdout: the descriptor that is its standard output.
+        takes_sigint: SIGINT reaches it even if this process ignores that, as in the background of a shell
+            script.
 
     Returns:
         A status as that of :func:`os.waitpid`.
@@ -59,7 +62,7 @@ def run_program(
     with _catching(caught.append):
         pid = os.fork()
         if pid == 0:
-            _become(command, environment, terminal, told, stdout)
+            _become(command, environment, terminal, told, stdout, takes_sigint)
         os.close(told)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # in both processes, as either may be first
@@ -83,7 +86,12 @@ def run_program(
 
 
 def _become(
-    command: Sequence[str], environment: Mapping[str, str], terminal: int | None, told: int, stdout: int
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    terminal: int | None,
+    told: int,
+    stdout: int,
+    takes_sigint: bool,
 ) -> None:
     """In the child: be the program."""
     try:
@@ -94,7 +102,7 @@ def _become(
         if os.getppid() != parent:
             os._exit(1)
         # What Python ignores for itself is the program's to decide; what was ignored before stays so.
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, *([signal.SIGINT] if takes_sigint else [])):
             signal.signal(number, signal.SIG_DFL)
         if stdout != 1:
             os.dup2(stdout, 1)

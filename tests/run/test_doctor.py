@@ -122,16 +122,35 @@ class TestCommand:
     def test_a_long_program_may_be_kept(self) -> None:
         kept = doctor("--keep", "--seconds", "0.2", "--", sys.executable, "-c", training(epochs=6))
         assert sums(kept.stdout)[-1] == "end"
+        assert "a cache of the dataset is tried now" in kept.stderr
         assert "the program goes on" in kept.stderr
         assert "samples/s" in kept.stderr
+
+    @pytest.mark.parametrize("by", ["the command's own shell", "a script"])
+    def test_a_program_in_the_background_is_ended_as_by_ctrl_c(self, by: str, tmp_path: Path) -> None:
+        """A shell script has all that it starts there ignore SIGINT."""
+        file = tmp_path / "train.py"
+        file.write_text(training(epochs=10_000))
+        command, before = [sys.executable, str(file)], ""
+        if by == "a script":
+            command = ["sh", "-c", '"$@" & wait', "sh", *command]
+        else:
+            before = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        done = forked(before + COMMAND, "doctor", "--json", "--seconds", "0.3", "--", *command)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["now"]["steps"] > 3
+        assert ("KeyboardInterrupt" in done.stderr) == (by != "a script")
+        assert ("the program ignores SIGINT" in done.stderr) == (by == "a script")
 
     @pytest.mark.chaos  # test_program.py has the exit codes of programs
     def test_a_program_that_fails_by_itself_ends_as_it_ends(self) -> None:
         done = doctor("--", sys.executable, "-c", training() + "\nraise SystemExit(7)")
         assert done.returncode == 7
+        assert "failed by itself, with exit code 7" in done.stderr
         assert "samples/s" not in done.stderr
         killed = doctor("--", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
         assert killed.returncode == -9
+        assert "by signal 9" in killed.stderr
 
     @pytest.mark.parametrize(
         ("command", "telling"),
@@ -143,6 +162,24 @@ class TestCommand:
     def test_without_a_loader_it_says_so(self, command: list[str], telling: str) -> None:
         done = doctor("--", *command)
         assert (done.returncode, done.stdout) == (3, "hello\n")
+        assert telling in done.stderr
+        assert is_a_sentence(done.stderr.strip())
+
+    @pytest.mark.parametrize(
+        ("batch_size", "telling"),
+        [
+            (65, "given no batch: Rows of 64 samples in batches of 65"),
+            (64, "without the first of each epoch"),
+        ],
+    )
+    def test_epochs_without_batches_to_judge_are_said_to_be(self, batch_size: int, telling: str) -> None:
+        done = doctor(
+            "--",
+            sys.executable,
+            "-c",
+            training(0.0, epochs=9).replace("batch_size=4", f"batch_size={batch_size}, drop_last=True"),
+        )
+        assert done.returncode == 3
         assert telling in done.stderr
         assert is_a_sentence(done.stderr.strip())
 

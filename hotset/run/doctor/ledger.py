@@ -24,6 +24,7 @@ from collections.abc import Iterable
 __all__ = [
     "DONE",
     "INTERRUPTED",
+    "LEAST_BATCHES",
     "MEMORY",
     "OURS",
     "PAUSED",
@@ -36,6 +37,7 @@ __all__ = [
 
 WATCHED, PAUSED, TRYING, TRIAL, DONE = "watch-", "paused-", "trying", "trial.json", "done"
 INTERRUPTED, MEMORY, OURS, THREADS = "interrupted", "memory", "ours", "threads"
+LEAST_BATCHES = 3  # that a loop must have taken, without the first of each worker, to be judged
 
 
 class Ledger:

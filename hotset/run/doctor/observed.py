@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotset.policy.throughput import Fetch, Step
-from hotset.run.doctor.ledger import TRIAL, WATCHED
+from hotset.run.doctor.ledger import LEAST_BATCHES, TRIAL, WATCHED
 from hotset.run.doctor.loop import StepLength, step_alone
 
-__all__ = ["Decoder", "Observed", "read"]
+__all__ = ["Decoder", "Observed", "empty_loader", "read", "training_processes"]
 
 
 class Decoder(NamedTuple):
@@ -98,9 +99,14 @@ class Observed(NamedTuple):
 
 
 def read(ledger: str) -> Observed | None:
-    """What was watched; None if there was no loader, or fewer than three batches."""
-    processes = [json.loads(path.read_text()) for path in sorted(Path(ledger).glob(f"{WATCHED}*.json"))]
-    loops = [loop for process in processes for loop in process["loops"] if loop["sums"].get("steps")]
+    """What was watched; None if there was no loader, or fewer than three batches that count."""
+    processes = _processes(ledger)
+    loops = [
+        loop
+        for process in processes
+        for loop in process["loops"]
+        if loop["sums"].get("steps") and loop["sums"].get("batches", 0.0) >= LEAST_BATCHES
+    ]
     if not loops:
         return None
     main = max(loops, key=_seconds)
@@ -110,6 +116,34 @@ def read(ledger: str) -> Observed | None:
     with contextlib.suppress(OSError, ValueError):
         trial = json.loads(Path(ledger, TRIAL).read_text())
     return _put_together(main["facts"], mine, _fetching(mine, processes), trial)
+
+
+def _processes(ledger: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(Path(ledger).glob(f"{WATCHED}*.json"))]
+
+
+def training_processes(ledger: str) -> list[int]:
+    """Those processes that take batches, and live."""
+    pids = [process["pid"] for process in _processes(ledger) if process["loops"]]
+    # A process in a container has its number there: the environment says whether this is the same one.
+    return [pid for pid in pids if os.fsencode(ledger) in _environment(pid)]
+
+
+def _environment(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def empty_loader(ledger: str) -> str:
+    """What is known of a loader that gave no batch, if there were only such ones; empty otherwise."""
+    loops = [loop for process in _processes(ledger) for loop in process["loops"]]
+    if not loops or any(loop["first_waits"] for loop in loops):
+        return ""
+    facts = loops[0]["facts"]
+    size = "" if facts["length"] is None else f" of {facts['length']:,} samples"
+    batch = "" if facts["batch_size"] is None else f" in batches of {facts['batch_size']:,}"
+    return f"{facts['dataset']}{size}{batch}"
 
 
 def _fetching(loops: list[dict[str, Any]], processes: list[dict[str, Any]]) -> list[dict[str, Any]]:

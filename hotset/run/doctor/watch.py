@@ -30,6 +30,7 @@ from hotset.run.doctor.fetching import Fetching
 from hotset.run.doctor.ledger import (
     DONE,
     INTERRUPTED,
+    LEAST_BATCHES,
     MEMORY,
     OURS,
     THREADS,
@@ -46,7 +47,6 @@ __all__ = ["Observer", "hooks"]
 
 _WRITE_SECONDS = 0.5
 _LEAST_EPOCH_SECONDS = 10.0  # a pass that took as long is enough to judge by
-_LEAST_BATCHES = 3
 
 
 class _Process:
@@ -166,7 +166,7 @@ class _Process:
 
     def _main(self) -> Loop | None:
         """The loop that has taken the most time."""
-        seen = [loop for loop in self._loops.values() if loop.batches >= _LEAST_BATCHES]
+        seen = [loop for loop in self._loops.values() if loop.batches >= LEAST_BATCHES]
         return max(seen, key=lambda loop: loop.seconds, default=None)
 
     # ---- the end
