@@ -17,9 +17,8 @@ was looked up on the cached dataset
 a transform set on the dataset itself, or  noticed at the next use (``len()``, indices, a loader's pass), by
 in what it wraps, or put into a container  the identity of what it holds (:class:`Snapshot`); workers that
                                            had begun before that read their dataset uncached
-any other attribute, set on the dataset    noticed at the next pass, as far as there is room to look; as are
-itself                                     changes in place (:mod:`.held_attributes`). What reading samples
-                                           changes does not count, and what changes twice ends the cache
+any other attribute, set on the dataset    from then on samples are read with it; those that are cached stay,
+itself                                     until an audit compares one of them
 set by a loader's worker                   that worker reads its dataset, as it is there, uncached
 no new plan can be made, or there is a     samples come from the source, with a warning
 ``key=``, which names what was cached
@@ -52,16 +51,13 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
 from hotset.dataset.fill_now import fill_now, require_worker_count
-from hotset.dataset.held_attributes import HeldAttributes, Room
+from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.pipeline import Pipeline, SampleStopped, Source, stopped
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import CopiedAttributes, names_transforms
-from hotset.determinism.batched import Batched
-from hotset.determinism.chain import leaves
-from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
@@ -85,7 +81,6 @@ class Current(NamedTuple):
         window: the running window; None if there is none.
         remote: the other machines' parts of the cache; None without other machines.
         lookup_key: what ranks find this cache by: see :class:`~hotset.dataset.identity.Identity`.
-        moved: the attributes that reading samples changes, as ``class.name``.
     """
 
     source: Source
@@ -94,7 +89,6 @@ class Current(NamedTuple):
     window: ActiveWindow | None
     remote: RemoteCache | None
     lookup_key: str
-    moved: tuple[str, ...] = ()
 
     def close(self) -> None:
         """Detach from the cache."""
@@ -149,42 +143,18 @@ class CachedDataset(DatasetProxy[T]):
     _copied = Own[CopiedAttributes]()  # from the dataset to the copy of it that is read, if there is one
     _closed = Own[bool]()
     _pass = Own[weakref.ref[object] | None]()  # whose batches this process makes ahead
-    _watched = Own["HeldAttributes | None"]()  # what samples may depend on; None if it does not count
-    _read_before = Own[int]()  # how many samples this process had read then
-    _workers_keep = Own[bool]()  # whether workers run that have the dataset as it was
-    _followed = Own[set[str]]()  # the attributes because of which samples were cached anew
 
     def __init__(self, dataset: Dataset[T], arguments: CacheArguments, maker: Maker) -> None:
         super().__init__(dataset, arguments)  # takes the snapshot before a transform is run
         self._maker = maker
         self._closed = False
         self._pass = None
-        self._workers_keep, self._followed = False, set()
         self._use(maker.make(dataset, arguments))
 
     def _use(self, current: Current) -> None:
         """Read samples by these objects from now on."""
         self._current = current
         self._copied = CopiedAttributes(self._dataset, current.source.dataset)
-        self._watch()
-
-    def _watch(self) -> None:
-        """From here on, compare with what the dataset holds now, if samples are cached of it."""
-        self._watched = None
-        current = self._current
-        self._read_before = current.access.read_here
-        if current.access.any_store is None or get_worker_info() is not None:
-            return
-        believed = declared(self._dataset) == "deterministic" or self._arguments.key is not None
-        if not believed and not isinstance(self._dataset, StreamSource):
-            cached = [*leaves(current.source.prefix), *leaves(current.source.inner)]
-            self._watched = HeldAttributes(
-                self._dataset,
-                [step for step in cached if not isinstance(step, Batched)],  # which look after their networks
-                room=Room(outermost=False),
-                but=current.moved,
-                with_own_transforms=False,
-            )
 
     @property
     def plan(self) -> Plan:
@@ -220,8 +190,6 @@ class CachedDataset(DatasetProxy[T]):
         self._up_to_date(in_pass=in_pass)
         if not in_pass and self._length_has_changed():
             self._attribute_was_set("length", noticed=True)  # samplers ask for it as a pass begins
-        elif not in_pass:
-            self._follow_content()
         return self._current.plan.used
 
     def _length_has_changed(self) -> bool:
@@ -231,56 +199,10 @@ class CachedDataset(DatasetProxy[T]):
             return False
         return len(self._dataset) != current.plan.samples
 
-    def _pass_begins(self, *, running: bool = False, persistent: bool = False) -> None:
-        """A loader begins a pass: what was set counts from here on, even in the midst of an earlier pass.
-
-        Args:
-            running: whether its workers run already, and have the dataset as it was.
-            persistent: whether those that it starts for this pass will run in the next one.
-        """
-        self._pass, self._workers_keep = None, running
+    def _pass_begins(self) -> None:
+        """A loader begins a pass: what was set counts from here on, even in the midst of an earlier pass."""
+        self._pass = None
         len(self)
-        self._workers_keep = persistent
-
-    def _pass_ends(self) -> None:
-        """A pass is over, or broken off: what reading samples in this process has changed does not count."""
-        if self._current.access.read_here > self._read_before:
-            self._watch()
-
-    def _follow_content(self) -> None:
-        """Cache anew, or no more, what may depend on something that the dataset holds and that has changed.
-
-        Workers that run already see a change only of memory that processes share.
-        """
-        found = (
-            self._watched.changed_content(of_workers=self._workers_keep)
-            if self._watched is not None
-            else None
-        )
-        if found is None:
-            return
-        what, shared = found
-        store, cached = self._current.access.any_store, self._stats_of(self._current).cached
-        if shared and store is not None:  # workers may run that see it
-            store.invalidate()
-        if self._workers_keep:
-            self._watched = None
-            warn(self._has_changed(what))
-        elif what in self._followed:
-            self._read_uncached(self._has_changed(what, " again"))
-        else:
-            self._followed.add(what)
-            self._attribute_was_set(what, noticed=True, in_place=cached)
-
-    def _has_changed(self, what: str, again: str = "") -> str:
-        return (
-            f"{what} has changed{again}, and samples may depend on it, so they come from the source from now "
-            f"on. Move what depends on it to transform=[...], or {self._if_independent()}."
-        )
-
-    def _if_independent(self) -> str:
-        kind = type(self._dataset).__name__
-        return f"if no sample depends on it, declare it: hotset.deterministic({kind})"
 
     def __getitem__(self, index: Any) -> Any:
         try:
@@ -456,9 +378,6 @@ class CachedDataset(DatasetProxy[T]):
             Exception: what the dataset has raised in a process that prepares a window's next samples.
         """
         current = self._up_to_date()
-        if not self._closed:
-            self._follow_content()
-            current = self._current
         self._epoch = epoch
         if current.window is not None:
             current.window.announce(epoch, current.access.ring, current.access.warn)
@@ -470,8 +389,6 @@ class CachedDataset(DatasetProxy[T]):
                 dataset.set_epoch(epoch)
         if current.window is None and len(self._dataset) != current.plan.samples:
             self._attribute_was_set(held.changed() or "length", noticed=True)
-        elif self._watched is not None and self._watched.changed_content() is not None:
-            self._watch()  # the user was warned that samples may depend on what set_epoch sets
 
     def close(self) -> None:
         """Detach from the cache; samples then come from the source. Existing batches stay valid."""
@@ -493,26 +410,20 @@ class CachedDataset(DatasetProxy[T]):
         """
         by_method = self._set_by_method()
         self._copied.follow()
-        if self._watched is not None and get_worker_info() is not None:
-            watched, self._watched = self._watched, None
-            if watched.changed_content() is not None:  # torch's loader asks for len() once its workers run
-                self._read_uncached(None)
         if not self._snapshot.is_current():
             self._attribute_was_set("transform", noticed=True)
         elif by_method is not None and not in_pass:
             self._attribute_was_set(by_method, noticed=True)
         return self._current
 
-    def _attribute_was_set(self, name: str, *, noticed: bool = False, in_place: int | None = None) -> None:
+    def _attribute_was_set(self, name: str, *, noticed: bool = False) -> None:
         """Make another plan and cache after this attribute was set.
 
         Args:
-            name: of the attribute; ``class.name`` if what it holds has changed.
+            name: of the attribute.
             noticed: whether it was set on the dataset itself, or by its method, some time before.
-            in_place: how many samples were cached, where what it holds has changed, or it was set on the
-                dataset without a method.
         """
-        what = name if "." in name else f"{type(self._dataset).__name__}.{name}"
+        what = f"{type(self._dataset).__name__}.{name}"
         self._take_snapshot()
         old, arguments = self._current, self._arguments
         if get_worker_info() is not None:
@@ -529,12 +440,9 @@ class CachedDataset(DatasetProxy[T]):
                 "from the source; set it before you call hotset.cache, with another key."
             )
             return
-        dropped = self._stats_of(old).cached if in_place is None else in_place
+        dropped = self._stats_of(old).cached
         try:
             alike = self._maker.lookup_key(self._dataset, arguments) == old.lookup_key
-            if alike and in_place is not None:  # no fingerprint covers what has changed
-                self._read_uncached(self._has_changed(what))
-                return
             if not alike:  # free the old cache's memory for the new one
                 old.close()
             current = self._maker.make(self._dataset, arguments)
@@ -546,11 +454,9 @@ class CachedDataset(DatasetProxy[T]):
         self._use(current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note))))
         self._resume_window(old)
         if dropped and not names_transforms(name) and not alike:
-            event = "was set" if in_place is None else "has changed"
-            rest = ", and set it on `.dataset`" if in_place is None else ""
             warn(
-                f"{what} {event}, and samples may depend on it, so {dropped:,} cached samples were dropped, "
-                f"and samples are cached anew; {self._if_independent()}{rest}."
+                f"{what} was set, and samples may depend on it, so {dropped:,} cached samples were dropped, "
+                "and samples are cached anew; if no sample depends on it, set it on `.dataset`."
             )
 
     def _resume_window(self, old: Current) -> None:
@@ -588,7 +494,6 @@ class CachedDataset(DatasetProxy[T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pass = None
-        self._workers_keep, self._followed = False, set()
         self._use(self._current)
 
 

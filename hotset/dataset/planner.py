@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.cut_search import CutChoice, Row, choose
-from hotset.dataset.held_attributes import HeldAttributes, Room
+from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
@@ -123,8 +123,7 @@ def joined_plan(
     memory, used = options.given.memory, about["memory"]
     if memory not in ("auto", used):
         notes.append(f"memory={memory!r} has no effect: the cache was made with memory={used!r}")
-    metadata = {"moved": about.get("moved", [])}
-    return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None, metadata)
+    return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None)
 
 
 def _joined_rows(steps: list[Any], rows: list[Row]) -> tuple[Row, ...]:
@@ -168,23 +167,7 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
         )
     held = held_by_others(options.session, limit)
     own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
-    unread = HeldAttributes(dataset, [*own, *leaves(pipeline.given)], room=Room.larger())
-    try:
-        return _plan_by_reading(pipeline, options, identity, unread, held, limit, warned)
-    finally:
-        unread.put_back()
-
-
-def _plan_by_reading(
-    pipeline: Pipeline,
-    options: CacheOptions,
-    identity: Identity,
-    unread: HeldAttributes,
-    held: int,
-    limit: int,
-    warned: list[str],
-) -> PlanResult:
-    dataset, name = pipeline.dataset, pipeline.name
+    unread = HeldAttributes(dataset, [*own, *leaves(pipeline.given)])
     threads = ThreadsBegun()
     choice, source, probed = _decide(pipeline, options, limit - held)
     warned += threads.warnings(name)
@@ -205,7 +188,6 @@ def _plan_by_reading(
     rows = choice.rows
     if len(rows) == 1:  # without transforms, nothing was measured yet
         rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
-    moved = unread.moved()
     unread.put_back()
     found = identity.fingerprint(pipeline, choice.cuts, source)
     if found.unknowns and options.session is not None:
@@ -228,8 +210,7 @@ def _plan_by_reading(
     )
     free = machine.headroom().bytes
     advice = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
-    about = {"moved": moved}
-    return PlanResult(replace(plan, notes=(*plan.notes, *advice)), source, choice.cuts, schema, about)
+    return PlanResult(replace(plan, notes=(*plan.notes, *advice)), source, choice.cuts, schema)
 
 
 def _notes_on_checks(source: Source) -> list[str]:
@@ -286,7 +267,7 @@ def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) ->
         "stream_alone": alone,
         "stream_batches": batch_size_of(probed.samples),
     }
-    return result._replace(plan=plan, metadata={**result.metadata, **metadata})
+    return result._replace(plan=plan, metadata=metadata)
 
 
 def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, list[str]] | SchemaMismatch:
