@@ -117,8 +117,8 @@ def _no_loader(ledger: str, command: str) -> str:
         )
     return (
         f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, "
-        "without the first of each epoch, so there is nothing to judge; let it train for a few steps, in "
-        "epochs of several batches."
+        "without the first of each epoch (next(iter(loader)) begins one), so there is nothing to judge; let "
+        "it train for a few steps, in epochs of several batches."
     )
 
 

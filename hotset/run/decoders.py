@@ -29,7 +29,17 @@ from hotset.run.environment import Options, imported, left_alone, options_here
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, before_fork, memo_of
 
-__all__ = ["LeftAlone", "check_age", "file_identity", "hooks", "plain", "stand_in", "versions"]
+__all__ = [
+    "Decoder",
+    "LeftAlone",
+    "check_age",
+    "file_identity",
+    "hooks",
+    "memoised",
+    "plain",
+    "stand_in",
+    "versions",
+]
 
 # Longer than the clock by which file systems write times.
 _MOMENT_SECONDS = 0.05
@@ -75,11 +85,12 @@ def _replace(decoder: Decoder, module: Any) -> None:
     function = getattr(owner, name, None)
     if function is None or hasattr(function, "__hotset__"):
         return
-    setattr(owner, name, _wrapped(function, f"{decoder.module}.{decoder.name}", decoder))
+    setattr(owner, name, memoised(function, decoder))
 
 
-def _wrapped(function: Callable[..., Any], name: str, decoder: Decoder) -> Any:
-    kept = Kept(name)
+def memoised(function: Callable[..., Any], decoder: Decoder) -> Any:
+    """What takes the place of ``function``, and keeps what it returns."""
+    kept = Kept(f"{decoder.module}.{decoder.name}")
     identify = decoder.identify(function)
 
     def call(*args: Any, **keywords: Any) -> Any:

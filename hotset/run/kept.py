@@ -21,7 +21,7 @@ from typing import Any
 from hotset._warnings import warnings_to
 from hotset.run.environment import Options, left_alone, options_here, wait_for_store
 
-__all__ = ["Kept", "NotKept", "attach", "before_fork", "is_computing", "memo_of"]
+__all__ = ["Kept", "NotKept", "attach", "before_fork", "close_memos", "is_computing", "memo_of"]
 
 # A process that decodes a few files, and has no other use for torch, must not wait for it.
 _CALLS_WITHOUT_TORCH = 100
@@ -92,6 +92,12 @@ class Kept:
             except Exception as error:
                 self._note(f"{type(error).__name__}: {error}")
                 self._memo = False
+
+    def close(self) -> None:
+        """Give back this process's share in the store."""
+        if self._memo:
+            self._memo.close()
+        self._memo = None
 
     def after_fork(self) -> None:
         """In a child: no thread holds the lock."""
@@ -203,6 +209,12 @@ def attach(options: Options) -> Any:
     from hotset.dataset.memo_store import open_store
 
     return open_store(options.memory, options.spill, options.session)
+
+
+def close_memos() -> None:
+    """Close all memos of this process; one that is called again is made again."""
+    for each in _all:
+        each.close()
 
 
 _all: list[Kept] = []

@@ -349,9 +349,9 @@ def test_a_traceback_has_one_line_of_ours_at_most(files: Path) -> None:
 import sys, traceback
 sys.path.insert(0, sys.argv[1])
 open(sys.argv[1] + "/failing.py", "w").write("def load(path): raise ValueError(path)")
-from hotset.run.decoders import Decoder, _by_signature, _wrapped
+from hotset.run.decoders import Decoder, _by_signature, memoised
 import failing
-failing.load = _wrapped(failing.load, "failing.load", Decoder("failing", "load", (), _by_signature("path")))
+failing.load = memoised(failing.load, Decoder("failing", "load", (), _by_signature("path")))
 for _ in range(2):
     try: failing.load(sys.argv[1] + "/colour.jpg")
     except ValueError as error:

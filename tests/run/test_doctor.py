@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decoding import COMMAND, forked
 from helpers import is_a_sentence, rarely
 from kills import child, kill
+from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import hotset
@@ -280,6 +282,35 @@ class TestCommand:
         assert is_a_sentence(done.stderr.strip())
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize(
+        ("opened", "kept"),
+        [
+            ("path", True),
+            pytest.param("io.BytesIO(open(path, 'rb').read())", False, marks=pytest.mark.chaos),
+        ],
+    )
+    def test_hotset_run_is_tried_with_the_programs_own_decoding(
+        self, opened: str, kept: bool, tmp_path: Path
+    ) -> None:
+        for number in range(4):
+            pixels = np.random.default_rng(number).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        read = f"""
+        path = "{tmp_path}/" + str(index % 4) + ".png"
+        picture = numpy.asarray(Image.open({opened}))
+        return torch.from_numpy(picture[:2, :2].astype("float32")).mean() + torch.zeros(4)"""
+        program = training(pause=0.0, workers=1, epochs=3).replace("import sys", "import io, numpy, sys")
+        program = program.replace("class Rows", "from PIL import Image\nclass Rows")
+        program = program.replace("        return torch.full((4,), float(index)) ", read.lstrip("\n"))
+        found, done = judged(program)
+        assert sums(done.stderr) == sums(forked(program).stdout)
+        (decoder,) = found["sample"]["decoders"]
+        assert decoder["name"] == "PIL.Image.Image.load"
+        told = [sentence for sentence in found["unknown"] if "hotset run would keep nothing" in sentence]
+        assert bool(told) != kept
+        # Reading a kept picture of noise takes a fraction of decoding it.
+        assert any("hotset run" in one["line"] for one in found["advice"]) == kept
+
     def test_random_samples_are_no_promise_and_the_reason_is_told(self) -> None:
         found, _ = judged(training(more="+ torch.rand(4)"))
         assert found["cached"]["samples_per_second"] is None
@@ -399,7 +430,8 @@ def seen(**changes: Any) -> Observed:
         growth=0.0,
         trial={
             "plan": PLAN,
-            "loaders": {"cached-2": tried(8000.0, 1e-4)},
+            "loaders": {"cached-2": tried(8000.0, 1e-4), "run-2": tried(1900.0, 1e-3)},
+            "run": {"hits": 9, "bytes": 6e5, "left_alone": ""},
         },
     )
     return usual._replace(**changes)
@@ -519,7 +551,12 @@ def test_the_best_comes_first_and_of_equal_ones_that_of_least_memory() -> None:
     given = advice(seen(), "python train.py", cores=2)
     assert given[0].line.startswith("hotset.cache(")
     assert given[0].gain == pytest.approx(given[0].samples_per_second / 500)
-    assert any(one.line == "hotset run -- python train.py" for one in given)
+    (kept,) = (one for one in given if one.line == "hotset run -- python train.py")
+    (fits,) = (one for one in advice(seen(length=1_000), "p", cores=2) if one.line == "hotset run -- p")
+    assert fits.samples_per_second == pytest.approx(1_775, rel=0.01)  # its 1,900, and 1,980 of two cores
+    assert fits.bytes == pytest.approx(6e8)
+    assert kept.samples_per_second < fits.samples_per_second
+    assert kept.bytes == PLAN["room"]
     equal = seen(fetch=Fetch(cpu=1e-6, blocked=4e-3), memory=1e6)
     assert advice(equal, "p", cores=64)[0].line.startswith("num_workers=")
 
@@ -570,6 +607,19 @@ def test_what_is_not_known_is_said() -> None:
     assert all(map(is_a_sentence, sentences))
     assert any("Rows draws random numbers" in sentence for sentence in sentences)
     assert any("hotset run" in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    ("trial", "telling"),
+    [
+        ({"loaders": {}}, "ended before"),
+        ({"loaders": {}, "refused": "the dataset can only be iterated over"}, "iterated over"),
+        ({"loaders": {}, "run": {"hits": 0, "bytes": 0, "left_alone": "load: no file"}}, "load: no file"),
+    ],
+)
+def test_what_hotset_run_would_give_is_told_only_if_it_was_tried(trial: dict[str, Any], telling: str) -> None:
+    assert not any("hotset run" in one.line for one in advice(seen(trial=trial), "p", cores=16))
+    assert any("hotset run" in sentence and telling in sentence for sentence in unknown(seen(trial=trial)))
 
 
 @pytest.mark.parametrize(
@@ -655,7 +705,7 @@ def test_the_trials_loader_knows_later_batches_if_the_programs_would(
     known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it does it makes one meanwhile, and is faster than the program's would be."""
-    monkeypatch.setattr("hotset.run.doctor.trial._RATE_SECONDS", 0.01)
+    monkeypatch.setattr("hotset.run.doctor.measured._RATE_SECONDS", 0.01)
     loader = hotset.DataLoader
 
     def noted(*arguments: Any, sampler: Any, **more: Any) -> Any:

@@ -6,8 +6,12 @@
 ``loop``        in the process that trains: how long the loop waits, and how long its steps take
 ``watch``       in each process of the program: the two above, called where torch makes and gives batches
 ``ledger``      the folder into which those processes write, and in which ``hotset doctor`` reads
+``decoding``    the clocks around decoders
 ``trial``       in a fork of the program, at the end: what a cache of its dataset holds and gives
+``run_trial``   in the same fork: what ``hotset run`` gives
+``measured``    the rates of a loader there
 ``stand_in``    a step that takes as long as the program's, for the trial
+``ending``      ends the program as Ctrl-C would
 ``observed``    what the processes have written, put together
 ``advice``      what would help, in samples a second, with :mod:`hotset.policy.throughput`
 ``text``        as lines for a terminal

@@ -21,8 +21,6 @@ __all__ = ["WORTH", "Advice", "Prediction", "advice", "predict", "unknown"]
 
 WORTH = 1.05  # a smaller gain is not advised
 _ALIKE = 0.03  # of two gains that differ by less, the one that takes less memory is better
-# What hotset.memo takes for a hit, beside the copy: docs/memo.md.
-_MEMO_HIT_SECONDS, _COPY_BYTES_PER_SECOND = 20e-6, 8e9
 _LEAST_BATCHES_OF_A_WORKER = 4
 _SMALLER = 0.5  # a transform that leaves more of a sample is not worth another order
 _FACTOR = (0.75, 1.33)  # beyond these the arithmetic has missed what bounds the program
@@ -136,7 +134,18 @@ class _Model:
         if row is None:
             return None
         live = any(not one["cached"] for one in self.seen.trial["plan"]["transforms"])
-        overlaps = workers > 0 or not live
+        return self._tried(row, workers, workers > 0 or not live, fits, spared)
+
+    def run(self, fits: float) -> float | None:
+        """Samples a second of a rank below ``hotset run``, if this share of the decoders' results fits."""
+        workers = self.seen.workers
+        row = self.seen.trial["loaders"].get(f"run-{workers}")
+        return None if row is None else self._tried(row, workers, workers > 0, fits)
+
+    def _tried(
+        self, row: dict[str, float], workers: int, overlaps: bool, fits: float, spared: float = 0.0
+    ) -> float:
+        """With a loader whose hits were tried."""
         hits = Loader(row["rate"], row["main"], row["cpu"], overlaps)
         step = _longer(self._step, row["release"])
         seconds = max(1.0 / hits.alone - spared / max(workers, 1), 0.1 / hits.alone)
@@ -215,17 +224,19 @@ def _of_workers(model: _Model) -> list[Advice]:
 
 
 def _of_run(model: _Model, command: str) -> list[Advice]:
-    """With the decoders' results kept, of however many workers are best then."""
-    seen = model.seen
-    cpu = sum(one.cpu for one in seen.decoders)
-    if not cpu:
+    """With the decoders' results kept."""
+    seen, kept = model.seen, model.seen.trial.get("run")
+    if not kept or not seen.decoders:
         return []
-    calls, size = sum(one.calls for one in seen.decoders), sum(one.bytes for one in seen.decoders)
-    hit = calls * _MEMO_HIT_SECONDS + size / _COPY_BYTES_PER_SECOND
-    fetch = model.fetch._replace(cpu=max(model.fetch.cpu - cpu + hit, hit), blocked=0.0)
-    whole = size / max(calls, 1.0) * (seen.length or 0)
+    plan, size = seen.trial.get("plan"), kept["bytes"] * (seen.length or 0)
+    fits = min(1.0, plan["room"] / size) if plan and size else 1.0
+    rate = model.run(fits)
+    if rate is None:
+        return []
     note = f"from the second epoch on; keeps what {seen.decoders[0].name} returns"
-    return [_advice(model, f"hotset run -- {command}", model.plain(seen.workers, fetch), whole or None, note)]
+    if fits < 1.0:
+        size, note = fits * size, f"{note}, of {fits:.0%} of the samples"
+    return [_advice(model, f"hotset run -- {command}", rate, size or None, note)]
 
 
 def _of_cache(model: _Model) -> list[Advice]:
@@ -325,8 +336,7 @@ def unknown(seen: Observed) -> list[str]:
             seen.trial.get("failed", {}).get("plain-1") or refused or "the program ended before one was tried"
         )
         found.append(f"What workers would give is not known: {why.rstrip('.')}.")
-    if not seen.decoders:
-        found.append("No decoder that hotset knows was called, so what hotset run would give is not known.")
+    found += _of_decoders(seen)
     found.append(_of_gpu(seen))
     modelled = seen.ranks * _Model(seen, cores_here()).modelled
     low, high = _FACTOR
@@ -337,6 +347,19 @@ def unknown(seen: Observed) -> list[str]:
             "machine, so the gains may be wrong."
         )
     return found
+
+
+def _of_decoders(seen: Observed) -> list[str]:
+    kept = seen.trial.get("run")
+    if not seen.decoders:
+        return ["No decoder that hotset knows was called, so what hotset run would give is not known."]
+    if not kept:
+        why = seen.trial.get("refused") or "the program ended before it could be tried"
+        return [f"What hotset run would give is not known: {why.rstrip('.')}."]
+    if not kept["hits"]:
+        why = f": {kept['left_alone'].rstrip('.')}" if kept["left_alone"] else ""
+        return [f"hotset run would keep nothing that {seen.decoders[0].name} returns{why}."]
+    return []
 
 
 def _of_gpu(seen: Observed) -> str:

@@ -20,7 +20,7 @@ from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor.ledger import LEAST_BATCHES, TRIAL, WATCHED
 from hotset.run.doctor.loop import StepLength, step_alone
 
-__all__ = ["Decoder", "Observed", "empty_loader", "read", "training_processes"]
+__all__ = ["Decoder", "Observed", "decodes_any", "empty_loader", "read", "training_processes"]
 
 
 class Decoder(NamedTuple):
@@ -120,6 +120,15 @@ def read(ledger: str) -> Observed | None:
 
 def _processes(ledger: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(Path(ledger).glob(f"{WATCHED}*.json"))]
+
+
+def decodes_any(ledger: str) -> bool:
+    """Whether a process of the program calls functions that ``hotset run`` knows."""
+    found = _processes(ledger)
+    fetching = [
+        one["fetching"] for one in (*found, *(loop for process in found for loop in process["loops"]))
+    ]
+    return any(one and one["decoders"] for one in fetching)
 
 
 def training_processes(ledger: str) -> list[int]:

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hotset.run import decoders, pillow
+from hotset.run.doctor import decoding
 from hotset.run.doctor.fetching import Fetching
 from hotset.run.doctor.ledger import (
     DONE,
@@ -231,9 +231,11 @@ class _Process:
         self._ledger.pause(workers)
         try:
             # Imported here: it imports torch, as the program has done by now.
+            from hotset.run.doctor.observed import decodes_any
             from hotset.run.doctor.trial import in_fork
 
-            self._ledger.write(TRIAL, in_fork(settings, main.step()))
+            decodes = decodes_any(self.options.ledger)
+            self._ledger.write(TRIAL, in_fork(settings, main.step(), decodes=decodes))
         finally:
             self._ledger.resume(workers)
         return True
@@ -328,9 +330,11 @@ class Observer:
 def hooks(options: WatchOptions) -> Iterator[tuple[str, Hook]]:
     """The hooks that put the clocks around fetches and decoders."""
     yield "torch.utils.data._utils.fetch", functools.partial(_time_fetches, options)
-    for decoder in decoders.TABLE:
-        yield decoder.module, functools.partial(_time_decoder, options, decoder.name)
-    yield "PIL.ImageFile", functools.partial(_time_pillow, options)
+    yield from decoding.hooks(functools.partial(_decode, options))
+
+
+def _decode(options: WatchOptions, name: str, call: Callable[[], Any], size: Callable[[Any], int]) -> Any:
+    return call() if _off else _process(options).decode(name, call, size)
 
 
 def _time_fetches(options: WatchOptions, module: Any) -> None:
@@ -341,40 +345,3 @@ def _time_fetches(options: WatchOptions, module: Any) -> None:
             return plain(self, indices) if _off else _process(options).fetch(self, plain, indices)
 
         kind.fetch = functools.wraps(plain)(fetch)
-
-
-def _time_decoder(options: WatchOptions, path: str, module: Any) -> None:
-    *parents, name = path.split(".")
-    owner = functools.reduce(getattr, parents, module)
-    function = getattr(owner, name, None)
-    if function is None or hasattr(function, "__hotset__"):
-        return
-    title = f"{module.__name__}.{path}"
-
-    def call(*args: Any, **keywords: Any) -> Any:
-        if _off:
-            return function(*args, **keywords)
-        return _process(options).decode(title, lambda: function(*args, **keywords), _bytes_of)
-
-    setattr(owner, name, decoders.stand_in(function, call))
-
-
-def _time_pillow(options: WatchOptions, module: Any) -> None:
-    plain = module.ImageFile.load
-
-    def load(self: Any) -> Any:
-        if _off or not self.tile:  # loaded before
-            return plain(self)
-        return _process(options).decode(pillow.NAME, lambda: plain(self), lambda _: _bytes_of_picture(self))
-
-    module.ImageFile.load = functools.wraps(plain)(load)
-
-
-def _bytes_of(value: Any) -> int:
-    """The bytes of an array or a tensor, or of the first of a tuple; 0 of anything else."""
-    size = getattr(value[0] if isinstance(value, tuple) and value else value, "nbytes", None)
-    return size if isinstance(size, int) else 0
-
-
-def _bytes_of_picture(image: Any) -> int:
-    return int(image.width) * int(image.height) * len(image.getbands())

@@ -1,0 +1,183 @@
+"""A loader's rates, by itself and with a stand-in for the program's step, in passes as long as the program's.
+
+The first batch of each worker is left out. What else a pass begins and ends with counts as it does in the
+program: new workers touch the memory of their first batches for the first time, and it takes a tenth of a
+short pass until they have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.utils.data import RandomSampler, Sampler
+
+from hotset.loader.batch_order import whole_epoch
+from hotset.run.doctor.loop import LoaderSettings, left_out
+from hotset.run.doctor.stand_in import StandIn
+
+__all__ = ["LEAST_BATCHES", "WORKER_SECONDS", "MeasuredLoader"]
+
+WORKER_SECONDS = 20  # a worker that gives no batch for as long waits for a thread or a lock that it lacks
+LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
+_RATE_SECONDS, _LONGEST_SECONDS = 1.5, 5.0
+_READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
+
+
+class _Unknown(Sampler[int]):
+    """The same order, from a sampler that hotset.DataLoader does not know."""
+
+    def __init__(self, order: Sampler[int]) -> None:
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+
+def _order(settings: LoaderSettings, count: int, length: int) -> Sampler[int]:
+    """So many indices of a dataset of ``count`` samples, in orders drawn one after the other.
+
+    With a sampler of torch's own, hotset.DataLoader knows later batches, and makes the next one meanwhile.
+    """
+    order = RandomSampler(range(count), num_samples=length)
+    return order if whole_epoch(settings.order) is not None else _Unknown(order)
+
+
+class _Measured(NamedTuple):
+    """A loader by itself.
+
+    Attributes:
+        rate: samples a second.
+        main: seconds a sample in which the main thread is busy with a batch that is ready.
+        cpu: processor seconds a sample, of all processes.
+        release: seconds a sample that the main thread takes to give back a batch's memory. A loop does so
+            within its step, when it has the next batch.
+        training: samples a second with a stand-in for the program's step; None if that was not tried.
+    """
+
+    rate: float
+    main: float
+    cpu: float
+    release: float
+    training: float | None = None
+
+
+class _Pass(NamedTuple):
+    """What was measured of a pass, or of several: batches, and seconds."""
+
+    batches: int
+    seconds: float
+    cpu: float
+    release: float
+
+
+class MeasuredLoader:
+    """A loader with the program's settings, over a dataset, whose passes are as long as the program's."""
+
+    def __init__(
+        self, kind: Callable[..., Any], dataset: Any, settings: LoaderSettings, workers: int
+    ) -> None:
+        self._batch_size = settings.batch_size or 1
+        batches = settings.batches or _MOST_BATCHES
+        self._left_out = left_out(settings.batches, workers)
+        more: dict[str, Any] = {}
+        if workers:
+            more = {"worker_init_fn": settings.worker_init_fn, "timeout": WORKER_SECONDS}
+        self._batches: Iterable[Any] = kind(
+            dataset,
+            batch_size=self._batch_size,
+            sampler=_order(settings, len(dataset), batches * self._batch_size),
+            num_workers=workers,
+            collate_fn=settings.collate_fn,
+            multiprocessing_context="fork" if workers else None,
+            drop_last=True,
+            **more,
+        )
+
+    def measure(self, step: StandIn | None) -> dict[str, float | None]:
+        """Its figures with nothing between the batches, and its rate with this step, if there is one.
+
+        Returns:
+            The fields of :class:`_Measured`.
+        """
+        measured = self._alone()
+        if step is not None:
+            measured = measured._replace(training=self._with_steps(step))
+        return measured._asdict()
+
+    def _alone(self) -> _Measured:
+        sums = self._passes(None)
+        samples = sums.batches * self._batch_size
+        ready = self._seconds_if_ready(sums.seconds / sums.batches) / self._batch_size
+        return _Measured(samples / sums.seconds, ready, sums.cpu / samples, sums.release / samples)
+
+    def _with_steps(self, step: StandIn) -> float:
+        """Samples a second with this step after each batch."""
+        sums = self._passes(step)
+        return sums.batches * self._batch_size / sums.seconds
+
+    def _passes(self, step: StandIn | None) -> _Pass:
+        passes, begin = [], time.perf_counter()
+        while True:
+            passes.append(self._pass(step))
+            sums = _Pass(*(sum(each) for each in zip(*passes, strict=True)))
+            if sums.batches == 0:
+                raise RuntimeError("the dataset gave no batch when it was tried")
+            enough = sums.seconds >= _RATE_SECONDS and sums.batches >= LEAST_BATCHES
+            if enough or time.perf_counter() - begin >= _LONGEST_SECONDS:
+                return sums
+
+    def _pass(self, step: StandIn | None) -> _Pass:
+        """A pass to its end, or of some seconds of a long one."""
+        begin, cpu, count, release = 0.0, 0.0, -self._left_out, 0.0
+        kept: list[Any] = [None]  # a batch goes when the next has come, as in a program
+        for batch in self._batches:
+            count += 1
+            there = time.perf_counter()
+            kept[0] = batch
+            if count > 0:
+                release += time.perf_counter() - there
+            if step is not None:
+                step()
+            if count == 0:
+                begin, cpu = time.perf_counter(), _processor_seconds()
+            if count >= LEAST_BATCHES and time.perf_counter() - begin >= _RATE_SECONDS:
+                break
+        if count <= 0:
+            return _Pass(0, 0.0, 0.0, 0.0)
+        return _Pass(count, time.perf_counter() - begin, _processor_seconds() - cpu, release)
+
+    def _seconds_if_ready(self, each: float) -> float:
+        """How long the main thread takes to get a batch that waits for it: after a rest, one is there.
+
+        That is more than its processor time: it asks the worker for the memory's descriptor, and waits.
+        """
+        batches, lengths = iter(self._batches), []
+        for number in range(self._left_out + _READY_BATCHES):
+            time.sleep(min(3.0 * each + 2e-3, _LONGEST_REST_SECONDS))
+            begin = time.perf_counter()
+            if next(batches, None) is None:
+                break
+            if number >= self._left_out:
+                lengths.append(time.perf_counter() - begin)
+        return statistics.median(lengths or [0.0])
+
+
+def _processor_seconds() -> float:
+    """Of this process and its workers, those that have ended among them."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    for worker in multiprocessing.active_children():
+        for thread in Path(f"/proc/{worker.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                total += int(thread.read_text().split()[0]) / 1e9
+    return total

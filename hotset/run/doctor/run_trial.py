@@ -1,0 +1,87 @@
+"""What ``hotset run`` would give, tried: the decoders keep what they return, and torch's loader is measured.
+
+What a hit costs follows from the decoder, from what it returns and from whether the worker is new, which
+touches all memory for the first time. And some calls are left alone, such as those that read from memory. So
+the loader reads some samples, and then those once more, below the hooks of ``hotset run`` itself, in a store
+of the trial's own. ``found["run"]`` says what came of it:
+
+================  ========================================================================================
+``hits``          calls that found what was kept
+``bytes``         kept for a sample
+``left_alone``    why calls were left alone, the most frequent reason; empty if none was
+================  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+from torch.utils.data import DataLoader, Subset
+
+from hotset.run.doctor.decoding import keep_decoders
+from hotset.run.doctor.loop import LoaderSettings
+from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader
+from hotset.run.doctor.stand_in import StandIn
+from hotset.run.environment import LEDGER, Options, read_left, say_attached, watch_options_here
+from hotset.run.kept import attach
+
+__all__ = ["try_run"]
+
+_FILL_SECONDS = 3.0
+_MOST_TRIED = 20_000  # samples
+
+
+def try_run(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any]) -> None:
+    """Try it, and note in ``found`` the loader's rates and what was kept.
+
+    Args:
+        settings: of the program's loader.
+        step: its step.
+        found: what the trial knows.
+    """
+    options = watch_options_here()
+    if options is None:
+        return
+    os.environ[LEDGER] = options.ledger
+    say_attached(options.ledger)  # else the store would be waited for
+    store = attach(Options())
+    try:
+        with keep_decoders():
+            part = _filled(settings)
+            loader = MeasuredLoader(DataLoader, part, settings, settings.workers)
+            rates = loader.measure(step)
+        kept = [stats for _, stats in store.functions()]
+        hits = sum(stats.hits for stats in kept)
+        left = read_left(options.ledger).items()
+        found["run"] = {
+            "hits": hits,
+            "bytes": sum(stats.bytes for stats in kept) / len(part),
+            "left_alone": ": ".join(max(left, key=lambda one: one[1])[0]) if left else "",
+        }
+        if hits:
+            found["loaders"][f"run-{settings.workers}"] = rates
+    except Exception as error:
+        found["run"] = {"hits": 0, "bytes": 0, "left_alone": f"{type(error).__name__}: {error}"}
+    finally:
+        del os.environ[LEDGER]
+        store.leave()
+
+
+def _filled(settings: LoaderSettings) -> Subset[Any]:
+    """The samples that were read in some seconds."""
+    size, length = settings.batch_size or 1, len(settings.dataset)
+    part = Subset(settings.dataset, random.Random(0).sample(range(length), min(length, _MOST_TRIED)))
+    more: dict[str, Any] = {}
+    if settings.workers:
+        more = {"worker_init_fn": settings.worker_init_fn, "timeout": WORKER_SECONDS}
+    loader = DataLoader(
+        part, size, num_workers=settings.workers, collate_fn=settings.collate_fn, drop_last=True, **more
+    )
+    begin, count = time.perf_counter(), 0
+    for count, _ in enumerate(loader, 1):
+        if count >= LEAST_BATCHES and time.perf_counter() - begin >= _FILL_SECONDS:
+            break
+    return Subset(part, range(count * size))
