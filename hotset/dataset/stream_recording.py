@@ -21,7 +21,8 @@ from hotset.dataset.stream_probe import held_by_run, run
 from hotset.determinism import entropy
 from hotset.determinism.equality import same
 from hotset.determinism.rng import Generators
-from hotset.store.format import CLAIMED, PRESENT, Slot
+from hotset.store.format import PRESENT, Slot
+from hotset.store.locks import Pauses
 from hotset.store.store import Store
 from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts
 
@@ -156,14 +157,15 @@ class _PartRecorder:
         self.part = part
         # Read in this order: a process that divides the stream anew clears the store before that.
         generation = store.clear_generation()
-        is_current = generation is not None and self.parts.division == division
-        self.records = is_current and number > 0 and self.parts.own(part, number)
+        self._generation = generation if self.parts.division == division else None  # None: uses no record
+        self.records = (
+            self._generation is not None and number > 0 and self.parts.own(part, number, self._generation)
+        )
         self._number = number
         self._store = store
         self._group = group
         self._held: list[Any] = []
         self._kept = int(self.parts.kept[part]) if part < self.parts.count else 0
-        self._generation = generation if is_current else None  # None: this pass uses nothing recorded
         self._position = 0
         self._about = store.segment.metadata
         self._watched = [source.prefix] if source.prefix else []
@@ -241,14 +243,10 @@ class _PartRecorder:
             self.parts.use(ids[-1] + 1)
         mismatches = len(store.filler.mismatches)
         self._insert(dict(zip(ids, held, strict=False)))
-        if not self._owns:  # divided anew meanwhile: this part's row is another's now
-            self.records = False
-            return
         absent = np.flatnonzero(store.segment.index[np.array(ids, np.int64)] < PRESENT) if ids else [0]
         kept = int(absent[0]) if len(absent) else len(ids)
         self._kept = first + kept
-        if kept:
-            self.parts.note(self.part, self._kept - 1, kept=True)
+        self.records = self.parts.note(self.part, self._number, self._kept)
         if kept < len(held):
             self._stop(OTHER_KIND if len(store.filler.mismatches) > mismatches else NO_ROOM)
         row = store.participant.row
@@ -261,32 +259,24 @@ class _PartRecorder:
         Of two passes by one program the later one takes over. The earlier one may be storing the same samples
         now: wait until it has stored them, or has ended.
         """
-        store, ids = self._store, np.fromiter(samples, np.int64)
-        store.insert(samples, self._generation)
-        until, waited = time.monotonic() + _TAKE_OVER_SECONDS, False
-        while time.monotonic() < until:
-            words = store.segment.index[ids]
-            claimed = set(words[(words >= CLAIMED) & (words < PRESENT)].tolist())
-            if not any(map(store.filler.claims.is_open, claimed)):
-                break
-            waited = True
-            time.sleep(1e-3)
-        if waited or claimed:
-            store.insert(samples, self._generation)
+        pauses = Pauses(_TAKE_OVER_SECONDS)
+        while self._store.insert(samples, self._generation) and pauses.pause():
+            pass
 
     def _stop(self, why: int) -> None:
-        self.parts.stop(self.part, why)
+        self.parts.stop(self.part, self._number, why)
         self.records = False
 
     def _compare(self, position: int, value: Any) -> None:
         """Compare a recorded sample with what the stream gives now."""
+        assert self._generation is not None  # or nothing would count as recorded
         copies = self._store.read(np.array([self.parts.sample_id(self.part, position)]))
         if copies is not None and same(copies[0], value, across=True) is not None:
-            self.parts.note_other()
+            self.parts.note_other(self._generation)
             self.records = False
 
     def end(self) -> None:
         """Store what is left, and note that the part has ended."""
         self.flush()
-        if self._number > 0 and self._owns:
-            self.parts.end(self.part, self._position)
+        if self._number > 0:
+            self.parts.end(self.part, self._number, self._position)

@@ -248,22 +248,25 @@ class Claims:
         self._participant = participant
         self._index = index or Index(participant.segment)
 
-    def take(self, ids: Ids, most: int, *, alone: bool = False) -> Ids:
+    def take(self, ids: Ids, most: int, *, alone: bool = False, generation: int | None = None) -> Ids:
         """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
 
         With ``alone`` no other thread of this process claims, so a claim that this process holds is a
-        forgotten one, and void as well.
+        forgotten one, and void as well. With a ``generation`` nothing is claimed in another clear generation:
+        not even for a moment, in which a process to which the sample belongs would be refused.
 
         Returns an empty array also if every slot is held, or the short lock cannot be had.
         """
         slot = self._participant.slot
         if slot < 0:
             return ids[:0]
-        mine = self._word(slot)
+        mine, segment = self._word(slot), self._participant.segment
         with self._participant.short_lock() as held:
             # During a clear nothing may be claimed: a record published now could lie in a row that is given
             # to another sample after the clear.
-            if not held or self._participant.segment.is_being_cleared:
+            if not held or segment.is_being_cleared:
+                return ids[:0]
+            if generation not in (None, int(segment.live[Live.CLEAR_GENERATION])):
                 return ids[:0]
             taken = self._free(ids, most, void=mine if alone else None)
             self._index.put(taken, mine)

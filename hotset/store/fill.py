@@ -201,21 +201,22 @@ class Filler:
         alone = self._threads <= {threading.get_ident()}
         return self.claims.take(missing, self._chunk, alone=alone)
 
-    def insert(self, samples: dict[int, Any], generation: int | None) -> None:
+    def insert(self, samples: dict[int, Any], generation: int | None) -> bool:
         """See :meth:`hotset.store.store.Store.insert`."""
         ids = np.fromiter(samples, np.int64)
         ids = ids[self._index.missing(ids)]
         if not len(ids) or self.is_full:
-            return
+            return False
         stored: set[int] = set()
         try:
-            taken = np.concatenate([self.claims.own(ids), self.claims.take(ids, len(ids))])
-            now = int(self._participant.segment.live[Live.CLEAR_GENERATION])
-            if generation not in (None, now):  # looked at under the claims: a clear waits for these
-                return
+            mine = self.claims.own(ids)
+            taken = np.concatenate([mine, self.claims.take(ids, len(ids), generation=generation)])
+            if generation not in (None, int(self._participant.segment.live[Live.CLEAR_GENERATION])):
+                return False  # and what was claimed stays of this generation: a clear waits for claims
             self._store({sample: samples[sample] for sample in taken.tolist()}, stored)
         finally:
             self.claims.release(_without(ids, np.fromiter(stored, np.int64)))
+        return bool(self._index.missing(_without(ids, taken)).any())
 
     def put(self, sample: int, prepared: forms.Flattened) -> bool:
         """Write and publish the record of one claimed sample; False without room: the claim is given back."""

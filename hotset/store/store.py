@@ -224,7 +224,7 @@ class Store:
             self._clearing.finish()
         return self.filler.fill(ids, read, keep)
 
-    def insert(self, samples: dict[int, Any], generation: int | None = None) -> None:
+    def insert(self, samples: dict[int, Any], generation: int | None = None) -> bool:
         """Store samples that came from another machine, or from a stream, where there is room and no process
         is reading them.
 
@@ -232,9 +232,12 @@ class Store:
             samples: by sample id; as the source and its prefix give them, or packed: see
                 :func:`hotset.store.irregular_records.prepare`.
             generation: the clear generation for which these ids hold; None for any.
+
+        Returns:
+            Whether some could not be claimed, as another process held them: it stores them, or gives them
+            back, so that the same call stores them a moment later.
         """
-        if self.clear_generation() is not None:
-            self.filler.insert(samples, generation)
+        return self.clear_generation() is not None and self.filler.insert(samples, generation)
 
     # ---- reading -------------------------------------------------------------------------------------
 

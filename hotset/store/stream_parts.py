@@ -21,12 +21,16 @@ slot::
         ^                    │                               └─> in part    the rest comes from the stream
         └────── a clear ─────┘
 
-A pass by another number of ranks or workers divides the samples otherwise, so it has to clear the store.
+A pass by another number of ranks or workers divides the samples otherwise, so it has to clear the store. An
+earlier pass may go on meanwhile, and the numbers of its parts are those of other parts then. So a row is
+changed only under the short lock, under which a store is cleared too, and only by the pass that it names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -110,7 +114,8 @@ class StreamParts:
         Example:
             Two parts of 3 and 1 samples have the ids 0, 1, 2, 4: those of part 0 are even.
         """
-        kept, count = self.kept, self.count
+        kept = self.kept
+        count = len(kept)
         positions = np.concatenate([np.arange(each) for each in kept] or [np.zeros(0, np.int64)])
         parts = np.repeat(np.arange(count), kept)
         ids: Ids = np.sort(positions.astype(np.int64) * count + parts)
@@ -152,11 +157,15 @@ class StreamParts:
         slot = self.store.participant.slot
         return (slot + 1) << _PASS_BITS | secrets.randbits(_PASS_BITS) if slot >= 0 else 0
 
-    def own(self, part: int, number: int) -> bool:
+    def own(self, part: int, number: int, generation: int) -> bool:
         """Become the process that records this part, in this pass; False if another program records it.
 
         A pass of the same program gives way: it may be one that was broken off, and whose workers are still
         there because a traceback refers to it.
+
+        Args:
+            part, number: of the part, and of the pass.
+            generation: the clear generation in which the part has this number; False in any other.
         """
         claims, row = self.store.filler.claims, self._rows[part]
         mine = claims.word
@@ -164,6 +173,8 @@ class StreamParts:
             owner, before = int(row[Slot.PART_OWNER]), int(row[Slot.PART_PASS])
             theirs = owner not in (0, mine) and before >> _PASS_BITS != number >> _PASS_BITS
             if not held or mine < 0 or (theirs and claims.is_open(owner)):
+                return False
+            if self.store.clear_generation() != generation:
                 return False
             row[Slot.PART_OWNER], row[Slot.PART_PASS] = mine, number
             row[Slot.PART_ENDED] &= 1  # there may be room now
@@ -173,8 +184,18 @@ class StreamParts:
         """Whether this pass still records this part."""
         return int(self._rows[part, Slot.PART_PASS]) == number
 
+    @contextlib.contextmanager
+    def _owned(self, part: int, number: int) -> Iterator[Words | None]:
+        """A block that may change this part's row; None if this pass does not record the part any more."""
+        with self.store.participant.short_lock() as held:
+            yield self._rows[part] if held and self.owns(part, number) else None
+
     def disown(self, part: int, number: int) -> None:
-        """Let others record this part."""
+        """Let others record this part.
+
+        Without the lock, as a run of a stream that is collected calls this, perhaps while its thread has the
+        lock. If a later pass takes over just then, other programs may record the part instead of that one.
+        """
         if self.owns(part, number):
             self._rows[part, Slot.PART_OWNER] = 0
 
@@ -194,17 +215,14 @@ class StreamParts:
             self._live[Live.ALONE] = 1
         return True
 
-    def note(self, part: int, position: int, *, kept: bool) -> None:
-        """Note that the stream gave the sample at this position; called by the part's owner.
-
-        Args:
-            part, position: of the sample.
-            kept: whether it is recorded.
-        """
-        row = self._rows[part]
-        row[Slot.PART_GIVEN] = max(int(row[Slot.PART_GIVEN]), position + 1)
-        if kept:
-            row[Slot.PART_KEPT] = max(int(row[Slot.PART_KEPT]), position + 1)
+    def note(self, part: int, number: int, kept: int) -> bool:
+        """Note that so many of a part's first samples are recorded; False if this pass does not record it."""
+        with self._owned(part, number) as row:
+            if row is None:
+                return False
+            row[Slot.PART_GIVEN] = max(int(row[Slot.PART_GIVEN]), kept)
+            row[Slot.PART_KEPT] = max(int(row[Slot.PART_KEPT]), kept)
+        return True
 
     def use(self, count: int) -> None:
         """Note that sample ids below this number are in use; before one of them is stored."""
@@ -215,22 +233,32 @@ class StreamParts:
                     live = tier.segment.live
                     live[Live.IDS] = max(int(live[Live.IDS]), count)
 
-    def stop(self, part: int, why: int) -> None:
-        """Note why this part is recorded no further; called by the owner."""
-        self._rows[part, Slot.PART_ENDED] |= why << 1
+    def stop(self, part: int, number: int, why: int) -> None:
+        """Note why this part is recorded no further, if this pass records it."""
+        with self._owned(part, number) as row:
+            if row is not None:
+                row[Slot.PART_ENDED] |= why << 1
 
     def reasons(self) -> set[int]:
         """Why parts are recorded no further: constants of this module."""
         return set((self._column(Slot.PART_ENDED) >> 1).tolist()) - {0}
 
-    def end(self, part: int, count: int) -> None:
-        """Note that this part has ended after so many samples; called by the owner."""
-        row = self._rows[part]
-        if count < int(row[Slot.PART_GIVEN]):
-            self.note_other()
-        row[Slot.PART_GIVEN] = count
-        row[Slot.PART_ENDED] |= 1
+    def end(self, part: int, number: int, count: int) -> None:
+        """Note that this part has ended after so many samples, if this pass records it."""
+        with self._owned(part, number) as row:
+            if row is None:
+                return
+            if count < int(row[Slot.PART_GIVEN]):
+                self._live[Live.OTHER] = 1
+            row[Slot.PART_GIVEN] = count
+            row[Slot.PART_ENDED] |= 1
 
-    def note_other(self) -> None:
-        """Note that a pass gave other samples than were recorded: nothing recorded is used any more."""
-        self._live[Live.OTHER] = 1
+    def note_other(self, generation: int) -> None:
+        """Note that a pass gave other samples than were recorded: nothing recorded is used any more.
+
+        Args:
+            generation: the clear generation in which they were recorded; nothing is noted in any other.
+        """
+        with self.store.participant.short_lock():
+            if self.store.clear_generation() == generation:
+                self._live[Live.OTHER] = 1

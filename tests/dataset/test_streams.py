@@ -39,7 +39,9 @@ from torch.utils.data import (
 )
 
 import hotset
+from hotset.store.claims import Claims
 from hotset.store.store import Store
+from hotset.store.stream_parts import StreamParts
 
 N = 60
 
@@ -143,6 +145,16 @@ class Emptied(IterableDataset[Any]):
             sample[:] = torch.full((4,), float(number)), number
             yield sample
             sample.clear()
+
+
+class Halves(Numbers):
+    """Each worker gives numbers that follow on each other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        for number in range(self.count * worker // workers, self.count * (worker + 1) // workers):
+            yield torch.full(self.shape, float(number)), number
 
 
 class OfText(IterableDataset[Any]):
@@ -308,36 +320,88 @@ class TestFirstPass:
                 assert sorted(values(hotset.DataLoader(stream, batch_size=4))) == list(range(N))
                 assert stream.check() == []
 
+    @pytest.mark.parametrize("size", [4, 40], ids=["small batches", "large batches"])
+    @pytest.mark.parametrize("step", ["own", "insert", "note", "end"])
     @pytest.mark.filterwarnings("ignore:.*recorded anew")
-    def test_a_pass_that_stores_while_another_divides_the_stream_anew_leaves_that_ones_part_alone(
-        self, monkeypatch: pytest.MonkeyPatch
+    def test_a_pass_that_is_overtaken_changes_nothing_of_the_one_that_divides_the_stream_anew(
+        self, monkeypatch: pytest.MonkeyPatch, step: str, size: int
     ) -> None:
-        """The part's number is that of a shorter part by then."""
+        """The later one begins, and records some samples, just before the earlier one takes this step."""
+        kind = Store if step == "insert" else StreamParts
         with hotset.cache(Numbers(N), memory="10MiB") as stream:
-            insert = Store.insert
+            before, later = getattr(kind, step), hotset.DataLoader(stream, batch_size=4, num_workers=2)
+            rest: list[Iterator[Any]] = []
+            got: list[Any] = []
 
-            def overtaken(store: Store, *arguments: Any) -> None:
-                monkeypatch.setattr(Store, "insert", insert)
-                assert len(values(hotset.DataLoader(stream, batch_size=4, num_workers=2))) == N
-                insert(store, *arguments)
+            def overtaken(*arguments: Any) -> Any:
+                monkeypatch.setattr(kind, step, before)
+                rest.append(iter(later))
+                got.append(next(rest[0]))
+                return before(*arguments)
 
-            monkeypatch.setattr(Store, "insert", overtaken)
-            assert values(hotset.DataLoader(stream, batch_size=40)) == list(range(N))
+            monkeypatch.setattr(kind, step, overtaken)
+            assert values(hotset.DataLoader(stream, batch_size=size)) == list(range(N))
+            assert sorted(values([*got, *rest[0]])) == list(range(N))
             assert len(stream) == N
             assert sorted(number for _, number in stream) == list(range(N))
 
-    def test_what_an_earlier_pass_began_to_store_and_did_not_is_stored(
+    @pytest.mark.filterwarnings("ignore:.*recorded anew")
+    def test_a_pass_that_is_overtaken_keeps_no_sample_of_the_later_one_claimed(
         self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with hotset.cache(Numbers(N), memory="10MiB") as stream:
+            before, later = Claims.take, hotset.DataLoader(stream, batch_size=4, num_workers=2)
+            got: list[int] = []
+
+            def overtaken(*arguments: Any, **named: Any) -> Any:
+                monkeypatch.setattr(Claims, "take", before)
+                batches = iter(later)
+                got.extend(values([next(batches)]))
+                taken = before(*arguments, **named)
+                got.extend(values(batches))
+                return taken
+
+            monkeypatch.setattr(Claims, "take", overtaken)
+            assert values(hotset.DataLoader(stream, batch_size=40)) == list(range(N))
+            assert sorted(got) == list(range(N))
+            assert sorted(number for _, number in stream) == list(range(N))
+
+    @pytest.mark.filterwarnings("ignore:.*recorded anew", "ignore:.*was begun three times")
+    def test_a_pass_that_is_overtaken_compares_nothing_with_what_the_later_one_records(self) -> None:
+        with hotset.cache(Halves(N), memory="10MiB") as stream:
+            later = hotset.DataLoader(stream, batch_size=4, num_workers=2)
+            with pytest.MonkeyPatch.context() as patch:
+                before, positions = Store.read, itertools.count()
+
+                def overtaken(*arguments: Any) -> Any:
+                    if next(positions) == 1:
+                        patch.undo()
+                        assert sorted(values(later)) == list(range(N))
+                    return before(*arguments)
+
+                next(iter(hotset.DataLoader(stream, batch_size=40)))  # and the next pass compares these
+                patch.setattr(Store, "read", overtaken)
+                assert values(hotset.DataLoader(stream, batch_size=40)) == list(range(N))
+            assert len(stream) == N
+            assert sorted(number for _, number in stream) == list(range(N))
+
+    @pytest.mark.parametrize("how", ["it was killed", "it gives them back"])
+    def test_what_an_earlier_pass_began_to_store_and_did_not_is_stored(
+        self, monkeypatch: pytest.MonkeyPatch, how: str
     ) -> None:
         with hotset.cache(Numbers(N), memory="10MiB") as stream:
             insert = Store.insert
 
-            def claimed(store: Store, samples: dict[int, Any], *arguments: Any) -> None:
+            def claimed(store: Store, samples: dict[int, Any], *arguments: Any) -> bool:
                 monkeypatch.setattr(Store, "insert", insert)
                 with attached(store) as earlier:
-                    assert len(earlier.filler.claims.take(ids(samples), len(samples))) == len(samples)
-                    insert(store, samples, *arguments)
+                    claims = earlier.filler.claims
+                    assert len(claims.take(ids(samples), len(samples))) == len(samples)
+                    is_held = insert(store, samples, *arguments)
                     assert not store.present(ids(samples)).any()
+                    if how == "it gives them back":
+                        claims.release(ids(samples))
+                return is_held
 
             monkeypatch.setattr(Store, "insert", claimed)
             assert values(hotset.DataLoader(stream, batch_size=4)) == list(range(N))
