@@ -7,6 +7,7 @@ process that watches reading, to count their calls:
 =====================  ====================================================================================
 ``os.urandom``         itself, ``uuid.uuid4``, ``secrets``, ``random.SystemRandom``, and the generators of
                        numpy that are made without a seed
+``os.getrandom``       itself
 ``random.Random.seed`` ``random.Random()``, where the seed is None
 =====================  ====================================================================================
 
@@ -14,8 +15,8 @@ A call alone proves nothing: names of temporary files and ids of requests are ma
 :class:`~hotset.determinism.draw_watch.DrawWatch` reads the sample once more when the count has risen, and
 compares.
 
-Not seen: ``torch.Generator().seed()``, which is compiled code, and a function that the user's module has
-imported by name before (``from os import urandom``).
+Not seen: ``torch.Generator().seed()``, which is compiled code, the file ``/dev/urandom``, and a function that
+the user's module has imported by name before (``from os import urandom``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import functools
 import os
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["add", "taken"]
@@ -65,4 +67,16 @@ def _count_from_now_on() -> None:
 
     counted_urandom.__module__ = "os"  # by which it is pickled
     os.urandom = random._urandom = counted_urandom  # type: ignore[attr-defined]
+    if hasattr(os, "getrandom"):
+        os.getrandom = _counted_getrandom(os.getrandom)
     random.Random.seed = counted_seed  # type: ignore[method-assign]
+
+
+def _counted_getrandom(getrandom: Callable[..., bytes]) -> Callable[..., bytes]:
+    @functools.wraps(getrandom)
+    def counted(size: int, flags: int = 0) -> bytes:
+        _calls.count += 1
+        return getrandom(size, flags)
+
+    counted.__module__ = "os"  # by which it is pickled
+    return counted

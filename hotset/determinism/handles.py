@@ -196,6 +196,20 @@ def _mapping(to: Describer, mapping: Any) -> None:
     to.add(whole)
 
 
+def _c_array(to: Describer, array: Any) -> None:
+    """An array of ctypes: multiprocessing's classes of arrays hold data, unlike its others."""
+    to.put(b"A")
+    to.name(array._type_.__name__)
+    to.count(len(array))
+    code = getattr(array._type_, "_type_", None)
+    if isinstance(code, str) and code in _C_NUMBERS:
+        to.add(bytes(array))
+    elif isinstance(code, type):  # of several dimensions
+        to.elements(list(array))
+    else:
+        to.unknown(array)
+
+
 def _queue_in_c(to: Describer, queue: Any) -> None:
     if queue.qsize():
         to.unknown(queue)
@@ -249,6 +263,7 @@ def _names_of_library(kind: type) -> frozenset[str]:
     return frozenset(name for function in functions for name in function.__code__.co_names)
 
 
+_C_NUMBERS = "?cbBhHiIlLqQfdgu"  # and no pointers, whose targets are elsewhere in the next process
 # Types are given by name where the library that defines them may not be imported.
 _GIVES_DATA: tuple[type | str, ...] = (
     *(io.BufferedRWPair, sqlite3.Cursor, "h5py._objects.ObjectID", "subprocess.Popen"),
@@ -283,6 +298,7 @@ _HANDLES: dict[type | str, Handler] = {
     "mmap.mmap": _mapping,
     "multiprocessing.shared_memory.SharedMemory": _parts("_mmap"),
     "multiprocessing.sharedctypes.SynchronizedBase": _parts("_obj"),
+    "_ctypes.Array": _c_array,
     "queue.Queue": _parts("maxsize", "queue"),
     "asyncio.queues.Queue": _parts("_maxsize", "_queue"),
     "_queue.SimpleQueue": _queue_in_c,

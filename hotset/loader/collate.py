@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from hotset.store.gather import Variable
 from hotset.store.leaves import ArrayLeaf
@@ -30,6 +31,7 @@ __all__ = ["Pad", "RaggedCollate", "bound", "is_known", "pad", "ragged"]
 Path = tuple[Any, ...]
 
 _SHORT = 4096  # elements
+_TORCHS = default_collate.__module__  # where torch's functions for its types are
 _ALIGN = 16  # bytes: every dtype's size divides it
 
 
@@ -113,8 +115,13 @@ ragged = RaggedCollate()
 
 
 def is_known(collate: Callable[..., Any]) -> bool:
-    """Whether ``hotset.DataLoader`` makes such batches itself: default ones, padded ones, ragged ones."""
-    return collate is default_collate or isinstance(collate, (Pad, RaggedCollate))
+    """Whether ``hotset.DataLoader`` makes such batches itself: default ones, padded ones, ragged ones.
+
+    Not if the user has registered functions of their own for :func:`torch.utils.data.default_collate`.
+    """
+    if collate is not default_collate and not isinstance(collate, (Pad, RaggedCollate)):
+        return False
+    return all(function.__module__ == _TORCHS for function in default_collate_fn_map.values())
 
 
 def bound(

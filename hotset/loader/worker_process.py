@@ -327,7 +327,7 @@ class _InWorker:
         return self._gather.finish(copy, buffer.placed)
 
     def _collate(self, samples: Any, buffer: BatchBuffer) -> Any:
-        if self.collate_fn is not default_collate or not self._batched:
+        if self.collate_fn is not default_collate or not is_known(self.collate_fn) or not self._batched:
             return buffer.lay(bound(self.collate_fn, self.route.schema)[0](samples))
         return buffer.collate(samples)
 

@@ -385,6 +385,7 @@ FROM_ENTROPY: dict[str, Callable[[], float]] = {
     "SystemRandom": lambda: random.SystemRandom().uniform(0.6, 1.4),
     "secrets": lambda: float(secrets.randbelow(1 << 20)),
     "urandom": lambda: float(int.from_bytes(os.urandom(2), "little")),
+    "getrandom": lambda: float(int.from_bytes(os.getrandom(2), "little")),
     "uuid4": lambda: float(uuid.uuid4().int % (1 << 20)),
 }
 

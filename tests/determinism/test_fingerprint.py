@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import datetime
 import decimal
@@ -18,6 +19,7 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import operator
 import os
 import pickle
@@ -1135,3 +1137,16 @@ def test_versions_of_many_files_are_asked_for_in_rounds_and_a_note_says_how_many
 def test_an_object_of_compiled_code_without_a_constructor_is_not_described_by_its_type() -> None:
     hashes = [hashlib.sha256(content) for content in (b"a", b"b")]
     assert all("could not be described" in fingerprint(each).unknowns[0] for each in hashes)
+
+
+def test_arrays_of_ctypes_and_of_multiprocessing_count_by_their_content() -> None:
+    makers: list[Any] = [
+        lambda numbers: multiprocessing.Array("i", numbers),
+        lambda numbers: multiprocessing.RawArray("d", numbers),
+        lambda numbers: (ctypes.c_ubyte * 2)(*numbers),
+        lambda numbers: (ctypes.c_long * 2 * 1)((ctypes.c_long * 2)(*numbers)),
+    ]
+    digests = [[fingerprint(make(numbers)).digest for numbers in ([1, 2], [1, 2], [1, 3])] for make in makers]
+    assert all(one == same != other for one, same, other in digests)
+    assert len({one for one, *_ in digests}) == len(makers)
+    assert fingerprint((ctypes.c_char_p * 1)(b"x")).unknowns

@@ -39,6 +39,7 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import hotset
 from hotset.session import recovery
@@ -201,6 +202,23 @@ def test_one_memory_stays_one_memory(workers: int) -> None:
                 assert (batch["turned"] == 9).all()
                 assert not batch["turned"].is_contiguous()
                 assert batch["grad"].requires_grad
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_functions_that_the_user_has_registered_for_default_collate_are_used(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_list(batch: Any, *, collate_fn_map: Any = None) -> list[Any]:
+        return list(batch)
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, as_list)
+    data = Samples(image_and_label, N)
+    expected = list(DataLoader(data, batch_size=4, num_workers=workers))
+    assert isinstance(expected[0][0], list)
+    with hotset.cache(data, memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)
+        for _ in range(2):
+            equal_batches(list(loader), expected)
 
 
 def numbers_in_a_dict(samples: Any) -> Any:
