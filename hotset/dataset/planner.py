@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.cut_search import CutChoice, Row, choose
-from hotset.dataset.held_attributes import HeldAttributes
+from hotset.dataset.held_attributes import HeldAttributes, Room
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
@@ -167,7 +167,23 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
         )
     held = held_by_others(options.session, limit)
     own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
-    unread = HeldAttributes(dataset, [*own, *leaves(pipeline.given)])
+    unread = HeldAttributes(dataset, [*own, *leaves(pipeline.given)], room=Room.larger())
+    try:
+        return _plan_by_reading(pipeline, options, identity, unread, held, limit, warned)
+    finally:
+        unread.put_back()
+
+
+def _plan_by_reading(
+    pipeline: Pipeline,
+    options: CacheOptions,
+    identity: Identity,
+    unread: HeldAttributes,
+    held: int,
+    limit: int,
+    warned: list[str],
+) -> PlanResult:
+    dataset, name = pipeline.dataset, pipeline.name
     threads = ThreadsBegun()
     choice, source, probed = _decide(pipeline, options, limit - held)
     warned += threads.warnings(name)

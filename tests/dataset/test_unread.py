@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sources import ReadLog
@@ -274,3 +275,43 @@ def test_planning_leaves_transforms_within_a_transform_as_they_were() -> None:
         assert warms.calls == 0
         assert torch.equal(warms.seen, torch.zeros(4))
         assert [cached[1][0].item() for _ in range(3)] == pytest.approx([0.01, 0.02, 0.03])
+
+
+class Own:
+    """An object of the user's, which the dataset holds."""
+
+    def __init__(self) -> None:
+        self.state = 1
+        self.counts = {"reads": [0]}
+
+
+class Noting(Dataset[Any]):
+    """Notes what it reads in objects, containers and arrays that it holds; random, if ``draws``."""
+
+    def __init__(self, draws: bool) -> None:
+        self.draws = draws
+        self.own, self.seen, self.last = Own(), np.zeros(N), torch.zeros(2)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> float:
+        self.own.state = self.own.state * 1103515245 % 2**31
+        self.seen[index] += 1
+        self.last += index
+        self.own.counts["reads"][0] += 1
+        return self.own.state / 2**31 if self.draws else float(index)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_planning_leaves_objects_and_arrays_that_a_dataset_holds_as_they_were(refused: bool) -> None:
+    dataset = Noting(draws=refused)
+    if refused:
+        with pytest.raises(hotset.NotCacheable):
+            hotset.cache(dataset, memory="1MiB")
+    else:
+        hotset.cache(dataset, memory="1MiB").close()
+    assert dataset.own.state == 1
+    assert dataset.own.counts == {"reads": [0]}
+    assert not dataset.seen.any()
+    assert not dataset.last.any()

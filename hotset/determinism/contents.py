@@ -1,0 +1,95 @@
+"""The content of values that are changed in place: arrays, tensors, and what processes share.
+
+An attribute may hold the same object as before, and the object other numbers: ``labels[3] = 5``, a counter in
+``multiprocessing.Value`` that all workers see. :func:`content_of` returns their bytes, to be compared later.
+
+======================================  ================================================================
+array, tensor on the CPU, bytearray     its elements; not those that hold objects
+``multiprocessing.Value``, ``Array``    the memory, read without its lock
+``multiprocessing.Event``               whether it is set
+``SharedMemory``, a ctypes object       the memory
+======================================  ================================================================
+
+What a manager's proxy stands for is in another process, and is not looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["content_of", "is_shared", "put_content"]
+
+_C_DATA = ctypes.c_int.__mro__[-2]  # the base of all that ctypes lays out in memory
+
+
+def content_of(value: Any, most: int) -> bytes | None:
+    """The bytes of a value; None if it is of no such kind, or has more than ``most`` bytes.
+
+    Example:
+        >>> labels = np.zeros(2, np.uint8)
+        >>> before = content_of(labels, 100)
+        >>> labels[1] = 5
+        >>> before, content_of(labels, 100), content_of(labels, 1)
+        (b'\\x00\\x00', b'\\x00\\x05', None)
+    """
+    if isinstance(value, bytearray):
+        return bytes(value) if len(value) <= most else None
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.nbytes <= most and not value.dtype.hasobject else None
+    if isinstance(value, torch.Tensor):
+        return _bytes_of_tensor(value, most)
+    if _is_a(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
+        value = value.get_obj()
+    if isinstance(value, _C_DATA):
+        memory = memoryview(value).cast("B") if ctypes.sizeof(value) <= most else None  # type: ignore[arg-type]
+        return bytes(memory) if memory is not None else None
+    if _is_a(value, "multiprocessing.synchronize", "Event"):
+        flag = getattr(value, "_flag", None)  # is_set() takes a lock, which a killed process may hold
+        return bytes([flag.get_value() & 1]) if flag is not None else None
+    if _is_a(value, "multiprocessing.shared_memory", "SharedMemory"):
+        shared = getattr(value, "_buf", None)  # None once it is closed
+        return bytes(shared) if shared is not None and len(shared) <= most else None
+    return None
+
+
+def is_shared(value: Any) -> bool:
+    """Whether running workers see what is written into it."""
+    if isinstance(value, torch.Tensor):
+        return bool(value.is_shared())  # type: ignore[no-untyped-call]
+    return not isinstance(value, (np.ndarray, bytearray))
+
+
+def put_content(value: Any, content: bytes) -> None:
+    """Write what :func:`content_of` returned, unless other processes see it or it cannot be written to."""
+    if is_shared(value):
+        return
+    if isinstance(value, bytearray):
+        value[:] = content
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            np.copyto(value, np.frombuffer(content, value.dtype).reshape(value.shape))
+    elif not value.requires_grad and content:
+        with torch.no_grad():
+            value.copy_(torch.frombuffer(bytearray(content), dtype=value.dtype).view(value.shape))
+
+
+def _bytes_of_tensor(tensor: torch.Tensor, most: int) -> bytes | None:
+    plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    if not plain or tensor.is_quantized or tensor.is_nested or tensor.nbytes > most:
+        return None
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """Whether a value is of a class of a module, which nobody has imported if there is none."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
