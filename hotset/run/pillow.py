@@ -26,6 +26,7 @@ frame onto another (GIF, APNG); files that are neither opened by their path nor 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -40,12 +41,14 @@ from hotset.run.decoders import LeftAlone, check_age
 from hotset.run.environment import left_alone
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, NotKept
+from hotset.run.scratch import Scratch
 
 __all__ = ["hooks"]
 
 NAME = "PIL.Image.Image.load"
 # Modes whose bytes in a file of raw pixels are all that there is.
 _MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I", "I;16", "I;16B", "F"}
+_STRIP = 64 << 10  # bytes
 _UNCOMPRESSED = "its pixels are not compressed"
 # Their file may change before they are decoded, and nothing tells what was read.
 _READ_AT_ONCE = {name: f"a picture of format {name} is read as it is opened" for name in ("WEBP", "AVIF")}
@@ -91,6 +94,7 @@ class _Decoders:
         self.core = image_module.core
         self.encoder = image_module._getencoder
         self.kept = kept
+        self.scratch = Scratch()
         self.known = (
             "PIL",
             "pixels, end",  # what is kept
@@ -227,7 +231,10 @@ class _Decoder:
     def _fill(self, core: Any, extents: Any) -> None:
         source = self._source
         rest = (self._all.known, source.status, source.identity)
-        pixels, end = self._all.kept.get(Path(source.path).absolute(), rest, lambda: self._decoded(core))
+        with contextlib.ExitStack() as borrowed:  # until the pixels are kept
+            pixels, end = self._all.kept.get(
+                Path(source.path).absolute(), rest, lambda: self._decoded(core, borrowed)
+            )
         if self._end is None:
             mode = self._call[0]
             raw = self._all.plain(mode, "raw", (mode, 0, 1))
@@ -238,8 +245,8 @@ class _Decoder:
         self._end = end
         self._filled = True
 
-    def _decoded(self, core: Any) -> Any:
-        """Decode into the image: its pixels, and where they end."""
+    def _decoded(self, core: Any, borrowed: contextlib.ExitStack) -> Any:
+        """Decode into the image: its pixels, in memory that is borrowed, and where they end."""
         mode, name, args, extra = self._call
         self._end = 0  # from here on the image is not blank
         try:
@@ -250,7 +257,7 @@ class _Decoder:
                 else:
                     end = _decode(self._all.plain(mode, name, args, extra), core, self._image, file)
                 self._check(file)
-            return self._bytes_of(core), end
+            return self._bytes_of(core, borrowed), end
         except (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error):
             raise NotKept from None  # the file is damaged: PIL's decoder will say so
 
@@ -258,17 +265,26 @@ class _Decoder:
         if _status(os.fstat(file.fileno())) != self._source.status:
             raise NotKept
 
-    def _bytes_of(self, core: Any) -> Any:
+    def _bytes_of(self, core: Any, borrowed: contextlib.ExitStack) -> Any:
         import numpy as np
 
         (width, height), mode = core.size, self._call[0]
+        line = 4 * width + 8  # or less
         encoder = self._all.encoder(mode, "raw", (mode, 0, 1))
         encoder.setimage(core, (0, 0, width, height))
-        _, status, content = encoder.encode(height * (4 * width + 8) + 1024)
-        encoder.cleanup()
-        if status < 0 or status == 0:
+        memory = borrowed.enter_context(self._all.scratch.borrow(height * line))
+        end, status = 0, 0
+        try:
+            while not status:
+                # In strips that stay in the processor's cache: Pillow allocates each anew.
+                size, status, strip = encoder.encode(max(_STRIP, line))
+                memory[end : end + size] = strip
+                end += size
+        finally:
+            encoder.cleanup()
+        if status < 0:
             raise NotKept
-        return np.frombuffer(content, np.uint8)
+        return np.frombuffer(memory[:end], np.uint8)
 
     def setfd(self, file: Any) -> None:
         if not self._filled:

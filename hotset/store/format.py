@@ -105,6 +105,7 @@ __all__ = [
     "STAMP_MASK",
     "TAIL",
     "TAIL_COUNT_MASK",
+    "Checksum",
     "Geometry",
     "Live",
     "Slot",
@@ -360,6 +361,39 @@ def checksum(sample: int, length: int, stamp: int, row: memoryview, tail: memory
     """Checksum of a record: its identity, its row from the record header on, and its tail."""
     crc = _checksum_of_part(row, zlib.crc32(_RECORD_PREFIX.pack(sample, length, stamp)))
     return _checksum_of_part(tail, crc) if tail is not None else crc
+
+
+class Checksum:
+    """As :func:`checksum`, of a record whose tail comes in spans.
+
+    Args:
+        sample, length, stamp, row: as there.
+        tail_bytes: how many bytes the tail has.
+    """
+
+    def __init__(self, sample: int, length: int, stamp: int, row: memoryview, tail_bytes: int) -> None:
+        self._crc = checksum(sample, length, stamp, row, None)
+        whole = tail_bytes // PAGE * PAGE
+        self._whole = whole if whole > PAGE else 0  # bytes that are summed up, not yet added
+        self._sums: npt.NDArray[np.uint64] | None = np.zeros(PAGE // 8, np.uint64) if self._whole else None
+
+    def add(self, span: memoryview) -> None:
+        """Add the next bytes of the tail; whole pages but for the last time."""
+        summed = min(len(span), self._whole)
+        if summed:
+            pages = np.frombuffer(span, "<u8", summed // 8).reshape(-1, PAGE // 8)
+            self._sums += np.add.reduce(pages, axis=0)
+            self._whole -= summed
+        if not self._whole:
+            if self._sums is not None:
+                self._crc = zlib.crc32(self._sums.data, self._crc)
+                self._sums = None
+            self._crc = zlib.crc32(span[summed:], self._crc)
+
+    @property
+    def value(self) -> int:
+        """The checksum, once the whole tail was added."""
+        return self._crc
 
 
 def checksums(samples: _Longs, lengths: _Longs, stamps: _Longs, rows: _Bytes) -> list[int]:

@@ -48,6 +48,7 @@ __all__ = [
     "Flattened",
     "OwnForm",
     "lay_out",
+    "pieces",
     "prepare",
     "prepare_all",
     "read",
@@ -139,16 +140,34 @@ def lay_out(sample: object, stride: int) -> OwnForm:
     Raises:
         SchemaMismatch: as :func:`prepare`.
     """
+    size, parts = pieces(sample)
+    body = bytearray(size)
+    at = 0
+    for part in parts:
+        body[at : at + len(part)] = part
+        at += len(part)
+    return OwnForm(memoryview(body), max(size - (stride - _HEAD), 0))
+
+
+def pieces(sample: object) -> tuple[int, list[memoryview]]:
+    """The body of a sample in a form of its own: how many bytes it has, and the bytes in several pieces.
+
+    Large arrays are pieces as they lie in memory: nothing of them is copied.
+
+    Raises:
+        SchemaMismatch: as :func:`prepare`.
+    """
     form, own, prepared = _recent_form(sample) or _new_form(sample)
     row_at, tail_at = _places(len(form), own)
-    body = bytearray(tail_at + prepared.tail_bytes)
-    own.write(body, row_at, prepared, 0, tail_at)
-    _LENGTH.pack_into(body, 0, len(form))
-    # Behind what was written: a row without its header begins sixteen bytes earlier.
-    body[_LENGTH.size : _LENGTH.size + len(form)] = form
-    if len(body) + stride > LARGEST_RECORD:
+    size = tail_at + prepared.tail_bytes
+    if size + _HEAD > LARGEST_RECORD:
         raise SchemaMismatch("more than 2 GiB in one sample")
-    return OwnForm(memoryview(body), max(len(body) - (stride - _HEAD), 0))
+    head = bytearray(tail_at)
+    own.write_row(head, row_at, prepared)
+    _LENGTH.pack_into(head, 0, len(form))
+    # Behind what was written: a row without its header begins sixteen bytes earlier.
+    head[_LENGTH.size : _LENGTH.size + len(form)] = form
+    return size, [memoryview(head), *own.tail_pieces(prepared)]
 
 
 def _recent_form(sample: object) -> tuple[bytes, Schema, Prepared] | None:

@@ -35,9 +35,10 @@ from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
 from hotset.store import memory_limits
+from hotset.store.body_writer import BodyWriter
 from hotset.store.claims import Ids, Index, Participant
 from hotset.store.fixed_rows import FixedRowAllocator
-from hotset.store.format import DRAWS, LINE, ON_DISK, PRESENT, RECORD_HEADER, Live, Slot
+from hotset.store.format import DRAWS, LINE, ON_DISK, OWN_STAMP, PRESENT, RECORD_HEADER, Live, Slot
 from hotset.store.key_table import EVICTABLE, VIEWED, KeyTable
 from hotset.store.schema import Schema
 from hotset.store.segment import Segment, Words
@@ -204,6 +205,7 @@ class KeyedStore(Store):
         whole = memoryview(segment.buffer)
         geometry = segment.geometry
         self._whole = whole
+        self._bodies = BodyWriter(segment)
         self._words = whole[geometry.index_at : geometry.index_at + 8 * geometry.samples].cast("q")
         self._marks = whole[fmt.LIVE_AT : fmt.LIVE_AT + 8 * fmt.LIVE_WORDS].cast("q")
 
@@ -353,44 +355,46 @@ class KeyedStore(Store):
         """
         if self._words[sample] != self.filler.claims.word:
             return False
-        prepared = forms.lay_out(with_strides(value), self.schema.stride)
+        value = with_strides(value)
+        size, pieces = forms.pieces(value)
         self.keys.set_version(sample, version, function)
         with self.participant.thread_lock:
-            given = self.allocator.reserve([sample], [prepared.tail_lines])
+            given = self.allocator.reserve([sample], [-(-size // LINE)])
             try:
-                if given and self._write(sample, given[0][1], prepared):
+                if given and self._write(sample, given[0][1], size, pieces):
                     return True
             finally:
                 self.allocator.settle()
-        return self.filler.put(sample, prepared)  # on the disk, if there is a spill
+        # On the disk, if there is a spill.
+        return self.filler.put(sample, forms.lay_out(value, self.schema.stride))
 
-    def _write(self, sample: int, line: int, prepared: forms.OwnForm) -> bool:
+    def _write(self, sample: int, line: int, size: int, pieces: list[memoryview]) -> bool:
         """Write a record and publish it; False if the file cannot be written.
 
         What :mod:`hotset.store.records` does for many records, for one: a third of the time.
         """
-        segment, geometry = self.segment, self.segment.geometry
+        geometry = self.segment.geometry
+        lines, length = -(-size // LINE), _STRIDE - RECORD_HEADER + size
         row_at = geometry.rows_at + sample * _STRIDE
         before = fmt.RECORD_AND_TAIL.unpack_from(self._whole, row_at)[1] & fmt.GENERATION_MASK
         generation = (max(before, self._marks[Live.CLEAR_GENERATION]) + 1) & fmt.GENERATION_MASK or 1
-        stamp = forms.stamp(prepared, generation)
-        row = bytearray(_STRIDE)
-        fmt.TAIL.pack_into(row, RECORD_HEADER, fmt.tail_word(line, prepared.tail_lines))
-        length = _STRIDE - RECORD_HEADER + prepared.tail_bytes
-        crc = fmt.checksum(sample, length, stamp, memoryview(row)[RECORD_HEADER:], prepared.body)
-        fmt.RECORD.pack_into(row, 0, length, stamp, crc)
+        stamp = generation | OWN_STAMP
+        row = memoryview(bytearray(_STRIDE))
+        fmt.TAIL.pack_into(row, RECORD_HEADER, fmt.tail_word(line, lines))
+        checksum = fmt.Checksum(sample, length, stamp, row[RECORD_HEADER:], size)
         with self.participant.reading:
             if self._marks[Live.CLEAR_GENERATION] & 1:
                 return False
             try:
-                segment.write(prepared.body, geometry.lines_at + line * LINE)
-                segment.write(memoryview(row), row_at)
+                self._bodies.write(geometry.lines_at + line * LINE, pieces, checksum)
+                fmt.RECORD.pack_into(row, 0, length, stamp, checksum.value)
+                self.segment.write(row, row_at)
             except OSError as error:
                 return self.allocator.refuse(f"its file cannot be written ({error}); give it another place")
             self._words[sample] = PRESENT | stamp << fmt.GENERATION_SHIFT | sample
         counters = self.participant.row
         counters[Slot.STORED] += 1
-        counters[Slot.STORED_BYTES] += prepared.tail_lines * LINE
+        counters[Slot.STORED_BYTES] += lines * LINE
         return True
 
     def forget(self, function: int) -> int:

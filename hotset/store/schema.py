@@ -56,6 +56,7 @@ __all__ = [
     "varied",
 ]
 
+_LARGE = 64 << 10  # bytes of an array that is not copied to be written
 _ALIGN_TAIL = 16
 LARGEST_RECORD = 2 << 30
 _DEEPEST = 64
@@ -228,19 +229,37 @@ class Schema:
             line: number of the tail's first line (ignored without a tail).
             tail_at: offset of that line.
         """
+        self.write_row(buffer, row_at, prepared, line)
+        for place, dims in zip(self.variable, prepared.dims, strict=True):
+            size = variable_bytes(self.leaves[place], dims)
+            if size:
+                self.leaves[place].put(buffer, tail_at, prepared.values[place])
+            padding = -size % _ALIGN_TAIL
+            buffer[tail_at + size : tail_at + size + padding] = bytes(padding)
+            tail_at += size + padding
+
+    def write_row(self, buffer: Any, row_at: int, prepared: Prepared, line: int = 0) -> None:
+        """As :meth:`write`, without the tail."""
         for place, leaf in enumerate(self.leaves):
             if leaf.fixed_bytes:
                 leaf.put(buffer, row_at + self.offsets[place], prepared.values[place])
         TAIL.pack_into(buffer, row_at + RECORD_HEADER, tail_word(line, prepared.tail_lines))
         for place, dims in zip(self.variable, prepared.dims, strict=True):
-            leaf = self.leaves[place]
             struct.pack_into(f"<{len(dims)}I", buffer, row_at + self.offsets[place], *dims)
+
+    def tail_pieces(self, prepared: Prepared) -> Iterator[memoryview]:
+        """The bytes of a sample's tail, one leaf after the other; of a large array as it lies in memory."""
+        for place, dims in zip(self.variable, prepared.dims, strict=True):
+            leaf, value = self.leaves[place], prepared.values[place]
             size = variable_bytes(leaf, dims)
-            if size:
-                leaf.put(buffer, tail_at, prepared.values[place])
-            padding = -size % _ALIGN_TAIL
-            buffer[tail_at + size : tail_at + size + padding] = bytes(padding)
-            tail_at += size + padding
+            if size >= _LARGE and isinstance(leaf, ArrayLeaf) and value.flags.c_contiguous:
+                yield value.reshape(-1).view(np.uint8).data
+            else:
+                copied = bytearray(size)
+                if size:
+                    leaf.put(copied, 0, value)
+                yield memoryview(copied)
+            yield memoryview(bytes(-size % _ALIGN_TAIL))
 
     def read(self, buffer: Any, rows_at: int, tails_at: Sequence[int]) -> list[Any]:
         """Put samples together again, leaf by leaf; their arrays share the buffer's memory.

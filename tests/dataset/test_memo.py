@@ -347,6 +347,35 @@ def test_arrays_that_cannot_be_laid_out_again_are_computed_each_time() -> None:
             assert kept(1) is value
 
 
+SIZES = [step * 4096 + more for step in (15, 16, 17, 63, 64, 65, 128, 200) for more in (-300, -1, 0, 1, 200)]
+
+
+def test_large_results_are_kept_whatever_their_size_and_layout() -> None:
+    """They are written from where they lie, in spans of pages: sizes around the borders of these."""
+
+    def made(size: int) -> Any:
+        numbers = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+        return [
+            numbers,
+            {
+                "turned": numbers[: size // 6 * 6].reshape(2, 3, -1).transpose(2, 0, 1),
+                "text": "text" * 20_000,
+            },
+            torch.from_numpy(numbers.copy())[:-1:2].to(torch.int16),
+            numbers[: size // 8 * 8].view("datetime64[us]"),
+        ]
+
+    with memo(made, key="made") as kept:
+        for size in SIZES:
+            kept(size)
+        for size in SIZES:
+            found, value = kept(size), made(size)
+            assert difference(found, value) is None
+            assert found[1]["turned"].strides == value[1]["turned"].strides
+        assert kept.stats().hits == len(SIZES)
+        assert kept.check() == []
+
+
 def test_results_differ_in_shape_from_call_to_call() -> None:
     with memo(lambda size: np.full((size, size), size), key="square") as kept:
         for _ in range(2):

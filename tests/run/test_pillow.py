@@ -153,6 +153,33 @@ def test_a_picture_cannot_be_told_from_a_plain_one(pictures: Path) -> None:
     assert made - hits < 4 * count  # each of them once for its size, and a few times drafted
 
 
+def test_large_pictures_cannot_be_told_from_plain_ones(tmp_path: Path) -> None:
+    """Pillow keeps a large picture's lines in several blocks, and packs pixels in strips."""
+    rng = np.random.default_rng(0)
+    for mode in MODES:
+        grey = mode in ("I;16", "I", "F")
+        noise = Image.fromarray(rng.integers(0, 255, (90, 77) if grey else (90, 77, 3), np.uint8))
+        picture = noise.resize((601, 397)).convert(mode)
+        if mode == "P":
+            picture.info["transparency"] = 3
+        for suffix in ("png", "tif"):
+            if suffix == "png" and mode in ("CMYK", "F", "I"):
+                continue  # there are none
+            options = {"compression": "tiff_lzw"} if suffix == "tif" else {"compress_level": 1}
+            picture.save(tmp_path / f"{mode.replace(';', '_')}.{suffix}", **options)  # type: ignore[arg-type]
+    for name, size in {"wide": (30_000, 3), "high": (3, 30_000), "blocks": (2900, 2100)}.items():
+        noise.convert("RGB").resize(size).save(tmp_path / f"{name}.jpg", quality=50)
+        noise.convert("RGBA").resize(size).save(tmp_path / f"{name}.png", compress_level=1)
+    program = (
+        SHOW + "for _ in range(int(sys.argv[2])): "
+        "say([outcome(opened, path) for path in sorted(glob.glob(sys.argv[1] + '/*'))])\n"
+    )
+    plain, ours = run(program, str(tmp_path), "1", hotset=None), run(program, str(tmp_path), "2")
+    assert ours.said == plain.said * 2
+    count = len(list(tmp_path.iterdir()))
+    assert calls(ours.report, "PIL.Image.Image.load") == (2 * count, count)
+
+
 def test_damaged_files_are_as_without_us(pictures: Path) -> None:
     program = (
         SHOW

@@ -275,6 +275,16 @@ def test_a_long_parts_checksum_is_what_the_format_says() -> None:
     assert _crc(row=part, tail=b"") == crc
 
 
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 8191, 8192, 8193, 40_000, 9 * 4096])
+@pytest.mark.parametrize("pages", [1, 2, 3, 100])
+def test_a_tail_that_comes_in_spans_has_the_checksum_of_the_whole(size: int, pages: int) -> None:
+    row, tail = memoryview(b"r" * 48), memoryview(np.random.default_rng(size).bytes(size))
+    checksum = fmt.Checksum(5, 80, 2, row, size)
+    for start in range(0, size, pages * fmt.PAGE):
+        checksum.add(tail[start : start + pages * fmt.PAGE])
+    assert checksum.value == _crc(row=bytes(row), tail=bytes(tail))
+
+
 def test_a_tail_is_not_told_apart_by_where_row_and_tail_meet_but_by_the_length() -> None:
     """Row and tail are one stream to the checksum; the length, which is in it, says where the row ends."""
     assert _crc(row=b"a" * 8, tail=b"b" * 8, length=16) != _crc(row=b"a" * 16, tail=b"", length=8)
