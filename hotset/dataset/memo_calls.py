@@ -35,7 +35,13 @@ import torch
 
 from hotset._warnings import printable, warn
 from hotset.dataset.memo_store import MemoStats, MemoStore, open_store, stats_of
-from hotset.determinism.argument_key import ArgumentKey, NoIdentity, Parameters, describe_arguments
+from hotset.determinism.argument_key import (
+    ArgumentKey,
+    NoIdentity,
+    Parameters,
+    describe_arguments,
+    file_version,
+)
 from hotset.determinism.bindings import Bindings
 from hotset.determinism.draw_watch import DrawWatch
 from hotset.determinism.equality import same
@@ -193,6 +199,29 @@ class Calls:
                 f"identity= must consist of numbers, texts, paths and the like, got {why}."
             ) from None
         return self._get(described, compute, lambda: describe_arguments(identity))
+
+    def get_by_key(
+        self, key: bytes, compute: Callable[[], Any], file: tuple[str, os.stat_result] | None = None
+    ) -> Any:
+        """As :meth:`get`, for callers that describe their calls themselves.
+
+        Args:
+            key: all that the result depends on.
+            compute: computes the result.
+            file: a path, and the status in which the result depends on its file as well. None if ``compute``
+                itself sees to it that no file changes.
+        """
+        if file is None:
+            return self._get(ArgumentKey(key, 0, True), compute, None)
+        path, status = file
+
+        def describe_again() -> ArgumentKey:
+            try:
+                return ArgumentKey(key, file_version(os.stat(path)), True)
+            except OSError:
+                return ArgumentKey(key, 0, True)  # it is gone
+
+        return self._get(ArgumentKey(key, file_version(status), True), compute, describe_again)
 
     def _get(
         self,

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["ArgumentKey", "NoIdentity", "Parameters", "describe_arguments"]
+__all__ = ["ArgumentKey", "NoIdentity", "Parameters", "describe_arguments", "file_version"]
 
 _LARGEST_ARRAY = 64 << 10
 _DEEPEST = 20
@@ -117,8 +117,12 @@ def _file(to: _Description, path: str | bytes) -> None:
         found = os.stat(path)
     except (OSError, ValueError):
         return
-    times = found.st_mtime_ns ^ found.st_ctime_ns << 1  # a program can set the former, but not both
-    to.files.append(_STAT.pack(found.st_ino, found.st_size, times & _WORD, found.st_dev))
+    to.files.append(_packed(found))
+
+
+def _packed(status: os.stat_result) -> bytes:
+    times = status.st_mtime_ns ^ status.st_ctime_ns << 1  # a program can set the former, but not both
+    return _STAT.pack(status.st_ino, status.st_size, times & _WORD, status.st_dev)
 
 
 def _sequence(to: _Description, value: Sequence[Any], depth: int) -> None:
@@ -254,11 +258,16 @@ def describe_arguments(arguments: Sequence[Any]) -> ArgumentKey:
     to = _Description()
     for value in arguments:
         to.add(value)
-    version = 0
-    if to.files:
-        digest = hashlib.blake2b(b"".join(to.files), digest_size=8).digest()
-        version = int.from_bytes(digest, "little") or 1
-    return ArgumentKey(b"".join(to.parts), version, to.fixed)
+    return ArgumentKey(b"".join(to.parts), _version(b"".join(to.files)) if to.files else 0, to.fixed)
+
+
+def file_version(status: os.stat_result) -> int:
+    """The version of arguments that name one file, of that status."""
+    return _version(_packed(status))
+
+
+def _version(files: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(files, digest_size=8).digest(), "little") or 1
 
 
 def _has_identity(value: Any) -> bool:

@@ -22,16 +22,16 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotset.run.environment import Options, imported, left_alone, options_here
 from hotset.run.import_hook import Hook
-from hotset.run.kept import Kept, before_fork, memo_of
+from hotset.run.kept import File, Kept, before_fork, memo_of
 
 __all__ = [
     "Decoder",
     "LeftAlone",
+    "absolute",
     "check_age",
     "file_identity",
     "hooks",
@@ -45,7 +45,7 @@ __all__ = [
 _MOMENT_SECONDS = 0.05
 
 # The file that a call reads, and what else tells it from others.
-Identify = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Path, tuple[Any, ...]]"]
+Identify = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[File, tuple[Any, ...]]"]
 
 
 class LeftAlone(Exception):
@@ -122,7 +122,7 @@ def stand_in(function: Callable[..., Any], call: Callable[..., Any]) -> Any:
 
 def _identity(
     decoder: Decoder, identify: Identify, args: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[Path, tuple[Any, ...]] | None:
+) -> tuple[File, tuple[Any, ...]] | None:
     try:
         file, rest = identify(args, keywords)
         return file, (versions(decoder.libraries), rest)
@@ -216,7 +216,7 @@ def versions(libraries: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def file_identity(path: Any) -> Path:
+def file_identity(path: Any) -> File:
     """The file that ``path`` names.
 
     Raises:
@@ -234,7 +234,12 @@ def file_identity(path: Any) -> Path:
     if not stat.S_ISREG(status.st_mode):
         raise LeftAlone("the path is not that of a regular file")
     check_age(status)
-    return Path(name).absolute()  # not abspath: behind a link, `link/../file` is not `file`
+    return File(absolute(name), status)
+
+
+def absolute(path: str) -> str:
+    """The path from the root. Not ``abspath``: behind a link, ``link/../file`` is not ``file``."""
+    return path if path.startswith("/") else os.path.join(os.getcwd(), path)
 
 
 def check_age(status: os.stat_result) -> None:
@@ -284,7 +289,7 @@ def _by_signature(path: str, *absent: str, check: Callable[[str, dict[str, Any]]
     def identify(function: Callable[..., Any]) -> Identify:
         signature = inspect.signature(function)
 
-        def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Path, tuple[Any, ...]]:
+        def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[File, tuple[Any, ...]]:
             try:
                 bound = signature.bind(*args, **keywords)
             except TypeError:
@@ -309,7 +314,7 @@ def _cv2_imread(function: Callable[..., Any]) -> Identify:
     """``imread(filename[, flags])``: the built-in function has no signature."""
     default = sys.modules["cv2"].IMREAD_COLOR if hasattr(sys.modules.get("cv2"), "IMREAD_COLOR") else 1
 
-    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Path, tuple[Any, ...]]:
+    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[File, tuple[Any, ...]]:
         more = {**dict(zip(("filename", "flags"), args, strict=False)), **keywords}
         if len(args) > 2 or not {"filename"} <= set(more) <= {"filename", "flags"}:
             raise LeftAlone("it has other arguments than a file and flags")
@@ -337,9 +342,9 @@ def _numpy_load(function: Callable[..., Any]) -> Identify:
     """A file of one array: not an archive of many, which is read when it is used, nor a mapped one."""
     by_signature = _by_signature("file", "mmap_mode")(function)
 
-    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Path, tuple[Any, ...]]:
+    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[File, tuple[Any, ...]]:
         file, rest = by_signature(args, keywords)
-        with open(file, "rb") as opened:
+        with open(file.path, "rb") as opened:
             if opened.read(6) != b"\x93NUMPY":
                 raise LeftAlone("the file is an archive, or has pickled objects")
         return file, rest
@@ -350,13 +355,13 @@ def _numpy_load(function: Callable[..., Any]) -> Identify:
 def _nibabel_proxy(function: Callable[..., Any]) -> Identify:
     """``ArrayProxy._get_scaled(self, dtype, slicer)``: what ``get_fdata`` and ``dataobj`` read."""
 
-    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Path, tuple[Any, ...]]:
+    def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[File, tuple[Any, ...]]:
         proxy = args[0]
         given = {**dict(zip(("dtype", "slicer"), args[1:], strict=False)), **keywords}
         if type(proxy).__qualname__ != "ArrayProxy" or set(given) != {"dtype", "slicer"}:
             raise LeftAlone("it is a kind of image that is read in its own way")
         file = file_identity(proxy.file_like)
-        if not file.name.endswith((".gz", ".bz2")):
+        if not file.path.endswith((".gz", ".bz2")):
             raise LeftAlone("the file is not compressed, and nibabel maps it")
         if proxy._persist_opener:
             raise LeftAlone("nibabel keeps the file open")

@@ -15,13 +15,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hotset._warnings import warnings_to
 from hotset.run.environment import Options, left_alone, options_here, wait_for_store
 
-__all__ = ["Kept", "NotKept", "attach", "before_fork", "close_memos", "is_computing", "memo_of"]
+__all__ = ["File", "Kept", "NotKept", "attach", "before_fork", "close_memos", "is_computing", "memo_of"]
 
 # A process that decodes a few files, and has no other use for torch, must not wait for it.
 _CALLS_WITHOUT_TORCH = 100
@@ -35,6 +34,18 @@ def is_computing() -> bool:
 
 class NotKept(Exception):
     """Leaves a memo's computation without a value to keep."""
+
+
+class File(NamedTuple):
+    """The file that a call reads.
+
+    Attributes:
+        path: an absolute one.
+        status: what the system says of it.
+    """
+
+    path: str
+    status: os.stat_result
 
 
 class Kept:
@@ -52,13 +63,13 @@ class Kept:
         _all.append(self)
         before_fork(self.prepare)
 
-    def get(self, file: Path, rest: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+    def get(self, key: tuple[Any, ...], compute: Callable[[], Any], file: File | None = None) -> Any:
         """What is kept, or what ``compute`` returns: arrays may be read-only views.
 
         Args:
-            file: counts with its size, time of change and inode.
-            rest: what else tells one call from another: None, numbers, strings, bytes and tuples of them.
+            key: tells one call from another: None, numbers, strings, bytes and tuples of them.
             compute: computes it.
+            file: is to be as it was, before and after; None if ``compute`` sees to that.
 
         Raises:
             NotKept: as ``compute`` does, or because the memo cannot be used.
@@ -67,10 +78,9 @@ class Kept:
             self.prepare()
         if self._memo is False:
             raise NotKept
-        # As bytes: a memo looks whether a string names a file.
-        identity = (repr(rest).encode("utf-8", "surrogatepass"), file)
+        name = repr(key if file is None else (file.path, key)).encode("utf-8", "surrogatepass")
         with warnings_to(self._note):
-            return self._memo.get(identity, lambda: _computed(compute))
+            return self._memo._hotset_calls.get_by_key(name, lambda: _computed(compute), file)
 
     def is_worth_it(self) -> bool:
         """Whether a call is to be memoised: the first ones are not where that would have to import torch."""
@@ -108,8 +118,8 @@ class Kept:
 
     def call(
         self,
-        file: Path,
-        rest: tuple[Any, ...],
+        file: File,
+        key: tuple[Any, ...],
         function: Callable[..., Any],
         args: tuple[Any, ...],
         keywords: dict[str, Any],
@@ -136,11 +146,11 @@ class Kept:
             made.append((True, value))
             stored = _stored(value)
             if check is not None:
-                _checked(check, str(file))
+                _checked(check, file.path)
             return stored
 
         try:
-            found = self.get(file, rest, compute)
+            found = self.get(key, compute, file)
             return made[0] if made else (True, _restored(found))
         except NotKept:
             pass

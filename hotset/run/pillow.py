@@ -8,10 +8,10 @@ case. Only ``_getdecoder`` is replaced. It looks who calls it: if that is ``load
 tile of a file, the decoder that it returns puts kept pixels into the image and asks for no data.
 
 What is kept is a function of the file and of what a decoder gets: its name and arguments, mode, size,
-configuration (which ``draft`` changes), the offset in the file. On a miss, a second decoder of PIL's reads a
-second handle of the file into the caller's image, and the pixels are copied from there. (An image of its own
-would cost as much again: its memory is touched for the first time.) If anything goes wrong, the caller's
-image is blank again, and its own decoder does its work as always, its errors included.
+configuration (which ``draft`` changes), the offset in the file. On a miss, a second decoder of PIL's reads
+the file from a position of its own into the caller's image, and the pixels are copied from there. (An image
+of its own would cost as much again: its memory is touched for the first time.) If anything goes wrong, the
+caller's image is blank again, and its own decoder does its work as always, its errors included.
 
 ========  ======================================================================================
 jpeg      JPEG and MPO (the pictures of phones). The file is not read on a hit.
@@ -34,10 +34,9 @@ import stat
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from hotset.run.decoders import LeftAlone, check_age
+from hotset.run.decoders import LeftAlone, absolute, check_age
 from hotset.run.environment import left_alone
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, NotKept
@@ -95,14 +94,9 @@ class _Decoders:
         self.encoder = image_module._getencoder
         self.kept = kept
         self.scratch = Scratch()
-        self.known = (
-            "PIL",
-            "pixels, end",  # what is kept
-            image_module.__version__,
-            *sorted(
-                f"{name} {getattr(self.core, name)}" for name in dir(self.core) if name.endswith("version")
-            ),
-        )
+        names = sorted(name for name in dir(self.core) if name.endswith("version"))
+        versions = (f"{name} {getattr(self.core, name)}" for name in names)
+        self.known = " ".join(("pixels, end", image_module.__version__, *versions))
 
     def decoder_for(self, image: Any, decoder: Any, call: Call) -> Any:
         try:
@@ -189,7 +183,7 @@ def _file_of(image: Any) -> tuple[str, tuple[int, ...]]:
         raise LeftAlone("the file is gone since it was opened") from None
     if here != there:
         raise LeftAlone("the file has changed since it was opened")
-    return path, here
+    return absolute(path), here
 
 
 def _status(status: os.stat_result) -> tuple[int, ...]:
@@ -230,11 +224,9 @@ class _Decoder:
 
     def _fill(self, core: Any, extents: Any) -> None:
         source = self._source
-        rest = (self._all.known, source.status, source.identity)
+        key = (self._all.known, source.path, source.status, source.identity)
         with contextlib.ExitStack() as borrowed:  # until the pixels are kept
-            pixels, end = self._all.kept.get(
-                Path(source.path).absolute(), rest, lambda: self._decoded(core, borrowed)
-            )
+            pixels, end = self._all.kept.get(key, lambda: self._decoded(core, borrowed))
         if self._end is None:
             mode = self._call[0]
             raw = self._all.plain(mode, "raw", (mode, 0, 1))
@@ -250,13 +242,14 @@ class _Decoder:
         mode, name, args, extra = self._call
         self._end = 0  # from here on the image is not blank
         try:
-            with open(self._source.path, "rb") as file:
-                self._check(file)
-                if name == "libtiff":
+            if name == "libtiff":
+                with open(self._source.path, "rb") as file:
+                    self._check(file)
                     end = _decode_libtiff(self._all.plain, self._call, core, self._image, file)
-                else:
-                    end = _decode(self._all.plain(mode, name, args, extra), core, self._image, file)
-                self._check(file)
+                    self._check(file)
+            else:
+                end = _decode(self._all.plain(mode, name, args, extra), core, self._image)
+                self._check(self._image.fp)
             return self._bytes_of(core, borrowed), end
         except (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error):
             raise NotKept from None  # the file is damaged: PIL's decoder will say so
@@ -304,7 +297,22 @@ class _Decoder:
         return self._decoder.cleanup()
 
 
-def _decode(decoder: Any, image: Any, owner: Any, file: Any) -> int:
+class _Reader:
+    """Reads a file from a position of its own: that of the file stays."""
+
+    def __init__(self, file: Any) -> None:
+        self._descriptor, self._position = file.fileno(), file.tell()
+
+    def read(self, size: int) -> bytes:
+        data = os.pread(self._descriptor, size, self._position)
+        self._position += len(data)
+        return data
+
+    def tell(self) -> int:
+        return self._position  # type: ignore[no-any-return]
+
+
+def _decode(decoder: Any, image: Any, owner: Any) -> int:
     """Feed ``decoder`` as ``ImageFile.load`` does.
 
     Returns:
@@ -315,7 +323,7 @@ def _decode(decoder: Any, image: Any, owner: Any, file: Any) -> int:
     """
     decoder.setimage(image, owner.tile[0][1])
     is_png = getattr(owner, "png", None) is not None
-    file.seek(owner.fp.tell())
+    file = _Reader(owner.fp)
     read = _PNG.reader(owner, file) if is_png else file.read
     block, rest, reads = owner.decodermaxblock, b"", 0
     try:
