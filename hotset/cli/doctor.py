@@ -18,7 +18,7 @@ from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run.doctor.advice import advice, as_json, predict
 from hotset.run.doctor.ending import end_program
-from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, PAUSED, THREADS, TRYING
+from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, PAUSED, THREADS, TOLD, TRYING
 from hotset.run.doctor.observed import Observed, empty_loader, read, training_processes
 from hotset.run.doctor.text import lines
 from hotset.run.environment import WatchOptions, make_ledger, watched_environment, why_full
@@ -56,7 +56,7 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
     ledger = make_ledger("hotset-doctor-")
     watcher = _Watcher(ledger, keep=keep, quiet=as_json_text)
     try:
-        environment = watched_environment(WatchOptions(ledger, seconds), os.environ)
+        environment = watched_environment(WatchOptions(ledger, seconds, ends=not keep), os.environ)
         stdout = 2 if as_json_text else 1
         status = run_program(command, environment, _say, watcher.start, stdout=stdout, takes_sigint=not keep)
         watcher.stop()
@@ -176,7 +176,7 @@ class _Watcher:
             return
         self.ended = True
         _say("that is enough to judge by; the program is ended as by Ctrl-C.")
-        end_program(program, lambda: training_processes(str(self._ledger)), _say)
+        end_program(program, lambda: training_processes(str(self._ledger)), _say, (self._ledger / TOLD).touch)
 
     def _say_tries(self) -> None:
         if not self._quiet and (self._ledger / TRYING).exists():

@@ -134,10 +134,12 @@ class WatchOptions:
     Attributes:
         ledger: the folder for what processes have seen.
         seconds: how long a program is watched, from its first batch.
+        ends: whether it is ended then.
     """
 
     ledger: str
     seconds: float = 60.0
+    ends: bool = False
 
 
 def watched_environment(options: WatchOptions, environment: Mapping[str, str]) -> dict[str, str]:

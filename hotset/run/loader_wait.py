@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hotset.run.environment import LEDGER
@@ -32,8 +32,11 @@ class Observer(Protocol):
     def before(self, iterator: Any) -> None:
         """The loop asks for a batch."""
 
-    def after(self, iterator: Any, seconds: float, failed: bool) -> None:
-        """It got one after so many seconds; or ``failed``: the pass ended, or an exception was raised."""
+    def after(self, iterator: Any, seconds: float, failed: bool, batch: Callable[[], Any]) -> None:
+        """It got one after so many seconds; or ``failed``: the pass ended, or an exception was raised.
+
+        ``batch`` returns what it got, or None if that is not known.
+        """
 
 
 def hooks(observers: Sequence[Observer]) -> Iterator[tuple[str, Hook]]:
@@ -91,8 +94,9 @@ class _Timed:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         result = self._inner.__exit__(kind, error, trace)
         seconds = time.perf_counter() - self._start
+        frame = sys._getframe(1)  # of ``__next__``, in which the batch has this name
         for observer in self._observers:
-            observer.after(self._iterator, seconds, kind is not None)
+            observer.after(self._iterator, seconds, kind is not None, lambda: frame.f_locals.get("data"))
         return result
 
 
@@ -102,7 +106,7 @@ class WaitSums:
     def before(self, iterator: Any) -> None:
         pass
 
-    def after(self, iterator: Any, seconds: float, failed: bool) -> None:
+    def after(self, iterator: Any, seconds: float, failed: bool, batch: Callable[[], Any]) -> None:
         _note(seconds, 0.0 if failed else 1.0)
 
 

@@ -708,13 +708,13 @@ def the_doctor_times_steps_that_return_before_the_gpu_is_done(device: str) -> No
         batches = iter(loader)
         for _ in range(12):
             observer.before(batches)
-            next(batches)
-            observer.after(batches, 1e-3, failed=False)
+            batch = next(batches)
+            observer.after(batches, 1e-3, failed=False, batch=lambda batch=batch: batch)
             _slow(device)
         if device != "cpu":
             torch.cuda.synchronize()
         observer.before(batches)
-        observer.after(batches, 1e-3, failed=True)
+        observer.after(batches, 1e-3, failed=True, batch=lambda: None)
         assert watch._here is not None
         watch._here.write()
         watch._here = None

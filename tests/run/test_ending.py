@@ -57,7 +57,7 @@ def end(program: subprocess.Popen[bytes], *training: int) -> list[str]:
     said: list[str] = []
     waiting = threading.Thread(target=program.wait)
     waiting.start()
-    end_program(program.pid, lambda: training, said.append)
+    end_program(program.pid, lambda: training, said.append, lambda: None)
     waiting.join()
     return said
 

@@ -84,7 +84,7 @@ class _Model:
         # And the step gives a batch's memory back, which takes longer if that is shared.
         rows = _torch(seen, 0), _torch(seen, max(seen.workers, 1))
         self._release = [0.0 if row is None else row["release"] for row in rows]
-        self._step = _longer(seen.step, -self._release[seen.workers > 0])
+        self._step = _longer(seen.step, -self._release[seen.workers > 0]) if seen.step_drops else seen.step
         self.modelled = self._plain(seen.workers, self.fetch)
         measured = seen.rate / seen.ranks
         low, high = _FACTOR

@@ -1,4 +1,10 @@
-"""The clocks of a process, and sums of what they say."""
+"""The clocks of a process, when they rest, and sums of what they say.
+
+To read a processor clock takes half a microsecond, and what is done with it some more. Where batches come
+fast, all of that together took 2 % of the time. So the clocks are read for some batches in a row, and then
+rest until what that took is a 200th of the time since the first of these: where batches take long, they
+never rest.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,11 @@ import os
 import time
 from typing import NamedTuple
 
-__all__ = ["Clocks", "Sums"]
+__all__ = ["Clocks", "Rests", "Sums"]
+
+_IN_A_ROW = 8  # batches; workers give theirs in turn, and one that is waited for longer than others
+_REST = 200.0  # times what reading the clocks of these took
+_LONGEST_SECONDS = 0.5
 
 
 class Clocks(NamedTuple):
@@ -61,6 +71,33 @@ def _queued() -> float:
         return int(os.pread(_waited_file[1], 100, 0).split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+class Rests:
+    """When the clocks rest."""
+
+    def __init__(self) -> None:
+        self._count = 0  # of batches in a row
+        self._begun = 0.0  # when the clocks were read for the first of these
+        self._spent = 0.0  # the seconds that all of them took
+        self._until = 0.0
+
+    def now(self, time: float) -> bool:
+        """Whether they rest at this time."""
+        return time < self._until
+
+    def spent(self, seconds: float) -> None:
+        """So long did reading them take."""
+        self._spent += seconds
+
+    def count(self, now: float) -> None:
+        """They were read for a batch; after some, they rest."""
+        if not self._count:
+            self._begun = now
+        self._count += 1
+        if self._count > _IN_A_ROW:
+            self._until = min(self._begun + _REST * self._spent, now + _LONGEST_SECONDS)
+            self._count, self._spent = 0, 0.0
 
 
 class Sums:

@@ -26,17 +26,23 @@ _LOOK_SECONDS = 0.05
 _ALONE_SECONDS = 1.0  # that a process has to end after the program's first process: a launcher has told it to
 
 
-def end_program(program: int, training: Callable[[], Iterable[int]], say: Callable[[str], None]) -> None:
+def end_program(
+    program: int,
+    training: Callable[[], Iterable[int]],
+    say: Callable[[str], None],
+    told: Callable[[], None],
+) -> None:
     """End it, and return when it has ended, or cannot be ended.
 
     Args:
         program: its first process, which leads its group.
         training: the processes that train.
         say: is called with a sentence if it does not end as by Ctrl-C.
+        told: is called, once or more, when each process that trains was sent a signal.
     """
     for number, patience in _ENDS:
         ending = _Ending(program, training, number)
-        if ending.wait(patience):
+        if ending.wait(patience, told):
             return
         if ending.is_ignored:
             say(f"the program ignores {number.name}.")
@@ -65,8 +71,8 @@ class _Ending:
         """Whether there is nothing to wait for."""
         return all(_ignores(pid, self._number) for pid in self._left())
 
-    def wait(self, patience: float) -> bool:
-        """Whether all have ended after so many seconds."""
+    def wait(self, patience: float, told: Callable[[], None]) -> bool:
+        """Whether all have ended after so many seconds; ``told`` is called when all were sent the signal."""
         begin = time.monotonic()
         alone = begin
         while self._left() and not self.is_ignored and time.monotonic() < begin + patience:
@@ -74,6 +80,8 @@ class _Ending:
                 alone = time.monotonic() + _ALONE_SECONDS
             elif time.monotonic() >= alone:
                 self._tell(pid for pid in self._left() if _group(pid) != self._program)
+            if all(pid in self._told or _group(pid) == self._program for pid in self._left()):
+                told()
             time.sleep(_LOOK_SECONDS)
         return not self._left()
 

@@ -1,6 +1,7 @@
 """What a sample costs in the process that makes it: clocks around each fetch, collate and decoder.
 
-The first batch of a process is left out of all sums: it pays for opening files.
+The first batch of a process is left out of all sums: it pays for opening files. While the clocks rest
+(:class:`~.clocks.Rests`), samples are only counted; what the others took is scaled to all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hotset.run.doctor.clocks import Sums
+from hotset.run.doctor.clocks import Rests, Sums
 
 __all__ = ["Fetching"]
 
@@ -24,44 +25,73 @@ class Fetching:
     def __init__(self) -> None:
         self.sums = Sums()
         self.decoders: dict[str, list[float]] = {}  # name: calls, processor seconds, bytes
+        self.rests = Rests()
+        self._samples = 0  # all; in the sums are those for which the clocks were read
+        self._batches = 0
         self._entered = 0.0, 0.0  # the time, and this thread's processor time
-        self._decoding = False
+        self._decoding = self._is_clocked = False
         self._begun: dict[str, float] | None = None
         self._memory: list[tuple[float, float]] = []  # when it was read first, and last, and the bytes
         self._memory_at = 0.0  # when to read it next
 
-    def begin(self, fetcher: Any) -> None:
-        """torch's ``fetcher`` is about to make a batch."""
-        if not isinstance(fetcher.collate_fn, _TimedCollate):
-            fetcher.collate_fn = _TimedCollate(fetcher.collate_fn, self)
-        self._entered = time.perf_counter(), time.thread_time()
+    def begin(self, fetcher: Any) -> bool:
+        """torch's ``fetcher`` is about to make a batch; whether the clocks are read for it."""
+        now = time.perf_counter()
+        self._is_clocked = not self.rests.now(now)
+        if self._is_clocked:
+            if not isinstance(fetcher.collate_fn, _TimedCollate):
+                fetcher.collate_fn = _TimedCollate(fetcher.collate_fn, self)
+            self._entered = time.perf_counter(), time.thread_time()
+            self.rests.spent(self._entered[0] - now)
+        return self._is_clocked
 
     def end(self, fetcher: Any, indices: Any) -> None:
         """It has made one of these indices."""
-        wall, cpu = self._entered
-        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-        if self._begun is not None:
-            samples = len(indices) if fetcher.auto_collation else 1
-            self.sums.add(batches=1, samples=samples, wall=wall, cpu=cpu)
+        samples = len(indices) if fetcher.auto_collation else 1
+        if not self._is_clocked:
+            self._batches += 1
+            self._samples += samples
             return
-        self.sums.of.clear()
-        self.decoders.clear()
-        self._begun = _process_figures()
-        self._memory_at = self._begun["wall"] + _MEMORY_AFTER_SECONDS
+        wall, cpu = self._entered
+        now = time.perf_counter()
+        cpu = time.thread_time() - cpu
+        if self._begun is None:
+            self.sums.of.clear()
+            self.decoders.clear()
+            self._begun = _process_figures()
+            self._memory_at = self._begun["wall"] + _MEMORY_AFTER_SECONDS
+            return
+        self._batches += 1
+        self._samples += samples
+        self.sums.add(samples=samples, wall=now - wall, cpu=cpu)
+        self.rests.spent(time.perf_counter() - now)
+        self.rests.count(now)
 
-    def collated(self, cpu: float) -> None:
-        self.sums.add(collate_cpu=cpu)
+    def collate(self, plain: Callable[[Any], Any], samples: Any) -> Any:
+        """Call the loader's collate function."""
+        if not self._is_clocked:
+            return plain(samples)
+        before = time.perf_counter()
+        begin = time.thread_time()
+        self.rests.spent(2.0 * (time.perf_counter() - before))  # here, and below
+        try:
+            return plain(samples)
+        finally:
+            self.sums.add(collate_cpu=time.thread_time() - begin)
 
     def decode(self, name: str, call: Callable[[], Any], size: Callable[[Any], int]) -> Any:
         """Call a decoder between two readings of the clocks; one within another counts once."""
         if self._decoding or threading.current_thread() is not threading.main_thread():
             return call()
         self._decoding = True
+        before = time.perf_counter()
         begin = time.thread_time()
+        self.rests.spent(time.perf_counter() - before)
         try:
             value = call()
         finally:
             self._decoding = False
+            before = time.perf_counter()
             taken = time.thread_time() - begin
         row = self.decoders.get(name)
         if row is None:
@@ -69,6 +99,7 @@ class Fetching:
         row[0] += 1.0
         row[1] += taken
         row[2] += size(value)
+        self.rests.spent(time.perf_counter() - before)
         return value
 
     @property
@@ -89,9 +120,12 @@ class Fetching:
             self._memory_at = now["wall"] + _MEMORY_SECONDS
             self._memory = [*self._memory[:1], *((now["wall"], size) for size in _memory())]
         figures = {name: [value, now.get(name)] for name, value in self._begun.items()}
+        clocked = self.sums.of.get("samples", 0.0)
+        all_of_them = self._samples / clocked if clocked else 1.0
         return {
-            **self.sums.of,
-            "decoders": self.decoders,
+            **{name: all_of_them * value for name, value in self.sums.of.items()},
+            "batches": self._batches,
+            "decoders": {name: [all_of_them * value for value in row] for name, row in self.decoders.items()},
             "process": figures,
             "memory": self._memory,
         }
@@ -105,11 +139,7 @@ class _TimedCollate:
         self._fetching = fetching
 
     def __call__(self, samples: Any) -> Any:
-        begin = time.thread_time()
-        try:
-            return self.plain(samples)
-        finally:
-            self._fetching.collated(time.thread_time() - begin)
+        return self._fetching.collate(self.plain, samples)
 
 
 def _process_figures() -> dict[str, float]:

@@ -6,6 +6,7 @@
 ``trying``         a process of the program tries a cache, or has; nothing that is seen from then on counts
 ``trial.json``     what came out
 ``done``           the program was watched for long enough, and may be ended
+``told``           each process that trains was sent the signal that ends it
 ``interrupted``    it was ended by Ctrl-C
 ``memory``         a worker that lived shortly has told its memory; one is enough
 ``ours``           it takes batches from hotset.DataLoader
@@ -29,6 +30,7 @@ __all__ = [
     "OURS",
     "PAUSED",
     "THREADS",
+    "TOLD",
     "TRIAL",
     "TRYING",
     "WATCHED",
@@ -36,7 +38,7 @@ __all__ = [
 ]
 
 WATCHED, PAUSED, TRYING, TRIAL, DONE = "watch-", "paused-", "trying", "trial.json", "done"
-INTERRUPTED, MEMORY, OURS, THREADS = "interrupted", "memory", "ours", "threads"
+INTERRUPTED, MEMORY, OURS, THREADS, TOLD = "interrupted", "memory", "ours", "threads", "told"
 LEAST_BATCHES = 3  # that a loop must have taken, without the first of each worker, to be judged
 
 

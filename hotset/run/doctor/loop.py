@@ -2,15 +2,16 @@
 
 Where the loop asks for a batch and where it gets one, four clocks are read: the time, the processor time of
 the thread, that of the process, and the time in which the thread waited for a processor. So a step is known
-by its length and by what it takes of the cores. All four, and what comes of them, take 2 % of steps of
-2 ms. So they are read for some steps in a row, and then only the time, until that has taken 200 times as long
-as the clocks did.
+by its length and by what it takes of the cores. While the clocks rest (:class:`~.clocks.Rests`), only the
+time is read.
 
 But beside busy workers a step takes longer than it would alone. What it waited for a processor is taken off;
-it also shares memory and caches with them, and its other threads wait, too. So now and then, for one step,
-the workers are stopped (SIGSTOP) when the loop has got its batch, and go on when it asks for the next. That
-is done at most eight times, for at most a hundredth of the time; ``hotset doctor`` continues them if the loop
-does not.
+it also shares memory and caches with them, and its other threads wait, too. And within a step a loop drops
+the batch before: to give 25 MB of shared memory back took 3 ms of a step of 5 ms, which it would not take
+with another loader. So now and then, for one step, the workers are stopped (SIGSTOP) when the loop has got
+its batch, and the batch before is kept; when the loop asks for the next one, the workers go on and the batch
+is dropped. That is done at most eight times, for at most a hundredth of the time; ``hotset doctor`` continues
+the workers if the loop does not.
 
 On a GPU a step returns before its kernels have run. So an event is recorded on the current stream where the
 loop gets a batch and where it asks for the next, and the time between them is read when both have happened;
@@ -29,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hotset.run.doctor.clocks import Clocks, Sums
+from hotset.run.doctor.clocks import Clocks, Rests, Sums
 from hotset.run.doctor.fetching import Fetching
 from hotset.run.doctor.ledger import Ledger
 
@@ -51,9 +52,6 @@ _UNLIKE = 0.5  # steps whose processor time differs by this share of their lengt
 _DEFAULT_BATCH = 32
 _STEPS_KEPT = 256
 _STEP_SUMS = ("clocked_step", "step_thread", "step_process", "step_queued")  # of the clocks
-_CLOCKED_IN_A_ROW = 8  # batches; workers give theirs in turn, and one that is waited for longer than others
-_REST = 200.0  # times what watching these took
-_LONGEST_REST_SECONDS = 0.5
 _WARM_UP = 2  # steps of a process that are left out: they compile, and allocate
 
 
@@ -97,18 +95,18 @@ class Loop:
         self._workers: set[int] = set()  # the processes of all passes
         self._first_waits: list[float] = []
         self._steps: deque[Clocks] = deque(maxlen=_STEPS_KEPT)  # the last ones
-        self._alone: list[StepLength] = []  # beside no workers
+        self._alone: list[StepLength] = []  # beside no workers, in which no batch is dropped
         self._length: int | None = None  # of this pass, in batches
         self._left_out = 0  # batches of this pass, still
         self._is_first = False  # the batch that the loop asks for
         self._exited: Clocks | None = None  # when the loop got its last batch, if a step has begun
         self._entered: Clocks | None = None  # when it asked for the next
+        self._kept: Any = None  # a batch that the next step must not drop
+        self._is_alone = False  # the step that has begun
         self._paused: list[int] = []
-        self._next_pause = 0.0
-        self._clocked = 0  # batches in a row
-        self._watching = 0.0  # the seconds that this took
-        self._rest_until = 0.0
-        self._rests = False
+        self._next_alone = 0.0
+        self._clocks_rest = Rests()
+        self._rests = False  # since the loop has asked for a batch
 
     @property
     def seconds(self) -> float:
@@ -122,7 +120,7 @@ class Loop:
 
     def asked_in_rest(self, now: float) -> bool:
         """The loop asks for a batch, not the first of a pass; whether that is all there is to note."""
-        self._rests = now < self._rest_until and not self._paused
+        self._rests = self._clocks_rest.now(now) and not self._is_alone
         if self._rests:
             if self._exited is not None:
                 self.sums.add(steps=1, step=now - self._exited.wall)
@@ -138,20 +136,15 @@ class Loop:
 
     def watched(self, seconds: float) -> None:
         """So long took watching, where the loop asked for a batch or got one."""
-        self._watching += seconds
-
-    def _rest_if_due(self, now: float) -> None:
-        self._clocked += 1
-        if self._clocked > _CLOCKED_IN_A_ROW and not self._left_out:
-            self._rest_until = now + min(_REST * self._watching, _LONGEST_REST_SECONDS)
-            self._clocked, self._watching = 0, 0.0
+        self._clocks_rest.spent(seconds)
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for a batch."""
         self._rests = False
         now = Clocks.now(queued=True)
-        paused = bool(self._paused)
-        self.let_go_on()
+        was_alone = self._is_alone
+        if was_alone:
+            self.let_go_on()
         self._is_first = begins(iterator)
         if self._is_first:
             self._exited = None
@@ -159,14 +152,15 @@ class Loop:
             self._left_out = left_out(self._length, int(iterator._num_workers))
             self._workers.update(workers_of(iterator))
         elif self._exited is not None:
-            self._count_step(now.since(self._exited), paused)
+            self._count_step(now.since(self._exited), was_alone)
         self.is_endless |= self._length is not None and iterator._num_yielded > self._length
-        self._entered = Clocks.now() if paused else now
-        self._rest_if_due(now.wall)
+        self._entered = Clocks.now(queued=True) if was_alone else now
+        if not self._left_out:
+            self._clocks_rest.count(now.wall)
 
-    def _count_step(self, taken: Clocks, paused: bool) -> None:
+    def _count_step(self, taken: Clocks, was_alone: bool) -> None:
         self._gpu.end()
-        if paused:
+        if was_alone:
             self._alone.append(StepLength.of(taken))
         elif not self._left_out:
             self.sums.add(steps=1, step=taken.wall)
@@ -174,13 +168,13 @@ class Loop:
                 self.sums.add(**dict(zip(_STEP_SUMS, taken, strict=True)))
                 self._steps.append(taken)
 
-    def got(self, iterator: Any) -> None:
+    def got(self, iterator: Any, batch: Callable[[], Any]) -> None:
         """The loop gets a batch."""
         if self._entered is None:
             return
         now = Clocks.now(queued=True)
         self._count_batch(now.since(self._entered))
-        if self._pause(iterator, now.wall) or self._gpu.begin():
+        if self._begin_alone(iterator, now.wall, batch) | self._gpu.begin():
             now = Clocks.now(queued=True)  # what was done here is not the step's
         self._exited = now
 
@@ -206,16 +200,22 @@ class Loop:
         self._gpu.forget()
         self._exited = None
 
-    def _pause(self, iterator: Any, now: float) -> bool:
-        """Stop the workers for this step, if it is time for that; whether anything was done."""
-        if now < self._next_pause or len(self._steps) < _WARM_UP or len(self._alone) >= _ALONE_STEPS:
+    def _begin_alone(self, iterator: Any, now: float, batch: Callable[[], Any]) -> bool:
+        """Have this step alone, if the batch before was kept for it, or keep this batch for the next.
+
+        Returns:
+            Whether anything was done.
+        """
+        if self._kept is not None:
+            self._is_alone, self._paused = True, workers_of(iterator)
+            self._ledger.pause(self._paused)
+            return True
+        if now < self._next_alone or len(self._steps) < _WARM_UP or len(self._alone) >= _ALONE_STEPS:
             return False
         length = statistics.median(step.seconds for step in self._beside())
-        self._next_pause = now + min(length, _LONGEST_ALONE_SECONDS) / _ALONE_SHARE
-        workers = workers_of(iterator)
-        if workers and length <= _LONGEST_ALONE_SECONDS:
-            self._paused = workers
-            self._ledger.pause(workers)
+        self._next_alone = now + min(length, _LONGEST_ALONE_SECONDS) / _ALONE_SHARE
+        if length <= _LONGEST_ALONE_SECONDS:
+            self._kept = batch()
         return True
 
     def _beside(self) -> list[StepLength]:
@@ -223,15 +223,16 @@ class Loop:
         return list(map(StepLength.of, self._steps))
 
     def let_go_on(self) -> None:
-        """Continue the workers, if they were stopped."""
+        """Continue the workers, if they were stopped, and drop the batch that was kept."""
         if self._paused:
             self._ledger.resume(self._paused)
             self._paused = []
+        self._kept, self._is_alone = None, False
 
-    def step(self) -> StepLength | None:
-        """A step beside no workers; None if none was counted."""
+    def step(self) -> tuple[StepLength | None, bool]:
+        """A step, as :func:`step_alone` gives it; None if none was counted."""
         if not self.sums.of.get("steps"):
-            return None
+            return None, False
         return step_alone(StepLength.mean(self.sums.of), self._beside(), self._alone)
 
     def to_json(self) -> dict[str, Any]:
@@ -246,8 +247,10 @@ class Loop:
         }
 
 
-def step_alone(mean: StepLength, beside: Sequence[StepLength], alone: Sequence[StepLength]) -> StepLength:
-    """A step beside no workers; the mean of all, if too few were measured alone.
+def step_alone(
+    mean: StepLength, beside: Sequence[StepLength], alone: Sequence[StepLength]
+) -> tuple[StepLength, bool]:
+    """A step beside no workers, and whether it drops a batch; the mean of all, if too few were alone.
 
     The steps that were measured alone are few: they give the ratio to the others, not the length. That holds
     for steps of one kind. Where gradients are accumulated, those alone may all be of the other kind.
@@ -255,19 +258,19 @@ def step_alone(mean: StepLength, beside: Sequence[StepLength], alone: Sequence[S
     Args:
         mean: of all steps beside workers.
         beside: the last of them.
-        alone: those while the workers were stopped.
+        alone: those while the workers were stopped, and the batch before was kept.
     """
     if len(alone) < _LEAST_ALONE or len(beside) < _LEAST_ALONE:
-        return mean
+        return mean, True
     usual = statistics.median(one.seconds for one in beside)
     tenths = statistics.quantiles([one.cpu for one in beside], n=10)
     if tenths[-1] - tenths[0] > _UNLIKE * usual:
-        return mean
+        return mean, True
     one = StepLength(*(statistics.median(column) for column in zip(*alone, strict=True)))
     if not usual or not one.seconds:
-        return mean
+        return mean, True
     seconds = mean.seconds * min(1.0, one.seconds / usual)
-    return StepLength(seconds, one.cpu * seconds / one.seconds, one.thread * seconds / one.seconds)
+    return StepLength(seconds, one.cpu * seconds / one.seconds, one.thread * seconds / one.seconds), False
 
 
 def left_out(length: int | None, workers: int) -> int:

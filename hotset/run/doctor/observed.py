@@ -44,6 +44,7 @@ class Observed(NamedTuple):
         steps: that were counted.
         wait: seconds a step in which the loop waited for a batch, or for the end of the loader's workers.
         step: the rest of a step, a sample, as if no worker ran beside it, and no less than its GPU takes.
+        step_drops: whether that has the time in which it gives the memory of the batch before back.
         gpu: seconds a step that it takes on the GPU; None if none was used.
         step_beside: its seconds a step, as it was beside the workers.
         first_wait: seconds until the first batch of a pass was there, typically.
@@ -65,6 +66,7 @@ class Observed(NamedTuple):
     steps: int
     wait: float
     step: Step
+    step_drops: bool
     gpu: float | None
     step_beside: float
     first_wait: float
@@ -179,7 +181,8 @@ def _put_together(
     if facts["workers"] == 0:
         # The fetch is in the wait; what is beside it is torch's own, and takes no worker.
         receive = 0.0
-    alone = step_alone(StepLength.mean(sums), _step_lengths(loops, "steps"), _step_lengths(loops, "alone"))
+    lengths = _step_lengths(loops, "steps"), _step_lengths(loops, "alone")
+    alone, drops = step_alone(StepLength.mean(sums), *lengths)
     gpu = sums["gpu"] / sums["gpu_steps"] if sums["gpu_steps"] else None
     return Observed(
         dataset=facts["dataset"],
@@ -191,6 +194,7 @@ def _put_together(
         wait=wait,
         # The program may go on to the next batch while the GPU computes, but in the end it waits for it.
         step=Step(max(alone.seconds, gpu or 0.0) / batch, alone.cpu / batch),
+        step_drops=drops and alone.seconds > (gpu or 0.0),
         gpu=gpu,
         step_beside=step_beside,
         first_wait=statistics.median([wait for loop in loops for wait in loop["first_waits"]] or [0.0]),

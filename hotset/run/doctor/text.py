@@ -73,7 +73,9 @@ def _less_alone(seen: Observed) -> str:
     alone = seen.step.seconds * seen.batch_size
     if seen.gpu is not None and alone <= seen.gpu:
         return ""
-    return f", {_ms(alone)} beside workers that rest" if alone < 0.9 * seen.step_beside else ""
+    if seen.step_drops or alone >= 0.9 * seen.step_beside:
+        return ""
+    return f", {_ms(alone)} with {'workers at rest and ' if seen.workers else ''}no batch to free"
 
 
 def _of_sample(seen: Observed) -> str:

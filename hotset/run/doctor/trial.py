@@ -51,12 +51,15 @@ _FILL_SECONDS = 3.0
 _MOST_TRIED = 20_000  # samples
 
 
-def in_fork(settings: LoaderSettings, step: StepLength | None, *, decodes: bool = False) -> str:
+def in_fork(
+    settings: LoaderSettings, step: StepLength | None, *, drops: bool = False, decodes: bool = False
+) -> str:
     """Try in a child process, and wait for it.
 
     Args:
         settings: of the program's loader.
         step: the program's, for a batch, beside no workers; None if that is not known.
+        drops: whether that has the time in which it gives the memory of a batch back.
         decodes: whether it calls functions that ``hotset run`` knows.
 
     Returns:
@@ -65,7 +68,7 @@ def in_fork(settings: LoaderSettings, step: StepLength | None, *, decodes: bool 
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
-        _child(settings, step, decodes, told)
+        _child(settings, step, drops, decodes, told)
     os.close(told)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     try:
@@ -100,7 +103,7 @@ def _read(ready: int, deadline: float) -> str:
     return b"".join(parts).decode()
 
 
-def _child(settings: LoaderSettings, step: StepLength | None, decodes: bool, told: int) -> None:
+def _child(settings: LoaderSettings, step: StepLength | None, drops: bool, decodes: bool, told: int) -> None:
     """In the fork: try, say what came out, and end without the program's own endings."""
     try:
         # Of torch's loaders: this process has no workers that could have died.
@@ -113,7 +116,7 @@ def _child(settings: LoaderSettings, step: StepLength | None, decodes: bool, tol
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # they are the program's
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        for found in _tried(settings, step, decodes):
+        for found in _tried(settings, step, drops, decodes):
             os.write(told, f"{json.dumps(found)}\n".encode())
         _kill_workers()
         os.write(told, b"\n")  # whoever reads this kills this process
@@ -137,7 +140,9 @@ def _sentence(error: BaseException) -> str:
     return lines[0] if isinstance(error, hotset.HotsetError) else f"{type(error).__name__}: {lines[0]}"
 
 
-def _tried(settings: LoaderSettings, step: StepLength | None, decodes: bool) -> Iterator[dict[str, Any]]:
+def _tried(
+    settings: LoaderSettings, step: StepLength | None, drops: bool, decodes: bool
+) -> Iterator[dict[str, Any]]:
     """What is known so far, once more after what may take too long."""
     found: dict[str, Any] = {"loaders": {}, "failed": {}}
     if settings.batch_size is None:
@@ -163,7 +168,7 @@ def _tried(settings: LoaderSettings, step: StepLength | None, decodes: bool) -> 
         if not settings.workers:
             release = _try_plain(settings, 0, found)
         yield found
-        alone = _without(release, settings, step)
+        alone = _stand_in(step, release * settings.batch_size if drops else 0.0)
         _try_cache(settings, alone, found)
         yield found
         if decodes:
@@ -188,12 +193,11 @@ def _try_plain(settings: LoaderSettings, workers: int, found: dict[str, Any]) ->
     return measured["release"] or 0.0
 
 
-def _without(release: float, settings: LoaderSettings, step: StepLength | None) -> StandIn | None:
-    """The step without the time in which it gives back torch's batch; over a cache it gives back another."""
+def _stand_in(step: StepLength | None, release: float) -> StandIn | None:
+    """The step without what it takes to give back torch's batch: over a cache it gives back another."""
     if step is None:
         return None
-    spared = release * (settings.batch_size or 1)
-    return StandIn.of(StepLength(*(max(each - spared, 0.0) for each in step)))
+    return StandIn.of(StepLength(*(max(each - release, 0.0) for each in step)))
 
 
 def _try_cache(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from hotset.run.doctor.ledger import (
     MEMORY,
     OURS,
     THREADS,
+    TOLD,
     TRIAL,
     TRYING,
     WATCHED,
@@ -46,6 +47,7 @@ from hotset.run.import_hook import Hook
 __all__ = ["Observer", "hooks"]
 
 _WRITE_SECONDS = 0.5
+_LOOK_SECONDS, _SIGNAL_SECONDS = 0.02, 5.0  # a launcher may pass it on later
 _LEAST_EPOCH_SECONDS = 10.0  # a pass that took as long is enough to judge by
 
 
@@ -75,16 +77,16 @@ class _Process:
         """A fetch, which whoever trains without workers calls, too."""
         if self._over or threading.current_thread() is not threading.main_thread():
             return plain(fetcher, indices)
-        outer, self._inside = self._inside, self._fetching_here.get(fetcher, self._fetching)
+        outer, fetching = self._inside, self._fetching_here.get(fetcher, self._fetching)
         try:
             # Where samples are small, contextlib.suppress takes as much as the clocks.
             try:  # noqa: SIM105
-                self._inside.begin(fetcher)
+                self._inside = fetching if fetching.begin(fetcher) else None
             except Exception:  # watching that fails
                 pass
             value = plain(fetcher, indices)
             try:
-                self._inside.end(fetcher, indices)
+                fetching.end(fetcher, indices)
                 self.write_soon()
             except Exception:
                 pass
@@ -113,7 +115,7 @@ class _Process:
         loop.watched(time.perf_counter() - now)
         self._end_if_time(iterator, pass_ended=False)
 
-    def after(self, iterator: Any, failed: bool) -> None:
+    def after(self, iterator: Any, failed: bool, batch: Callable[[], Any]) -> None:
         if not self._is_watched():
             return
         now, loop = time.perf_counter(), self._loop(iterator)
@@ -126,7 +128,7 @@ class _Process:
             loop.ended()
             self._end_if_time(None, pass_ended=True)
         else:
-            loop.got(iterator)
+            loop.got(iterator, batch)
         self.write_soon()
         loop.watched(time.perf_counter() - now)
 
@@ -179,7 +181,7 @@ class _Process:
             has_tried = self._stop(iterator)
             # The program is ended when this is there: of several ranks, the one that has tried writes it.
             if has_tried or not self._ledger.has(TRYING):
-                self._ledger.write(DONE, "")
+                _say_done(self.options)
 
     def _call_at_exit(self) -> None:
         """Have the end of this process noticed."""
@@ -235,7 +237,8 @@ class _Process:
             from hotset.run.doctor.trial import in_fork
 
             decodes = decodes_any(self.options.ledger)
-            self._ledger.write(TRIAL, in_fork(settings, main.step(), decodes=decodes))
+            step, drops = main.step()
+            self._ledger.write(TRIAL, in_fork(settings, step, drops=drops, decodes=decodes))
         finally:
             self._ledger.resume(workers)
         return True
@@ -285,6 +288,20 @@ def watch_no_more() -> None:
     _off = True
 
 
+def _say_done(options: WatchOptions) -> None:
+    """Have ``hotset doctor`` end the program, and wait here for its SIGINT.
+
+    Python drops the exception of a SIGINT that comes while it calls what is registered for a fork, such as
+    that of a worker, or a finalizer; here nothing drops it. A handler that raises nothing lets the program go
+    on, as after Ctrl-C.
+    """
+    ledger = Ledger(options.ledger)
+    ledger.write(DONE, "")
+    begin = time.monotonic()
+    while options.ends and not ledger.has(TOLD) and time.monotonic() < begin + _SIGNAL_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+
+
 class Observer:
     """What torch's iterators call, in whichever process.
 
@@ -302,10 +319,10 @@ class Observer:
             except Exception as error:
                 self._end_watching(error)
 
-    def after(self, iterator: Any, seconds: float, failed: bool) -> None:
+    def after(self, iterator: Any, seconds: float, failed: bool, batch: Callable[[], Any]) -> None:
         if not _off and not self._is_ours(iterator):
             try:
-                _process(self._options).after(iterator, failed)
+                _process(self._options).after(iterator, failed, batch)
             except Exception as error:
                 self._end_watching(error)
 
@@ -321,7 +338,7 @@ class Observer:
         watch_no_more()
         ledger = Ledger(self._options.ledger)
         ledger.write(TRIAL, json.dumps({"refused": f"{type(error).__name__}: {error}", "loaders": {}}))
-        ledger.write(DONE, "")
+        _say_done(self._options)
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------
