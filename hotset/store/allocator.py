@@ -242,19 +242,24 @@ class Allocator:
         self, next_word: int, live_word: int, least: int, size: int, capacity: int
     ) -> tuple[int, int] | None:
         """This process's extent, from its next unit on, if need be a new one; None if it cannot be had."""
+        begin, end = self._rest(next_word, capacity)
+        if end - begin < least:
+            if not self._extend(next_word, live_word, least, size, capacity):
+                return None
+            row = self._participant.row
+            begin, end = int(row[next_word]), int(row[next_word + 1])
+            self._left[os.getpid(), next_word] = begin, end
+        return begin, end
+
+    def _rest(self, next_word: int, capacity: int) -> tuple[int, int]:
+        """What is left of this process's extent, from its next unit to its end; (0, 0) if that is damaged."""
         # The extent's end is the word after its next one.
         row = self._participant.row
         begin, end = int(row[next_word]), int(row[next_word + 1])
         # An extent that a predecessor left is believed if it lies in the region; an extent that has changed
         # since this process wrote it (damage, a clear) is not.
         known = self._left.get((os.getpid(), next_word), (begin, end))
-        sound = 0 <= begin <= end <= capacity and (begin, end) == known
-        if end - begin < least or not sound:
-            if not self._extend(next_word, live_word, least, size, capacity):
-                return None
-            begin, end = int(row[next_word]), int(row[next_word + 1])
-            self._left[os.getpid(), next_word] = begin, end
-        return begin, end
+        return (begin, end) if 0 <= begin <= end <= capacity and (begin, end) == known else (0, 0)
 
     def _extend(self, next_word: int, live_word: int, count: int, size: int, capacity: int) -> bool:
         """Reserve an extent of at least ``count`` units for this process's slot."""
@@ -280,11 +285,17 @@ class Allocator:
             taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
             left = min(capacity - first, self._left_of_limit() // size)
             units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
+            # A record's lines lie in one extent. Records are often alike, so a multiple of this one strands
+            # nothing; of long ones that differ, too much would be stranded if they shared an extent.
+            units = count if units < 4 * count else units - units % count
             free = self._free()
             # The index is touched word by word, as samples come in: it may still take all its bytes.
             room = free.bytes - self._geometry.rows_at
             if units * size > room:
                 units = count
+            begin, end = self._rest(next_word, capacity)
+            kept = end - begin if end == first else 0  # the old extent goes on, if none lies between
+            units -= kept
             if units > left:
                 return _Shortage(self._limit_reached())
             total = taken + units * size
@@ -298,9 +309,9 @@ class Allocator:
                     self.allowance.take(taken)
                 return _Shortage(self._file_system_full(), total, units * size)
             # No call lies between these stores, so no interrupt either, by which an extent would be lost.
-            # What was left of the old one (too short a run of lines) is given up.
+            # What was left of the old one elsewhere (too short a run of lines) is given up.
             live[live_word] = first + units
-            row[next_word] = first
+            row[next_word] = first - kept
             row[next_word + 1] = first + units
         return None
 

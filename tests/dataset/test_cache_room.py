@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import equal_batches, is_a_sentence, memory_files, recorded
+from PIL import Image
 from samples import half_megabyte, kilobyte
 from sources import Counting, ReadLog, Samples
 
@@ -40,6 +41,21 @@ def test_too_little_memory_caches_what_fits_with_one_warning(caught: list[warnin
         assert len(said) == 1
         assert "memory" in said[0]
         assert is_a_sentence(said[0])
+
+
+def picture(index: int) -> Image.Image:
+    return Image.new("RGB", (340, 340 + index % 20), index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [half_megabyte, picture])
+def test_memory_of_the_samples_size_holds_all_of_them(make: Any, workers: int) -> None:
+    """Those of a fixed size, and those that differ, whose room is taken in pieces."""
+    plan = hotset.cache(Samples(make, 60)).plan
+    with hotset.cache(Samples(make, 60), memory=int(1.1 * plan.total_bytes)) as cached:
+        for _ in hotset.DataLoader(cached, batch_size=4, shuffle=True, num_workers=workers, collate_fn=list):
+            pass
+        assert cached.stats().cached == 60
 
 
 @pytest.mark.parametrize("workers", [0, 2])
