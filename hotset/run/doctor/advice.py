@@ -23,6 +23,7 @@ WORTH = 1.05  # a smaller gain is not advised
 _ALIKE = 0.03  # of two gains that differ by less, the one that takes less memory is better
 _LEAST_BATCHES_OF_A_WORKER = 4
 _SMALLER = 0.5  # a transform that leaves more of a sample is not worth another order
+_ROOM = 1.1  # of the samples' bytes, by the size of a few: others may be larger
 _FACTOR = (0.75, 1.33)  # beyond these the arithmetic has missed what bounds the program
 
 
@@ -245,7 +246,7 @@ def _of_cache(model: _Model) -> list[Advice]:
         return []
     found = []
     size, fits, total = plan["total_bytes"], plan["fits"], plan["total_bytes"]
-    named = format_bytes(1.03 * total).replace(" ", "")
+    named = format_bytes(_ROOM * total).replace(" ", "")
     for key in sorted(seen.trial["loaders"]):
         kind, _, number = key.partition("-")
         if kind != "cached":
