@@ -1,18 +1,21 @@
 """Each trainer without hotset and with it, in turn; prints a table.
 
     python examples/trainers/table.py [NAME ...] [--pairs 3] [--ranks 4] [--samples 256] [--folder FOLDER]
+                                      [--rows FILE]
 
 Two of the trainers change by no line: they run below ``hotset run``. The others change by one, which their
-file
-has under ``if given.hotset``. Of each, ``--pairs`` runs without and with hotset follow each other; times are
-medians of the ratios of a pair. Losses are compared bit for bit, over all runs. Memory is that of ``--ranks``
-processes, started together as ranks of one job, with all of their workers: the sum of their proportional set
-sizes at its largest. A trainer whose library is missing is left out, and a sentence says so.
+file has under ``if given.hotset``. Of each, ``--pairs`` runs without and with hotset follow each other; times
+are medians of the ratios of a pair. Losses are compared bit for bit, over all runs. Memory is that of
+``--ranks`` processes, started together as ranks of one job, with all of their workers: the sum of their
+proportional set sizes at its largest. A trainer whose library is missing is left out, and a sentence says so.
+With ``--rows`` what was measured is added to a file, and the table is of all that this has: so a pair at a
+time can be measured, when the machine is quiet.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -27,7 +30,7 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = ["TRAINERS", "Epoch", "Row", "Trainer", "main", "shown"]
+__all__ = ["TRAINERS", "Epoch", "Row", "Trainer", "joined", "main", "shown"]
 
 HERE = Path(__file__).parent
 TREE = HERE.parents[1]
@@ -78,6 +81,7 @@ class Row(NamedTuple):
         program's.
         memory: bytes of all ranks without hotset and with it; 0 where not measured.
         equal: whether all losses were those of the plain program.
+        losses: a hash of them; empty if nothing was trained.
     """
 
     title: str
@@ -86,13 +90,31 @@ class Row(NamedTuple):
     second: list[float]
     memory: tuple[int, int]
     equal: bool
+    losses: str = ""
+
+
+def joined(one: Row, other: Row) -> Row:
+    """What came of a trainer in two calls.
+
+    Example:
+        >>> joined(Row("X", 1, [1.1], [0.5], (2, 3), True, "a"), Row("X", 1, [1.2], [0.6], (0, 0), True, "b"))
+        Row(title='X', changes=1, first=[1.1, 1.2], second=[0.5, 0.6], memory=(2, 3), equal=False, losses='b')
+    """
+    losses = {one.losses, other.losses} - {""}
+    return other._replace(
+        first=one.first + other.first,
+        second=one.second + other.second,
+        memory=other.memory if other.memory[0] else one.memory,
+        equal=one.equal and other.equal and len(losses) < 2,
+        losses=other.losses or one.losses,
+    )
 
 
 def main(words: Sequence[str] | None = None) -> None:
     given = _parser().parse_args(words)
     with tempfile.TemporaryDirectory() as place:
         folder = given.folder or Path(place)
-        print("\n".join(shown([], given.ranks)), flush=True)
+        known = _read(given.rows)
         for name in given.names or TRAINERS:
             trainer = TRAINERS[name]
             missing = [need for need in trainer.needs if importlib.util.find_spec(need) is None]
@@ -102,7 +124,18 @@ def main(words: Sequence[str] | None = None) -> None:
                     f"{missing[0]}."
                 )
                 continue
-            print(shown([_row(trainer, folder, given)], given.ranks)[-1], flush=True)
+            row = _row(trainer, folder, given, is_warm=name in known)
+            known[name] = joined(known[name], row) if name in known else row
+            if given.rows:
+                given.rows.write_text(json.dumps({one: found._asdict() for one, found in known.items()}))
+        print("\n".join(shown([known[name] for name in TRAINERS if name in known], given.ranks)), flush=True)
+
+
+def _read(file: Path | None) -> dict[str, Row]:
+    """The rows of earlier calls, by the trainers' names."""
+    if file is None or not file.exists():
+        return {}
+    return {name: Row(**row) for name, row in json.loads(file.read_text()).items()}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where data are made; a temporary folder by default")
+    parser.add_argument("--rows", type=Path, help="a file to which what is measured is added")
     return parser
 
 
@@ -139,13 +173,16 @@ def shown(rows: list[Row], ranks: int) -> list[str]:
 
 
 def _ratio(found: list[float]) -> str:
+    if not found:
+        return "-"
     return f"{statistics.median(found):.2f}x ({min(found):.2f} to {max(found):.2f})"
 
 
-def _row(trainer: Trainer, folder: Path, given: argparse.Namespace) -> Row:
+def _row(trainer: Trainer, folder: Path, given: argparse.Namespace, *, is_warm: bool) -> Row:
     first, second = [], []
     losses: list[list[list[float]]] = []
-    for number in range(given.pairs + 1):  # the first makes the data, and does not count
+    # The first makes the data, and does not count.
+    for number in range(1 if is_warm else 0, given.pairs + 1):
         say(f"{trainer.title}: pair {number} of {given.pairs}" if number else f"{trainer.title}: warming up")
         plain, ours = (_epochs(trainer, folder, given, with_hotset=which) for which in (False, True))
         losses += [[epoch.losses for epoch in run] for run in (plain, ours)]
@@ -156,8 +193,9 @@ def _row(trainer: Trainer, folder: Path, given: argparse.Namespace) -> Row:
     if given.ranks:
         say(f"{trainer.title}: memory of {given.ranks} ranks")
         memory = (_memory(trainer, folder, given, False), _memory(trainer, folder, given, True))
-    equal = all(run == losses[0] for run in losses) and bool(losses[0][0])
-    return Row(trainer.title, trainer.changes, first, second, memory, equal)
+    equal = all(run == losses[0] and run[0] for run in losses)
+    told = hashlib.sha256(json.dumps(losses[0]).encode()).hexdigest() if losses else ""
+    return Row(trainer.title, trainer.changes, first, second, memory, equal, told)
 
 
 def say(text: str) -> None:
