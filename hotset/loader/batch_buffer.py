@@ -123,11 +123,12 @@ class BatchBuffer:
     def lay(self, made: Any) -> Any:
         """Copy the plain tensors of a user's batch to the block, and return it with references to them.
 
-        Only if the batch consists of dicts, lists, tuples, tensors and plain values, each of them once. Any
-        other batch is sent as torch sends it, so that one object, or one memory, in the worker stays one.
+        Only if the batch consists of dicts, lists, tuples, tensors and plain values, each of them once, and
+        not nested too deeply. Any other batch is sent as torch sends it, so that one object, or one memory,
+        in the worker stays one.
         """
         tensors: list[torch.Tensor] = []
-        if not _find_tensors(made, tensors, set()):
+        if not _find_tensors(made, tensors, set(), _DEEPEST):
             return made
         together = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
         alone = [t for t in tensors if together[t.untyped_storage().data_ptr()] == 1 and _fills_its_memory(t)]
@@ -135,22 +136,23 @@ class BatchBuffer:
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_DEEPEST = 100  # where the limit of recursion is far
 
 
-def _find_tensors(made: Any, tensors: list[torch.Tensor], known: set[int]) -> bool:
-    """Find all tensors; False if the batch holds an object of another kind, or one object twice."""
+def _find_tensors(made: Any, tensors: list[torch.Tensor], known: set[int], depth: int) -> bool:
+    """Find all tensors; False if an object is of another kind, or there twice, or deeper than ``depth``."""
     kind = type(made)
     if kind in _PLAIN:
         return True
-    if id(made) in known:
+    if id(made) in known or not depth:
         return False
     known.add(id(made))
     if kind is torch.Tensor:
         tensors.append(made)
         return made.layout is torch.strided and made.device.type == "cpu" and not made.is_nested
     if kind is dict:
-        return all(type(k) in _PLAIN and _find_tensors(v, tensors, known) for k, v in made.items())
-    return kind in (list, tuple) and all(_find_tensors(part, tensors, known) for part in made)
+        return all(type(k) in _PLAIN and _find_tensors(v, tensors, known, depth - 1) for k, v in made.items())
+    return kind in (list, tuple) and all(_find_tensors(part, tensors, known, depth - 1) for part in made)
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

@@ -205,6 +205,26 @@ def test_one_memory_stays_one_memory(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_are_nested_deeply_arrive_as_from_torch(workers: int) -> None:
+    class Nested(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            value: Any = index
+            for _ in range(450):
+                value = [value]
+            return value
+
+    arguments: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "collate_fn": tuple}
+    expected = list(DataLoader(Nested(), **arguments))
+    with pytest.warns(hotset.HotsetWarning, match="nested too deeply"):
+        cached = hotset.cache(Nested(), memory="1MiB")
+    assert list(hotset.DataLoader(cached, **arguments)) == expected
+    cached.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_functions_that_the_user_has_registered_for_default_collate_are_used(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
