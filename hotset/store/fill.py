@@ -218,15 +218,18 @@ class Filler:
             self.claims.release(_without(ids, np.fromiter(stored, np.int64)))
         return bool(self._index.missing(_without(ids, taken)).any())
 
-    def put(self, sample: int, prepared: forms.Flattened) -> bool:
-        """Write and publish the record of one claimed sample; False without room: the claim is given back."""
+    def spill(self, sample: int, prepared: forms.Flattened) -> bool:
+        """Write and publish one claimed sample's record on the disk; False without room: the claim is given
+        back.
+        """
         written = 0
         try:
-            written = self._write([(sample, prepared)], [prepared.tail_lines])
+            written = self._write_to_spill(np.array([sample], np.int64), [prepared])
         finally:
             if not written:
                 self._participant.row[Slot.REJECTED] += 1
                 self.claims.release(np.array([sample], np.int64))
+        self._count(written, [prepared.tail_lines])
         return written > 0
 
     @property
@@ -346,17 +349,26 @@ class Filler:
         """
         samples = np.array([sample for sample, _ in fitting], np.int64)
         written = self._write_to_memory(samples, fitting, tails)
-        if self._spill is not None and (self._spill.keeps_all or not written):
-            some = samples[: written or None]
-            prepared = [one for _, one in fitting[: len(some)]]
-            words = self._spill.write(some, self._index.generations(some), prepared)
-            if not written:
-                written = len(words)
-                self._index.put(samples[:written], words)
+        if self._spill is not None and self._spill.keeps_all and written:
+            prepared = [one for _, one in fitting[:written]]
+            self._spill.write(samples[:written], self._index.generations(samples[:written]), prepared)
+        elif not written:
+            written = self._write_to_spill(samples, [one for _, one in fitting])
+        self._count(written, tails)
+        return written
+
+    def _count(self, written: int, tails: list[int]) -> None:
         counters = self._participant.row
         counters[Slot.STORED] += written
         counters[Slot.STORED_BYTES] += written * self._schema.stride + sum(tails[:written]) * fmt.LINE
-        return written
+
+    def _write_to_spill(self, samples: Ids, prepared: list[forms.Flattened]) -> int:
+        """Write and publish as many of these on the disk as there is room for; returns how many."""
+        if self._spill is None:
+            return 0
+        words = self._spill.write(samples, self._index.generations(samples), prepared)
+        self._index.put(samples[: len(words)], words)
+        return len(words)
 
     def _write_to_memory(self, samples: Ids, fitting: Flattened, tails: list[int]) -> int:
         places = self._index.places(samples).tolist()

@@ -30,6 +30,11 @@ __all__ = ["FixedRowAllocator"]
 class FixedRowAllocator(Allocator):
     """Allocates memory of a store in which each index word has a row of its own."""
 
+    # Whether lines are allocated before they are written, also where no file system bounds the segment. A
+    # write to the file allocates as well, in half the time, and fails without room; a touch of the mapping
+    # would be killed.
+    _reserves_memory = True
+
     def __init__(self, participant: Participant) -> None:
         super().__init__(participant)
         # A dead predecessor's extent counts as free, so it may hold other records by now.
@@ -110,7 +115,8 @@ class FixedRowAllocator(Allocator):
         free = self._free()
         if size > free.bytes - geometry.rows_at:
             return self._no_memory(free)
-        if not self._segment.reserve(geometry.lines_at + now * LINE, size):
+        reserves = self._segment.bounded or self._reserves_memory
+        if reserves and not self._segment.reserve(geometry.lines_at + now * LINE, size):
             return self._file_system_full()
         live[Live.LINES_NEXT] = lines
         return None

@@ -78,6 +78,8 @@ def _cleared(segment: Segment) -> int:
 class KeyedAllocator(FixedRowAllocator):
     """Allocates lines: first those never used, then those that no record needs, or that records give up."""
 
+    _reserves_memory = False
+
     def __init__(self, participant: Participant) -> None:
         super().__init__(participant)
         self.keys = KeyTable(participant)
@@ -365,8 +367,7 @@ class KeyedStore(Store):
                     return True
             finally:
                 self.allocator.settle()
-        # On the disk, if there is a spill.
-        return self.filler.put(sample, forms.lay_out(value, self.schema.stride))
+        return self.filler.spill(sample, forms.lay_out(value, self.schema.stride))
 
     def _write(self, sample: int, line: int, size: int, pieces: list[memoryview]) -> bool:
         """Write a record and publish it; False if the file cannot be written.

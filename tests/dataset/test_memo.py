@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import random
+import resource
 import secrets
 import threading
 import time
@@ -499,6 +500,22 @@ def test_a_result_larger_than_the_budget_is_computed_and_smaller_ones_are_kept()
                 assert len(kept(5_000_000)) == 5_000_000
         assert is_a_sentence(str(told[0].message))
         assert eventually(lambda: (kept(1000), kept.stats().entries)[1] == 1), "after the pause"
+
+
+def test_memory_that_cannot_be_written_costs_the_results_alone() -> None:
+    """As where a machine promises no more memory than it has, and has none left."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with memo(lambda number: np.full(100_000, number), key="full", memory="64MiB") as kept:
+        kept(1)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+            with pytest.warns(hotset.HotsetWarning, match="its file cannot be written"):
+                assert difference(kept(2), np.full(100_000, 2)) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        for number in (1, 2):
+            assert difference(kept(number), np.full(100_000, number)) is None
+        assert kept.check() == []
 
 
 def test_what_is_not_a_function_that_returns_its_result_is_refused() -> None:
