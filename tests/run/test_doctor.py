@@ -715,6 +715,24 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
     assert read(str(tmp_path / "nothing")) is None
 
 
+def test_without_workers_waiting_for_a_processor_is_no_waiting_for_a_disk(tmp_path: Path) -> None:
+    fetching = {
+        "batches": 5, "samples": 20, "wall": 0.2, "cpu": 0.1, "collate_cpu": 0.0, "decoders": {},
+        "memory": [], "process": {"cpu": [1.0, 1.4], "queued": [0.0, 0.36], "wall": [0.0, 9.0]},
+    }  # fmt: skip
+    facts = {"dataset": "Rows", "length": 10, "batch_size": 4, "workers": 0, "world": None}
+    sums = {"steps": 10, "batches": 10, "wait": 0.4, "step": 0.4}
+    loop = {
+        "facts": facts, "sums": sums, "first_waits": [0.1], "steps": [(0.04, 0.04, 0.04)] * 10, "alone": [],
+        "fetching": fetching, "workers": [],
+    }  # fmt: skip
+    (tmp_path / "watch-1.json").write_text(json.dumps({"pid": 1, "fetching": None, "loops": [loop]}))
+    found = read(str(tmp_path))
+    assert found is not None
+    # A quarter of its processor time went into fetches, and so did as much of its waiting for one.
+    assert found.fetch == pytest.approx(Fetch(0.005, (0.2 - 0.1 - 0.09) / 20))
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_the_trials_loader_knows_later_batches_if_the_programs_would(
     known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

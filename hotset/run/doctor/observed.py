@@ -246,12 +246,12 @@ class _Fetches:
 
     @property
     def cost(self) -> Fetch:
-        cpu, wall = self._sum("cpu"), self._sum("wall")
-        if self._workers == 0:
-            return Fetch(cpu / self.samples, max(wall - cpu, 0.0) / self.samples)
-        # A worker does nothing else: what it waited for a processor, it waited within a fetch, nearly.
-        queued = min(sum(self._since("queued")), max(wall - cpu, 0.0))
-        send = max(sum(self._since("cpu")) - cpu, 0.0)
+        cpu, wall, ran = self._sum("cpu"), self._sum("wall"), sum(self._since("cpu"))
+        # A worker does nothing else: what it waited for a processor, it waited within a fetch, nearly. A
+        # process that trains waits for one in its steps, too: as often as it runs.
+        share = 1.0 if self._workers else min(cpu / ran, 1.0) if ran else 0.0
+        queued = min(share * sum(self._since("queued")), max(wall - cpu, 0.0))
+        send = max(ran - cpu, 0.0) if self._workers else 0.0
         blocked = max(wall - cpu - queued, 0.0)
         return Fetch(cpu / self.samples, blocked / self.samples, send / self.samples)
 
