@@ -48,6 +48,7 @@ from hotset.determinism.equality import same
 from hotset.determinism.fingerprint import fingerprint
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError
+from hotset.store.body_writer import Unfilled
 from hotset.store.format import FUNCTIONS, Live, Slot
 from hotset.store.key_table import EVICTABLE, VIEWED, WRONG, Counter
 from hotset.store.keyed_store import MISSING, KeyedStore
@@ -209,10 +210,11 @@ class Calls:
             key: all that the result depends on.
             compute: computes the result.
             file: a path, and the status in which the result depends on its file as well. None if ``compute``
-                itself sees to it that no file changes.
+                is code that draws nothing, and sees itself to it that no file changes; it may return a value
+                that is to be stored as :class:`~hotset.store.body_writer.Unfilled`.
         """
         if file is None:
-            return self._get(ArgumentKey(key, 0, True), compute, None)
+            return self._get(ArgumentKey(key, 0, True), compute, None, watched=False)
         path, status = file
 
         def describe_again() -> ArgumentKey:
@@ -228,6 +230,8 @@ class Calls:
         identity: ArgumentKey,
         compute: Callable[[], Any],
         describe_again: Callable[[], ArgumentKey] | None,
+        *,
+        watched: bool = True,
     ) -> Any:
         """The result that is kept under an identity, computed if there is none.
 
@@ -236,6 +240,7 @@ class Calls:
             compute: computes the result.
             describe_again: describes the arguments once more, to notice that one has changed while the
                 function ran; None if none can change.
+            watched: whether the result may depend on random numbers.
         """
         state = self._state or self._attached()
         if state is None:
@@ -258,8 +263,8 @@ class Calls:
                 return value if not self._is_audit_due(state) else self._audit(state, value, compute)
         if store.segment.live[Live.CLEAR_GENERATION] != state.clear_generation:
             self._state = None  # the store was emptied, and knows the function no longer
-            return self._get(identity, compute, describe_again)
-        return self._miss(state, key, identity, compute, describe_again)
+            return self._get(identity, compute, describe_again, watched=watched)
+        return self._miss(state, key, identity, compute, describe_again, watched)
 
     def _miss(
         self,
@@ -268,6 +273,7 @@ class Calls:
         identity: ArgumentKey,
         compute: Callable[[], Any],
         describe_again: Callable[[], ArgumentKey] | None,
+        watched: bool,
     ) -> Any:
         """Claim the result that belongs to this key and compute it, or wait for the process that does."""
         store, version = state.store, 0 if self._view else identity.version
@@ -292,7 +298,10 @@ class Calls:
             return self._timed(state, compute)
         kept = False
         try:
-            value, may_keep = self._computed(state, sample, identity, compute, describe_again)
+            if watched:
+                value, may_keep = self._computed(state, sample, identity, compute, describe_again)
+            else:
+                value, may_keep = self._timed(state, compute, kept=True), state.process == os.getpid()
             kept = may_keep and self._kept(state, sample, version, value)
         finally:
             if not kept:
@@ -431,6 +440,8 @@ class Calls:
         state.counters[Counter.AUDITS] += 1
         try:
             computed = compute()
+            if isinstance(computed, Unfilled):
+                computed = computed.filled()
             differs = same(value, computed, across=True)
         except Exception:
             return value  # what it raises now, it would not have raised then

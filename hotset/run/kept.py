@@ -69,7 +69,7 @@ class Kept:
         Args:
             key: tells one call from another: None, numbers, strings, bytes and tuples of them.
             compute: computes it.
-            file: is to be as it was, before and after; None if ``compute`` sees to that.
+            file: is to be as it was, before and after; None if ``compute`` sees to that, and draws nothing.
 
         Raises:
             NotKept: as ``compute`` does, or because the memo cannot be used.

@@ -26,7 +26,6 @@ frame onto another (GIF, APNG); files that are neither opened by their path nor 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import os
@@ -40,13 +39,18 @@ from hotset.run.decoders import LeftAlone, absolute, check_age
 from hotset.run.environment import left_alone
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, NotKept
-from hotset.run.scratch import Scratch
 
 __all__ = ["hooks"]
 
 NAME = "PIL.Image.Image.load"
-# Modes whose bytes in a file of raw pixels are all that there is.
-_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I", "I;16", "I;16B", "F"}
+# Modes whose bytes in a file of raw pixels are all that there is: how many a line of so many pixels has.
+_LINES: dict[str, Callable[[int], int]] = {
+    "1": lambda width: (width + 7) // 8,
+    **dict.fromkeys(("L", "P"), lambda width: width),
+    **dict.fromkeys(("LA", "I;16", "I;16B"), lambda width: 2 * width),
+    **dict.fromkeys(("RGB", "YCbCr", "LAB"), lambda width: 3 * width),
+    **dict.fromkeys(("RGBA", "CMYK", "I", "F"), lambda width: 4 * width),
+}
 _STRIP = 64 << 10  # bytes
 _UNCOMPRESSED = "its pixels are not compressed"
 # Their file may change before they are decoded, and nothing tells what was read.
@@ -93,7 +97,6 @@ class _Decoders:
         self.core = image_module.core
         self.encoder = image_module._getencoder
         self.kept = kept
-        self.scratch = Scratch()
         names = sorted(name for name in dir(self.core) if name.endswith("version"))
         versions = (f"{name} {getattr(self.core, name)}" for name in names)
         self.known = " ".join(("pixels, end", image_module.__version__, *versions))
@@ -131,7 +134,9 @@ class _Source:
             raise LeftAlone("its file is read by a method that is not PIL's")
         if len(image.tile) != 1 or getattr(image, "tile_prefix", None):
             raise LeftAlone("the picture has more than one tile")
-        if mode not in _MODES:
+        if name in sys.modules["PIL.Image"].DECODERS:  # it may draw random numbers
+            raise LeftAlone(f"the program has a decoder of its own for {name!r}")
+        if mode not in _LINES:
             raise LeftAlone(f"pixels of mode {mode}")
         if name == "zip" and (getattr(image, "png", None) is None or image.is_animated):
             raise LeftAlone("an animated PNG's frame is decoded onto another")
@@ -225,20 +230,24 @@ class _Decoder:
     def _fill(self, core: Any, extents: Any) -> None:
         source = self._source
         key = (self._all.known, source.path, source.status, source.identity)
-        with contextlib.ExitStack() as borrowed:  # until the pixels are kept
-            pixels, end = self._all.kept.get(key, lambda: self._decoded(core, borrowed))
+        found = self._all.kept.get(key, lambda: self._decoded(core))
         if self._end is None:
+            pixels, end = found
             mode = self._call[0]
             raw = self._all.plain(mode, "raw", (mode, 0, 1))
             raw.setimage(core, extents)
             _, status = raw.decode(pixels)
             if status < 0:
                 raise NotKept
-        self._end = end
+            self._end = end
         self._filled = True
 
-    def _decoded(self, core: Any, borrowed: contextlib.ExitStack) -> Any:
-        """Decode into the image: its pixels, in memory that is borrowed, and where they end."""
+    def _decoded(self, core: Any) -> Any:
+        """Decode into the image: its pixels, which are still there alone, and where they end."""
+        import numpy as np
+
+        from hotset.store.body_writer import Unfilled
+
         mode, name, args, extra = self._call
         self._end = 0  # from here on the image is not blank
         try:
@@ -250,34 +259,30 @@ class _Decoder:
             else:
                 end = _decode(self._all.plain(mode, name, args, extra), core, self._image)
                 self._check(self._image.fp)
-            return self._bytes_of(core, borrowed), end
+            self._end = end
         except (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error):
             raise NotKept from None  # the file is damaged: PIL's decoder will say so
+        pixels = np.empty(_LINES[mode](core.size[0]) * core.size[1], np.uint8)
+        return Unfilled((pixels, end), pixels, lambda: self._strips(core))
 
     def _check(self, file: Any) -> None:
         if _status(os.fstat(file.fileno())) != self._source.status:
             raise NotKept
 
-    def _bytes_of(self, core: Any, borrowed: contextlib.ExitStack) -> Any:
-        import numpy as np
-
-        (width, height), mode = core.size, self._call[0]
-        line = 4 * width + 8  # or less
+    def _strips(self, core: Any) -> Iterator[bytes]:
+        """The pixels of an image, in strips that stay in the processor's cache."""
+        width, mode = core.size[0], self._call[0]
         encoder = self._all.encoder(mode, "raw", (mode, 0, 1))
-        encoder.setimage(core, (0, 0, width, height))
-        memory = borrowed.enter_context(self._all.scratch.borrow(height * line))
-        end, status = 0, 0
         try:
+            encoder.setimage(core, (0, 0, *core.size))
+            status = 0
             while not status:
-                # In strips that stay in the processor's cache: Pillow allocates each anew.
-                size, status, strip = encoder.encode(max(_STRIP, line))
-                memory[end : end + size] = strip
-                end += size
+                _, status, strip = encoder.encode(max(_STRIP, 4 * width + 8))
+                yield strip
         finally:
             encoder.cleanup()
         if status < 0:
             raise NotKept
-        return np.frombuffer(memory[:end], np.uint8)
 
     def setfd(self, file: Any) -> None:
         if not self._filled:

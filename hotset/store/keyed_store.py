@@ -25,7 +25,7 @@ the one whose latest use is the earliest. Results of functions whose callers hol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
 from hotset.store import memory_limits
-from hotset.store.body_writer import BodyWriter
+from hotset.store.body_writer import BodyWriter, Unfilled
 from hotset.store.claims import Ids, Index, Participant
 from hotset.store.fixed_rows import FixedRowAllocator
 from hotset.store.format import DRAWS, LINE, ON_DISK, OWN_STAMP, PRESENT, RECORD_HEADER, Live, Slot
@@ -352,13 +352,23 @@ class KeyedStore(Store):
     def put(self, sample: int, version: int, function: int, value: Any) -> bool:
         """Store the value of a claimed sample; False if there is no room: the claim is given back then.
 
+        Args:
+            sample: its id.
+            version: of what the value was made from.
+            function: whose result it is.
+            value: the value, or an :class:`~hotset.store.body_writer.Unfilled` one.
+
         Raises:
             SchemaMismatch: it cannot be stored; says why. The claim stays.
         """
         if self._words[sample] != self.filler.claims.word:
             return False
+        unfilled = value if isinstance(value, Unfilled) else None
+        if unfilled is not None:
+            value = unfilled.value if unfilled.is_large else unfilled.filled()
         value = with_strides(value)
-        size, pieces = forms.pieces(value)
+        size, whole = forms.pieces(value)
+        pieces = unfilled.pieces(whole) if unfilled is not None and unfilled.is_large else whole
         self.keys.set_version(sample, version, function)
         with self.participant.thread_lock:
             given = self.allocator.reserve([sample], [-(-size // LINE)])
@@ -367,9 +377,11 @@ class KeyedStore(Store):
                     return True
             finally:
                 self.allocator.settle()
+        if unfilled is not None:
+            unfilled.filled()
         return self.filler.spill(sample, forms.lay_out(value, self.schema.stride))
 
-    def _write(self, sample: int, line: int, size: int, pieces: list[memoryview]) -> bool:
+    def _write(self, sample: int, line: int, size: int, pieces: Iterable[memoryview]) -> bool:
         """Write a record and publish it; False if the file cannot be written.
 
         What :mod:`hotset.store.records` does for many records, for one: a third of the time.

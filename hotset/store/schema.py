@@ -45,6 +45,7 @@ from hotset.store.leaves import (
 )
 
 __all__ = [
+    "LARGE",
     "LARGEST_RECORD",
     "Group",
     "Node",
@@ -56,7 +57,7 @@ __all__ = [
     "varied",
 ]
 
-_LARGE = 64 << 10  # bytes of an array that is not copied to be written
+LARGE = 64 << 10  # bytes of an array that is not copied to be written
 _ALIGN_TAIL = 16
 LARGEST_RECORD = 2 << 30
 _DEEPEST = 64
@@ -252,7 +253,7 @@ class Schema:
         for place, dims in zip(self.variable, prepared.dims, strict=True):
             leaf, value = self.leaves[place], prepared.values[place]
             size = variable_bytes(leaf, dims)
-            if size >= _LARGE and isinstance(leaf, ArrayLeaf) and value.flags.c_contiguous:
+            if size >= LARGE and isinstance(leaf, ArrayLeaf) and value.flags.c_contiguous:
                 yield value.reshape(-1).view(np.uint8).data
             else:
                 copied = bytearray(size)

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from helpers import eventually, often
 from kills import child, ended, kill
 
 from hotset.errors import SegmentError
+from hotset.store.body_writer import Unfilled
 from hotset.store.key_table import EVICTABLE
 from hotset.store.keyed_store import MISSING, KeyedStore
+from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 
 
@@ -129,6 +132,31 @@ def test_a_datasets_cache_and_functions_results_are_not_taken_for_each_other() -
         pytest.raises(SegmentError, match="holds a dataset"),
     ):
         KeyedStore.attach(other.segment.address)
+
+
+@pytest.mark.parametrize("size", [0, 100, 64 << 10, 300_000])
+def test_a_value_is_kept_whose_bytes_come_in_strips(size: int, tmp_path: Path) -> None:
+    content = np.random.default_rng(size).bytes(size)
+
+    def unfilled(*, more: bytes = b"") -> Unfilled:
+        array, given = np.empty(size, np.uint8), content + more
+        return Unfilled((array, 7), array, lambda: (given[i : i + 9999] for i in range(0, len(given), 9999)))
+
+    for limit, options in ((4 << 20, {}), (4096, {"spill": SpillTo(str(tmp_path))})):
+        with keyed(limit, **options) as store:
+            function = store.keys.enter("strips", bytes(16), 0)
+            sample, other = (store.keys.add(key(number), function) for number in (1, 2))
+            assert store.claim(sample, 0)
+            assert store.put(sample, 0, function, unfilled())
+            found = store.get(sample, 0)
+            assert found[0].tobytes() == content
+            assert found[1] == 7
+            assert store.claim(other, 0)
+            with pytest.raises(ValueError, match="bytes was given"):
+                store.put(other, 0, function, unfilled(more=b"more"))
+            store.release(other)
+            assert store.get(other, 0) is MISSING
+    assert unfilled().filled()[0].tobytes() == content
 
 
 def test_random_work_with_too_little_room_never_returns_another_value() -> None:
