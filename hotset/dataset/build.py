@@ -263,7 +263,8 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
     window = _active_window(result, options.given.window, store)
     attachment = Attachment(store, handle, result.plan.name)
     access = SampleAccess(result.source, result.plan, attachment, window, remote, options.given.concurrency)
-    return Current(result.source, result.plan, access, window, remote, identity.lookup_key)
+    moved = tuple(result.metadata.get("moved", ()))
+    return Current(result.source, result.plan, access, window, remote, identity.lookup_key, moved)
 
 
 def _warn_of_source(dataset: Any, result: PlanResult, *, is_found: bool) -> None:

@@ -17,8 +17,8 @@ was looked up on the cached dataset
 a transform set on the dataset itself, or  noticed at the next use (``len()``, indices, a loader's pass), by
 in what it wraps, or put into a container  the identity of what it holds (:class:`Snapshot`); workers that
                                            had begun before that read their dataset uncached
-any other attribute, set on the dataset    from then on samples are read with it; those that are cached stay,
-itself                                     until an audit compares one of them
+any other attribute, set on the dataset    noticed as the next pass begins (:mod:`.content_watch`); a second
+itself, or changed in place                change of the same attribute ends the cache
 set by a loader's worker                   that worker reads its dataset, as it is there, uncached
 no new plan can be made, or there is a     samples come from the source, with a warning
 ``key=``, which names what was cached
@@ -49,6 +49,7 @@ from hotset._warnings import printable, warn
 from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.attachment import Attachment
+from hotset.dataset.content_watch import ContentWatch
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
 from hotset.dataset.fill_now import fill_now, require_worker_count
 from hotset.dataset.held_attributes import HeldAttributes
@@ -58,6 +59,7 @@ from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import CopiedAttributes, names_transforms
+from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
@@ -81,6 +83,7 @@ class Current(NamedTuple):
         window: the running window; None if there is none.
         remote: the other machines' parts of the cache; None without other machines.
         lookup_key: what ranks find this cache by: see :class:`~hotset.dataset.identity.Identity`.
+        moved: the attributes that reading samples changes, as ``class.name``.
     """
 
     source: Source
@@ -89,6 +92,7 @@ class Current(NamedTuple):
     window: ActiveWindow | None
     remote: RemoteCache | None
     lookup_key: str
+    moved: tuple[str, ...] = ()
 
     def close(self) -> None:
         """Detach from the cache."""
@@ -143,18 +147,26 @@ class CachedDataset(DatasetProxy[T]):
     _copied = Own[CopiedAttributes]()  # from the dataset to the copy of it that is read, if there is one
     _closed = Own[bool]()
     _pass = Own[weakref.ref[object] | None]()  # whose batches this process makes ahead
+    _watch = Own["ContentWatch | None"]()  # None if no change of content counts
+    _workers_keep = Own[bool]()  # whether workers run that have the dataset as it was
+    _followed = Own[set[str]]()  # the attributes after whose change samples were cached anew
 
     def __init__(self, dataset: Dataset[T], arguments: CacheArguments, maker: Maker) -> None:
         super().__init__(dataset, arguments)  # takes the snapshot before a transform is run
         self._maker = maker
         self._closed = False
-        self._pass = None
+        self._pass, self._workers_keep, self._followed = None, False, set()
         self._use(maker.make(dataset, arguments))
 
     def _use(self, current: Current) -> None:
         """Read samples by these objects from now on."""
         self._current = current
         self._copied = CopiedAttributes(self._dataset, current.source.dataset)
+        believed = declared(self._dataset) == "deterministic" or self._arguments.key is not None
+        is_watched = current.access.any_store is not None and not isinstance(self._dataset, StreamSource)
+        self._watch = None
+        if is_watched and not believed and get_worker_info() is None:
+            self._watch = ContentWatch(self._dataset, current.source, current.access, current.moved)
 
     @property
     def plan(self) -> Plan:
@@ -190,6 +202,8 @@ class CachedDataset(DatasetProxy[T]):
         self._up_to_date(in_pass=in_pass)
         if not in_pass and self._length_has_changed():
             self._attribute_was_set("length", noticed=True)  # samplers ask for it as a pass begins
+        elif not in_pass:
+            self._follow_content()
         return self._current.plan.used
 
     def _length_has_changed(self) -> bool:
@@ -199,10 +213,53 @@ class CachedDataset(DatasetProxy[T]):
             return False
         return len(self._dataset) != current.plan.samples
 
-    def _pass_begins(self) -> None:
-        """A loader begins a pass: what was set counts from here on, even in the midst of an earlier pass."""
-        self._pass = None
+    def _pass_begins(self, *, running: bool = False, persistent: bool = False) -> None:
+        """A loader begins a pass: what was set counts from here on, even in the midst of an earlier pass.
+
+        Args:
+            running: whether its workers run already, and have the dataset as it was.
+            persistent: whether those that it starts now will run in its next pass.
+        """
+        self._pass, self._workers_keep = None, running
         len(self)
+        self._workers_keep = persistent
+
+    def _pass_ends(self) -> None:
+        """A pass is over: what reading samples in this process has changed does not count."""
+        if self._watch is not None:
+            self._watch.pass_ended()
+
+    def _follow_content(self) -> None:
+        """Cache anew, or no more, what may depend on something that the dataset holds and that has changed.
+
+        Workers that run already see a change only of memory that processes share.
+        """
+        change = self._watch.change(shared=self._workers_keep) if self._watch is not None else None
+        if change is None:
+            return
+        what, dropped = str(change), self._stats_of(self._current).cached
+        if self._workers_keep:
+            self._watch = None
+            store = self._current.access.any_store
+            if store is not None:
+                store.invalidate()
+            warn(self._has_changed(what))
+        elif what in self._followed:
+            self._read_uncached(self._has_changed(what, " again"))
+        else:
+            self._followed.add(what)
+            if self._make_anew(what, "has changed", in_place=True) and dropped:
+                self._warn_dropped(what, "has changed", dropped, "")
+
+    def _has_changed(self, what: str, again: str = "") -> str:
+        return (
+            f"{what} has changed{again}, and samples may depend on it, so they come from the source from now "
+            f"on. Move what depends on it to transform=[...], or {self._if_independent()}."
+        )
+
+    def _if_independent(self) -> str:
+        kind = type(self._dataset).__name__
+        return f"if no sample depends on it, declare it: hotset.deterministic({kind})"
 
     def __getitem__(self, index: Any) -> Any:
         try:
@@ -326,6 +383,7 @@ class CachedDataset(DatasetProxy[T]):
             >>> cached.close()
         """
         require_worker_count(num_workers)
+        self._follow_content()
         current = self._up_to_date()
         if current.window is not None:
             raise ArgumentError(
@@ -377,6 +435,7 @@ class CachedDataset(DatasetProxy[T]):
         Raises:
             Exception: what the dataset has raised in a process that prepares a window's next samples.
         """
+        self._follow_content()  # before set_epoch changes something, which the user was warned of
         current = self._up_to_date()
         self._epoch = epoch
         if current.window is not None:
@@ -389,10 +448,13 @@ class CachedDataset(DatasetProxy[T]):
                 dataset.set_epoch(epoch)
         if current.window is None and len(self._dataset) != current.plan.samples:
             self._attribute_was_set(held.changed() or "length", noticed=True)
+        elif self._watch is not None:
+            self._watch.look()
 
     def close(self) -> None:
         """Detach from the cache; samples then come from the source. Existing batches stay valid."""
         self._closed = True
+        self._watch = None
         self._current.close()
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
@@ -410,6 +472,10 @@ class CachedDataset(DatasetProxy[T]):
         """
         by_method = self._set_by_method()
         self._copied.follow()
+        if self._watch is not None and get_worker_info() is not None:
+            watch, self._watch = self._watch, None
+            if watch.change() is not None:  # torch's loader asks for len() once its workers run
+                self._read_uncached(None)
         if not self._snapshot.is_current():
             self._attribute_was_set("transform", noticed=True)
         elif by_method is not None and not in_pass:
@@ -425,7 +491,6 @@ class CachedDataset(DatasetProxy[T]):
         """
         what = f"{type(self._dataset).__name__}.{name}"
         self._take_snapshot()
-        old, arguments = self._current, self._arguments
         if get_worker_info() is not None:
             # Noticed: it was set before the worker began, and the main process notices it at its next epoch.
             sentence = f"{what} was set in a loader's worker, so this worker reads its samples uncached."
@@ -434,30 +499,46 @@ class CachedDataset(DatasetProxy[T]):
         if self._closed:
             self._read_uncached(None)
             return
-        if arguments.key is not None:
+        if self._arguments.key is not None:
             self._read_uncached(
-                f'{what} was set, but key="{arguments.key}" names what was cached before, so samples come '
-                "from the source; set it before you call hotset.cache, with another key."
+                f'{what} was set, but key="{self._arguments.key}" names what was cached before, so samples '
+                "come from the source; set it before you call hotset.cache, with another key."
             )
             return
-        dropped = self._stats_of(old).cached
+        dropped = self._stats_of(self._current).cached
+        if self._make_anew(what, "was set") and dropped and not names_transforms(name):
+            self._warn_dropped(what, "was set", dropped, ", and set it on `.dataset`")
+
+    def _warn_dropped(self, what: str, event: str, dropped: int, further: str) -> None:
+        warn(
+            f"{what} {event}, and samples may depend on it, so {dropped:,} cached samples were dropped, and "
+            f"samples are cached anew; {self._if_independent()}{further}."
+        )
+
+    def _make_anew(self, what: str, event: str, *, in_place: bool = False) -> bool:
+        """Make another plan and cache; False if it is the same cache, or none can be made.
+
+        Args:
+            what, event: what has happened.
+            in_place: what a dataset holds has changed: a cache that it would find again holds other samples.
+        """
+        old = self._current
         try:
-            alike = self._maker.lookup_key(self._dataset, arguments) == old.lookup_key
+            alike = self._maker.lookup_key(self._dataset, self._arguments) == old.lookup_key
+            if alike and in_place:  # no fingerprint covers it
+                self._read_uncached(self._has_changed(what))
+                return False
             if not alike:  # free the old cache's memory for the new one
                 old.close()
-            current = self._maker.make(self._dataset, arguments)
+            current = self._maker.make(self._dataset, self._arguments)
         except Exception as error:
-            self._read_uncached(f"{what} was set, and samples come from the source: {error}")
-            return
+            self._read_uncached(f"{what} {event}, and samples come from the source: {error}")
+            return False
         old.close()
-        note = f"this plan was made again after {what} was set"
+        note = f"this plan was made again after {what} {event}"
         self._use(current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note))))
         self._resume_window(old)
-        if dropped and not names_transforms(name) and not alike:
-            warn(
-                f"{what} was set, and samples may depend on it, so {dropped:,} cached samples were dropped, "
-                "and samples are cached anew; if no sample depends on it, set it on `.dataset`."
-            )
+        return not alike
 
     def _resume_window(self, old: Current) -> None:
         """Continue the window at the old window's position."""
@@ -488,12 +569,13 @@ class CachedDataset(DatasetProxy[T]):
         return type(self)(copy.copy(self._dataset), self._arguments, self._maker)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._follow_content()  # torch's loader pickles it for its workers before it asks for len()
         self._up_to_date()
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pass = None
+        self._pass, self._workers_keep, self._followed = None, False, set()
         self._use(self._current)
 
 

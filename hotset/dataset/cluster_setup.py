@@ -65,9 +65,11 @@ def planned_by_all(
     with joined.planning(identity.lookup_key) as described:
         if described is not None:
             result = joined_plan(pipeline, options, identity, described.about)
-            result = result._replace(schema=Schema.from_json(described.schema), metadata=metadata)
+            schema = Schema.from_json(described.schema)
+            result = result._replace(schema=schema, metadata={**result.metadata, **metadata})
             return result, create(result)
-        result = make_plan(pipeline, options, identity)._replace(metadata=metadata)
+        result = make_plan(pipeline, options, identity)
+        result = result._replace(metadata={**result.metadata, **metadata})
         if joined.has_alike(result.plan.name, result.plan.samples):
             warn(
                 f"{result.plan.name}: another machine caches a dataset of this class and length under "

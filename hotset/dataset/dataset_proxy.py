@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetProxy", "Own"]
 
-_OF_PROCESS = ("_snapshot", "_held", "_changed", "_copied", "_pass")
+_OF_PROCESS = ("_snapshot", "_held", "_changed", "_copied", "_pass", "_watch")
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -14,9 +14,10 @@ fingerprint: a transform that counts its calls, or loads a network when it is ca
 one in the process that plans than in all others. An object is left alone if a container of another kind has
 grown or shrunk meanwhile, as its attributes may describe the container.
 
-**Compared.** A method of the dataset may set attributes on which samples depend (``close_mosaic()``). Values
-are compared by identity, numbers and text by value, containers element by element at any depth, arrays and
-what processes share by their bytes (:mod:`hotset.determinism.contents`). What a method seems to have computed
+**Compared.** A method of the dataset may set attributes on which samples depend (``close_mosaic()``), or the
+user may: ``dataset.labels[3] = 5``, ``dataset.config.size = 64``, ``dataset.epoch.value += 1``. Values are
+compared by identity, numbers and text by value, containers element by element at any depth, arrays and what
+processes share by their bytes (:mod:`hotset.determinism.contents`). What a method seems to have computed
 once, and kept, does not count.
 
 Looking at all of a large dataset would take longer than reading it. So there is :class:`Room` for so many
@@ -30,7 +31,7 @@ import functools
 import operator
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,10 +39,12 @@ from torch.utils.data import Dataset
 
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.code_dependencies import is_users
-from hotset.determinism.contents import content_of, put_content
+from hotset.determinism.contents import content_of, is_shared, put_content, whole_content_of
 from hotset.determinism.object_graph import held_objects
 
-__all__ = ["HeldAttributes", "Room"]
+__all__ = ["Change", "HeldAttributes", "Room", "datasets_in"]
+
+Counts = Callable[[Any, str], bool]
 
 _FILLED = (list, dict, set, deque, OrderedDict, defaultdict)  # and no subclasses: their methods may do more
 _CONTAINERS = (list, dict, set, deque, bytearray)
@@ -49,28 +52,36 @@ _ENTERED = (list, tuple, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes)
 _PLAIN_TYPES = frozenset({*_PLAIN, type(None)})
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_EACH, _NESTED = 100, 6  # see Room
 _WRAPPED = 64
 _DEPTH = 8
 
 
 @dataclass
 class Room:
-    """How much is looked at.
+    """How much is looked at: about what is compared in two milliseconds.
 
     Attributes:
-        elements: of containers.
-        bytes: of arrays and tensors.
-        outermost: whether the elements of a container that is itself an attribute count, however many.
+        elements: of containers; a container in another one, an array or a tensor takes the room of 100.
+        bytes: of arrays and tensors; a byte of containers in a container takes the room of six.
+        outermost: whether the elements of a container that is itself an attribute count, however many, and
+            can be put back: what is compared by its bytes cannot.
     """
 
     elements: int = 50_000
     bytes: int = 4 << 20
     outermost: bool = True
 
+    def take(self, elements: int) -> bool:
+        """Take room for so many elements; False if there is less."""
+        has_room = elements <= self.elements
+        self.elements -= elements if has_room else 0
+        return has_room
+
     @classmethod
     def larger(cls) -> Room:
-        """Room for all that another has room for, wherever that one begins to look."""
-        return cls(4 * cls.elements, 4 * cls.bytes)
+        """Room for all that is compared in another, wherever that one begins to look."""
+        return cls(4 * cls.elements, 4 * cls.bytes, outermost=False)
 
 
 class _Seen(NamedTuple):
@@ -78,7 +89,8 @@ class _Seen(NamedTuple):
 
     Attributes:
         value: the value.
-        content: the bytes of an array; of a container its length, if there was no room, or else
+        content: the bytes of an array, or of a container with all in it; of a container for which there was
+            no room, its length; otherwise None, and
         inner: its elements, and those of them that can be changed in place, by number.
     """
 
@@ -90,17 +102,20 @@ class _Seen(NamedTuple):
     def of(cls, value: Any, room: Room, depth: int = 0) -> _Seen | None:
         """None for a value that cannot be changed in place, or not be seen to be."""
         if not isinstance(value, _ENTERED):
-            content = content_of(value, room.bytes)
-            room.bytes -= len(content or b"")
-            return cls(value, content) if content is not None else None
-        elements = _listed(value)
-        has_room = len(elements) <= room.elements and depth <= _DEPTH
+            content = content_of(value, room.bytes) if room.elements >= _EACH else None
+            if content is None or not room.take(_EACH):
+                return None
+            room.bytes -= len(content)
+            return cls(value, content)
+        has_room = depth <= _DEPTH and room.take(_length(value) + (_EACH if depth else 0))
         if not has_room and not (room.outermost and depth == 0):
-            return cls(value, len(elements))
+            return cls(value, _length(value))
+        elements = _listed(value)
         inner = {}
-        if has_room:
-            room.elements -= len(elements)
         if has_room and not _PLAIN_TYPES.issuperset(map(type, elements)):
+            if not room.outermost and (whole := whole_content_of(value, room.bytes // _NESTED)) is not None:
+                room.bytes -= len(whole) * _NESTED
+                return cls(value, whole)
             inner = {
                 number: seen
                 for number, each in enumerate(elements)
@@ -111,13 +126,21 @@ class _Seen(NamedTuple):
     def is_as_it_was(self) -> bool:
         """Whether the value holds what it held."""
         if isinstance(self.content, int):
-            return len(_listed(self.value)) == self.content
-        if self.inner is None:
-            return content_of(self.value, len(self.content or b"")) == self.content
+            return _length(self.value) == self.content
+        if self.content is not None:
+            look = whole_content_of if isinstance(self.value, _ENTERED) else content_of
+            return look(self.value, len(self.content)) == self.content
+        assert self.inner is not None
         elements, inner = self.inner
         return _same_elements(_listed(self.value), elements) and all(
             each.is_as_it_was() for each in inner.values()
         )
+
+    def is_shared(self) -> bool:
+        """Whether running workers see a change of the value, or of one that it contains."""
+        if self.inner is None:
+            return isinstance(self.content, bytes) and is_shared(self.value)
+        return any(each.is_shared() for each in self.inner[1].values())
 
     def put_back(self) -> None:
         """Have the value hold again what it held, as far as it can."""
@@ -130,6 +153,24 @@ class _Seen(NamedTuple):
                 _fill(self.value, elements)
             for each in inner.values():
                 each.put_back()
+
+
+class Change(NamedTuple):
+    """An attribute that is another now than it was.
+
+    Attributes:
+        kind, name: the class that has it, and its name.
+        is_shared: whether running workers see that.
+        is_computed: whether it seems to keep what follows from others.
+    """
+
+    kind: str
+    name: str
+    is_shared: bool
+    is_computed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}.{self.name}"
 
 
 class _Owner(NamedTuple):
@@ -148,8 +189,8 @@ class _Owner(NamedTuple):
     lengths: list[int]
 
     @classmethod
-    def of(cls, owner: Any, room: Room) -> _Owner:
-        held = {name: value for name, value in vars(owner).items() if not name.startswith("_hotset")}
+    def of(cls, owner: Any, room: Room, counts: Counts) -> _Owner:
+        held = {name: value for name, value in vars(owner).items() if counts(owner, name)}
         seen = {name: found for name, value in held.items() if (found := _Seen.of(value, room)) is not None}
         return cls(owner, held, seen, _lengths(held))
 
@@ -161,6 +202,7 @@ class HeldAttributes:
         dataset: the dataset, before it is read.
         transforms: its transforms, before they are called.
         room: how much is looked at; it is used up.
+        counts: whether an attribute of an owner counts; None: all do.
 
     Example:
         >>> import types
@@ -169,8 +211,8 @@ class HeldAttributes:
         >>> dataset.file = "an open file"
         >>> dataset.read.append(7)
         >>> dataset.box["size"][0] = 5
-        >>> held.changed()
-        'file'
+        >>> held.changed(), held.moved()
+        ('file', ['SimpleNamespace.file', 'SimpleNamespace.read', 'SimpleNamespace.box'])
         >>> held.put_back()
         >>> dataset
         namespace(file=None, read=[], box={'size': [3, 4]})
@@ -181,14 +223,16 @@ class HeldAttributes:
         dataset: Any,
         transforms: Iterable[Any] = (),
         room: Room | None = None,
+        counts: Counts | None = None,
     ) -> None:
         room = Room() if room is None else room
+        self._counts = counts or _counts
         owners: dict[int, Any] = {}
         for holder in [dataset, *map(_holder, transforms)]:
-            for owner in _owners(holder, 0):
-                for each in (owner, *_users_objects(owner)):
+            for owner in datasets_in(holder):
+                for each in (owner, *_users_objects(owner, self._counts)):
                     owners.setdefault(id(each), each)
-        self._held = [_Owner.of(owner, room) for owner in owners.values()]
+        self._held = [_Owner.of(owner, room, self._counts) for owner in owners.values()]
 
     def put_back(self) -> None:
         """Set all attributes to what they were, with the elements that they had."""
@@ -196,7 +240,7 @@ class HeldAttributes:
             now = vars(owner)
             if _lengths(held) != lengths:
                 continue
-            for name in [name for name in now if name not in held and not name.startswith("_hotset")]:
+            for name in [name for name in now if name not in held and self._counts(owner, name)]:
                 del now[name]
             for name, value in held.items():
                 if name not in now or now[name] is not value:
@@ -206,17 +250,33 @@ class HeldAttributes:
 
     def changed(self) -> str | None:
         """The name of an attribute that is another now; None if all are what they were."""
+        return next((each.name for each in self._differing() if not each.is_computed), None)
+
+    def changed_content(self, *, shared: bool = False) -> Change | None:
+        """An attribute that is another now.
+
+        Args:
+            shared: only one whose change running workers see.
+        """
+        found = (each for each in self._differing() if not each.is_computed)
+        return next((each for each in found if each.is_shared or not shared), None)
+
+    def moved(self) -> list[str]:
+        """All attributes that are others now, each as ``class.name``."""
+        return [str(each) for each in self._differing()]
+
+    def _differing(self) -> Iterator[Change]:
         for owner, held, seen, _ in self._held:
             now: dict[str, Any] = vars(owner)
+            kind = type(owner).__name__
             for name in {**held, **now}:
-                if name.startswith("_hotset"):
+                shared = name in seen and seen[name].is_shared()
+                if name not in held and not self._counts(owner, name):
                     continue
                 if not (name in held and name in now and _same(now[name], held[name])):
-                    if not _is_computed(owner, name, held.get(name)):
-                        return name
+                    yield Change(kind, name, shared, _is_computed(owner, name, held.get(name)))
                 elif name in seen and not seen[name].is_as_it_was():
-                    return name
-        return None
+                    yield Change(kind, name, shared)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -244,7 +304,7 @@ def _is_computed(owner: Any, name: str, before: Any) -> bool:
     return before is None and kept
 
 
-def _owners(dataset: Any, depth: int) -> Iterator[Any]:
+def datasets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
     """The dataset and those that it wraps, but for a cached one, which looks after its own."""
     if type(dataset).__module__.startswith("hotset.") or not isinstance(
         getattr(dataset, "__dict__", None), dict
@@ -258,19 +318,24 @@ def _owners(dataset: Any, depth: int) -> Iterator[Any]:
         )
         for part in parts:
             if isinstance(part, Dataset):
-                yield from _owners(part, depth + 1)
+                yield from datasets_in(part, depth + 1)
 
 
-def _users_objects(owner: Any) -> Iterator[Any]:
+def _counts(owner: Any, name: str) -> bool:
+    """Whether an attribute is the owner's: hotset keeps some in the user's objects."""
+    return not name.startswith("_hotset")
+
+
+def _users_objects(owner: Any, counts: Counts) -> Iterator[Any]:
     """The objects of the user's classes that an owner holds; but datasets are owners themselves."""
-    for value in list(vars(owner).values()):
-        if type(value) in _PLAIN_TYPES or isinstance(value, Dataset):
+    for name, value in list(vars(owner).items()):
+        if type(value) in _PLAIN_TYPES or isinstance(value, Dataset) or not counts(owner, name):
             continue
         if isinstance(value, _ENTERED) and len(value) > Room.elements:
             continue
         for each in held_objects(value, _NAMESPACES):
-            counts = isinstance(each, _NAMESPACES) or (is_users(each) and not isinstance(each, Dataset))
-            if counts and isinstance(getattr(each, "__dict__", None), dict):
+            is_one = isinstance(each, _NAMESPACES) or (is_users(each) and not isinstance(each, Dataset))
+            if is_one and isinstance(getattr(each, "__dict__", None), dict):
                 yield each
 
 
@@ -288,8 +353,15 @@ def _listed(container: Any) -> list[Any]:
     """
     if isinstance(container, dict):
         return [*dict.keys(container), *dict.values(container)]
-    base = next(kind for kind in _ENTERED if isinstance(container, kind))
-    return list(base.__iter__(container))
+    return list(_base(container).__iter__(container))
+
+
+def _length(container: Any) -> int:
+    return int(_base(container).__len__(container))
+
+
+def _base(container: Any) -> Any:
+    return next(kind for kind in _ENTERED if isinstance(container, kind))
 
 
 def _fill(container: Any, elements: list[Any]) -> None:

@@ -123,7 +123,8 @@ def joined_plan(
     memory, used = options.given.memory, about["memory"]
     if memory not in ("auto", used):
         notes.append(f"memory={memory!r} has no effect: the cache was made with memory={used!r}")
-    return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None)
+    metadata = {"moved": about.get("moved", [])}
+    return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None, metadata)
 
 
 def _joined_rows(steps: list[Any], rows: list[Row]) -> tuple[Row, ...]:
@@ -166,8 +167,7 @@ def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) ->
             "part to transform=, after the part that may be cached."
         )
     held = held_by_others(options.session, limit)
-    own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
-    unread = HeldAttributes(dataset, [*own, *leaves(pipeline.given)], room=Room.larger())
+    unread = HeldAttributes(dataset, _steps(pipeline))
     try:
         return _plan_by_reading(pipeline, options, identity, unread, held, limit, warned)
     finally:
@@ -184,6 +184,7 @@ def _plan_by_reading(
     warned: list[str],
 ) -> PlanResult:
     dataset, name = pipeline.dataset, pipeline.name
+    compared = HeldAttributes(dataset, _steps(pipeline), Room.larger())
     threads = ThreadsBegun()
     choice, source, probed = _decide(pipeline, options, limit - held)
     warned += threads.warnings(name)
@@ -204,6 +205,7 @@ def _plan_by_reading(
     rows = choice.rows
     if len(rows) == 1:  # without transforms, nothing was measured yet
         rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
+    moved = compared.moved()
     unread.put_back()
     found = identity.fingerprint(pipeline, choice.cuts, source)
     if found.unknowns and options.session is not None:
@@ -226,7 +228,13 @@ def _plan_by_reading(
     )
     free = machine.headroom().bytes
     advice = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
-    return PlanResult(replace(plan, notes=(*plan.notes, *advice)), source, choice.cuts, schema)
+    plan = replace(plan, notes=(*plan.notes, *advice))
+    return PlanResult(plan, source, choice.cuts, schema, {"moved": moved})
+
+
+def _steps(pipeline: Pipeline) -> list[Any]:
+    own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
+    return [*own, *leaves(pipeline.given)]
 
 
 def _notes_on_checks(source: Source) -> list[str]:

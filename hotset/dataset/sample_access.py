@@ -147,6 +147,11 @@ class SampleAccess:
         """How many samples the source is best asked for together."""
         return self._reader.at_once
 
+    @property
+    def read_here(self) -> int:
+        """How many samples this process has read from the source so far."""
+        return self._reader.calls
+
     # ---- samples -------------------------------------------------------------------------------------
 
     def records(self, ids: Ids, uncached: dict[int, Any] | None = None) -> Iterator[Any]:

@@ -54,6 +54,7 @@ class SourceReader:
         concurrency: how many samples are read at once.
 
     Attributes:
+        calls: how many samples this process was asked for so far.
         threads: the same; 1 once a sample could not be read in a thread, but could be read alone.
         trouble: a sentence for the user that says so; None before.
     """
@@ -64,6 +65,7 @@ class SourceReader:
         self._batch = max((step.size for step in source.batched), default=1)
         self.threads = concurrency
         self.trouble: str | None = None
+        self.calls = 0
         self._process: int | None = None  # the process in which a first sample was read
 
     @property
@@ -72,10 +74,12 @@ class SourceReader:
         return max(self.threads, self._batch)
 
     def __call__(self, index: int) -> Any:
+        self.calls += 1
         return self._source.read(index)
 
     def many(self, indices: Sequence[int]) -> Iterator[Any]:
         """Read several samples; they come in order."""
+        self.calls += len(indices)
         if self.threads > 1 and len(indices) > 1:
             return transformed(self._in_threads(indices), self._together)
         return self._source.read_many(indices)

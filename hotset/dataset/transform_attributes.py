@@ -43,6 +43,7 @@ __all__ = [
     "Snapshot",
     "TransformAttribute",
     "names_transforms",
+    "owners_of_transforms",
     "transform_attributes_of",
     "with_transforms",
 ]
@@ -186,7 +187,7 @@ class CopiedAttributes:
     def __init__(self, dataset: Any, twin: Any) -> None:
         self._pairs = [
             (vars(owner), vars(other), dict(vars(owner)), _differing(vars(owner), vars(other)))
-            for owner, other in zip(_owners(dataset), _owners(twin), strict=True)
+            for owner, other in zip(owners_of_transforms(dataset), owners_of_transforms(twin), strict=True)
             if owner is not other
         ]
 
@@ -239,7 +240,7 @@ class Snapshot:
         self._formats: list[tuple[Any, Any]] = []
         self._children: list[tuple[Any, tuple[Any, ...]]] = []
         chains = [given]
-        for owner in _owners(dataset):
+        for owner in owners_of_transforms(dataset):
             held = format_of(owner)
             if held is not None:
                 self._formats.append((owner, held))
@@ -279,13 +280,13 @@ class Snapshot:
         return True
 
 
-def _owners(dataset: Any) -> list[Any]:
+def owners_of_transforms(dataset: Any) -> list[Any]:
     """The objects whose attributes may hold transforms."""
     found = [dataset] if hasattr(dataset, "__dict__") else []
     if isinstance(dataset, Subset):
-        found += _owners(dataset.dataset)
+        found += owners_of_transforms(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
-        found += [owner for part in dataset.datasets for owner in _owners(part)]
+        found += [owner for part in dataset.datasets for owner in owners_of_transforms(part)]
     return found
 
 

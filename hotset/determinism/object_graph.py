@@ -28,7 +28,7 @@ import torch
 
 from hotset.determinism.code_dependencies import imports, installed, is_users, loaded_globals, names_in
 
-__all__ = ["attributes", "held_objects", "solid_base", "within_reach"]
+__all__ = ["attributes", "held_objects", "loaded_by", "solid_base", "within_reach"]
 
 Kinds = tuple[type, ...]
 
@@ -78,6 +78,18 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
                     # Attributes of a class are named after it: an instance may have one of that name as well.
                     here = child.__qualname__ if issubclass(type(child), type) else path + label
                     queue.append((here, child, depth + 1))
+
+
+def loaded_by(function: types.FunctionType) -> Iterator[Any]:
+    """What a function refers to: its closure, its defaults, and those of its globals that are the user's.
+
+    Example:
+        >>> scale = 2
+        >>> def double(x): return x * scale
+        >>> list(loaded_by(double)) if scale is globals().get("scale") else []
+        []
+    """
+    return (value for _, value in _of_function(function, ()))
 
 
 def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:

@@ -455,12 +455,13 @@ class DataLoader(TorchDataLoader[T]):
             ArgumentError: persistent workers have the dataset as it was.
         """
         route = route_to(self.dataset)
+        running = self._inner is not None or self._iterator is not None
         for cached in route.caches if route is not None else []:
-            cached._pass_begins()
+            cached._pass_begins(running=running, persistent=self.persistent_workers)
         now = [cached._current for cached in route.caches] if route is not None else []
         before = self._currents
         if before is not None and any(one is not other for one, other in zip(before, now, strict=False)):
-            if self._inner is not None or self._iterator is not None:
+            if running:
                 raise ArgumentError(
                     f"a transform or attribute of {now[0].plan.name} was set, and persistent workers have "
                     "the dataset as it was; make another loader, or leave out persistent_workers=True."

@@ -137,6 +137,9 @@ class LocalBatches:
             batch = self._make(indices, start - self._handed_over)
         except SampleStopped as error:
             raise stopped(error) from None
+        except BaseException:
+            self._reading_ends()
+            raise
         self._hand_over(samples_in(indices), start)
         return batch
 
@@ -149,7 +152,12 @@ class LocalBatches:
             self._ahead.stop()
             self._run.over = True
             self._summary._end()
+            self._reading_ends()
             raise
+
+    def _reading_ends(self) -> None:
+        for cached in self._route.caches:
+            cached._pass_ends()
 
     def _hand_over(self, samples: int, start: float) -> None:
         self._draws.top_up()

@@ -19,6 +19,7 @@ N = 24
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no thread to spare")
 
 
+@hotset.deterministic  # the tests change what it holds, which no sample depends on
 class Posters(Dataset[Any]):
     """Of 600 KB; notes which threads there are while a sample is read. Some raise."""
 

@@ -36,6 +36,12 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("cli/doctor.py", "doctor"): ("cli/doctor.py:_no_loader",),
     ("dataset/cached_dataset.py", "CachedDataset._read_uncached"): (),
+    ("dataset/cached_dataset.py", "CachedDataset._follow_content"): (
+        "dataset/cached_dataset.py:CachedDataset._has_changed",
+    ),
+    ("dataset/cached_dataset.py", "CachedDataset._make_anew"): (
+        "dataset/cached_dataset.py:CachedDataset._has_changed",
+    ),
     ("dataset/fill_now.py", "fill_now"): (),
     ("dataset/memo_calls.py", "Calls._tell"): (),
     ("dataset/prefetch_pool.py", "PrefetchPool._warn"): (),

@@ -1,0 +1,93 @@
+"""What cached samples may depend on: compared, as a pass begins, with what it was.
+
+A user changes in place what a dataset holds: ``dataset.labels[3] = 5``, ``dataset.epoch.value += 1``. Without
+a cache each pass reads samples with it. So what the cached part of a sample may depend on is remembered when
+the cache is made, and compared as a pass begins:
+
+===================================  =======================================================================
+an attribute of the dataset, or of   compared if code that reads samples names it
+one that it wraps                    (:mod:`hotset.determinism.reading_names`)
+what such an attribute holds         compared, at any depth (:class:`HeldAttributes`), within :class:`Room`
+the parameters of cached transforms  compared
+of live transforms                   not: they run for each use
+what reading samples changes itself  not: neither what planning has seen to change (a counter of reads), nor
+                                     what has changed while this process has read a pass
+===================================  =======================================================================
+
+A dataset that is declared, or has a ``key=``, is not compared: its user says what samples depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch.utils.data import ConcatDataset, StackDataset, Subset
+
+from hotset.dataset.held_attributes import Change, HeldAttributes, Room, datasets_in
+from hotset.dataset.pipeline import Source
+from hotset.dataset.sample_access import SampleAccess
+from hotset.dataset.transform_attributes import (
+    TRANSFORM_NAMES,
+    owners_of_transforms,
+    transform_attributes_of,
+)
+from hotset.determinism.batched import Batched
+from hotset.determinism.chain import leaves
+from hotset.determinism.reading_names import names_read
+
+__all__ = ["ContentWatch"]
+
+_WRAPPERS = (Subset, ConcatDataset, StackDataset)  # they read what they wrap by index alone
+
+
+class ContentWatch:
+    """Compares what samples may depend on with what it was.
+
+    Args:
+        dataset: the user's dataset.
+        source: it and its chains, cut in two.
+        access: reads its samples in this process.
+        moved: the attributes that reading samples changes, as ``class.name``.
+    """
+
+    def __init__(self, dataset: Any, source: Source, access: SampleAccess, moved: Collection[str]) -> None:
+        self._dataset = dataset
+        self._access = access
+        self._moved = frozenset(moved)
+        cached = [*leaves(source.prefix), *leaves(source.inner)]
+        self._cached = [step for step in cached if not isinstance(step, Batched)]  # it looks at its network
+        chains = {attribute.name for attribute in transform_attributes_of(dataset)}
+        # Their cached steps are compared one by one. torchvision holds its two transforms in a third, too.
+        chains |= set(TRANSFORM_NAMES) if chains else set()
+        self._chains = {id(owner): chains for owner in owners_of_transforms(dataset)}
+        readers = [each for each in datasets_in(dataset) if type(each) not in _WRAPPERS]
+        names = [names_read(each, self._chains.get(id(each), ())) for each in readers]
+        self._readers = set(map(id, readers))
+        self._names = None if None in names else frozenset[str]().union(*filter(None, names))
+        self.look()
+
+    def look(self) -> None:
+        """From here on, compare with what is held now."""
+        self._read_before = self._access.read_here
+        self._held = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
+
+    def pass_ended(self) -> None:
+        """Compare with what is held now, if this process has read samples since it was last looked at."""
+        if self._access.read_here > self._read_before:
+            self.look()
+
+    def change(self, *, shared: bool = False) -> Change | None:
+        """An attribute that is another now; None if there is none.
+
+        Args:
+            shared: only one whose change running workers see.
+        """
+        return self._held.changed_content(shared=shared)
+
+    def _counts(self, owner: Any, name: str) -> bool:
+        if f"{type(owner).__name__}.{name}" in self._moved or name.startswith("_hotset"):
+            return False
+        if id(owner) not in self._readers:
+            return True
+        return name not in self._chains.get(id(owner), ()) and (self._names is None or name in self._names)

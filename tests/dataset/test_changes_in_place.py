@@ -1,0 +1,447 @@
+"""What a dataset holds is changed in place, or set behind the cached dataset's back: samples follow.
+
+Each change is made between two passes, over the cached dataset and over one without a cache; what loaders
+give of both is compared. A change that comes again ends the cache, as does one that running workers see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing as mp
+from collections.abc import Callable
+from multiprocessing import shared_memory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import all_pairs, equal_batches, recorded
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import hotset
+
+N = 12
+LOADERS: dict[str, Any] = {"torch": DataLoader, "hotset": hotset.DataLoader}
+
+
+class Config:
+    def __init__(self) -> None:
+        self.strength, self.nested = 1, {"sizes": [1, 2]}
+
+
+class Held(Dataset[Any]):
+    """Samples depend on all that it holds."""
+
+    def __init__(self) -> None:
+        self.labels = np.zeros(N, np.int64)
+        self.weights = torch.ones(N)
+        self.config = Config()
+        self.options = argparse.Namespace(shift=0)
+        self.names = ["a"] * N
+        self.rows = [{"box": [0, 0]} for _ in range(N)]
+        self.value = mp.Value("i", 0)
+        self.array = mp.Array("d", [0.0, 0.0])
+        self.raw = mp.RawValue("i", 0)
+        self.event = mp.Event()
+        self.shared = torch.zeros(1).share_memory_()
+        self.number = 0
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        total = self.config.strength + self.config.nested["sizes"][1] + self.options.shift + self.number
+        total += self.value.value + self.array[1] + self.raw.value + self.event.is_set() + float(self.shared)
+        total += sum(self.rows[index]["box"])
+        return int(self.labels[index]), float(self.weights[index]) * total, self.names[index]
+
+
+def label(dataset: Any) -> None:
+    dataset.labels[3] += 5
+
+
+def weight(dataset: Any) -> None:
+    dataset.weights.mul_(2)
+
+
+def nested_object(dataset: Any) -> None:
+    dataset.config.strength += 4
+
+
+def nested_container(dataset: Any) -> None:
+    dataset.config.nested["sizes"][1] += 1
+
+
+def namespace(dataset: Any) -> None:
+    dataset.options.shift += 1
+
+
+def one_name(dataset: Any) -> None:
+    dataset.names[2] += "b"
+
+
+def one_row(dataset: Any) -> None:
+    dataset.rows[4]["box"][1] += 9
+
+
+def set_directly(dataset: Any) -> None:
+    dataset.__dict__["number"] += 1
+
+
+def value(dataset: Any) -> None:
+    dataset.value.value += 1
+
+
+def array(dataset: Any) -> None:
+    dataset.array[1] += 2
+
+
+def raw(dataset: Any) -> None:
+    dataset.raw.value += 3
+
+
+def event(dataset: Any) -> None:
+    dataset.event.clear() if dataset.event.is_set() else dataset.event.set()
+
+
+def shared_tensor(dataset: Any) -> None:
+    dataset.shared.add_(1)
+
+
+SHARED = (value, array, raw, event, shared_tensor)
+PRIVATE = (label, weight, nested_object, nested_container, namespace, one_name, one_row, set_directly)
+
+
+def passes(loader: Any, change: Callable[[], None], count: int) -> list[list[Any]]:
+    found = []
+    for _ in range(count):
+        found.append([batch for _ in range(2) for batch in loader])
+        change()
+    return found
+
+
+@pytest.mark.parametrize(("change", "made_by", "workers"), all_pairs([*PRIVATE, *SHARED], LOADERS, [0, 2]))
+def test_a_change_in_place_takes_effect_from_the_next_pass_on(
+    change: Any, made_by: str, workers: int
+) -> None:
+    make = LOADERS[made_by]
+    plain, held = Held(), Held()
+    expected = passes(make(plain, batch_size=5, num_workers=workers), lambda: change(plain), 2)
+    assert str(expected[0]) != str(expected[1])
+    with recorded() as told, hotset.cache(held, memory="1MiB") as cached:
+        loader = make(cached, batch_size=5, num_workers=workers)
+        for found, wanted in zip(passes(loader, lambda: change(held), 2), expected, strict=True):
+            equal_batches(found, wanted)
+    assert [w for w in told if "has changed, and samples may depend on it" in str(w.message)]
+
+
+class Labels(Dataset[Any]):
+    def __init__(self) -> None:
+        self.labels = np.zeros(N, np.int64)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.labels[index])
+
+
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_spawned_workers_read_what_has_changed(made_by: str) -> None:
+    arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 1, "multiprocessing_context": "spawn"}
+    plain, held = Labels(), Labels()
+    expected = passes(DataLoader(plain, batch_size=5), lambda: label(plain), 2)
+    with recorded(), hotset.cache(held, memory="1MiB") as cached:
+        found = passes(LOADERS[made_by](cached, **arguments), lambda: label(held), 2)
+    for one, other in zip(found, expected, strict=True):
+        equal_batches(one, other)
+
+
+@pytest.mark.parametrize("change", [label, value])
+def test_what_changes_again_and_again_ends_the_cache(change: Any) -> None:
+    plain, held = Held(), Held()
+    expected = passes(hotset.DataLoader(plain, batch_size=5), lambda: change(plain), 4)
+    with recorded() as told, hotset.cache(held, memory="1MiB") as cached:
+        found = passes(hotset.DataLoader(cached, batch_size=5), lambda: change(held), 4)
+        for one, other in zip(found, expected, strict=True):
+            equal_batches(one, other)
+        assert cached.stats().cached == 0
+    words = [str(w.message) for w in told]
+    assert len(words) == 2
+    assert f"{N} cached samples were dropped" in words[0]
+    assert "has changed again" in words[1]
+
+
+@pytest.mark.parametrize("change", [label, value])
+def test_persistent_workers_see_what_they_see_without_a_cache(change: Any) -> None:
+    plain, held = Held(), Held()
+    arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "persistent_workers": True}
+    expected = passes(DataLoader(plain, **arguments), lambda: change(plain), 3)
+    with recorded() as told, hotset.cache(held, transform=[list], memory="1MiB", cut=0) as cached:
+        found = passes(hotset.DataLoader(cached, **arguments), lambda: change(held), 3)
+    for one, other in zip(found, expected, strict=True):
+        equal_batches(one, other)
+    assert len(told) == (1 if change is value else 0)
+
+
+def test_what_reading_changes_does_not_count() -> None:
+    class Notes(Held):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts, self.table = SimpleNamespace(reads=0), np.zeros(N)
+            self.known: dict[int, Any] = {}
+            self.kept = [{"read": [0]} for _ in range(3000)]
+            self.shared_count = mp.Value("i", 0)
+
+        def __getitem__(self, index: int) -> Any:
+            self.counts.reads += 1
+            self.table[index] = index
+            self.kept[-1 - index]["read"][0] += 1
+            self.shared_count.value += 1
+            if index not in self.known:
+                self.known[index] = super().__getitem__(index)
+            if index == 2 and not hasattr(self, "late"):
+                self.late = index
+            return self.known[index]
+
+    expected = list(DataLoader(Held(), batch_size=5))
+    with hotset.cache(Notes(), memory="1MiB") as cached:
+        for _ in range(3):
+            equal_batches(list(hotset.DataLoader(cached, batch_size=5)), expected)
+        assert cached.stats().hits == 2 * N
+        assert cached.dataset.counts.reads == N, "planning leaves no trace"
+
+
+class Stage:
+    """A live transform that goes by a number which processes share."""
+
+    def __init__(self, stage: Any) -> None:
+        self.stage = stage
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.stage.value + torch.rand(1)
+
+
+class Staged(Dataset[Any]):
+    """Holds the number as well, for its ``next_stage``; ``by`` says how its samples depend on it."""
+
+    def __init__(self, by: str) -> None:
+        self.stage, self.by, self.log = mp.Value("i", 0), by, []
+        self.transform = Stage(self.stage)
+        self.further = self._with_stage
+
+    def __len__(self) -> int:
+        return N
+
+    def next_stage(self) -> None:
+        self.stage.value += 1
+        self.log.append(self.stage.value)
+
+    @property
+    def now(self) -> int:
+        return int(self.stage.value)
+
+    def _with_stage(self, index: int) -> float:
+        return float(self.stage.value * index)
+
+
+class ByTransform(Staged):
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((2,), float(index)))
+
+
+class ByProperty(Staged):
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((2,), float(index) * self.now))
+
+
+class ByMethodThatItHolds(Staged):
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((2,), self.further(index)))
+
+
+class ByComputedName(Staged):
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((2,), float(index) * getattr(self, "sta" + "ge").value))
+
+
+def stage_of(dataset: Any) -> int:
+    return int(dataset.stage.value)
+
+
+class ByFunction(Staged):
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((2,), float(index) * stage_of(self)))
+
+
+class Base(Staged):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), float(index) * self.stage.value)
+
+
+class ByBase(Base):
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(super().__getitem__(index))
+
+
+class Outer(Dataset[Any]):
+    """Reads what another dataset holds."""
+
+    def __init__(self, inner: Staged) -> None:
+        self.inner, self.transform = inner, inner.transform
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((2,), float(index) * self.inner.stage.value))
+
+
+class Scale:
+    def __init__(self, stage: Any) -> None:
+        self.stage = stage
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value * (1 + self.stage.value)
+
+
+class ScaledInside(Outer):
+    """Reads a dataset that has a transform of its own, which is a part of the cached samples."""
+
+    def __init__(self, inner: Staged) -> None:
+        super().__init__(inner)
+        inner.transform = Scale(inner.stage)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.inner[index])
+
+
+READ_BY: dict[str, Callable[[], Any]] = {
+    "a property": lambda: ByProperty("property"),
+    "a method that it holds": lambda: ByMethodThatItHolds("held"),
+    "a computed name": lambda: ByComputedName("name"),
+    "a function": lambda: ByFunction("function"),
+    "its base class": lambda: ByBase("base"),
+    "a dataset around it": lambda: Outer(ByTransform("outer")),
+    "a transform within": lambda: ScaledInside(ByTransform("within")),
+}
+
+
+def staged_passes(dataset: Any, advance: Callable[[], None], count: int) -> list[Any]:
+    torch.manual_seed(7)
+    return passes(hotset.DataLoader(dataset, batch_size=5), advance, count)
+
+
+def test_what_only_a_live_transform_reads_does_not_count() -> None:
+    plain, held = ByTransform("transform"), ByTransform("transform")
+    expected = staged_passes(plain, plain.next_stage, 3)
+    with hotset.cache(held, memory="1MiB") as cached:
+        assert cached.plan.live
+        for one, other in zip(staged_passes(cached, held.next_stage, 3), expected, strict=True):
+            equal_batches(one, other)
+        assert cached.stats().hits == 5 * N
+
+
+@pytest.mark.parametrize("by", READ_BY)
+def test_what_reading_finds_in_any_way_counts(by: str) -> None:
+    plain, held = READ_BY[by](), READ_BY[by]()
+    advance = [getattr(one, "inner", one).next_stage for one in (plain, held)]
+    expected = staged_passes(plain, advance[0], 3)
+    with recorded() as told, hotset.cache(held, memory="1MiB") as cached:
+        assert cached.plan.live
+        for one, other in zip(staged_passes(cached, advance[1], 3), expected, strict=True):
+            equal_batches(one, other)
+    assert ["has changed," in str(w.message) for w in told] == [True, False]
+    assert "has changed again" in str(told[1].message)
+
+
+def test_a_declared_dataset_is_not_watched() -> None:
+    @hotset.deterministic
+    class Declared(Held):
+        pass
+
+    held = Declared()
+    with hotset.cache(held, memory="1MiB") as cached:
+        before = list(hotset.DataLoader(cached, batch_size=5))
+        label(held)
+        equal_batches(list(hotset.DataLoader(cached, batch_size=5)), before)
+
+
+def test_a_closed_cache_follows_no_change() -> None:
+    held = Held()
+    cached = hotset.cache(held, memory="1MiB")
+    assert cached[3][0] == 0
+    cached.close()
+    label(held)
+    assert (len(cached), cached[3][0], cached.stats().cached) == (N, 5, 0)
+
+
+def test_a_fill_is_of_what_the_dataset_holds_then() -> None:
+    held = Held()
+    with recorded(), hotset.cache(held, memory="1MiB") as cached:
+        label(held)
+        cached.fill()
+        assert cached[3][0] == 5
+
+
+def test_nested_numbers_texts_and_arrays_are_compared() -> None:
+    class Rows(Dataset[Any]):
+        def __init__(self) -> None:
+            self.rows = [{"box": np.zeros(4), "size": (1, [2]), "name": "a"} for _ in range(N)]
+
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> Any:
+            row = self.rows[index]
+            return float(row["box"][0]), row["size"][1][0], row["name"]
+
+    rows = Rows()
+    with recorded() as told, hotset.cache(rows, memory="1MiB") as cached:
+        assert cached[3] == (0.0, 2, "a")
+        rows.rows[3]["box"][0] = 7
+        assert (len(cached), cached[3]) == (N, (7.0, 2, "a"))
+        rows.rows[3]["size"][1][0] = 5
+        assert (len(cached), cached[3]) == (N, (7.0, 5, "a"))
+    assert len(told) == 2
+
+
+def test_a_change_in_what_a_subset_wraps_is_noticed() -> None:
+    held = Held()
+    with recorded() as told, hotset.cache(Subset(held, [3, 4]), memory="1MiB") as cached:
+        assert [label for label, *_ in (cached[0], cached[1])] == [0, 0]
+        label(held)
+        assert len(cached) == 2
+        assert cached[0][0] == 5
+    assert "Held.labels has changed" in str(told[0].message)
+
+
+def test_other_shared_memory_is_watched_too() -> None:
+    memory = shared_memory.SharedMemory(create=True, size=8)
+    try:
+
+        class Reads(Dataset[Any]):
+            def __init__(self) -> None:
+                self.memory, self.pair = memory, (ctypes.c_int * 2)(1, 2)
+
+            def __len__(self) -> int:
+                return N
+
+            def __getitem__(self, index: int) -> Any:
+                return self.memory.buf[0] + self.pair[1] + index
+
+        dataset = Reads()
+        with recorded(), hotset.cache(dataset, memory="1MiB") as cached:
+            assert (cached[1], len(cached)) == (3, N)
+            dataset.pair[1] = 5
+            assert (len(cached), cached[1]) == (N, 6)
+            memory.buf[0] = 7
+            assert (len(cached), cached[1]) == (N, 13)
+            del dataset
+    finally:
+        memory.close()
+        memory.unlink()
