@@ -457,6 +457,12 @@ def test_the_rate_and_the_waiting_are_those_of_the_steps() -> None:
     assert seen(ranks=4).rate == pytest.approx(2000)
 
 
+@pytest.mark.parametrize(("length", "telling"), [(100_000, "draw other numbers"), (None, "as many shards")])
+def test_what_other_workers_change_is_said(length: int | None, telling: str) -> None:
+    found = [one for one in advice(seen(length=length), "p", cores=16) if one.line.startswith("num_workers=")]
+    assert [telling in one.note for one in found] == [True]
+
+
 def test_more_workers_are_advised_as_far_as_there_are_cores() -> None:
     assert predict(seen(), cores=2).workers == 2 or predict(seen(), cores=2).workers_rate < 1.1 * seen().rate
     found = predict(seen(), cores=16)

@@ -221,7 +221,10 @@ def _of_workers(model: _Model) -> list[Advice]:
         return []
     more = (workers - seen.workers) * seen.ranks
     size = None if seen.memory is None else max(0.0, more * seen.memory)
-    return [_advice(model, f"num_workers={workers}", model.plain(workers), size)]
+    note = "random transforms draw other numbers, as torch seeds each worker"
+    if seen.length is None:
+        note = "a stream needs as many shards as workers, and gives its samples in another order"
+    return [_advice(model, f"num_workers={workers}", model.plain(workers), size, note)]
 
 
 def _of_run(model: _Model, command: str) -> list[Advice]:
