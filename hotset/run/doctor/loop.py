@@ -142,10 +142,9 @@ class Loop:
         """The loop asks for a batch."""
         self._rests = False
         now = Clocks.now(queued=True)
-        was_alone = self._is_alone
-        if was_alone:
+        was_alone, self._is_first = self._is_alone, begins(iterator)
+        if was_alone or self._is_first:  # the pass before may have been left after any batch
             self.let_go_on()
-        self._is_first = begins(iterator)
         if self._is_first:
             self._exited = None
             self._length = _length(iterator)
@@ -190,6 +189,7 @@ class Loop:
 
     def ended(self) -> None:
         """There is no further batch in this pass: the workers have ended."""
+        self.let_go_on()
         if self._entered is not None and not self._left_out:
             self.sums.add(end=Clocks.now().since(self._entered).wall)
         self._exited = self._entered = None
