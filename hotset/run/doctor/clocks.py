@@ -2,7 +2,7 @@
 
 To read a processor clock takes half a microsecond, and what is done with it some more. Where batches come
 fast, all of that together took 2 % of the time. So the clocks are read for some batches in a row, and then
-rest until what that took is a 200th of the time since the first of these: where batches take long, they
+rest until what that took is a 400th of the time since the first of these: where batches take long, they
 never rest.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 __all__ = ["Clocks", "Rests", "Sums"]
 
 _IN_A_ROW = 8  # batches; workers give theirs in turn, and one that is waited for longer than others
-_REST = 200.0  # times what reading the clocks of these took
+_REST = 400.0  # times what reading the clocks of these took
 _LONGEST_SECONDS = 0.5
 
 
@@ -80,11 +80,11 @@ class Rests:
         self._count = 0  # of batches in a row
         self._begun = 0.0  # when the clocks were read for the first of these
         self._spent = 0.0  # the seconds that all of them took
-        self._until = 0.0
+        self.until = 0.0
 
     def now(self, time: float) -> bool:
         """Whether they rest at this time."""
-        return time < self._until
+        return time < self.until
 
     def spent(self, seconds: float) -> None:
         """So long did reading them take."""
@@ -96,7 +96,7 @@ class Rests:
             self._begun = now
         self._count += 1
         if self._count > _IN_A_ROW:
-            self._until = min(self._begun + _REST * self._spent, now + _LONGEST_SECONDS)
+            self.until = min(self._begun + _REST * self._spent, now + _LONGEST_SECONDS)
             self._count, self._spent = 0, 0.0
 
 

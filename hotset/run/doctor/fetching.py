@@ -49,23 +49,27 @@ class Fetching:
         """It has made one of these indices."""
         samples = len(indices) if fetcher.auto_collation else 1
         if not self._is_clocked:
-            self._batches += 1
-            self._samples += samples
+            self.made(samples)
             return
         wall, cpu = self._entered
         now = time.perf_counter()
         cpu = time.thread_time() - cpu
+        self._is_clocked = False
         if self._begun is None:
             self.sums.of.clear()
             self.decoders.clear()
             self._begun = _process_figures()
             self._memory_at = self._begun["wall"] + _MEMORY_AFTER_SECONDS
             return
-        self._batches += 1
-        self._samples += samples
+        self.made(samples)
         self.sums.add(samples=samples, wall=now - wall, cpu=cpu)
         self.rests.spent(time.perf_counter() - now)
         self.rests.count(now)
+
+    def made(self, samples: int) -> None:
+        """A batch of so many samples was made, after the first."""
+        self._batches += 1
+        self._samples += samples
 
     def collate(self, plain: Callable[[Any], Any], samples: Any) -> Any:
         """Call the loader's collate function."""
