@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -34,7 +34,8 @@ _OF_ANY_NAME = frozenset(
     | {*("__dict__", "__getattribute__", "__getstate__", "__reduce_ex__")}
 )
 _CONTAINERS = (list, tuple, dict)
-_MOST = 256
+_MOST = 256  # functions, and elements of a container
+_MOST_VALUES = 10_000
 
 
 def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None:
@@ -53,63 +54,85 @@ def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None
         ['root', 'scaled']
     """
     kind, held = type(dataset), vars(dataset)
-    waiting = [function for name in _READING for function in _of_class(kind, name)]
-    if not waiting:
+    search = _Search()
+    for name in _READING:
+        search.add_of_class(kind, name)
+    if not search.waiting:
         return None
-    waiting += (function for name in _IN_READING for function in _of_class(kind, name))
+    for name in _IN_READING:
+        search.add_of_class(kind, name)
     names: set[str] = set()
-    seen: set[types.CodeType] = set()
-    while waiting:
-        function = waiting.pop()
-        if function.__code__ in seen:
-            continue
-        seen.add(function.__code__)
+    while search.waiting:
+        function = search.waiting.pop()
         found = names_in(function.__code__)
-        if found & _OF_ANY_NAME or len(seen) > _MOST:
+        if found & _OF_ANY_NAME or search.is_too_wide:
             return None
         for name in found - names:
-            waiting += _of_class(kind, name)
-            waiting += _functions(held[name]) if name in held and name not in but else ()
+            search.add_of_class(kind, name)
+            if name in held and name not in but:
+                search.add(held[name])
         if is_users(function):
-            waiting += (one for value in loaded_by(function) for one in _functions(value))
+            search.add(*loaded_by(function))
         names |= found
-    return frozenset(names)
+    return None if search.is_too_wide else frozenset(names)
 
 
-def _of_class(kind: type, name: str) -> Iterator[types.FunctionType]:
-    """The functions of a class and its bases that a name may stand for."""
-    for cls in kind.__mro__:
-        if name in vars(cls):
-            yield from _functions(vars(cls)[name])
+class _Search:
+    """Finds the functions that may run if code uses a value; each value is looked at once.
+
+    (An enumeration holds its members, and each member is of that enumeration.)
+
+    Attributes:
+        waiting: functions that were found, each code once.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[types.FunctionType] = []
+        self._codes: set[types.CodeType] = set()
+        self._seen: dict[int, Any] = {}  # by identity; kept, so that no other value gets the same one
+
+    @property
+    def is_too_wide(self) -> bool:
+        """Whether there is too much to look through."""
+        return len(self._codes) > _MOST or len(self._seen) > _MOST_VALUES
+
+    def add_of_class(self, kind: type, name: str) -> None:
+        """Add the functions of a class and its bases that a name may stand for."""
+        self.add(*(vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)))
+
+    def add(self, *values: Any) -> None:
+        """Add the functions that may run if code uses these values."""
+        queue = list(values)
+        while queue and not self.is_too_wide:
+            value = queue.pop()
+            if id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if not isinstance(value, types.FunctionType):
+                queue += _parts(value)
+            elif value.__code__ not in self._codes:
+                self._codes.add(value.__code__)
+                self.waiting.append(value)
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The functions that may run if code uses this value."""
-    if isinstance(value, types.FunctionType):
-        yield value
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield from _functions(value.__func__)
-    elif isinstance(value, property):
-        yield from _functions(value.fget)
-    elif isinstance(value, functools.cached_property):
-        yield from _functions(value.func)
-    elif isinstance(value, types.MethodType):
-        yield from _each((value.__func__, value.__self__))
-    elif isinstance(value, functools.partial):
-        yield from _each((value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, type):
-        if is_users(value):
-            yield from _each(vars(value).values())
-            yield from _each(value.__bases__)
-    elif isinstance(value, _CONTAINERS) and len(value) <= _MOST:
-        yield from _each(value.values() if isinstance(value, dict) else value)
-    elif not isinstance(value, Dataset):  # whose own code is looked at by itself
-        yield from _functions(inspect.getattr_static(value, "__wrapped__", ()))
-        for each in held_objects(value):
-            if is_users(each) and not isinstance(each, (Dataset, *_CONTAINERS)):
-                yield from _functions(type(each))
-
-
-def _each(values: Iterable[Any]) -> Iterator[types.FunctionType]:
-    for value in values:
-        yield from _functions(value)
+def _parts(value: Any) -> Iterable[Any]:
+    """What may run if code uses this value, or has parts that may."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if isinstance(value, property):
+        return (value.fget,)
+    if isinstance(value, functools.cached_property):
+        return (value.func,)
+    if isinstance(value, types.MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, type):
+        return (*vars(value).values(), *value.__bases__) if is_users(value) else ()
+    if isinstance(value, _CONTAINERS) and len(value) <= _MOST:
+        return value.values() if isinstance(value, dict) else value
+    if isinstance(value, Dataset):
+        return ()  # its own code is looked at by itself
+    held = (each for each in held_objects(value) if not isinstance(each, (Dataset, *_CONTAINERS)))
+    wrapped = inspect.getattr_static(value, "__wrapped__", None)
+    return (wrapped, *(type(each) for each in held if is_users(each)))

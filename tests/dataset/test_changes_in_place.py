@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import enum
 import multiprocessing as mp
 from collections.abc import Callable
 from multiprocessing import shared_memory
@@ -288,6 +289,37 @@ class ByBase(Base):
         return self.transform(super().__getitem__(index))
 
 
+class Unit(enum.Enum):
+    """Holds its members, and each member is of this class."""
+
+    NUMBER = 1
+
+    def of(self, dataset: Any) -> int:
+        return int(dataset.stage.value)
+
+
+class Node:
+    root: Any = None
+
+    def of(self, dataset: Any) -> int:
+        return Unit.NUMBER.of(dataset)
+
+
+Node.root = Node()
+
+
+class ByCircle(Staged):
+    def __init__(self, by: str) -> None:
+        super().__init__(by)
+        self.node, self.unit = Node(), Unit.NUMBER
+        self.children = [self.node, [self.unit]]
+        self.children.append(self.children)
+
+    def __getitem__(self, index: int) -> Any:
+        scale = self.unit.value * self.node.root.of(self) * len(self.children[2])
+        return self.transform(torch.full((2,), float(index) * scale))
+
+
 class Outer(Dataset[Any]):
     """Reads what another dataset holds."""
 
@@ -325,6 +357,7 @@ READ_BY: dict[str, Callable[[], Any]] = {
     "a method that it holds": lambda: ByMethodThatItHolds("held"),
     "a computed name": lambda: ByComputedName("name"),
     "a function": lambda: ByFunction("function"),
+    "classes and lists that hold themselves": lambda: ByCircle("circle"),
     "its base class": lambda: ByBase("base"),
     "a dataset around it": lambda: Outer(ByTransform("outer")),
     "a transform within": lambda: ScaledInside(ByTransform("within")),
