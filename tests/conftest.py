@@ -64,6 +64,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # Files that take longest come first, so that no worker is left alone with one of them at the end. Then comes
 # what forks most, as long as processes are small, and last what imports many libraries and makes them large.
 _FIRST = (
+    "run/test_doctor.py",
     *("docs/test_example_cluster.py", "server/test_server_connections.py"),
     *("cluster/test_cluster_ray.py", "run/test_decoders.py", "run/test_pillow.py"),
 )
