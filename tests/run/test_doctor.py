@@ -110,6 +110,8 @@ class TestCommand:
         found, _ = judged(program)
         # An epoch is 16 batches of 4; after the first, 0.2 s more are in each that new workers begin.
         assert found["cached"]["samples_per_second"] <= 15 * 4 / 0.2
+        cached = [one for one in found["advice"] if one["line"].startswith("hotset.cache")]
+        assert all("with collate_fn=__main__.collate, as" in one["note"] for one in cached)
 
     def test_a_long_program_is_ended(self) -> None:
         begin = time.monotonic()
@@ -456,6 +458,23 @@ def test_the_rate_and_the_waiting_are_those_of_the_steps() -> None:
     assert seen().rate == pytest.approx(500)
     assert seen().waited == pytest.approx(0.95)
     assert seen(ranks=4).rate == pytest.approx(2000)
+
+
+def test_what_a_librarys_loader_sets_by_itself_is_named_where_another_takes_its_place() -> None:
+    given = [
+        "collate_fn=monai.data.utils.list_data_collate",
+        "worker_init_fn=monai.data.utils.worker_init_fn",
+    ]
+    notes = {
+        len(given): [
+            one.note
+            for one in advice(seen(trial={**seen().trial, "given": given}), "p", cores=2)
+            if "hotset.DataLoader" in one.line
+        ]
+        for given in ([], given)
+    }
+    assert notes[0] == ["from the second epoch on"]
+    assert notes[2] == [f"from the second epoch on; with {' and '.join(given)}, as the program's loader has"]
 
 
 @pytest.mark.parametrize(("length", "telling"), [(100_000, "draw other numbers"), (None, "as many shards")])

@@ -260,6 +260,8 @@ def _of_cache(model: _Model) -> list[Advice]:
             continue
         line = f'hotset.cache(dataset, memory="{named}"), hotset.DataLoader(..., num_workers={workers})'
         note = "from the second epoch on"
+        if seen.trial.get("given"):  # a library's own kind of loader sets these by itself
+            note += f"; with {' and '.join(seen.trial['given'])}, as the program's loader has"
         if fits < 1.0:
             size, note = min(total, plan["room"]), f"{note}; {fits:.0%} of the samples fit"
         found.append(_advice(model, line, rate, size, note))

@@ -7,6 +7,7 @@ the program's own workers stopped, and writes one dictionary, on a line for each
 ==========  ==============================================================================================
 ``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
 ``refused`` in place of it, the sentence with which hotset.cache refuses
+``given``   arguments of the program's loader that it, or a library's own kind of loader, has set
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
             ``plain-N`` torch's over the dataset as it is, with the program's workers, or one if it has none,
             and without, ``run-N`` torch's below ``hotset run``, with the program's N
@@ -33,7 +34,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, default_collate, default_convert
 
 import hotset
 from hotset.dataset.stream_source import is_stream
@@ -144,7 +145,7 @@ def _tried(
     settings: LoaderSettings, step: StepLength | None, drops: bool, decodes: bool
 ) -> Iterator[dict[str, Any]]:
     """What is known so far, once more after what may take too long."""
-    found: dict[str, Any] = {"loaders": {}, "failed": {}}
+    found: dict[str, Any] = {"given": _given(settings), "loaders": {}, "failed": {}}
     if settings.batch_size is None:
         found["refused"] = (
             "the loader has batch_size=None: rates of samples cannot be told from rates of batches"
@@ -176,6 +177,16 @@ def _tried(
         if settings.workers:
             _try_plain(settings, 0, found)
     yield found
+
+
+def _given(settings: LoaderSettings) -> list[str]:
+    """The functions that the loader has and torch's would not have by itself, as arguments."""
+    functions = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
+    return [
+        f"{argument}={function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+        for argument, function in functions.items()
+        if function not in (None, default_collate, default_convert)
+    ]
 
 
 def _try_plain(settings: LoaderSettings, workers: int, found: dict[str, Any]) -> float:
