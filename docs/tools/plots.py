@@ -28,7 +28,8 @@ STYLE = """  <style>
     .head { font-size: 15px; font-weight: 600 }
     .grid { stroke: var(--grid); stroke-width: 1 } .one { stroke: var(--quiet); stroke-width: 1.5 }
     .first { fill: var(--first) } .later { fill: var(--later) } .other { fill: var(--quiet); opacity: .55 }
-    .range { stroke: var(--first); stroke-width: 2; opacity: .6 }
+    .range { stroke-width: 2; opacity: .6 }
+    .range.first { stroke: var(--first) } .range.later { stroke: var(--later) }
   </style>
 """
 
@@ -138,7 +139,9 @@ def dots(rows: Sequence[Compared], title: str) -> str:
         tops.append(tops[-1] + ROW + 15 * (len(lines) - 1))
     height = tops[-1] + 40
     values = [v for row in rows for each in (row.first, row.later) for v in each[:3]]
-    low, high = math.floor(math.log10(min(values))), math.log10(max(values)) + 0.1
+    low, high = math.log10(min(values)) - 0.1, math.log10(max(values)) + 0.1
+    steps = (1, 2, 5) if high - low < 1.5 else (1,)
+    low = low if len(steps) > 1 else math.floor(low + 0.1)
     scale = (WIDTH - LEFT - RIGHT) / (high - low)
 
     def at(value: float) -> float:
@@ -151,18 +154,19 @@ def dots(rows: Sequence[Compared], title: str) -> str:
     picture.dot(LEFT + 116, 47, "later")
     picture.text(LEFT + 128, 52, "later epochs", "quiet")
     picture.text(LEFT + 226, 52, "left of 1: hotset is faster", "quiet")
-    for power in range(low, math.floor(high) + 1):
-        x = at(10.0**power)
-        picture.line(x, 62, x, height - 30, "one" if power == 0 else "grid")
-        picture.text(x, height - 12, f"{10.0**power:g}x", "quiet middle")
+    ticks = [step * 10.0**power for power in range(math.floor(low), math.ceil(high)) for step in steps]
+    for tick in ticks:
+        if low <= math.log10(tick) <= high:
+            picture.line(at(tick), 62, at(tick), height - 30, "one" if tick == 1 else "grid")
+            picture.text(at(tick), height - 12, f"{tick:g}x", "quiet middle")
     for row, lines, top in zip(rows, names, tops, strict=False):
         y = top + 12 + 7.5 * (len(lines) - 1)
         for number, line in enumerate(lines):
             picture.text(LEFT - 12, top + 17 + 15 * number, line, "end")
-        if row.first.low < row.first.high:
-            picture.line(at(row.first.low), y, at(row.first.high), y, "range")
-        picture.dot(at(row.later.median), y, "later")
-        picture.dot(at(row.first.median), y, "first")
+        for each, kind, beside in ((row.first, "first", -4), (row.later, "later", 4)):
+            if each.low < each.high:
+                picture.line(at(each.low), y + beside, at(each.high), y + beside, f"range {kind}")
+            picture.dot(at(each.median), y + beside, kind)
         picture.text(WIDTH - 12, y + 5, f"{row.first.text} / {row.later.text}", "quiet end")
     return str(picture)
 
