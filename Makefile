@@ -7,12 +7,12 @@ CONSTRAINTS := tests/constraints/pinned.txt
 .PHONY: demo test docs matrix check bench compatibility trainers gpu stress chaos clean
 
 # torch comes first: with it in place no other package pulls in another one.
-# All of it is compiled at the end, on all cores; pip would do so on one. (Some files are no valid Python.)
+# What may be imported is compiled at the end, on all cores; pip would do so on one. (Some files are no valid Python.)
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) torch
 	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[test,docs]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
+	$(BIN)/python -m compileall -q -j 0 -x '/(tests|rllib|pip)/' $(VENV)/lib > /dev/null || true
 	touch $@
 
 demo: $(VENV)/.installed

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import all_pairs, equal_batches, recorded
+from helpers import all_pairs, equal_batches, rarely, recorded
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import hotset
@@ -151,7 +151,7 @@ class Labels(Dataset[Any]):
         return int(self.labels[index])
 
 
-@pytest.mark.parametrize("made_by", LOADERS)
+@pytest.mark.parametrize("made_by", rarely(list(LOADERS), "hotset"))
 def test_spawned_workers_read_what_has_changed(made_by: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 1, "multiprocessing_context": "spawn"}
     plain, held = Labels(), Labels()

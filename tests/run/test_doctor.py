@@ -143,7 +143,7 @@ class TestCommand:
         assert "the program goes on" in kept.stderr
         assert "samples/s" in kept.stderr
 
-    @pytest.mark.parametrize("by", ["the command's own shell", "a script"])
+    @pytest.mark.parametrize("by", rarely(["the command's own shell", "a script"], "a script"))
     def test_a_program_in_the_background_is_ended_as_by_ctrl_c(self, by: str, tmp_path: Path) -> None:
         """A shell script has all that it starts there ignore SIGINT."""
         file = tmp_path / "train.py"
