@@ -37,6 +37,7 @@ from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.stream_source import StreamSource, is_stream
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declared
+from hotset.determinism.outside import has
 from hotset.errors import SegmentError, UnsupportedPlatform
 from hotset.session.find_or_create import (
     CacheLocation,
@@ -269,7 +270,7 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
 
 def _warn_of_source(dataset: Any, result: PlanResult, *, is_found: bool) -> None:
     """Give the plan's warnings; if the cache is new, also one about a dataset that knows epochs."""
-    if not is_found and hasattr(dataset, "set_epoch") and not _is_steady(dataset):
+    if not is_found and has(dataset, "set_epoch") and not _is_steady(dataset):
         name = type(dataset).__name__
         warn(
             f"{name} has a set_epoch, so its samples may change from epoch to epoch, but cached ones do not: "

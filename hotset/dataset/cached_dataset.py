@@ -60,6 +60,7 @@ from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import CopiedAttributes, names_transforms
 from hotset.determinism.declare import declared
+from hotset.determinism.outside import has
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
@@ -444,7 +445,7 @@ class CachedDataset(DatasetProxy[T]):
         held = HeldAttributes(self._dataset)
         # If the chain was cut, samples are read from a copy of the dataset.
         for dataset in {id(known): known for known in (self._dataset, current.source.dataset)}.values():
-            if hasattr(dataset, "set_epoch"):
+            if has(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
         if current.window is None and len(self._dataset) != current.plan.samples:
             self._attribute_was_set(held.changed() or "length", noticed=True)

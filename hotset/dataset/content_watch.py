@@ -19,11 +19,13 @@ A dataset that is declared, or has a ``key=``, is not compared: its user says wh
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
+from hotset._warnings import warn
 from hotset.dataset.held_attributes import Change, HeldAttributes, Room, datasets_in
 from hotset.dataset.pipeline import Source
 from hotset.dataset.sample_access import SampleAccess
@@ -55,6 +57,14 @@ class ContentWatch:
         self._dataset = dataset
         self._access = access
         self._moved = frozenset(moved)
+        self._held: HeldAttributes | None = None  # None if what is held cannot be compared
+        with self._left_off_if_it_fails():
+            self._find(source)
+        self.look()
+
+    def _find(self, source: Source) -> None:
+        """Find what may change, and what of it counts."""
+        dataset = self._dataset
         cached = [*leaves(source.prefix), *leaves(source.inner)]
         self._cached = [step for step in cached if not isinstance(step, Batched)]  # it looks at its network
         chains = {attribute.name for attribute in transform_attributes_of(dataset)}
@@ -65,12 +75,13 @@ class ContentWatch:
         names = [names_read(each, self._chains.get(id(each), ())) for each in readers]
         self._readers = set(map(id, readers))
         self._names = None if None in names else frozenset[str]().union(*filter(None, names))
-        self.look()
 
     def look(self) -> None:
         """From here on, compare with what is held now."""
         self._read_before = self._access.read_here
-        self._held = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
+        if not self._fails:
+            with self._left_off_if_it_fails():
+                self._held = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
 
     def pass_ended(self) -> None:
         """Compare with what is held now, if this process has read samples since it was last looked at."""
@@ -83,7 +94,25 @@ class ContentWatch:
         Args:
             shared: only one whose change running workers see.
         """
-        return self._held.changed_content(shared=shared)
+        if self._held is not None:
+            with self._left_off_if_it_fails():
+                return self._held.changed_content(shared=shared)
+        return None
+
+    @contextlib.contextmanager
+    def _left_off_if_it_fails(self) -> Iterator[None]:
+        """Go on without comparing if what is done here raises, and say so."""
+        self._fails = True
+        try:
+            yield
+            self._fails = False
+        except Exception as error:  # of an object that the dataset holds
+            self._held = None
+            warn(
+                f"what {type(self._dataset).__name__} holds cannot be compared any more "
+                f"({type(error).__name__}: {error}), so a change of it in place will not be noticed; call "
+                "clear() after one."
+            )
 
     def _counts(self, owner: Any, name: str) -> bool:
         if f"{type(owner).__name__}.{name}" in self._moved or name.startswith("_hotset"):

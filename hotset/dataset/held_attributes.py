@@ -41,6 +41,7 @@ from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.code_dependencies import is_users
 from hotset.determinism.contents import content_of, is_shared, put_content, whole_content_of
 from hotset.determinism.object_graph import held_objects
+from hotset.determinism.outside import dict_of, elements, is_a, is_opaque, length
 
 __all__ = ["Change", "HeldAttributes", "Room", "datasets_in"]
 
@@ -101,38 +102,38 @@ class _Seen(NamedTuple):
     @classmethod
     def of(cls, value: Any, room: Room, depth: int = 0) -> _Seen | None:
         """None for a value that cannot be changed in place, or not be seen to be."""
-        if not isinstance(value, _ENTERED):
+        if not issubclass(type(value), _ENTERED):
             content = content_of(value, room.bytes) if room.elements >= _EACH else None
             if content is None or not room.take(_EACH):
                 return None
             room.bytes -= len(content)
             return cls(value, content)
-        has_room = depth <= _DEPTH and room.take(_length(value) + (_EACH if depth else 0))
+        has_room = depth <= _DEPTH and room.take(length(value) + (_EACH if depth else 0))
         if not has_room and not (room.outermost and depth == 0):
-            return cls(value, _length(value))
-        elements = _listed(value)
+            return cls(value, length(value))
+        parts = elements(value)
         inner = {}
-        if has_room and not _PLAIN_TYPES.issuperset(map(type, elements)):
+        if has_room and not _PLAIN_TYPES.issuperset(map(type, parts)):
             if not room.outermost and (whole := whole_content_of(value, room.bytes // _NESTED)) is not None:
                 room.bytes -= len(whole) * _NESTED
                 return cls(value, whole)
             inner = {
                 number: seen
-                for number, each in enumerate(elements)
+                for number, each in enumerate(parts)
                 if type(each) not in _PLAIN_TYPES and (seen := cls.of(each, room, depth + 1)) is not None
             }
-        return cls(value, None, (elements, inner)) if inner or not isinstance(value, tuple) else None
+        return cls(value, None, (parts, inner)) if inner or not issubclass(type(value), tuple) else None
 
     def is_as_it_was(self) -> bool:
         """Whether the value holds what it held."""
         if isinstance(self.content, int):
-            return _length(self.value) == self.content
+            return length(self.value) == self.content
         if self.content is not None:
-            look = whole_content_of if isinstance(self.value, _ENTERED) else content_of
+            look = whole_content_of if issubclass(type(self.value), _ENTERED) else content_of
             return look(self.value, len(self.content)) == self.content
         assert self.inner is not None
-        elements, inner = self.inner
-        return _same_elements(_listed(self.value), elements) and all(
+        before, inner = self.inner
+        return _same_elements(elements(self.value), before) and all(
             each.is_as_it_was() for each in inner.values()
         )
 
@@ -148,9 +149,9 @@ class _Seen(NamedTuple):
             if not self.is_as_it_was():
                 put_content(self.value, self.content)
         elif self.inner is not None:
-            elements, inner = self.inner
-            if type(self.value) in _FILLED and not _same_elements(_listed(self.value), elements):
-                _fill(self.value, elements)
+            before, inner = self.inner
+            if type(self.value) in _FILLED and not _same_elements(elements(self.value), before):
+                _fill(self.value, before)
             for each in inner.values():
                 each.put_back()
 
@@ -191,8 +192,16 @@ class _Owner(NamedTuple):
     @classmethod
     def of(cls, owner: Any, room: Room, counts: Counts) -> _Owner:
         held = {name: value for name, value in vars(owner).items() if counts(owner, name)}
-        seen = {name: found for name, value in held.items() if (found := _Seen.of(value, room)) is not None}
+        seen = {name: found for name, value in held.items() if (found := _seen(value, room)) is not None}
         return cls(owner, held, seen, _lengths(held))
+
+
+def _seen(value: Any, room: Room) -> _Seen | None:
+    """As :meth:`_Seen.of`; None, too, if the value holds something that cannot be looked into."""
+    try:
+        return _Seen.of(value, room)
+    except Exception:  # of a stranger's code
+        return None
 
 
 class HeldAttributes:
@@ -284,9 +293,11 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return isinstance(one, _PLAIN) and bool(one == other)
+    kind = type(one)
+    if issubclass(kind, tuple):
+        return length(one) == length(other) and all(map(_same, elements(one), elements(other)))
+    plain: Any = next((base for base in _PLAIN if issubclass(kind, base)), None)
+    return plain is not None and plain.__eq__(one, other) is True
 
 
 def _same_elements(one: list[Any], other: list[Any]) -> bool:
@@ -306,18 +317,14 @@ def _is_computed(owner: Any, name: str, before: Any) -> bool:
 
 def datasets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
     """The dataset and those that it wraps, but for a cached one, which looks after its own."""
-    if type(dataset).__module__.startswith("hotset.") or not isinstance(
-        getattr(dataset, "__dict__", None), dict
-    ):
+    held = dict_of(dataset)
+    if held is None or type(dataset).__module__.startswith("hotset."):
         return
     yield dataset
-    for value in list(vars(dataset).values()) if depth < _DEPTH else ():
-        several = value.values() if isinstance(value, dict) else value
-        parts = (
-            list(several) if isinstance(value, (dict, list, tuple)) and len(value) <= _WRAPPED else [value]
-        )
-        for part in parts:
-            if isinstance(part, Dataset):
+    for value in list(held.values()) if depth < _DEPTH else ():
+        several = issubclass(type(value), (dict, list, tuple)) and length(value) <= _WRAPPED
+        for part in elements(value) if several else [value]:
+            if is_a(part, Dataset):
                 yield from datasets_in(part, depth + 1)
 
 
@@ -329,57 +336,39 @@ def _counts(owner: Any, name: str) -> bool:
 def _users_objects(owner: Any, counts: Counts) -> Iterator[Any]:
     """The objects of the user's classes that an owner holds; but datasets are owners themselves."""
     for name, value in list(vars(owner).items()):
-        if type(value) in _PLAIN_TYPES or isinstance(value, Dataset) or not counts(owner, name):
+        if is_opaque(value) or type(value) in _PLAIN_TYPES or is_a(value, Dataset) or not counts(owner, name):
             continue
-        if isinstance(value, _ENTERED) and len(value) > Room.elements:
+        if issubclass(type(value), _ENTERED) and length(value) > Room.elements:
             continue
         for each in held_objects(value, _NAMESPACES):
-            is_one = isinstance(each, _NAMESPACES) or (is_users(each) and not isinstance(each, Dataset))
-            if is_one and isinstance(getattr(each, "__dict__", None), dict):
+            is_one = is_a(each, _NAMESPACES) or (is_users(each) and not is_a(each, Dataset))
+            if is_one and dict_of(each) is not None:
                 yield each
 
 
 def _holder(transform: Any) -> Any:
     """The object whose attributes a transform uses."""
-    if isinstance(transform, TakesBatches):
+    if issubclass(type(transform), TakesBatches):
         transform = transform.transform
-    return getattr(transform, "__self__", transform)
+    return transform.__self__ if issubclass(type(transform), types.MethodType) else transform
 
 
-def _listed(container: Any) -> list[Any]:
-    """The elements of a container; of a dict its keys, and then its values.
-
-    By the methods of the built-in type, as those of a subclass may compute what they return.
-    """
-    if isinstance(container, dict):
-        return [*dict.keys(container), *dict.values(container)]
-    return list(_base(container).__iter__(container))
-
-
-def _length(container: Any) -> int:
-    return int(_base(container).__len__(container))
-
-
-def _base(container: Any) -> Any:
-    return next(kind for kind in _ENTERED if isinstance(container, kind))
-
-
-def _fill(container: Any, elements: list[Any]) -> None:
-    """Have a container hold these elements, which :func:`_listed` gave."""
+def _fill(container: Any, before: list[Any]) -> None:
+    """Have a container hold these elements, which :func:`elements` gave."""
     container.clear()
     if isinstance(container, dict):
-        half = len(elements) // 2
-        container.update(zip(elements[:half], elements[half:], strict=True))
+        half = len(before) // 2
+        container.update(zip(before[:half], before[half:], strict=True))
     elif isinstance(container, set):
-        container.update(elements)
+        container.update(before)
     else:
-        container.extend(elements)
+        container.extend(before)
 
 
 def _lengths(attributes: dict[str, Any]) -> list[int]:
     """The length of each container that cannot be filled again."""
     return [
-        len(value)
+        length(value)
         for value in attributes.values()
-        if isinstance(value, _CONTAINERS) and type(value) not in _FILLED
+        if issubclass(type(value), _CONTAINERS) and type(value) not in _FILLED
     ]

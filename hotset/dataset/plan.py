@@ -24,6 +24,7 @@ from hotset.dataset.cut_search import Row
 from hotset.dataset.pipeline import Cuts
 from hotset.dataset.window import Sizes
 from hotset.determinism.object_graph import attributes
+from hotset.determinism.outside import elements
 from hotset.session.job import this_job
 from hotset.session.session_definition import Session
 from hotset.units import format_bytes, format_seconds
@@ -336,7 +337,8 @@ def file_bytes(dataset: Any, indices: Sequence[int]) -> float | None:
     while isinstance(dataset, Subset):
         indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
     held = [dataset] if isinstance(dataset, (list, tuple)) else list(attributes(dataset).values())
-    lists = [each for each in held if isinstance(each, (list, tuple)) and len(each) == len(dataset)]
+    held = [elements(each) for each in held if issubclass(type(each), (list, tuple))]
+    lists = [each for each in held if len(each) == len(dataset)]
     sizes = []
     for index in indices:
         paths = {path for each in lists for path in _paths(each[index])}

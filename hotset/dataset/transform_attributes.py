@@ -35,6 +35,7 @@ from hotset.dataset.format_transform import format_of
 from hotset.determinism.fingerprint import fingerprint
 from hotset.determinism.libraries import torch_nn
 from hotset.determinism.object_graph import solid_base
+from hotset.determinism.outside import dict_of, length, values_of
 from hotset.determinism.verdict import library_of
 
 __all__ = [
@@ -254,27 +255,28 @@ class Snapshot:
             self._look_into(chain, 0)
 
     def _look_into(self, chain: Any, depth: int) -> None:
-        if isinstance(chain, (list, tuple, dict)):
-            children = tuple(chain.values() if isinstance(chain, dict) else chain)
-            if not isinstance(chain, tuple):
+        if issubclass(type(chain), (list, tuple, dict)):
+            children = tuple(values_of(chain))
+            if not issubclass(type(chain), tuple):
                 self._children.append((chain, children))
             for child in children:
                 self._look_into(child, depth + 1)
-        elif depth < _DEEPEST and callable(chain) and hasattr(chain, "__dict__"):
+        elif depth < _DEEPEST and callable(chain):
+            held = dict_of(chain) or {}
             for name in _CONTAINED:
-                if name in vars(chain):
-                    self._held.append((chain, name, vars(chain)[name]))
-                    self._look_into(vars(chain)[name], depth + 1)
+                if name in held:
+                    self._held.append((chain, name, held[name]))
+                    self._look_into(held[name], depth + 1)
 
     def is_current(self) -> bool:
         """Whether the dataset still holds the same transforms."""
         for owner, name, value in self._held:
-            if owner.__dict__.get(name, _ABSENT) is not value:
+            if (dict_of(owner) or {}).get(name, _ABSENT) is not value:
                 return False
         if any(format_of(owner) != held for owner, held in self._formats):
             return False
         for container, children in self._children:
-            now = container.values() if isinstance(container, dict) else container
+            now = values_of(container)
             if len(now) != len(children) or not all(map(operator.is_, now, children)):
                 return False
         return True
@@ -282,7 +284,7 @@ class Snapshot:
 
 def owners_of_transforms(dataset: Any) -> list[Any]:
     """The objects whose attributes may hold transforms."""
-    found = [dataset] if hasattr(dataset, "__dict__") else []
+    found = [dataset] if dict_of(dataset) is not None else []
     if isinstance(dataset, Subset):
         found += owners_of_transforms(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
@@ -300,7 +302,7 @@ def _own(dataset: Any) -> tuple[TransformAttribute, ...]:
 
 def _others(dataset: Any) -> list[tuple[str, Any]]:
     """The attributes of other names that hold what a library's structure says is a transform."""
-    held = getattr(dataset, "__dict__", {})
+    held = dict_of(dataset) or {}
     return [
         (name, value)
         for name, value in list(held.items())
@@ -309,33 +311,33 @@ def _others(dataset: Any) -> list[tuple[str, Any]]:
 
 
 def _is_known(value: Any) -> bool:
-    if not callable(value) or isinstance(value, (type, *_FUNCTIONS)):
-        return False
-    library = library_of(value)
-    if library is None or library is torch_nn:  # a module under another name may be any network
+    if not callable(value) or issubclass(type(value), (type, *_FUNCTIONS)):
         return False
     try:
+        library = library_of(value)
+        if library is None or library is torch_nn:  # a module under another name may be any network
+            return False
         return library.children_in_order(value) is not None or library.judge(value) is not None
-    except Exception:  # half made, or not what its class says
+    except Exception:  # half made, unbound, or not what its class says
         return False
 
 
 def _held(dataset: Any, name: str) -> Any | None:
     """The chain in this attribute of the object itself, without a wrapper's ``__getattr__``."""
     value = inspect.getattr_static(dataset, name, None)
-    of_class = isinstance(value, (staticmethod, classmethod, property)) or inspect.isfunction(value)
-    if of_class and name not in getattr(dataset, "__dict__", {}):
+    of_class = issubclass(type(value), (staticmethod, classmethod, property)) or inspect.isfunction(value)
+    if of_class and name not in (dict_of(dataset) or {}):
         return None  # a method called `transform` is not replaced
-    return value if callable(value) or (isinstance(value, (list, tuple)) and value) else None
+    is_chain = callable(value) or (issubclass(type(value), (list, tuple)) and length(value) > 0)
+    return value if is_chain else None
 
 
 def _pair(dataset: Any) -> Any | None:
     """torchvision's ``transforms``, if it only holds the dataset's two others."""
     pair = inspect.getattr_static(dataset, "transforms", None)
-    if pair is None or not hasattr(pair, "transform") or not hasattr(pair, "target_transform"):
-        return None
+    held = dict_of(pair) or {}
     same = all(
-        getattr(pair, name) is inspect.getattr_static(dataset, name, None)
+        name in held and held[name] is inspect.getattr_static(dataset, name, None)
         for name in ("transform", "target_transform")
     )
     return pair if same else None

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hotset.determinism.code_dependencies import is_users, loaded_globals
+from hotset.determinism.outside import has, is_a
 
 __all__ = ["Bindings"]
 
@@ -61,21 +62,21 @@ class Bindings:
 
     def _note(self, value: Any) -> list[Any]:
         """Note the names that a value reads, if it is a function; return the objects that it leads to."""
-        if isinstance(value, types.FunctionType):
+        if is_a(value, types.FunctionType):
             return self._note_function(value) if is_users(value) else []
-        if isinstance(value, types.MethodType):
+        if is_a(value, types.MethodType):
             return [value.__func__, value.__self__]
-        wrapped = getattr(value, "__wrapped__", None)
-        if isinstance(wrapped, types.FunctionType) and type(value).__module__.startswith("hotset."):
+        wrapped = value.__wrapped__ if has(value, "__wrapped__") else None
+        if is_a(wrapped, types.FunctionType) and type(value).__module__.startswith("hotset."):
             return [wrapped]
-        if isinstance(value, type):
+        if is_a(value, type):
             if not is_users(value):
                 return []
             self.mutable = True  # its attributes can be set
             return [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
-        if isinstance(value, (tuple, frozenset)):
+        if is_a(value, (tuple, frozenset)):
             return list(value)
-        if not isinstance(value, _FIXED):
+        if not is_a(value, _FIXED):
             self.mutable = True
         return []
 
@@ -95,7 +96,7 @@ class Bindings:
                 continue  # a built-in, or not there yet: an error when it is called
             self._globals.append((names, name, value))
             for attribute in attributes:  # what the function reads from a module: ``helpers.scale``
-                if not isinstance(value, types.ModuleType):
+                if not is_a(value, types.ModuleType):
                     break
                 inside, value = vars(value), vars(value).get(attribute, _ABSENT)
                 if value is _ABSENT:

@@ -44,16 +44,16 @@ def content_of(value: Any, most: int) -> bytes | None:
         >>> before, content_of(labels, 100), content_of(labels, 1)
         (b'\\x00\\x00', b'\\x00\\x05', None)
     """
-    if isinstance(value, bytearray):
+    if issubclass(type(value), bytearray):
         return bytes(value) if len(value) <= most else None
-    if isinstance(value, np.ndarray):
+    if issubclass(type(value), np.ndarray):
         return value.tobytes() if value.nbytes <= most and not value.dtype.hasobject else None
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         return _bytes_of_tensor(value, most)
     if _is_a(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
         value = value.get_obj()
-    if isinstance(value, _C_DATA):
-        memory = memoryview(value).cast("B") if ctypes.sizeof(value) <= most else None  # type: ignore[arg-type]
+    if issubclass(type(value), _C_DATA):
+        memory = memoryview(value).cast("B") if ctypes.sizeof(value) <= most else None
         return bytes(memory) if memory is not None else None
     if _is_a(value, "multiprocessing.synchronize", "Event"):
         flag = getattr(value, "_flag", None)  # is_set() takes a lock, which a killed process may hold
@@ -110,18 +110,19 @@ class _Writer(pickle.Pickler):
 
 def is_shared(value: Any) -> bool:
     """Whether running workers see what is written into it."""
-    if isinstance(value, torch.Tensor):
-        return bool(value.is_shared())  # type: ignore[no-untyped-call]
-    return not isinstance(value, (np.ndarray, bytearray, *_CONTAINERS))
+    if issubclass(type(value), torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(value.is_shared())
+    return not issubclass(type(value), (np.ndarray, bytearray, *_CONTAINERS))
 
 
 def put_content(value: Any, content: bytes) -> None:
     """Write what :func:`content_of` returned, unless other processes see it or it cannot be written to."""
     if is_shared(value):
         return
-    if isinstance(value, bytearray):
+    if issubclass(type(value), bytearray):
         value[:] = content
-    elif isinstance(value, np.ndarray):
+    elif issubclass(type(value), np.ndarray):
         if value.flags.writeable:
             np.copyto(value, np.frombuffer(content, value.dtype).reshape(value.shape))
     elif not value.requires_grad and content:
@@ -130,12 +131,12 @@ def put_content(value: Any, content: bytes) -> None:
 
 
 def _bytes_of_tensor(tensor: torch.Tensor, most: int) -> bytes | None:
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    if not plain or tensor.is_quantized or tensor.is_nested or tensor.nbytes > most:
-        return None
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return None
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.is_quantized or tensor.is_nested or tensor.nbytes > most:
+            return None
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
@@ -143,4 +144,4 @@ def _bytes_of_tensor(tensor: torch.Tensor, most: int) -> bytes | None:
 def _is_a(value: Any, module: str, name: str) -> bool:
     """Whether a value is of a class of a module, which nobody has imported if there is none."""
     kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
+    return kind is not None and issubclass(type(value), kind)

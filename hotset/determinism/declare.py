@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
 from hotset.determinism.batch_transform import TakesBatches
+from hotset.determinism.outside import is_a
 from hotset.errors import ArgumentError
 
 __all__ = ["Declaration", "DeclaredCallable", "declared", "deterministic", "nondeterministic"]
@@ -111,7 +112,7 @@ def nondeterministic(obj: T) -> T:
     return _declare(obj, "nondeterministic")
 
 
-def declared(obj: object) -> Declaration | None:
+def declared(obj: Any) -> Declaration | None:
     """Return what was declared of ``obj`` or, failing that, of its class; None if nothing was.
 
     A bound method has the declaration of its function.
@@ -120,11 +121,12 @@ def declared(obj: object) -> Declaration | None:
         >>> declared(len) is None
         True
     """
-    if isinstance(obj, DeclaredCallable):
-        return obj._mark.kind
-    if isinstance(obj, (types.MethodType, staticmethod, classmethod)):
+    if is_a(obj, DeclaredCallable):
+        found: Declaration = obj._mark.kind
+        return found
+    if is_a(obj, (types.MethodType, staticmethod, classmethod)):
         return declared(obj.__func__)
-    if isinstance(obj, TakesBatches) and _mark_of(obj) is None:
+    if is_a(obj, TakesBatches) and _mark_of(obj) is None:
         return declared(obj.transform)
     mark = _mark_of(obj)
     if mark is None:

@@ -29,6 +29,7 @@ import numpy as np
 from hotset.determinism.data_files import Files
 from hotset.determinism.declare import DeclaredCallable
 from hotset.determinism.object_graph import attributes, solid_base
+from hotset.determinism.outside import hides_attributes, is_opaque
 
 __all__ = ["Describer", "Handler"]
 
@@ -74,7 +75,9 @@ class Describer:
         self._in_code = False
 
     def describe(self, value: Any) -> bytes:
-        """Return the description of any value."""
+        """Return the description of any value; of one that cannot be looked into, random bytes."""
+        if is_opaque(value):
+            return self._nonce("an object whose class does not say what it is could not be described")
         kind = type(value)
         if kind is DeclaredCallable:
             return self.describe(value.__wrapped__)
@@ -96,6 +99,8 @@ class Describer:
         self._entered[id(value)] = len(self._entered)
         try:
             self._handler(kind)(self, value)
+        except Exception as error:  # of a stranger's code
+            self.unknown(value, f"could not be looked into ({type(error).__name__})")
         finally:
             self.put = outer
             del self._entered[id(value)]
@@ -134,6 +139,8 @@ class Describer:
 
     def state(self, value: object) -> None:
         """Put the attributes of an object."""
+        if hides_attributes(value):
+            self.unknown(value, "hides its attributes")
         own = attributes(value)
         self.count(len(own))
         for name, part in sorted(own.items(), key=itemgetter(0)):

@@ -35,6 +35,7 @@ from typing import Any
 from hotset.determinism import entropy
 from hotset.determinism.equality import same
 from hotset.determinism.object_graph import attributes
+from hotset.determinism.outside import dict_of
 from hotset.determinism.rng import Generators
 
 __all__ = ["DrawWatch"]
@@ -159,7 +160,7 @@ class DrawWatch:
 
 
 def _has_attributes(obj: object) -> bool:
-    return type(getattr(obj, "__dict__", None)) is dict and not isinstance(obj, types.ModuleType)
+    return type(dict_of(obj)) is dict and not issubclass(type(obj), types.ModuleType)
 
 
 def _near(holders: Sequence[object]) -> Iterator[object]:

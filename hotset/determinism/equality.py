@@ -45,6 +45,7 @@ import numpy.typing as npt
 import torch
 
 from hotset.determinism.object_graph import attributes, solid_base
+from hotset.determinism.outside import is_a, shown
 from hotset.store.codecs import given_codec
 
 __all__ = ["array_bytes", "content_digests", "same"]
@@ -130,9 +131,9 @@ def _two_types(a: type, b: type) -> str:
     return f"type {a.__name__} and type {b.__name__}"
 
 
-def _is_trace_address(node: object, label: str) -> bool:
+def _is_trace_address(node: Any, label: str) -> bool:
     """Whether this is the ``id`` in MONAI's record of a transform, whose keys are strings or TraceKeys."""
-    return label in ("['id']", "[id]") and isinstance(node, dict) and "class" in node
+    return label in ("['id']", "[id]") and is_a(node, dict) and "class" in node
 
 
 def _at(where: str, what: str) -> str:
@@ -156,28 +157,28 @@ def _described_alike(a: object, b: object, across: bool) -> bool:
 
 def _own_difference(a: Any, b: Any) -> str | None:
     """How two nodes of one type differ, apart from their children."""
-    if isinstance(a, _WHOLE):
+    if is_a(a, _WHOLE):
         return None if a == b else _two(a, b)
     if _is_image(a):
         return _image_difference(a, b)
     unpaired = attributes(a).keys() ^ attributes(b).keys()
     if unpaired:
         return f"attribute {min(unpaired)} of one only"
-    if isinstance(a, torch.Tensor):
+    if is_a(a, torch.Tensor):
         return _tensor_difference(a, b)
-    if isinstance(a, (np.ndarray, np.generic)):
+    if is_a(a, (np.ndarray, np.generic)):
         return _array_difference(np.asarray(a), np.asarray(b))
-    if isinstance(a, dict):
+    if is_a(a, dict):
         return _keys_difference(list(a), list(b))
-    if isinstance(a, _ORDERED):
+    if is_a(a, _ORDERED):
         return None if len(a) == len(b) else f"lengths {len(a)} and {len(b)}"
-    if isinstance(a, (set, frozenset)):
+    if is_a(a, (set, frozenset)):
         return None if {(type(x), x) for x in a} == {(type(x), x) for x in b} else _two(a, b)
-    if isinstance(a, (float, complex)):
+    if is_a(a, (float, complex)):
         return None if _bits(a) == _bits(b) else _two(a, b)
-    if isinstance(a, decimal.Decimal):
+    if is_a(a, decimal.Decimal):
         return None if str(a) == str(b) else _two(a, b)  # == ignores zeros and signs, and no NaN equals one
-    if solid_base(type(a)) is object or isinstance(a, weakref.ref) or _equal(a, b) or _pickled_alike(a, b):
+    if solid_base(type(a)) is object or is_a(a, weakref.ref) or _equal(a, b) or _pickled_alike(a, b):
         return None
     by_identity = getattr(type(a), "__eq__", None) is object.__eq__
     return _Unknown(_two(a, b)) if by_identity else _two(a, b)
@@ -187,7 +188,7 @@ def _pickled_alike(a: object, b: object) -> bool:
     """Whether pickle keeps the same of both: a table or tokens of a library in C may have no ``==`` but
     their identity. What moves on as it is used is another one each time.
     """
-    if isinstance(a, (Iterator, torch.Generator)):
+    if is_a(a, (Iterator, torch.Generator)):
         return False
     try:
         return same(_reduced(a), _reduced(b)) is None
@@ -211,18 +212,18 @@ def _equal(a: object, b: object) -> bool:
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a node, each with its label: ``['key']``, ``[3]`` or ``.name``."""
-    if isinstance(node, _WHOLE):
+    if is_a(node, _WHOLE):
         return
-    if isinstance(node, dict):
-        yield from ((f"[{key!r}]", value) for key, value in node.items())
-    elif isinstance(node, _ORDERED):
+    if is_a(node, dict):
+        yield from ((f"[{shown(key)}]", value) for key, value in node.items())
+    elif is_a(node, _ORDERED):
         names = getattr(type(node), "_fields", None)
         labels = [f".{name}" for name in names] if names else [f"[{i}]" for i in range(len(node))]
         yield from zip(labels, node, strict=True)
-    elif isinstance(node, (np.ndarray, np.void)):
+    elif is_a(node, (np.ndarray, np.void)):
         yield from _array_children(np.asarray(node))
     for name, value in sorted(attributes(node).items()):
-        if name == "_fill_value" and isinstance(node, np.ma.MaskedArray):
+        if name == "_fill_value" and is_a(node, np.ma.MaskedArray):
             name, value = "fill_value", node.fill_value  # numpy sets the attribute when it is first asked for
         # An image's pixels are compared as such; its other attributes say how it was read.
         if not _is_image(node) or name in ("info", "format"):
@@ -335,7 +336,7 @@ def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] 
 
 def _is_image(value: object) -> bool:
     module = sys.modules.get("PIL.Image")
-    return module is not None and isinstance(value, module.Image)
+    return module is not None and is_a(value, module.Image)
 
 
 def _image_difference(a: Any, b: Any) -> str | None:
@@ -363,27 +364,47 @@ def _two(a: object, b: object) -> str:
     return f"{_repr.repr(a)} and {_repr.repr(b)}"
 
 
+def _content(node: Any) -> Any:
+    """What a node holds itself, as bytes or an array; None if that is in its children alone."""
+    if is_a(node, torch.Tensor):
+        dense = node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested)
+        return _tensor_bytes(node) if dense and node.numel() else None
+    if _is_image(node):
+        return _pixels(node)
+    if is_a(node, np.ndarray) and not node.dtype.hasobject:
+        # An array of objects would give pointers; its items are its children.
+        plain = node.dtype.kind in "fc" and node.size
+        return array_bytes(np.asarray(node)).tobytes() if plain else node.tobytes()
+    if is_a(node, (bool, int, float, complex, str, bytes, bytearray)):
+        return repr(node).encode("utf-8", "surrogatepass")
+    if is_a(node, (dict, *_ORDERED)):
+        return str(len(node)).encode()
+    return None
+
+
 def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, bytes]]:
     """The places of a node and its children that have content of their own, each with a digest of it."""
     if id(node) in entered:
         return
-    content: Any = None
-    if isinstance(node, torch.Tensor):
-        if node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested):
-            content = _tensor_bytes(node) if node.numel() else None
-    elif _is_image(node):
-        content = _pixels(node)
-    elif isinstance(node, np.ndarray) and not node.dtype.hasobject:
-        # An array of objects would give pointers; its items are its children.
-        plain = node.dtype.kind in "fc" and node.size
-        content = array_bytes(np.asarray(node)).tobytes() if plain else node.tobytes()
-    elif isinstance(node, (bool, int, float, complex, str, bytes, bytearray)):
-        content = repr(node).encode("utf-8", "surrogatepass")
-    elif isinstance(node, (dict, *_ORDERED)):
-        content = str(len(node)).encode()
+    try:
+        content = _content(node)
+    except RecursionError:
+        raise
+    except Exception:  # of a stranger's code
+        content = None
     if content is not None:
         yield where, hashlib.blake2b(content, digest_size=16).digest()
     entered.add(id(node))
-    for label, child in _children(node):
+    for label, child in _shown_children(node):
         yield from _digests(child, where + label, entered)
     entered.discard(id(node))
+
+
+def _shown_children(node: Any) -> Iterator[tuple[str, Any]]:
+    """As :func:`_children`, as far as the node shows them."""
+    try:
+        yield from _children(node)
+    except RecursionError:
+        raise
+    except Exception:  # of a stranger's code
+        return

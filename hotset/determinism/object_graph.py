@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.code_dependencies import imports, installed, is_users, loaded_globals, names_in
+from hotset.determinism.outside import is_opaque, shown, values_of
 
 __all__ = ["attributes", "held_objects", "loaded_by", "solid_base", "within_reach"]
 
@@ -68,7 +69,7 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
         while queue and len(seen) < bound:
             path, node, depth = queue.popleft()
             found = issubclass(type(node), kinds)
-            if (type(node) in _ATOMS and not found) or id(node) in seen:
+            if id(node) in seen or is_opaque(node) or (type(node) in _ATOMS and not found):
                 continue
             seen[id(node)] = node
             if found:
@@ -112,7 +113,9 @@ def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
     while queue and len(seen) < _HELD:
         node, depth = queue.popleft()
         kind = type(node)
-        if kind in _ATOMS or id(node) in seen or issubclass(kind, (*_NAMED, types.ModuleType)):
+        if id(node) in seen or is_opaque(node) or kind in _ATOMS:
+            continue
+        if issubclass(kind, (*_NAMED, types.ModuleType)):
             continue
         seen[id(node)] = node
         own = node is holder
@@ -222,15 +225,15 @@ def _of_container(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
     They are read by the methods of the built-in type, as those of a subclass may compute what they return.
     """
     base = next(base for base in _CONTAINERS if issubclass(type(node), base))
-    held = set(map(type, base.values(node) if base is dict else base.__iter__(node)))
+    held = {type(value) for value in values_of(node) if not is_opaque(value)}
     if held <= _ATOMS and not any(issubclass(kind, kinds) for kind in held):
         return
     labelled = base.items(node) if base is dict else enumerate(base.__iter__(node))
     step = max(1, base.__len__(node) // _OF_ONE_CONTAINER)
     for number, (label, value) in enumerate(itertools.islice(labelled, 0, None, step)):
         # An optimizer keeps its state by tensors, whose text waits for the device.
-        shown = f"{type(label).__name__} {number}" if isinstance(label, torch.Tensor) else repr(label)
-        yield f"[{shown}]", value
+        text = f"{type(label).__name__} {number}" if issubclass(type(label), torch.Tensor) else shown(label)
+        yield f"[{text}]", value
 
 
 # ---- one object ------------------------------------------------------------------------------------------
@@ -247,6 +250,8 @@ def attributes(obj: object) -> dict[str, Any]:
         {'size': 3}
     """
     found: dict[str, Any] = {}
+    if is_opaque(obj):
+        return found
     for cls in reversed(type(obj).__mro__):
         # Members of a type written in C are not safe to read: one of functools.partial reads half a pointer.
         if "__slots__" not in vars(cls):
@@ -257,7 +262,7 @@ def attributes(obj: object) -> dict[str, Any]:
                     found[name] = member.__get__(obj, cls)
                 except AttributeError:
                     continue
-    with contextlib.suppress(AttributeError, TypeError):  # it has only slots, or no attributes
+    with contextlib.suppress(Exception):  # it has only slots, or no attributes, or hides them
         found.update(object.__getattribute__(obj, "__dict__"))
     return {name: value for name, value in found.items() if not str(name).startswith("_hotset")}
 

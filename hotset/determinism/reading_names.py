@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from hotset.determinism.code_dependencies import is_users, names_in
 from hotset.determinism.object_graph import held_objects, loaded_by
+from hotset.determinism.outside import dict_of, is_a, is_opaque, length, values_of
 
 __all__ = ["names_read"]
 
@@ -53,7 +54,7 @@ def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None
         >>> sorted(names_read(Squares()))
         ['root', 'scaled']
     """
-    kind, held = type(dataset), vars(dataset)
+    kind, held = type(dataset), dict_of(dataset) or {}
     search = _Search()
     for name in _READING:
         search.add_of_class(kind, name)
@@ -89,12 +90,13 @@ class _Search:
     def __init__(self) -> None:
         self.waiting: list[types.FunctionType] = []
         self._codes: set[types.CodeType] = set()
+        self._is_blind = False
         self._seen: dict[int, Any] = {}  # by identity; kept, so that no other value gets the same one
 
     @property
     def is_too_wide(self) -> bool:
-        """Whether there is too much to look through."""
-        return len(self._codes) > _MOST or len(self._seen) > _MOST_VALUES
+        """Whether there is more than can be looked through."""
+        return self._is_blind or len(self._codes) > _MOST or len(self._seen) > _MOST_VALUES
 
     def add_of_class(self, kind: type, name: str) -> None:
         """Add the functions of a class and its bases that a name may stand for."""
@@ -108,7 +110,9 @@ class _Search:
             if id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            if not isinstance(value, types.FunctionType):
+            if is_opaque(value):
+                self._is_blind = True  # nobody knows what its code reads
+            elif type(value) is not types.FunctionType:
                 queue += _parts(value)
             elif value.__code__ not in self._codes:
                 self._codes.add(value.__code__)
@@ -117,22 +121,23 @@ class _Search:
 
 def _parts(value: Any) -> Iterable[Any]:
     """What may run if code uses this value, or has parts that may."""
-    if isinstance(value, (staticmethod, classmethod)):
+    kind = type(value)
+    if issubclass(kind, (staticmethod, classmethod)):
         return (value.__func__,)
-    if isinstance(value, property):
+    if issubclass(kind, property):
         return (value.fget,)
-    if isinstance(value, functools.cached_property):
+    if issubclass(kind, functools.cached_property):
         return (value.func,)
-    if isinstance(value, types.MethodType):
+    if issubclass(kind, types.MethodType):
         return (value.__func__, value.__self__)
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, type):
+    if issubclass(kind, type):
         return (*vars(value).values(), *value.__bases__) if is_users(value) else ()
-    if isinstance(value, _CONTAINERS) and len(value) <= _MOST:
-        return value.values() if isinstance(value, dict) else value
-    if isinstance(value, Dataset):
+    if issubclass(kind, _CONTAINERS) and length(value) <= _MOST:
+        return values_of(value)
+    if is_a(value, Dataset):
         return ()  # its own code is looked at by itself
-    held = (each for each in held_objects(value) if not isinstance(each, (Dataset, *_CONTAINERS)))
+    held = (each for each in held_objects(value) if not is_a(each, (Dataset, *_CONTAINERS)))
     wrapped = inspect.getattr_static(value, "__wrapped__", None)
     return (wrapped, *(type(each) for each in held if is_users(each)))

@@ -13,6 +13,7 @@ sets, arrays and tensors among them get their old contents, one level deep.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied
 from hotset.determinism.equality import content_digests
 from hotset.determinism.object_graph import attributes, held_objects
+from hotset.determinism.outside import dict_of
 from hotset.determinism.probe import probe
 from hotset.determinism.rng import Generators
 from hotset.determinism.timing import Timed
@@ -145,7 +147,7 @@ class _State:
         self._digests = self._look()
 
     def _look(self) -> dict[str, bytes]:
-        return {} if not self._values and not hasattr(self._step, "__dict__") else content_digests(self._step)
+        return {} if not self._values and dict_of(self._step) is None else content_digests(self._step)
 
     def changed(self) -> tuple[str, ...]:
         """A sentence that names one attribute that has changed since; empty if none has."""
@@ -171,11 +173,12 @@ class _Attributes:
     def __init__(self, owner: Any, *, whole: bool) -> None:
         self._owner = owner
         self._values = attributes(owner)
-        self._contents = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
-            for name, value in self._values.items()
-            if isinstance(value, _COPIED) and (whole or _size(value) <= _LARGE)
-        }
+        self._contents: dict[str, Any] = {}
+        for name, value in self._values.items():
+            with contextlib.suppress(Exception):  # of a stranger's code: it keeps what it holds
+                if issubclass(type(value), _COPIED) and (whole or _size(value) <= _LARGE):
+                    is_tensor = issubclass(type(value), torch.Tensor)
+                    self._contents[name] = value.detach().clone() if is_tensor else copy.copy(value)
 
     def put_back(self) -> None:
         now = attributes(self._owner)
@@ -195,12 +198,13 @@ def _size(value: Any) -> int:
 
 def _refill(value: Any, content: Any) -> None:
     """Give a container, array or tensor its old content again."""
-    if isinstance(value, list):
+    kind = type(value)
+    if issubclass(kind, list):
         value[:] = content
-    elif isinstance(value, (dict, set)):
+    elif issubclass(kind, (dict, set)):
         value.clear()
         value.update(content)
-    elif isinstance(value, np.ndarray):
+    elif issubclass(kind, np.ndarray):
         np.copyto(value, content, casting="unsafe")
     elif not value.requires_grad:
         with torch.no_grad():

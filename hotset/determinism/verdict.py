@@ -26,7 +26,7 @@ import importlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.batched import Batched
 from hotset.determinism.declare import declared
 from hotset.determinism.object_graph import attributes
+from hotset.determinism.outside import has, is_a, values_of
 
 __all__ = [
     "Kind",
@@ -100,7 +101,7 @@ class Verdict:
         return cls(step, name_of(step), kind, evidence, draws)
 
 
-def verdict_of(step: object) -> Verdict:
+def verdict_of(step: Any) -> Verdict:
     """Judge one transform by what is declared, by what it says itself, and by its library's structure.
 
     Args:
@@ -118,7 +119,7 @@ def verdict_of(step: object) -> Verdict:
         >>> verdict_of(torch.nn.Dropout().eval()).kind
         'deterministic'
     """
-    if isinstance(step, TakesBatches):
+    if is_a(step, TakesBatches):
         found = stated(step) or _in_training(step) or verdict_of(step.transform)
         return replace(found, step=step, name=name_of(step))
     return (
@@ -166,7 +167,7 @@ def library_of(obj: object) -> Any | None:
         >>> library_of(torch.nn.ReLU()).__name__, library_of(print)
         ('hotset.determinism.libraries.torch_nn', None)
     """
-    origins: Iterable[Any] = (obj,) if isinstance(obj, _FUNCTIONS) else type(obj).__mro__
+    origins: Iterable[Any] = (obj,) if issubclass(type(obj), _FUNCTIONS) else type(obj).__mro__
     for origin in origins:
         module = _MODULES.get(_package(origin))
         if module is not None:
@@ -211,7 +212,7 @@ def doubtful_function(step: object, library: str) -> str | None:
     The library's own functions are defaults of its transforms, and count as deterministic.
     """
     for name, value in _held(attributes(step)):
-        if not callable(value) or isinstance(value, _NO_FUNCTION) or _package(_origin(value)) == library:
+        if not callable(value) or is_a(value, _NO_FUNCTION) or _package(_origin(value)) == library:
             continue
         verdict = verdict_of(value)
         if verdict.kind != "deterministic":
@@ -219,26 +220,26 @@ def doubtful_function(step: object, library: str) -> str | None:
     return None
 
 
-def name_of(step: object) -> str:
+def name_of(step: Any) -> str:
     """A transform's name, for messages.
 
     Example:
         >>> name_of(torch.nn.ReLU()), name_of(functools.partial(max, 3))
         ('ReLU', 'partial(max)')
     """
-    if isinstance(step, functools.partial):
+    if is_a(step, functools.partial):
         return f"partial({name_of(step.func)})"
-    if isinstance(step, Batched):
+    if is_a(step, Batched):
         return f"batched({name_of(step.transform)})"
-    if isinstance(step, TakesBatches):
+    if is_a(step, TakesBatches):
         return name_of(step.transform)
-    named = step if isinstance(step, (*_FUNCTIONS, type)) else type(step)
+    named = step if is_a(step, (*_FUNCTIONS, type)) else type(step)
     return named.__qualname__.rpartition("<locals>.")[2]
 
 
-def _in_training(step: object) -> Verdict | None:
+def _in_training(step: Any) -> Verdict | None:
     """The verdict on a ``hotset.batched`` whose network would draw, or learn, with each call; else None."""
-    module = step.in_training if isinstance(step, Batched) else None
+    module = step.in_training if is_a(step, Batched) else None
     if module is None:
         return None
     why = f"{module} is in training mode, in which dropout draws and normalisation layers keep statistics"
@@ -247,7 +248,7 @@ def _in_training(step: object) -> Verdict | None:
 
 def _by_own_method(step: object) -> Verdict | None:
     """The verdict by the transform's own ``is_deterministic``, Clara's interface; None if it has none."""
-    if isinstance(step, type) or not callable(inspect.getattr_static(type(step), "is_deterministic", None)):
+    if is_a(step, type) or not callable(inspect.getattr_static(type(step), "is_deterministic", None)):
         return None
     answer = step.is_deterministic()  # type: ignore[attr-defined]
     if not isinstance(answer, (bool, np.bool_)):
@@ -257,8 +258,8 @@ def _by_own_method(step: object) -> Verdict | None:
     )
 
 
-def _by_structure(step: object) -> Verdict | None:
-    if isinstance(step, functools.partial):
+def _by_structure(step: Any) -> Verdict | None:
+    if is_a(step, functools.partial):
         return _of_partial(step)
     library = library_of(step)
     verdict: Verdict | None = library.judge(step) if library is not None else None
@@ -273,12 +274,12 @@ def _of_partial(step: functools.partial[Any]) -> Verdict | None:
     return Verdict.of(step, inner.kind, inner.evidence, inner.draws)
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
+def _is_plain(value: Any) -> bool:
+    if is_a(value, (list, tuple)):
         return all(map(_is_plain, value))
-    if isinstance(value, dict):
+    if is_a(value, dict):
         return all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN)
+    return is_a(value, _PLAIN)
 
 
 def _package(origin: Any) -> str:
@@ -287,19 +288,20 @@ def _package(origin: Any) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
-def _origin(value: object) -> object:
+def _origin(value: Any) -> object:
     """A callable's function or class, whose module tells from which library the callable is."""
-    if isinstance(value, functools.partial):
+    if is_a(value, functools.partial):
         return _origin(value.func)
-    return value if isinstance(value, _FUNCTIONS) else type(value)
+    return value if is_a(value, _FUNCTIONS) else type(value)
 
 
-def _code(value: object) -> object | None:
+def _code(value: Any) -> object | None:
     """What identifies the code of a method or property: its file and line, or a callable; None for data."""
-    value = getattr(value, "__func__", getattr(value, "fget", value))
-    if isinstance(value, types.FunctionType):
+    inner = next((name for name in ("__func__", "fget") if has(value, name)), None)
+    value = value if inner is None else getattr(value, inner)
+    if is_a(value, types.FunctionType):
         return value.__code__.co_filename, value.__code__.co_firstlineno
-    return value if isinstance(value, Callable) and not isinstance(value, type) else None  # type: ignore[arg-type]
+    return value if callable(value) and not is_a(value, type) else None
 
 
 def _replaces(value: object, original: object) -> bool:
@@ -311,9 +313,7 @@ def _held(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """An object's attributes, and the elements of those that are lists and dicts: hooks, readers, filters."""
     for name, value in values.items():
         inner: Sequence[Any] = ()
-        if isinstance(value, dict):
-            inner = list(value.values())
-        elif isinstance(value, (list, tuple)):
-            inner = value
+        if issubclass(type(value), (dict, list, tuple)):
+            inner = values_of(value)
         yield name, value
         yield from ((name, each) for each in inner)
