@@ -18,7 +18,8 @@ grown or shrunk meanwhile, as its attributes may describe the container.
 user may: ``dataset.labels[3] = 5``, ``dataset.config.size = 64``, ``dataset.epoch.value += 1``. Values are
 compared by identity, numbers and text by value, containers element by element at any depth, arrays and what
 processes share by their bytes (:mod:`hotset.determinism.contents`). What a method seems to have computed
-once, and kept, does not count.
+once, and kept, does not count. A dataset that is a list, a dict, an array or a tensor itself is looked at as
+if it were the attribute ``elements``.
 
 Looking at all of a large dataset would take longer than reading it. So there is :class:`Room` for so many
 elements and bytes: of what has no room only the identity counts, and the length of a container.
@@ -35,6 +36,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from hotset.determinism.batch_transform import TakesBatches
@@ -238,7 +241,7 @@ class HeldAttributes:
         self._counts = counts or _counts
         owners: dict[int, Any] = {}
         for holder in [dataset, *map(_holder, transforms)]:
-            for owner in datasets_in(holder):
+            for owner in (*datasets_in(holder), *_itself(holder)):
                 for each in (owner, *_users_objects(owner, self._counts)):
                     owners.setdefault(id(each), each)
         self._held = [_Owner.of(owner, room, self._counts) for owner in owners.values()]
@@ -326,6 +329,13 @@ def datasets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
         for part in elements(value) if several else [value]:
             if is_a(part, Dataset):
                 yield from datasets_in(part, depth + 1)
+
+
+def _itself(dataset: Any) -> Iterator[Any]:
+    """A dataset that is a container or an array, as ``elements`` of an object whose class has its name."""
+    kind = type(dataset)
+    if issubclass(kind, (*_ENTERED, np.ndarray, torch.Tensor)):
+        yield type(kind.__name__, (types.SimpleNamespace,), {})(elements=dataset)
 
 
 def _counts(owner: Any, name: str) -> bool:

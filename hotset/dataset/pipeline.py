@@ -204,7 +204,7 @@ class Source:
     @property
     def random_parts(self) -> list[Any]:
         """What may draw random numbers when a sample is used: the live part, and samples read each time."""
-        return [part for part in (self.live, self.dataset, self.prefix) if part != ()]
+        return [*filter(None, (self.live,)), self.dataset, *filter(None, (self.prefix,))]
 
     @property
     def batched(self) -> list[Batched]:

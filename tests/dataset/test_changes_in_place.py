@@ -7,7 +7,9 @@ give of both is compared. A change that comes again ends the cache, as does one 
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
+import dataclasses
 import enum
 import multiprocessing as mp
 from collections.abc import Callable
@@ -478,3 +480,83 @@ def test_other_shared_memory_is_watched_too() -> None:
     finally:
         memory.close()
         memory.unlink()
+
+
+class Rows(list[Any]):
+    """A list with an attribute of its own."""
+
+    shift = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) + self.shift
+
+
+@dataclasses.dataclass
+class Row:
+    number: int
+
+
+def of_tensors() -> list[torch.Tensor]:
+    return [torch.full((2,), float(index)) for index in range(N)]
+
+
+def put(dataset: Any) -> None:
+    dataset[3] = dataset[4] + 1
+
+
+def put_inside(dataset: Any) -> None:
+    dataset[4][0] += 7
+
+
+def put_attribute(dataset: Any) -> None:
+    dataset.shift = 2
+
+
+THEMSELVES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    (of_tensors, put),
+    (of_tensors, put_inside),
+    (lambda: Rows(of_tensors()), put),
+    (lambda: Rows(of_tensors()), put_attribute),
+    (lambda: tuple(of_tensors()), put_inside),
+    (lambda: dict(enumerate(of_tensors())), put),
+    (lambda: np.arange(2.0 * N).reshape(N, 2), put),
+    (lambda: torch.arange(2.0 * N).reshape(N, 2), put_inside),
+    (lambda: [Row(index) for index in range(N)], lambda dataset: vars(dataset[3]).update(number=5)),
+]
+
+
+@pytest.mark.parametrize(("make", "change"), THEMSELVES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_is_a_container_itself_is_followed(
+    make: Callable[[], Any], change: Any, workers: int
+) -> None:
+    def loader(dataset: Any) -> Any:
+        return hotset.DataLoader(dataset, batch_size=5, num_workers=workers, collate_fn=copy.deepcopy)
+
+    plain, held = make(), make()
+    expected = passes(loader(plain), lambda: change(plain), 2)
+    assert str(expected[0]) != str(expected[1])
+    with recorded() as told, hotset.cache(held, memory="1MiB") as cached:
+        found = passes(loader(cached), lambda: change(held), 2)
+        assert cached.stats().cached == N
+    for one, other in zip(found, expected, strict=True):
+        assert str(one) == str(other)
+    assert [w for w in told if "has changed, and samples may depend on it" in str(w.message)]
+
+
+class Loads(list[Any]):
+    """Keeps what it has loaded, in place of the path."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(super().__getitem__(index), str):
+            self[index] = float(super().__getitem__(index))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_list_that_reading_fills_is_not_taken_for_changed(workers: int) -> None:
+    with hotset.cache(Loads(map(str, range(N))), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=N, num_workers=workers)
+        for _ in range(3):
+            assert next(iter(loader)).tolist() == list(range(N))
+        assert cached.stats().misses == N

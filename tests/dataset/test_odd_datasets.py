@@ -270,3 +270,30 @@ def class_made_anew(index: int) -> Any:
 def test_a_class_that_getitem_makes_is_named_as_the_reason() -> None:
     with pytest.raises(hotset.NotCacheable, match=r"two classes of the name \w*Local, which is made anew"):
         hotset.cache(Computed(class_made_anew), memory="1MiB")
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor, list, tuple])
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_an_array_itself_is_a_dataset_with_live_transforms_in_workers(make: Any, made_by: str) -> None:
+    rows = make(np.arange(2.0 * N).reshape(N, 2))
+
+    def draws(sample: Any) -> torch.Tensor:
+        return torch.as_tensor(sample) + torch.rand(())
+
+    class Plain(Dataset[Any]):
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> Any:
+            return draws(rows[index])
+
+    with hotset.cache(rows, transform=draws, memory="1MiB") as cached:
+        for workers in (0, 2):
+            expected, found = (
+                (torch.manual_seed(3), [*loader, *loader])[1]
+                for loader in (
+                    DataLoader(Plain(), batch_size=5, num_workers=workers),
+                    LOADERS[made_by](cached, batch_size=5, num_workers=workers),
+                )
+            )
+            equal_batches(found, expected)
