@@ -321,7 +321,7 @@ def _is_computed(owner: Any, name: str, before: Any) -> bool:
 def datasets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
     """The dataset and those that it wraps, but for a cached one, which looks after its own."""
     held = dict_of(dataset)
-    if held is None or type(dataset).__module__.startswith("hotset."):
+    if held is None or str(type(dataset).__module__).startswith("hotset."):
         return
     yield dataset
     for value in list(held.values()) if depth < _DEPTH else ():

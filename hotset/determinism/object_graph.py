@@ -119,7 +119,7 @@ def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
             continue
         seen[id(node)] = node
         own = node is holder
-        if kind.__module__.partition(".")[0] == "hotset" and not own:
+        if str(kind.__module__).partition(".")[0] == "hotset" and not own:
             continue
         if own or issubclass(kind, kinds) or (not issubclass(kind, _CALLED) and is_users(node)):
             yield node
@@ -176,7 +176,7 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
 
 
 def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
-    if cls.__module__.split(".")[0] not in _LIBRARIES:
+    if str(cls.__module__).partition(".")[0] not in _LIBRARIES:
         for name, value in list(vars(cls).items()):
             yield f".{name}", value
 

@@ -71,14 +71,13 @@ def is_opaque(value: object) -> bool:
     """Whether the class of a value, or the value if it is a class, raises when it is asked what it is."""
     kind = type(value)
     if type(kind) is type and not issubclass(kind, type):
-        return type(kind.__module__) is not str  # a property, for example
+        return False
     classes: tuple[Any, ...] = (kind, value) if issubclass(kind, type) else (kind,)
     try:
         for each in classes:
             hash(each)
-            module, *_ = [getattr(each, name) for name in _ASKED]
-            if type(module) is not str:
-                return True
+            for name in _ASKED:
+                getattr(each, name)
     except Exception:  # of a metaclass
         return True
     return False

@@ -90,6 +90,10 @@ class OfUnhashableClass(metaclass=HasNoHash):
     pass
 
 
+class NamesNoModule:
+    __module__ = property(outside)  # type: ignore[assignment]
+
+
 class Numbers(torch.Tensor):
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -105,7 +109,7 @@ STRANGERS: dict[str, Callable[[], Any]] = {
         kind.__name__: kind
         for kind in (
             *(Unbound, HidesItsClass, HidesAttributes, AnswersNothing, LacksNothing, NoDict),
-            *(OfHiddenBases, OfUnhashableClass),
+            *(OfHiddenBases, OfUnhashableClass, NamesNoModule),
         )
     },
     "uncountable": lambda: Uncountable([1]),
