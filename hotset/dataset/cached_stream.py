@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -46,7 +45,7 @@ from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.stream_probe import may_reorder
-from hotset.dataset.stream_recording import StreamRecording
+from hotset.dataset.stream_recording import StreamRecording, StreamRest
 from hotset.dataset.stream_source import StreamSource
 from hotset.determinism.equality import same
 from hotset.session.job import local_rank
@@ -167,61 +166,34 @@ class CachedStream(DatasetProxy[T]):
         self._require_index("length")
         raise TypeError(f"{self._source.name} has no length.")
 
-    def _rest_sizes(self, size: int | None, *, drop_last: bool) -> deque[int]:
-        """The sizes of the batches that this rank gets from the stream, after the recorded samples.
-
-        torch's loader takes one batch from each worker in turn, as long as the worker has one.
-
-        Args:
-            size: of a batch; None for single samples.
-            drop_last: leave out a worker's smaller last batch.
-        """
+    def _rest(self) -> StreamRest | None:
+        """What this rank gets from the stream in a pass that begins now; None if nothing."""
         parts = self._parts()
-        own = _own_parts(parts) if self._has_rest else None
-        left = (parts.given - parts.kept)[own].tolist() if parts is not None and own is not None else []
-        sizes: deque[int] = deque()
-        while any(left):
-            for worker, each in enumerate(left):
-                taken = min(each, size or 1)
-                left[worker] -= taken
-                if taken and not (drop_last and taken < (size or 1)):
-                    sizes.append(taken)
-        return sizes
-
-    @property
-    def _rest_workers(self) -> int:
-        """How many workers divided the samples as they were recorded: as many have to read the rest."""
-        parts = self._parts()
-        return parts.division[1] if parts is not None else 0
-
-    @property
-    def _has_rest(self) -> bool:
-        """Whether some samples have to come from the stream in each pass."""
-        return self._state() == "in part"
+        own = _own_parts(parts) if self._state() == "in part" else None
+        if parts is None or own is None:
+            return None
+        return StreamRest(own.start, tuple(parts.kept[own].tolist()), tuple(parts.given[own].tolist()))
 
     def _ranks(self) -> tuple[int, int]:
         """The number of this process among the ranks that share the samples, and how many these are."""
         return _rank_of(self._parts())
 
     def _recording(
-        self, workers: int, group: int = 1, *, rest: bool = False, replay: bool = False
+        self, workers: int, group: int = 1, *, rest: StreamRest | None = None, replay: bool = False
     ) -> StreamRecording:
         """The dataset that torch's loader runs in each worker: it gives the samples, and records them.
 
         Args:
             workers: how many workers the loader has.
             group: how many samples the loader collects before it makes a batch of them.
-            rest: give only the samples that are not recorded.
+            rest: give only these samples, and record nothing.
             replay: record nothing, as this pass repeats one that was recorded.
         """
         self._follow()
         parts = self._parts()
         rank, ranks = _rank_of(parts)
-        own = _own_parts(parts) if rest else None
-        if parts is not None and own is not None:
-            rank = own.start // parts.division[1]
         number, division = 0, parts.division if parts is not None else (0, 0)
-        if parts is not None and not rest and not replay and self._begin(parts, ranks, max(workers, 1)):
+        if parts is not None and rest is None and not replay and self._begin(parts, ranks, max(workers, 1)):
             number, division = parts.new_pass(), (ranks, max(workers, 1))
         return StreamRecording(
             self._dataset, self._cached, rank, number, rest=rest, group=group, division=division

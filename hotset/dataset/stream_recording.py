@@ -9,9 +9,11 @@ pass.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -26,12 +28,52 @@ from hotset.store.locks import Pauses
 from hotset.store.store import Store
 from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts
 
-__all__ = ["StreamRecording"]
+__all__ = ["StreamRecording", "StreamRest"]
 
 # Which recorded samples a further pass compares with the stream: the first few, then one in so many.
 _COMPARED, _LATER = 8, 64
 # How long a pass that takes over a part waits for the samples that the earlier pass is storing.
 _TAKE_OVER_SECONDS = 5.0
+
+
+class StreamRest(NamedTuple):
+    """The samples that a pass gets from the stream, after those that are recorded as it begins.
+
+    It is fixed then: if the cache is cleared in the midst of the pass, no sample comes twice.
+
+    Attributes:
+        first: the number of the rank's first part.
+        kept: how many samples of each of its parts are recorded.
+        given: how many each part has.
+    """
+
+    first: int
+    kept: tuple[int, ...]
+    given: tuple[int, ...]
+
+    @property
+    def workers(self) -> int:
+        """How many workers divided the samples as they were recorded: as many have to read the rest."""
+        return len(self.kept)
+
+    def sizes(self, size: int | None, *, drop_last: bool) -> deque[int]:
+        """The sizes of the batches.
+
+        torch's loader takes one batch from each worker in turn, as long as the worker has one.
+
+        Args:
+            size: of a batch; None for single samples.
+            drop_last: leave out a worker's smaller last batch.
+        """
+        left = [given - kept for given, kept in zip(self.given, self.kept, strict=True)]
+        sizes: deque[int] = deque()
+        while any(left):
+            for worker, each in enumerate(left):
+                taken = min(each, size or 1)
+                left[worker] -= taken
+                if taken and not (drop_last and taken < (size or 1)):
+                    sizes.append(taken)
+        return sizes
 
 
 class StreamRecording(IterableDataset[Any]):
@@ -42,7 +84,7 @@ class StreamRecording(IterableDataset[Any]):
         cached: the cache.
         rank: the number of this process on this machine.
         number: what :meth:`StreamParts.new_pass` returned for this pass; 0 to record nothing.
-        rest: whether to leave out the samples that are recorded.
+        rest: the samples to give; None for all.
         group: how many samples the loader collects before it makes a batch of them.
         division: how many ranks, and how many workers in each, divide the samples in this pass.
 
@@ -57,7 +99,7 @@ class StreamRecording(IterableDataset[Any]):
         rank: int,
         number: int,
         *,
-        rest: bool,
+        rest: StreamRest | None,
         group: int,
         division: tuple[int, int],
     ) -> None:
@@ -77,18 +119,19 @@ class StreamRecording(IterableDataset[Any]):
             object.__setattr__(info, "dataset", self.dataset)
         source, store = self._cached._source, self._cached._access.store
         samples = _only_once(self.dataset, worker)
-        if store is None or not (self._number or self._rest):
-            yield from _each(source, samples)
+        passed = self._rest.kept[worker] if self._rest is not None else 0
+        if store is None or not (self._number or passed):
+            yield from map(source.finish, itertools.islice(_values(source, samples), passed, None))
             return
         group = 1 if source.live else self._group
-        part = self._rank * workers + worker
+        part = worker + (self._rest.first if self._rest is not None else self._rank * workers)
         recorder = _PartRecorder(store, source, self.dataset, part, self._number, group, self._division)
         try:
             for number, value in enumerate(_values(source, samples)):
                 if not number:
                     recorder.watch(samples)
-                is_recorded = recorder.take(value)
-                if self._rest and is_recorded:
+                recorder.take(value)
+                if number < passed:
                     continue
                 yield source.finish(value) if not self.silent else 0
                 recorder.resume()
@@ -115,11 +158,6 @@ def _values(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         yield value
-
-
-def _each(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
-    for value in _values(source, samples):
-        yield source.finish(value)
 
 
 class _PartRecorder:
@@ -199,23 +237,20 @@ class _PartRecorder:
         """Whether this pass still records this part."""
         return self._is_current and self.parts.owns(self.part, self._number)
 
-    def take(self, value: Any) -> bool:
-        """Take the next sample; return whether it was recorded before."""
+    def take(self, value: Any) -> None:
+        """Take the next sample."""
         position, self._position = self._position, self._position + 1
         if not self._is_current:
             self.records = False  # recorded anew by others meanwhile
-            return False
-        if position < self._kept:
+        elif position < self._kept:
             if position < _COMPARED or position % _LATER == 0:
                 self._compare(position, value)
-            return True
-        if self.records:
+        elif self.records:
             self._held.append(value)
             if len(self._held) >= self._group:
                 self.flush()
         elif not self._number:  # the rest of a stream
             self._store.participant.row[Slot.MISSES] += 1
-        return False
 
     def resume(self) -> None:
         """Compare with the present states from here on: the loader may have drawn since the last sample."""

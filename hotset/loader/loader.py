@@ -184,12 +184,8 @@ class DataLoader(TorchDataLoader[T]):
 
     def __len__(self) -> int:
         own = super().__len__()
-        stream = self._stream
-        return (
-            own
-            if stream is None
-            else own + len(stream._rest_sizes(self.batch_size, drop_last=self.drop_last))
-        )
+        rest = self._stream._rest() if self._stream is not None else None
+        return own if rest is None else own + len(rest.sizes(self.batch_size, drop_last=self.drop_last))
 
     @property
     def _order(self) -> Any:
@@ -221,11 +217,12 @@ class DataLoader(TorchDataLoader[T]):
             measured = self.batch_size is not None and self.collate_fn is default_collate
             return TorchBatches(batches_of_torch, run, sizes, size, summary, ended=ended, measured=measured)
         batches_of_cache = self._from_cache(route, run, batches, summary)
-        if self._stream is None or not self._stream._has_rest:
+        left = self._stream._rest() if self._stream is not None else None
+        if self._stream is None or left is None:
             return batches_of_cache
         skip = max(run.batches - len(self._order), 0)
         summary._followed = True
-        rest = partial(rest_of_stream, self, self._stream, run, summary, skip)
+        rest = partial(rest_of_stream, self, self._stream, left, run, summary, skip)
         return FollowedBy(batches_of_cache, rest, run)
 
     def _from_cache(

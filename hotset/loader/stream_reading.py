@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from hotset.dataset.cached_stream import CachedStream
-from hotset.dataset.stream_recording import StreamRecording
+from hotset.dataset.stream_recording import StreamRecording, StreamRest
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.state import EpochProgress
 from hotset.loader.stream_order import StreamSampler
@@ -60,12 +60,13 @@ def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | Non
 def rest_of_stream(
     loader: TorchDataLoader[Any],
     stream: CachedStream[Any],
+    rest: StreamRest,
     run: EpochProgress,
     summary: EpochSummary,
     skip: int,
 ) -> Iterator[Any]:
-    """The batches of samples that are not recorded, at the end of a pass; the first ``skip`` are dropped."""
-    workers = stream._rest_workers
+    """The batches of samples that were not recorded as a pass began; the first ``skip`` are dropped."""
+    workers = rest.workers
     if {workers, loader.num_workers} <= {0, 1}:
         workers = loader.num_workers  # one worker divides nothing
     elif workers != loader.num_workers:
@@ -74,8 +75,8 @@ def rest_of_stream(
             f"recorded, so as many read the rest of it, in place of {loader.num_workers}.",
             "rest",
         )
-    sizes = stream._rest_sizes(loader.batch_size, drop_last=loader.drop_last)
-    batches = iter(torch_loader(loader, stream._recording(workers, rest=True), workers))
+    sizes = rest.sizes(loader.batch_size, drop_last=loader.drop_last)
+    batches = iter(torch_loader(loader, stream._recording(workers, rest=rest), workers))
     return TorchBatches(batches, run, sizes, loader.batch_size or 1, summary, skip)
 
 

@@ -9,6 +9,7 @@ import random
 import secrets
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    all_pairs,
     equal_batches,
     failure,
     is_a_sentence,
@@ -1015,3 +1017,24 @@ def test_draws_of_the_program_stay_as_they_are() -> None:
     with hotset.cache(Numbers(N), memory="1MiB") as stream:
         stream.fill(num_workers=2)
         assert (rng_states(), random.getstate()) == before
+
+
+@pytest.mark.parametrize(("workers", "end"), all_pairs([0, 2], ["clear", "close"]))
+@pytest.mark.parametrize("after", [0, 4])
+def test_no_sample_comes_twice_if_a_part_of_a_stream_is_dropped_in_mid_pass(
+    workers: int, end: str, after: int
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what did not fit, and then was lost
+        cached = hotset.cache(Numbers(60, shape=(4096,)), memory="400KiB")
+        loader = hotset.DataLoader(cached, batch_size=5, num_workers=workers)
+        first = values(loader)
+        assert 20 < cached.stats().cached < 60
+        found: list[int] = []
+        for number, batch in enumerate(loader):
+            if number == after:
+                getattr(cached, end)()
+            found += values([batch])
+        assert sorted(found) == list(range(60))
+        assert values(loader) == first
+        cached.close()
