@@ -405,6 +405,14 @@ class Calls:
             counters[Counter.NS] += spent
             counters[Counter.NOT_KEPT] += not kept
 
+    def mean_seconds(self) -> float:
+        """What the function took when it was computed, a mean over all processes; 0.0 if it never was."""
+        state = self._state or self._attached()
+        if state is None:
+            return 0.0
+        counted = state.store.keys.counted(state.number)
+        return counted[Counter.NS] / 1e9 / max(counted[Counter.COMPUTED], 1)
+
     @staticmethod
     def _mean_seconds(state: _InUse) -> float:
         return state.counters[Counter.NS] / 1e9 / max(state.counters[Counter.COMPUTED], 1)

@@ -96,10 +96,11 @@ def memoised(function: Callable[..., Any], decoder: Decoder) -> Any:
     def call(*args: Any, **keywords: Any) -> Any:
         if not kept.is_worth_it():
             return function(*args, **keywords)
+        begun = time.perf_counter()
         identity = _identity(decoder, identify, args, keywords)
         if identity is None:
             return function(*args, **keywords)
-        ok, value = kept.call(*identity, function, args, keywords, decoder.check)
+        ok, value = kept.call(begun, *identity, function, args, keywords, decoder.check)
         if ok:
             return value
         try:

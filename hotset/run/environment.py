@@ -13,8 +13,8 @@ reason, how many calls so far; it is written at the first call, the second, the 
 sum over processes is at least half of the truth without any work at a process's end. ``wait-<pid>`` has two
 doubles, the seconds a main process has waited for its loaders and the number of batches, which the process
 changes in place. ``reached`` and ``unreached`` say whether Python processes could be reached,
-``attached`` that the store is there, and ``imported-<module>`` that a module named by ``--memo`` was
-imported.
+``attached`` that the store is there, ``imported-<module>`` that a module named by ``--memo`` was imported,
+and ``slow-<function>`` that to keep what a function returns takes longer than that saves.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ __all__ = [
     "WatchOptions",
     "environment_for",
     "imported",
+    "is_slow",
     "left_alone",
     "make_ledger",
     "never_imported",
@@ -45,6 +46,7 @@ __all__ = [
     "reached",
     "read_left",
     "say_attached",
+    "say_slow",
     "wait_for_store",
     "watch_options_here",
     "watched_environment",
@@ -180,16 +182,29 @@ def reached() -> None:
     """Note that a Python process was reached."""
     watched = watch_options_here()
     for folder in (os.environ.get(LEDGER), watched and watched.ledger):
-        if folder:
-            with contextlib.suppress(OSError):
-                os.close(os.open(os.path.join(folder, "reached"), os.O_WRONLY | os.O_CREAT, 0o600))
+        _mark(folder or None, "reached")
 
 
 def imported(module: str) -> None:
     """Note that a module of which ``--memo`` names a function was imported."""
-    with contextlib.suppress(OSError, KeyError):
-        path = os.path.join(os.environ[LEDGER], f"imported-{module}")
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    _mark(os.environ.get(LEDGER), f"imported-{module}")
+
+
+def say_slow(function: str) -> None:
+    """Note that to keep what a function returns takes longer than that saves."""
+    _mark(os.environ.get(LEDGER), f"slow-{function}")
+
+
+def is_slow(function: str) -> bool:
+    """Whether a process has noted that of this function."""
+    return os.path.exists(os.path.join(os.environ.get(LEDGER) or os.devnull, f"slow-{function}"))
+
+
+def _mark(folder: str | None, name: str) -> None:
+    """Make an empty file."""
+    if folder:
+        with contextlib.suppress(OSError):
+            os.close(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT, 0o600))
 
 
 def never_imported(ledger: str, functions: Sequence[str]) -> list[str]:
@@ -203,8 +218,7 @@ def never_imported(ledger: str, functions: Sequence[str]) -> list[str]:
 
 def say_attached(ledger: str) -> None:
     """Let the processes below use the memos' store: this one has it, or never will."""
-    with contextlib.suppress(OSError):
-        os.close(os.open(os.path.join(ledger, "attached"), os.O_WRONLY | os.O_CREAT, 0o600))
+    _mark(ledger, "attached")
 
 
 def wait_for_store() -> None:

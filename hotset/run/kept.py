@@ -11,19 +11,30 @@ A memo keeps what a function returns. Whatever else a caller could notice stays 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hotset._warnings import warnings_to
-from hotset.run.environment import Options, left_alone, options_here, wait_for_store
+from hotset.run.environment import (
+    Options,
+    is_slow,
+    left_alone,
+    options_here,
+    say_slow,
+    wait_for_store,
+)
+from hotset.run.worth import Worth
 
 __all__ = ["File", "Kept", "NotKept", "attach", "before_fork", "close_memos", "is_computing", "memo_of"]
 
 # A process that decodes a few files, and has no other use for torch, must not wait for it.
 _CALLS_WITHOUT_TORCH = 100
+_SLOW = "to keep what it returns takes longer than that saves"
 _here = threading.local()
 
 
@@ -59,14 +70,19 @@ class Kept:
         self.name = name
         self._memo: Any = None
         self._calls = 0
+        self._worth = Worth()
+        self._slow = False
         self._lock = threading.Lock()
         _all.append(self)
         before_fork(self.prepare)
 
-    def get(self, key: tuple[Any, ...], compute: Callable[[], Any], file: File | None = None) -> Any:
+    def get(
+        self, begun: float, key: tuple[Any, ...], compute: Callable[[], Any], file: File | None = None
+    ) -> Any:
         """What is kept, or what ``compute`` returns: arrays may be read-only views.
 
         Args:
+            begun: when the program called, by ``time.perf_counter``.
             key: tells one call from another: None, numbers, strings, bytes and tuples of them.
             compute: computes it.
             file: is to be as it was, before and after; None if ``compute`` sees to that, and draws nothing.
@@ -79,17 +95,48 @@ class Kept:
         if self._memo is False:
             raise NotKept
         name = repr(key if file is None else (file.path, key)).encode("utf-8", "surrogatepass")
+        computing: list[float] = []  # when it began, and ended
+
+        def timed() -> Any:
+            computing.append(time.perf_counter())
+            try:
+                return _computed(compute)
+            finally:
+                computing.append(time.perf_counter())
+
         with warnings_to(self._note):
-            return self._memo._hotset_calls.get_by_key(name, lambda: _computed(compute), file)
+            value = self._memo._hotset_calls.get_by_key(name, timed, file)
+        if len(computing) == 2:  # not a hit that was audited in between
+            began, ended = computing
+            if self._worth.missed(began - begun, ended - began, time.perf_counter() - begun):
+                self._leave()
+        return value
+
+    def gave(self, begun: float) -> None:
+        """Note that the program has got back what was kept; it had called at ``begun``."""
+        memo = self._memo
+        if memo and self._worth.gave(time.perf_counter() - begun, memo._hotset_calls.mean_seconds):
+            self._leave()
 
     def is_worth_it(self) -> bool:
-        """Whether a call is to be memoised: the first ones are not where that would have to import torch."""
+        """Whether a call is to be memoised.
+
+        The first ones are not where that would have to import torch, and none is if that takes longer than it
+        saves, in this process or in another one.
+        """
+        if self._slow:
+            self._note(_SLOW)
+            return False
         if self._memo is None and "torch" not in sys.modules:
             self._calls += 1
             if self._calls <= _CALLS_WITHOUT_TORCH:
                 self._note("the process has not imported torch")
                 return False
         return not is_computing()
+
+    def _leave(self) -> None:
+        self._slow = True
+        say_slow(self.name)
 
     def prepare(self) -> None:
         """Make the memo."""
@@ -99,6 +146,7 @@ class Kept:
             try:
                 with warnings_to(self._note):
                     self._memo = memo_of(_stand_in(self.name), options_here() or Options(), key=self.name)
+                self._slow = is_slow(self.name)
             except Exception as error:
                 self._note(f"{type(error).__name__}: {error}")
                 self._memo = False
@@ -107,17 +155,20 @@ class Kept:
         """Give back this process's share in the store."""
         if self._memo:
             self._memo.close()
-        self._memo = None
+        self._memo, self._worth, self._slow = None, Worth(), False
 
     def after_fork(self) -> None:
-        """In a child: no thread holds the lock."""
+        """In a child: no thread holds the lock, and what other processes have found out counts."""
         self._lock = threading.Lock()
+        self._worth = Worth()
+        self._slow = self._slow or is_slow(self.name)
 
     def _note(self, sentence: str) -> None:
         left_alone(self.name, sentence)
 
     def call(
         self,
+        begun: float,
         file: File,
         key: tuple[Any, ...],
         function: Callable[..., Any],
@@ -150,8 +201,12 @@ class Kept:
             return stored
 
         try:
-            found = self.get(key, compute, file)
-            return made[0] if made else (True, _restored(found))
+            found = self.get(begun, key, compute, file)
+            if made:
+                return made[0]
+            value = _restored(found)
+            self.gave(begun)
+            return True, value
         except NotKept:
             pass
         except Exception as error:  # the memo's own: the program must not know
@@ -190,8 +245,7 @@ def _computed(compute: Callable[[], Any]) -> Any:
 
 def memo_of(function: Callable[..., Any], options: Options, *, key: str | None = None) -> Any:
     """A memo of ``function`` in the job's store; with ``key``, one that gives views where that can be."""
-    from hotset.dataset.memo import memo
-
+    memo = _imported()
     wait_for_store()
     return memo(
         function,
@@ -203,6 +257,18 @@ def memo_of(function: Callable[..., Any], options: Options, *, key: str | None =
         # Memory that is used again cannot be looked at.
         copy=key is None or options.session is not None or options.evict is not None,
     )
+
+
+def _imported() -> Any:
+    """``hotset.memo``. The collector rests meanwhile: to pass over torch's objects takes half of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        from hotset.dataset.memo import memo
+    finally:
+        if collects:
+            gc.enable()
+    return memo
 
 
 def _stand_in(name: str) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ import os
 import stat
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,12 +103,13 @@ class _Decoders:
         self.known = " ".join(("pixels, end", image_module.__version__, *versions))
 
     def decoder_for(self, image: Any, decoder: Any, call: Call) -> Any:
+        begun = time.perf_counter()
         try:
             source = _Source.of(image, call)
         except LeftAlone as error:
             left_alone(NAME, str(error))
             return decoder
-        return _Decoder(self, image, decoder, call, source)
+        return _Decoder(self, image, decoder, call, source, begun)
 
 
 class _Source:
@@ -203,9 +205,11 @@ class _Decoder:
     With ``pulls_fd``, ``load`` calls ``setfd`` and ``decode(b"")`` once and reads nothing itself.
     """
 
-    def __init__(self, all_: _Decoders, image: Any, decoder: Any, call: Call, source: _Source) -> None:
+    def __init__(
+        self, all_: _Decoders, image: Any, decoder: Any, call: Call, source: _Source, begun: float
+    ) -> None:
         self._all, self._image, self._decoder = all_, image, decoder
-        self._call, self._source = call, source
+        self._call, self._source, self._begun = call, source, begun
         self._filled = False  # whether the image has its pixels
         self._end: int | None = None  # where in the file, or after how many reads of a PNG, they ended
 
@@ -230,7 +234,7 @@ class _Decoder:
     def _fill(self, core: Any, extents: Any) -> None:
         source = self._source
         key = (self._all.known, source.path, source.status, source.identity)
-        found = self._all.kept.get(key, lambda: self._decoded(core))
+        found = self._all.kept.get(self._begun, key, lambda: self._decoded(core))
         if self._end is None:
             pixels, end = found
             mode = self._call[0]
@@ -240,6 +244,7 @@ class _Decoder:
             if status < 0:
                 raise NotKept
             self._end = end
+            self._all.kept.gave(self._begun)
         self._filled = True
 
     def _decoded(self, core: Any) -> Any:

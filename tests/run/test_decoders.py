@@ -361,3 +361,48 @@ for _ in range(2):
     assert (
         run(PRELUDE + program, str(files)).said == [[["<module>", "call", "load"], "None", "None", False]] * 2
     )
+
+
+def test_a_function_is_left_alone_where_keeping_takes_longer_than_it_saves(tmp_path: Path) -> None:
+    """In all processes, from some dozens of calls on; one that takes long is kept all the same."""
+    (tmp_path / "many.py").write_text(
+        """
+import types, sys, time
+from pathlib import Path
+from hotset.run.decoders import Decoder, file_identity, memoised
+
+def fast(path):
+    return 1
+
+def slow(path):
+    time.sleep(0.002)
+    return 2
+
+def wrapped(function):
+    def identify(_):
+        return lambda args, keywords: (file_identity(*args), ())
+    return memoised(function, Decoder("many", function.__name__, (), identify))
+
+fast, slow = wrapped(fast), wrapped(slow)
+"""
+    )
+    for number in range(150):
+        (tmp_path / f"{number}.txt").write_text("text")
+    program = (
+        PRELUDE
+        + """
+sys.path.insert(0, sys.argv[1])
+import many
+def values():
+    return sum(many.fast(f"{sys.argv[1]}/{n}.txt") + many.slow(f"{sys.argv[1]}/{n}.txt") for n in range(150))
+say([values()])
+child = multiprocessing.get_context("fork").Process(target=lambda: say([values()]))
+child.start(); child.join()
+"""
+    )
+    ours = run(program, str(tmp_path))
+    assert (ours.code, ours.said) == (0, [[450], [450]]), ours.report
+    assert calls(ours.report, "many.fast")[1] == 0
+    assert calls(ours.report, "many.slow") == (300, 150)
+    assert "left alone: many.fast, at least" in ours.report
+    assert "to keep what it returns takes longer than that saves" in ours.report
