@@ -20,6 +20,7 @@ from hotset.run.doctor.advice import advice, as_json, predict
 from hotset.run.doctor.ending import end_program
 from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, PAUSED, THREADS, TOLD, TRYING
 from hotset.run.doctor.observed import Observed, empty_loader, read, training_processes
+from hotset.run.doctor.others import Others
 from hotset.run.doctor.text import lines
 from hotset.run.environment import WatchOptions, make_ledger, watched_environment, why_full
 from hotset.run.program import run_program
@@ -53,6 +54,7 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
         raise ArgumentError("hotset doctor needs a program; write hotset doctor -- python train.py.")
     if not seconds > 0.0:
         raise ArgumentError(f"--seconds must be more than 0, got {seconds:g}; leave it out for a minute.")
+    others = Others()
     ledger = make_ledger("hotset-doctor-")
     watcher = _Watcher(ledger, keep=keep, quiet=as_json_text)
     try:
@@ -67,6 +69,8 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
                 _say(f"{printable(shlex.join(command), 60)} failed by itself, {_how(status)}: no report.")
             return status
         seen = read(ledger)
+        if seen is not None:
+            seen = seen._replace(others=others.processors())
         if by_ctrl_c and not watcher.ended:
             if seen is not None:
                 _tell(seen, shlex.join(command), as_json_text)

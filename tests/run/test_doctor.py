@@ -110,7 +110,7 @@ class TestCommand:
         found, _ = judged(program)
         # An epoch is 16 batches of 4; after the first, 0.2 s more are in each that new workers begin.
         assert found["cached"]["samples_per_second"] <= 15 * 4 / 0.2
-        cached = [one for one in found["advice"] if one["line"].startswith("hotset.cache")]
+        cached = [one for one in found["advice"] if "hotset.DataLoader" in one["line"]]
         assert all("with collate_fn=__main__.collate, as" in one["note"] for one in cached)
 
     def test_a_long_program_is_ended(self) -> None:
@@ -475,6 +475,35 @@ def test_what_a_librarys_loader_sets_by_itself_is_named_where_another_takes_its_
     }
     assert notes[0] == ["from the second epoch on"]
     assert notes[2] == [f"from the second epoch on; with {' and '.join(given)}, as the program's loader has"]
+
+
+def test_a_program_that_others_hold_up_is_not_promised_that_workers_end_it() -> None:
+    """On a machine that was busy as it was watched, two workers of two cores are as good as any."""
+    held_up = seen(wait=0.8, fetch=Fetch(cpu=4e-3, blocked=0.0, send=1e-5, receive=1e-5), others=1.2)
+    workers = [one for one in advice(held_up, "p", cores=2) if one.line.startswith("num_workers")]
+    assert all(one.gain < 1.05 for one in workers)
+    assert any("Other programs took 1.2 of this machine's" in sentence for sentence in unknown(held_up))
+    assert not any("Other programs" in sentence for sentence in unknown(seen(others=0.1)))
+
+
+def test_a_cache_below_a_loader_that_a_library_makes_has_a_rate_of_its_own() -> None:
+    trial = {**seen().trial, "loaders": {**seen().trial["loaders"], "torch-2": tried(2000.0, 4e-4)}}
+    found = {one.line.rpartition("), ")[2]: one for one in advice(seen(trial=trial), "p", cores=2)}
+    theirs, ours = found["with the loader as it is"], found["hotset.DataLoader(..., num_workers=2)"]
+    assert theirs.samples_per_second < ours.samples_per_second
+    assert "a library makes" in theirs.note
+
+
+def test_the_time_of_other_loaders_is_told() -> None:
+    text = "\n".join(lines(seen(elsewhere=0.4), predict(seen()), [], "train.py"))
+    assert "40% of the time goes to other loaders" in text
+    assert "other loaders" not in "\n".join(lines(seen(), predict(seen()), [], "train.py"))
+
+
+def test_a_failed_trial_of_hotset_run_is_told_in_a_sentence() -> None:
+    trial = {**seen().trial, "run": None, "failed": {"run-2": "Error: the file is open twice"}}
+    found = [one for one in unknown(seen(trial=trial)) if "hotset run" in one]
+    assert found == ["What hotset run would give is not known: Error: the file is open twice."]
 
 
 @pytest.mark.parametrize(("length", "telling"), [(100_000, "draw other numbers"), (None, "as many shards")])

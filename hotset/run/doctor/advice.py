@@ -24,6 +24,7 @@ _ALIKE = 0.03  # of two gains that differ by less, the one that takes less memor
 _LEAST_BATCHES_OF_A_WORKER = 4
 _SMALLER = 0.5  # a transform that leaves more of a sample is not worth another order
 _ROOM = 1.1  # of the samples' bytes, by the size of a few: others may be larger
+_FEW_OTHERS = 0.2  # processors that other programs may take
 _FACTOR = (0.75, 1.33)  # beyond these the arithmetic has missed what bounds the program
 
 
@@ -88,8 +89,9 @@ class _Model:
         self._step = _longer(seen.step, -self._release[seen.workers > 0]) if seen.step_drops else seen.step
         self.modelled = self._plain(seen.workers, self.fetch)
         measured = seen.rate / seen.ranks
-        low, high = _FACTOR
-        self.factor = min(max(measured / self.modelled, low), high) if self.modelled else 1.0
+        # Where the program is slower than that, other programs may hold it up: they would with other workers,
+        # too. Where it is much faster, what was tried was held up, and the rest of the ratio is not a gain.
+        self.factor = min(measured / self.modelled, _FACTOR[1]) if self.modelled else 1.0
 
     def _plain(self, workers: int, fetch: Fetch) -> float:
         loader = loader_with(workers, fetch, self.cores)
@@ -136,6 +138,11 @@ class _Model:
             return None
         live = any(not one["cached"] for one in self.seen.trial["plan"]["transforms"])
         return self._tried(row, workers, workers > 0 or not live, fits, spared)
+
+    def torchs(self, fits: float) -> float | None:
+        """Samples a second of a rank with such a cache and torch's loader, as the program has it."""
+        row = self.seen.trial["loaders"].get(f"torch-{self.seen.workers}")
+        return None if row is None else self._tried(row, self.seen.workers, self.seen.workers > 0, fits)
 
     def run(self, fits: float) -> float | None:
         """Samples a second of a rank below ``hotset run``, if this share of the decoders' results fits."""
@@ -283,6 +290,11 @@ def _of_cache(model: _Model) -> list[Advice]:
                     "trains on a part at a time: another order of samples than now",
                 ),
             ]
+    rate = model.torchs(fits)
+    if rate is not None:
+        note = "from the second epoch on; for a loader that a library makes, such as timm's or the Trainer's"
+        line = f'hotset.cache(dataset, memory="{named}"), with the loader as it is'
+        found.append(_advice(model, line, rate, min(total, plan["room"]), note))
     return found
 
 
@@ -344,6 +356,11 @@ def unknown(seen: Observed) -> list[str]:
         found.append(f"What workers would give is not known: {why.rstrip('.')}.")
     found += _of_decoders(seen)
     found.append(_of_gpu(seen))
+    if seen.others is not None and seen.others > _FEW_OTHERS:
+        found.append(
+            f"Other programs took {seen.others:.1f} of this machine's {os.cpu_count()} processors meanwhile, "
+            "and all rates are those of a machine that is as busy: run it again if it will not be."
+        )
     modelled = seen.ranks * _Model(seen, cores_here()).modelled
     low, high = _FACTOR
     if not low <= seen.rate / modelled <= high:
@@ -360,7 +377,11 @@ def _of_decoders(seen: Observed) -> list[str]:
     if not seen.decoders:
         return ["No decoder that hotset knows was called, so what hotset run would give is not known."]
     if not kept:
-        why = seen.trial.get("refused") or "the program ended before it could be tried"
+        why = (
+            seen.trial.get("failed", {}).get(f"run-{seen.workers}")
+            or seen.trial.get("refused")
+            or "the program ended before it could be tried"
+        )
         return [f"What hotset run would give is not known: {why.rstrip('.')}."]
     if not kept["hits"]:
         why = f": {kept['left_alone'].rstrip('.')}" if kept["left_alone"] else ""
@@ -390,6 +411,8 @@ def as_json(seen: Observed, found: Prediction, given: list[Advice]) -> dict[str,
             "gpu_step_seconds": seen.gpu,
             "wait_seconds": seen.wait,
             "first_batch_seconds": seen.first_wait,
+            "elsewhere_fraction": seen.elsewhere,
+            "others_processors": seen.others,
             "batch_size": seen.batch_size,
             "num_workers": seen.workers,
             "ranks": seen.ranks,

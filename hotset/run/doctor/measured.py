@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import RandomSampler, Sampler
 
+from hotset.errors import HotsetError
 from hotset.loader.batch_order import whole_epoch
 from hotset.run.doctor.loop import LoaderSettings, left_out
 from hotset.run.doctor.stand_in import StandIn
 
-__all__ = ["LEAST_BATCHES", "WORKER_SECONDS", "MeasuredLoader"]
+__all__ = ["LEAST_BATCHES", "WORKER_SECONDS", "MeasuredLoader", "sentence_of"]
 
 WORKER_SECONDS = 20  # a worker that gives no batch for as long waits for a thread or a lock that it lacks
 LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
@@ -181,3 +182,11 @@ def _processor_seconds() -> float:
             with contextlib.suppress(OSError, IndexError, ValueError):
                 total += int(thread.read_text().split()[0]) / 1e9
     return total
+
+
+def sentence_of(error: BaseException) -> str:
+    """What an error of a loader says, in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    if "in DataLoader worker process" in lines[0]:  # the worker's traceback follows
+        return lines[-1]
+    return lines[0] if isinstance(error, HotsetError) else f"{type(error).__name__}: {lines[0]}"

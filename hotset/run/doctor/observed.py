@@ -56,6 +56,8 @@ class Observed(NamedTuple):
         memory: bytes that each worker has for itself; None without workers.
         growth: bytes a second by which that grew.
         trial: what was tried: see :mod:`hotset.run.doctor.trial`.
+        elsewhere: the share of the time that loops over other loaders take, 0 to 1.
+        others: processors that other programs took meanwhile; None if that is not known.
     """
 
     dataset: str
@@ -78,6 +80,8 @@ class Observed(NamedTuple):
     memory: float | None
     growth: float | None
     trial: dict[str, Any]
+    elsewhere: float = 0.0
+    others: float | None = None
 
     @property
     def rate(self) -> float:
@@ -117,7 +121,9 @@ def read(ledger: str) -> Observed | None:
     trial: dict[str, Any] = {"loaders": {}}
     with contextlib.suppress(OSError, ValueError):
         trial = json.loads(Path(ledger, TRIAL).read_text())
-    return _put_together(main["facts"], mine, _fetching(mine, processes), trial)
+    every = [loop for process in processes for loop in process["loops"]]
+    elsewhere = 1.0 - sum(map(_seconds, mine)) / sum(map(_seconds, every))
+    return _put_together(main["facts"], mine, _fetching(mine, processes), trial)._replace(elsewhere=elsewhere)
 
 
 def _processes(ledger: str) -> list[dict[str, Any]]:
@@ -165,7 +171,8 @@ def _fetching(loops: list[dict[str, Any]], processes: list[dict[str, Any]]) -> l
 
 
 def _seconds(loop: dict[str, Any]) -> float:
-    return float(loop["sums"].get("wait", 0.0) + loop["sums"].get("step", 0.0))
+    sums = (loop["sums"].get(name, 0.0) for name in ("wait", "step", "end"))
+    return float(sum(loop["first_waits"]) + sum(sums))
 
 
 def _put_together(

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 
 from hotset.run.doctor.decoding import keep_decoders
 from hotset.run.doctor.loop import LoaderSettings
-from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader
+from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, sentence_of
 from hotset.run.doctor.stand_in import StandIn
 from hotset.run.environment import LEDGER, Options, read_left, say_attached, watch_options_here
 from hotset.run.kept import attach
@@ -64,7 +64,7 @@ def try_run(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any
         if hits:
             found["loaders"][f"run-{settings.workers}"] = rates
     except Exception as error:
-        found["run"] = {"hits": 0, "bytes": 0, "left_alone": f"{type(error).__name__}: {error}"}
+        found["failed"][f"run-{settings.workers}"] = sentence_of(error)
     finally:
         del os.environ[LEDGER]
         store.leave()

@@ -58,6 +58,11 @@ def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
         ("at most", f"{found.limit:,.0f} samples/s, whatever the loader: the steps alone take that long"),
         ("a sample", _of_sample(seen)),
     ]
+    if seen.elsewhere > _LITTLE:
+        text = (
+            f"{seen.elsewhere:.0%} of the time goes to other loaders, such as validation's: they gain nothing"
+        )
+        facts.append(("elsewhere", text + " here"))
     if seen.read_bytes:
         disk = "" if seen.disk_bytes is None else f", {format_bytes(seen.disk_bytes)} of them from a disk"
         facts.append(("reads", f"{format_bytes(seen.read_bytes)} a sample{disk}"))

@@ -9,10 +9,11 @@ the program's own workers stopped, and writes one dictionary, on a line for each
 ``refused`` in place of it, the sentence with which hotset.cache refuses
 ``given``   arguments of the program's loader that it, or a library's own kind of loader, has set
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
-            ``plain-N`` torch's over the dataset as it is, with the program's workers, or one if it has none,
-            and without, ``run-N`` torch's below ``hotset run``, with the program's N
+            ``torch-N`` torch's over these, with the program's N workers; ``plain-N`` torch's over the
+            dataset as it is, with the program's workers, or one if it has none, and without; ``run-N``
+            torch's below ``hotset run``, with the program's N
 ``run``     what that has kept: see :mod:`hotset.run.doctor.run_trial`
-``failed``  why one of the latter gave no batch, by the same names
+``failed``  why one of the latter two gave no batch, by the same names
 ==========  ==============================================================================================
 
 The rates are those of :mod:`hotset.run.doctor.measured`; over a cache there is a second one, with a stand-in
@@ -39,7 +40,7 @@ from torch.utils.data import DataLoader, Subset, default_collate, default_conver
 import hotset
 from hotset.dataset.stream_source import is_stream
 from hotset.run.doctor.loop import LoaderSettings, StepLength
-from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader
+from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, sentence_of
 from hotset.run.doctor.run_trial import try_run
 from hotset.run.doctor.stand_in import StandIn
 from hotset.session.job import JOB
@@ -123,7 +124,7 @@ def _child(settings: LoaderSettings, step: StepLength | None, drops: bool, decod
         os.write(told, b"\n")  # whoever reads this kills this process
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.write(told, f"{json.dumps({'refused': _sentence(error), 'loaders': {}})}\n\n".encode())
+            os.write(told, f"{json.dumps({'refused': sentence_of(error), 'loaders': {}})}\n\n".encode())
     finally:
         _kill_workers()
         os._exit(0)
@@ -132,13 +133,6 @@ def _child(settings: LoaderSettings, step: StepLength | None, drops: bool, decod
 def _kill_workers() -> None:
     for worker in multiprocessing.active_children():
         worker.kill()
-
-
-def _sentence(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    if "in DataLoader worker process" in lines[0]:  # the worker's traceback follows
-        return lines[-1]
-    return lines[0] if isinstance(error, hotset.HotsetError) else f"{type(error).__name__}: {lines[0]}"
 
 
 def _tried(
@@ -198,7 +192,7 @@ def _try_plain(settings: LoaderSettings, workers: int, found: dict[str, Any]) ->
     try:
         measured = MeasuredLoader(DataLoader, settings.dataset, settings, workers).measure(None)
     except Exception as error:
-        found["failed"][f"plain-{workers}"] = _sentence(error)
+        found["failed"][f"plain-{workers}"] = sentence_of(error)
         return 0.0
     found["loaders"][f"plain-{workers}"] = measured
     return measured["release"] or 0.0
@@ -226,8 +220,10 @@ def _try_cache(settings: LoaderSettings, step: StandIn | None, found: dict[str, 
             for workers in sorted({settings.workers, *more}, reverse=True):
                 loader = MeasuredLoader(hotset.DataLoader, cached, settings, workers)
                 found["loaders"][f"cached-{workers}"] = loader.measure(step)
+            torchs = MeasuredLoader(DataLoader, cached, settings, settings.workers)
+            found["loaders"][f"torch-{settings.workers}"] = torchs.measure(step)
     except Exception as error:
-        found["refused"] = _sentence(error)
+        found["refused"] = sentence_of(error)
 
 
 def _count(settings: LoaderSettings, seconds: float, size: int, room: int) -> int:
