@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -891,6 +892,48 @@ def test_a_step_is_measured_without_the_batch_that_it_drops(
     assert not found.step_drops
     assert found.step_beside > 2e-3
     assert found.step.seconds < 0.5 * found.step_beside
+
+
+def test_a_batch_is_kept_for_the_next_step_even_if_the_clocks_would_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a later step the batch before would be another, and be dropped."""
+    monkeypatch.setattr("hotset.run.doctor.clocks._IN_A_ROW", 2)
+    monkeypatch.setattr("hotset.run.doctor.loop._ALONE_SHARE", 1.0)
+    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
+    monkeypatch.setattr(watch, "_here", None)
+    iterator = iter(DataLoader(range(600), batch_size=1, collate_fn=Dear))  # type: ignore[arg-type]
+    batch = None
+    for _ in range(600):
+        batch = take(observer, iterator)
+    del batch
+    end(observer, iterator)
+    watch._here.write()  # type: ignore[union-attr]
+    (written,) = tmp_path.glob("watch-*.json")
+    (loop,) = json.loads(written.read_text())["loops"]
+    lengths = [seconds for seconds, *_ in loop["alone"]]
+    assert statistics.quantiles(lengths, n=4)[-1] < 2e-3
+
+
+def test_what_the_watching_writes_is_no_part_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(self: Ledger, name: str, text: str) -> None:
+        time.sleep(5e-3)
+
+    monkeypatch.setattr(watch, "_WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "_here", None)
+    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
+    iterator = iter(DataLoader(range(8), batch_size=1))  # type: ignore[arg-type]
+    with monkeypatch.context() as writing:
+        writing.setattr(Ledger, "write", slow)
+        for _ in range(8):
+            take(observer, iterator)
+    end(observer, iterator)
+    watch._here.write()  # type: ignore[union-attr]
+    found = read(str(tmp_path))
+    assert found is not None
+    assert found.step_beside < 5e-3
 
 
 class Event:

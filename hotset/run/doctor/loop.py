@@ -120,7 +120,8 @@ class Loop:
 
     def asked_in_rest(self, now: float) -> bool:
         """The loop asks for a batch, not the first of a pass; whether that is all there is to note."""
-        self._rests = self._clocks_rest.now(now) and not self._is_alone
+        # What was kept is for the next step: of a later one the batch before would be another.
+        self._rests = self._clocks_rest.now(now) and self._kept is None
         if self._rests:
             if self._exited is not None:
                 self.sums.add(steps=1, step=now - self._exited.wall)
@@ -173,9 +174,14 @@ class Loop:
             return
         now = Clocks.now(queued=True)
         self._count_batch(now.since(self._entered))
-        if self._begin_alone(iterator, now.wall, batch) | self._gpu.begin():
-            now = Clocks.now(queued=True)  # what was done here is not the step's
         self._exited = now
+        if self._begin_alone(iterator, now.wall, batch) | self._gpu.begin():
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """The step begins only now: what was done since the loop has got its batch is not the step's."""
+        if self._exited is not None:
+            self._exited = Clocks.now(queued=True)
 
     def _count_batch(self, taken: Clocks) -> None:
         if self._is_first:

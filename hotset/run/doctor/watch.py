@@ -131,7 +131,8 @@ class _Process:
             self._end_if_time(None, pass_ended=True)
         else:
             loop.got(iterator, batch)
-        self.write_soon()
+        if self.write_soon():
+            loop.begin_step()
         loop.watched(time.perf_counter() - now)
 
     def _is_watched(self) -> bool:
@@ -247,12 +248,14 @@ class _Process:
 
     # ---- the ledger
 
-    def write_soon(self) -> None:
-        """Write now if that is due: twice a second."""
+    def write_soon(self) -> bool:
+        """Write now if that is due, twice a second; whether it was."""
         now = time.perf_counter()
-        if now - self._written > _WRITE_SECONDS:
+        is_due = now - self._written > _WRITE_SECONDS
+        if is_due:
             self._written = now
             self.write()
+        return is_due
 
     def write(self, *, last: bool = False) -> None:
         """Write what this process has seen; ``last`` as it ends."""
