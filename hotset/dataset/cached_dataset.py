@@ -397,7 +397,10 @@ class CachedDataset(DatasetProxy[T]):
                 f"num_workers= must be 0, got {num_workers}: {self._source.batched[0]!r} runs on {device}, "
                 "which worker processes must not use."
             )
-        fill_now(current.access, self.plan.name, progress, num_workers)
+        try:
+            fill_now(current.access, self.plan.name, progress, num_workers)
+        finally:
+            self._pass_ends()
 
     def _device(self) -> Any | None:
         """The device of a network whose results are cached; None for the CPU."""

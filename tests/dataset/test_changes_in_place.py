@@ -560,3 +560,20 @@ def test_a_list_that_reading_fills_is_not_taken_for_changed(workers: int) -> Non
         for _ in range(3):
             assert next(iter(loader)).tolist() == list(range(N))
         assert cached.stats().misses == N
+
+
+def test_what_filling_changes_rarely_does_not_count() -> None:
+    class NotesRarely(Labels):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rare = 0
+
+        def __getitem__(self, index: int) -> int:
+            self.rare += index == 7
+            return super().__getitem__(index)
+
+    with hotset.cache(NotesRarely(), memory="1MiB") as cached:
+        cached.fill()
+        assert cached.dataset.rare == 1
+        assert len(list(DataLoader(cached, batch_size=5))) == 3
+        assert cached.stats().hits == N
