@@ -355,7 +355,7 @@ def unknown(seen: Observed) -> list[str]:
         )
         found.append(f"What workers would give is not known: {why.rstrip('.')}.")
     found += _of_decoders(seen)
-    found.append(_of_gpu(seen))
+    found += _of_gpu(seen)
     if seen.others is not None and seen.others > _FEW_OTHERS:
         found.append(
             f"Other programs took {seen.others:.1f} of this machine's {os.cpu_count()} processors meanwhile, "
@@ -389,14 +389,14 @@ def _of_decoders(seen: Observed) -> list[str]:
     return []
 
 
-def _of_gpu(seen: Observed) -> str:
+def _of_gpu(seen: Observed) -> list[str]:
     if seen.gpu is None:
-        return "A DeviceQueue and sunk steps are not judged: no GPU was watched."
+        return []
     idle = max(0.0, seen.wait + seen.step_beside - seen.gpu) / max(seen.wait + seen.step_beside, 1e-9)
-    return (
+    return [
         f"What a DeviceQueue or sunk steps would give is not known: between its steps the GPU is idle for "
         f"{idle:.0%} of the time, of which the copies of batches are a part."
-    )
+    ]
 
 
 def as_json(seen: Observed, found: Prediction, given: list[Advice]) -> dict[str, Any]:

@@ -6,7 +6,8 @@
       now             1,320 samples/s; training waits for data 62% of the time
       a step          30.1 ms of waiting for the loader, 18.4 ms of its own
       at most         3,480 samples/s, whatever the loader: the step alone takes that long
-      a sample        1.51 ms of processor time in its worker: PIL.Image.Image.load 0.92, collate 0.03, ...
+      a sample        1.51 ms of processor time in its worker, 0 ms of waiting for a disk, a network or ...
+      of that         PIL.Image.Image.load 0.92 ms, collate 0.03 ms
       what would help, the best first:
         samples/s    gain    memory
             3,300    2.5x  1.20 GiB  hotset.cache(dataset, memory="1.23GiB"), hotset.DataLoader(...)
@@ -58,6 +59,9 @@ def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
         ("at most", f"{found.limit:,.0f} samples/s, whatever the loader: the steps alone take that long"),
         ("a sample", _of_sample(seen)),
     ]
+    parts = _parts(seen)
+    if parts:
+        facts.append(("of that", ", ".join(parts)))
     if seen.elsewhere > _LITTLE:
         text = (
             f"{seen.elsewhere:.0%} of the time goes to other loaders, such as validation's: they gain nothing"
@@ -85,17 +89,19 @@ def _less_alone(seen: Observed) -> str:
 
 def _of_sample(seen: Observed) -> str:
     place = "in its worker" if seen.workers else "in the training process"
-    parts = [f"{one.name} {_ms(one.cpu)}" for one in seen.decoders]
-    parts += [f"collate {_ms(seen.collate)}"] if seen.collate else []
-    parts += [
-        f"{row['name']} {_ms(row['seconds'])}"
-        for row in (seen.trial.get("plan") or {}).get("transforms", ())[1:]
-        if row["seconds"]
-    ]
-    of_it = f" ({', '.join(parts)})" if parts else ""
     waits = f", {_ms(seen.fetch.blocked)} of waiting for a disk, a network or another process"
     sends = f", {_ms(seen.fetch.send + seen.fetch.receive)} to hand it over" if seen.workers else ""
-    return f"{_ms(seen.fetch.cpu)} of processor time {place}{of_it}{waits}{sends}"
+    return f"{_ms(seen.fetch.cpu)} of processor time {place}{waits}{sends}"
+
+
+def _parts(seen: Observed) -> list[str]:
+    """What is known of its processor time, the decoders first."""
+    transforms = (seen.trial.get("plan") or {}).get("transforms", ())[1:]
+    return [
+        *(f"{one.name} {_ms(one.cpu)}" for one in seen.decoders),
+        *([f"collate {_ms(seen.collate)}"] if seen.collate else []),
+        *(f"{row['name']} {_ms(row['seconds'])}" for row in transforms if row["seconds"]),
+    ]
 
 
 def _table(seen: Observed, given: Sequence[Advice]) -> list[str]:

@@ -23,6 +23,7 @@ for the program's step between the batches: see :mod:`hotset.run.doctor.stand_in
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -177,10 +178,16 @@ def _given(settings: LoaderSettings) -> list[str]:
     """The functions that the loader has and torch's would not have by itself, as arguments."""
     functions = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
     return [
-        f"{argument}={function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+        f"{argument}={_named(function)}"
         for argument, function in functions.items()
         if function not in (None, default_collate, default_convert)
     ]
+
+
+def _named(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return f"functools.partial({_named(function.func)}, ...)"
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _try_plain(settings: LoaderSettings, workers: int, found: dict[str, Any]) -> float:
