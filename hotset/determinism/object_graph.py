@@ -225,7 +225,10 @@ def _of_container(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
     They are read by the methods of the built-in type, as those of a subclass may compute what they return.
     """
     base = next(base for base in _CONTAINERS if issubclass(type(node), base))
-    held = {type(value) for value in values_of(node) if not is_opaque(value)}
+    try:
+        held = set(map(type, values_of(node)))
+    except Exception:  # of a class that has no hash
+        held = {object}
     if held <= _ATOMS and not any(issubclass(kind, kinds) for kind in held):
         return
     labelled = base.items(node) if base is dict else enumerate(base.__iter__(node))
