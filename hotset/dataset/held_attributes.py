@@ -249,8 +249,8 @@ class HeldAttributes:
     def put_back(self) -> None:
         """Set all attributes to what they were, with the elements that they had."""
         for owner, held, seen, lengths in self._held:
-            now = vars(owner)
-            if _lengths(held) != lengths:
+            now = dict_of(owner)
+            if now is None or _lengths(held) != lengths:
                 continue
             for name in [name for name in now if name not in held and self._counts(owner, name)]:
                 del now[name]
@@ -279,8 +279,10 @@ class HeldAttributes:
 
     def _differing(self) -> Iterator[Change]:
         for owner, held, seen, _ in self._held:
-            now: dict[str, Any] = vars(owner)
-            kind = type(owner).__name__
+            kind, now = type(owner).__name__, dict_of(owner)
+            if now is None:  # it does not show them any more
+                yield Change(kind, "__dict__", False)
+                continue
             for name in {**held, **now}:
                 shared = name in seen and seen[name].is_shared()
                 if name not in held and not self._counts(owner, name):

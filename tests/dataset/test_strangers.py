@@ -210,15 +210,19 @@ class Moody:
         return self.shown
 
 
-def test_if_what_a_dataset_holds_cannot_be_compared_any_more_training_goes_on_with_one_warning() -> None:
+@pytest.mark.parametrize(
+    ("shown", "sentence"),
+    [(None, "Moody.__dict__ has changed"), (NoDict(), "cannot be compared any more .*working")],
+)
+def test_what_a_dataset_holds_may_hide_in_mid_training_which_goes_on_after_one_warning(
+    shown: Any, sentence: str
+) -> None:
     dataset = Holder(Moody())
     with hotset.cache(dataset, memory="1MiB") as cached:
         loader = hotset.DataLoader(cached, batch_size=4)
         whole = torch.cat(list(loader))
-        dataset.held.shown = None
-        with pytest.warns(
-            hotset.HotsetWarning, match="cannot be compared any more .*working outside"
-        ) as told:
+        dataset.held.shown = shown
+        with pytest.warns(hotset.HotsetWarning, match=sentence) as told:
             assert torch.equal(torch.cat(list(loader)), whole)
         assert len(told) == 1
         with warnings.catch_warnings():

@@ -1,0 +1,256 @@
+"""Programs that do odd things with datasets: with a cache they get, bit for bit, what they get without."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers import recorded, seed_everything
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
+
+import hotset
+from hotset.determinism.equality import same
+
+N = 18
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, count: int = N) -> None:
+        self.count, self.scale, self.table = count, 2.0, np.arange(count) * 3
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), index * self.scale), int(self.table[index])
+
+
+class Program(NamedTuple):
+    """Attributes: what makes the dataset, from a folder; what follows each epoch; a loader's arguments."""
+
+    make: Callable[[Path], Any]
+    after: Callable[[Any], None] = lambda _: None
+    sampler: Any = None
+    worker_init_fn: Callable[[int], None] | None = None
+
+
+class Delegates(Dataset[Any]):
+    def __init__(self) -> None:
+        self.inner = Rows()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Remembers(Rows):
+    __getitem__ = functools.lru_cache(maxsize=None)(Rows.__getitem__)  # type: ignore[assignment]
+
+
+class OpensInAProperty(Rows):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.read = functools.partial(np.fromfile, dtype=np.uint8)
+        self.path, self._file = folder / "numbers", None
+        self.path.write_bytes(bytes(range(N)))
+
+    @property
+    def file(self) -> Any:
+        if self._file is None:
+            self._file = self.path.open("rb")
+        return self._file
+
+    def __getitem__(self, index: int) -> Any:
+        self.file.seek(index)
+        return self.file.read(1), self.read(self.path, count=index + 1).sum()
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Node:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class HoldsWeakly(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes = [Node(number) for number in range(N)]
+        self.known = weakref.WeakValueDictionary(enumerate(self.nodes))
+        self.references, self.me = [weakref.ref(node) for node in self.nodes], weakref.proxy(self)
+
+    def __getitem__(self, index: int) -> int:
+        return self.known[index].number + self.references[index]().number + self.me.count  # type: ignore[union-attr]
+
+
+class HasStateOfThreads(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.lock, self.numbers = threading.local(), threading.Lock(), iter(range(100))
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            if not hasattr(self.here, "first"):
+                self.here.first = next(self.numbers) * 0
+            return index + self.here.first
+
+
+class KnowsEpochs(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch, self.active = 0, list(range(6))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.active.append(len(self.active))
+
+    def __len__(self) -> int:
+        return len(self.active)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(self.active[index])
+
+
+class BestFirst(Sampler[int]):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from sorted(range(len(self)), key=lambda index: -int(self.dataset[index][1]))
+
+
+class Adds(Subset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return (*super().__getitem__(index), f"number {index}")
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class DrawsSometimes(Rows):
+    def __getitem__(self, index: int) -> Any:
+        drawn = torch.rand(()) if index % 6 == 0 else random.random() if index % 7 == 0 else 0
+        return super().__getitem__(index)[0] + drawn
+
+
+class Fields(NamedTuple):
+    picture: torch.Tensor
+    about: Any
+
+
+class OddValues(Rows):
+    def __getitem__(self, index: int) -> Any:
+        number = np.float32(index)
+        nested = {0: {(1, 2): np.array(index)}, 2.5: [None if index % 2 else index, "x" * index]}
+        record = np.array([(index, b"ab")], dtype=[("a", "i4"), ("b", "S3")]).view(np.recarray)
+        several = (torch.eye(2).mul(index).t(), torch.tensor(index, dtype=torch.bfloat16), number)
+        return Fields(torch.arange(index), (nested, record, several, collections.Counter(a=index), 2**80))
+
+
+class RunsInWorkers(Rows):
+    def __getitem__(self, index: int) -> Any:
+        dataset = self if get_worker_info() is None else get_worker_info().dataset  # type: ignore[union-attr]
+        return torch.tensor(dataset.table[index])
+
+
+def edited(_: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.scale = 7.0  # type: ignore[attr-defined]
+    info.dataset.table[:] = 5  # type: ignore[attr-defined]
+
+
+def change_scale(dataset: Any) -> None:
+    dataset.scale = dataset.inner.scale = 5.0
+
+
+def change_node(dataset: Any) -> None:
+    dataset.nodes[3].number = 70
+
+
+def mixed(_: Path) -> Any:
+    rows = TensorDataset(torch.zeros(4, 4), torch.arange(4))
+    return ConcatDataset([Rows(5), rows, [(torch.ones(4), 7)] * 3, Subset(Rows(), [2, 2])])
+
+
+PROGRAMS: dict[str, Program] = {
+    "delegates": Program(lambda _: Delegates(), change_scale),
+    "remembers": Program(lambda _: Remembers()),
+    "opens in a property": Program(OpensInAProperty),
+    "holds weakly": Program(lambda _: HoldsWeakly(), change_node),
+    "state of threads": Program(lambda _: HasStateOfThreads()),
+    "knows epochs": Program(lambda _: KnowsEpochs(), lambda dataset: dataset.set_epoch(dataset.epoch + 1)),
+    "a sampler looks": Program(lambda _: Rows(), sampler=BestFirst),
+    "a subset adds": Program(lambda _: Adds(Rows(), [3, 5, 7, 1, 1, 9, 0])),
+    "parts of several kinds": Program(mixed),
+    "draws sometimes": Program(lambda _: DrawsSometimes()),
+    "odd values": Program(lambda _: OddValues()),
+    "runs in workers": Program(lambda _: RunsInWorkers()),
+    "edited in workers": Program(lambda _: Rows(), worker_init_fn=edited),
+}
+
+
+def epochs(kind: Any, program: Program, dataset: Any, workers: int) -> list[Any]:
+    seed_everything()
+    loader = kind(
+        dataset,
+        batch_size=4,
+        num_workers=workers,
+        collate_fn=as_they_are,
+        worker_init_fn=program.worker_init_fn,
+        sampler=program.sampler(dataset) if program.sampler is not None else None,
+        shuffle=None if program.sampler is not None else True,
+    )
+    found = []
+    for _ in range(3):
+        found += [list(loader), torch.rand(()), random.random()]
+        program.after(dataset)
+    return found
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    """The samples themselves; a collate function of the program's, so that workers run in each epoch."""
+    return samples
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [hotset.DataLoader, DataLoader])
+def test_what_a_program_gets_is_what_it_gets_without_a_cache(
+    name: str, workers: int, kind: Any, tmp_path: Path
+) -> None:
+    program = PROGRAMS[name]
+    expected = epochs(DataLoader, program, program.make(tmp_path), workers)
+    with recorded(), hotset.cache(program.make(tmp_path), memory="4MiB") as cached:
+        found = epochs(kind, program, cached, workers)
+        assert cached.check() == []
+    assert same(found, expected, across=True) is None
