@@ -68,9 +68,10 @@ class _Torch:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
+        self.autograd = self.profiler = self
 
     def __getattr__(self, name: str) -> Any:
-        return self if name in ("autograd", "profiler") else getattr(sys.modules["torch"], name)
+        return getattr(sys.modules["torch"], name)
 
     def record_function(self, name: str) -> Any:
         inner = sys.modules["torch"].autograd.profiler.record_function(name)

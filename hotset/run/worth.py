@@ -15,12 +15,14 @@ files are small, the few large ones may be all that counts.
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Callable
 
 __all__ = ["Worth"]
 
 _FIRST = 8  # calls of a process that are left out: they import, and touch memory for the first time
 _JUDGED = 64  # calls, then twice as many each time
+_KEPT = 1024  # the last times, of which the medians are: a training may call millions of times
 _USES = 10  # a training of fewer epochs should not be the rule
 
 
@@ -36,9 +38,11 @@ class Worth:
     """
 
     def __init__(self) -> None:
-        self._misses: list[tuple[float, float, float]] = []
-        self._hits: list[float] = []
-        self._judge_misses = self._judge_hits = _FIRST + _JUDGED
+        self._misses = self._hits = -_FIRST
+        self._judge_misses = self._judge_hits = _JUDGED
+        self._computed = 0.0  # seconds, in all misses that count
+        self._own: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # of hotset: before, and in all
+        self._giving: deque[float] = deque(maxlen=_KEPT)
 
     def missed(self, before: float, computing: float, whole: float) -> bool:
         """Count a call that computed; whether the function is to be left alone from now on.
@@ -48,13 +52,16 @@ class Worth:
             computing: the function.
             whole: the call.
         """
-        self._misses.append((before, computing, whole - computing))
-        if len(self._misses) < self._judge_misses:
+        self._misses += 1
+        if self._misses <= 0:
+            return False
+        self._computed += computing
+        self._own.append((before, whole - computing))
+        if self._misses < self._judge_misses:
             return False
         self._judge_misses *= 2
-        waits, computed, own = zip(*self._misses[_FIRST:], strict=True)
-        saves = statistics.fmean(computed) - statistics.median(waits)
-        return bool(_USES * saves < statistics.median(own))
+        waits, own = map(statistics.median, zip(*self._own, strict=True))
+        return bool(_USES * (self._computed / self._misses - waits) < own)
 
     def gave(self, whole: float, computing: Callable[[], float]) -> bool:
         """Count a hit; whether the function is to be left alone from now on.
@@ -63,8 +70,11 @@ class Worth:
             whole: the call.
             computing: tells what the function takes, a mean over all processes.
         """
-        self._hits.append(whole)
-        if len(self._hits) < self._judge_hits:
+        self._hits += 1
+        if self._hits <= 0:
+            return False
+        self._giving.append(whole)
+        if self._hits < self._judge_hits:
             return False
         self._judge_hits *= 2
-        return statistics.median(self._hits[_FIRST:]) > computing()
+        return statistics.median(self._giving) > computing()

@@ -89,6 +89,7 @@ class Loop:
         self.facts = facts
         self.fetching = Fetching()  # in this process, without workers
         self.sums = Sums()
+        self.sums.add(steps=0.0, step=0.0, batches=0.0, wait=0.0)
         self.is_endless = False  # a pass has given more batches than its sampler has
         self._ledger = ledger
         self._gpu = _GpuClock(self.sums)
@@ -124,14 +125,16 @@ class Loop:
         self._rests = self._clocks_rest.now(now) and self._kept is None
         if self._rests:
             if self._exited is not None:
-                self.sums.add(steps=1, step=now - self._exited.wall)
+                self.sums.of["steps"] += 1.0
+                self.sums.of["step"] += now - self._exited.wall
             self._entered = Clocks.only_wall(now)
         return self._rests
 
     def got_in_rest(self, now: float) -> bool:
         """The loop gets a batch; whether that is all there is to note."""
         if self._rests and self._entered is not None:
-            self.sums.add(batches=1, wait=now - self._entered.wall)
+            self.sums.of["batches"] += 1.0
+            self.sums.of["wait"] += now - self._entered.wall
             self._exited = Clocks.only_wall(now)
         return self._rests
 

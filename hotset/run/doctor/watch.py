@@ -102,13 +102,14 @@ class _Process:
 
     # ---- training: as an observer of torch's iterators; see hotset.run.loader_wait
 
-    def before(self, iterator: Any) -> None:
+    def before(self, iterator: Any) -> Loop | None:
+        """The loop asks for a batch; returns what is known of it."""
         if not self._is_watched():
-            return
+            return None
         now, is_first = time.perf_counter(), begins(iterator)
         loop = self._loop(iterator)
         if not is_first and loop.asked_in_rest(now):
-            return
+            return loop
         if is_first:
             self._interrupt_others(loop)
         if is_first or loop not in self._settings:
@@ -116,6 +117,7 @@ class _Process:
         loop.asked(iterator)
         loop.watched(time.perf_counter() - now)
         self._end_if_time(iterator, pass_ended=False)
+        return loop
 
     def after(self, iterator: Any, failed: bool, batch: Callable[[], Any]) -> None:
         if not self._is_watched():
@@ -327,20 +329,40 @@ class Observer:
     def __init__(self, options: WatchOptions) -> None:
         self._options = options
         self._said = False
+        # The iterator that was asked last, and its loop: while the clocks rest, all but counting is left out.
+        # After a step the processor has forgotten what is called here, and a call takes eight times as long.
+        self._last: tuple[weakref.ref[Any], Loop] | None = None
 
     def before(self, iterator: Any) -> None:
-        if not _off and not self._is_ours(iterator):
+        if _off:
+            return
+        loop = self._last_loop(iterator)
+        if loop is not None and loop.asked_in_rest(time.perf_counter()):
+            return
+        if not self._is_ours(iterator):
             try:
-                _process(self._options).before(iterator)
+                loop = _process(self._options).before(iterator)
+                self._last = None if loop is None else (weakref.ref(iterator), loop)
             except Exception as error:
                 self._end_watching(error)
 
     def after(self, iterator: Any, seconds: float, failed: bool, batch: Callable[[], Any]) -> None:
-        if not _off and not self._is_ours(iterator):
+        if _off:
+            return
+        loop = self._last_loop(iterator)
+        if not failed and loop is not None and loop.got_in_rest(time.perf_counter()):
+            return
+        if not self._is_ours(iterator):
             try:
                 _process(self._options).after(iterator, failed, batch)
             except Exception as error:
                 self._end_watching(error)
+
+    def _last_loop(self, iterator: Any) -> Loop | None:
+        """The loop of this iterator, if it was asked last and its pass has begun."""
+        if self._last is None or self._last[0]() is not iterator or begins(iterator):
+            return None
+        return self._last[1]
 
     def _is_ours(self, iterator: Any) -> bool:
         """Whether it is the iterator by which hotset.DataLoader has its workers: its samples are tasks."""
