@@ -82,7 +82,7 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
 
 
 def loaded_by(function: types.FunctionType) -> Iterator[Any]:
-    """What a function refers to: its closure, its defaults, and those of its globals that are the user's.
+    """What a function refers to: its closure, its defaults, and its globals without what is a library's own.
 
     Example:
         >>> scale = 2
@@ -90,7 +90,7 @@ def loaded_by(function: types.FunctionType) -> Iterator[Any]:
         >>> list(loaded_by(double)) if scale is globals().get("scale") else []
         []
     """
-    return (value for _, value in _of_function(function, ()))
+    return (value for _, value in _of_function(function))
 
 
 def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
@@ -156,7 +156,7 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
         yield from _of_class(node)
         return
     if issubclass(kind, types.FunctionType):
-        yield from _of_function(node, kinds)
+        yield from _of_function(node)
     elif issubclass(kind, types.MethodType):
         yield from (("", node.__self__), ("", node.__func__))
     elif issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
@@ -181,7 +181,7 @@ def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
             yield f".{name}", value
 
 
-def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[str, Any]]:
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -194,29 +194,39 @@ def _of_function(function: types.FunctionType, kinds: Kinds) -> Iterator[tuple[s
     yield from ((f"({name}=)", value) for name, value in (function.__kwdefaults__ or {}).items())
     for name, *names in loaded_globals(code):
         value, label = function.__globals__.get(name), f" -> {name}"
-        while names and isinstance(value, types.ModuleType) and installed(value.__name__) is None:
+        while names and isinstance(value, types.ModuleType) and _is_searched(value):
             label += f".{names[0]}"
             value = vars(value).get(names.pop(0))
-        if _may_hold(value, function, kinds):
+        if _may_hold(value, function):
             yield label, value
     for imported in imports(code):
         module = sys.modules.get(imported)
         if isinstance(module, types.ModuleType) and installed(imported) is None:
             for name in sorted(names_in(code) & vars(module).keys()):
-                if _may_hold(vars(module)[name], function, kinds):
+                if _may_hold(vars(module)[name], function):
                     yield f" -> {imported}.{name}", vars(module)[name]
 
 
-def _may_hold(value: Any, function: types.FunctionType, kinds: Kinds) -> bool:
+def _is_searched(module: types.ModuleType) -> bool:
+    return str(module.__name__).partition(".")[0] not in _LIBRARIES
+
+
+def _may_hold(value: Any, function: types.FunctionType) -> bool:
     """Whether the search goes on into this global of a function.
 
-    Only into those of these kinds, containers, what the function's own module defines, and what other modules
-    of the user's do: the others come from libraries.
+    Into every object: a library's transform that has a name in the user's module has state of the user's. Of
+    functions and classes, only into those of the function's own module and the user's other ones, and into
+    those that a library made for the user, which keep his objects in their closure.
     """
-    if issubclass(type(value), (*kinds, *_CONTAINERS)):
+    if not issubclass(type(value), (*_NAMED, types.ModuleType)):
         return True
-    module = value.__module__ if issubclass(type(value), _NAMED) else type(value).__module__
-    return module == function.__module__ or is_users(value)
+    if issubclass(type(value), types.ModuleType):
+        return False
+    module = str(value.__module__)
+    if module == function.__module__ or is_users(value):
+        return True
+    made = issubclass(type(value), types.FunctionType) and value.__closure__ is not None
+    return made and module.partition(".")[0] not in _LIBRARIES
 
 
 def _of_container(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
