@@ -280,13 +280,13 @@ class Source:
 
     def _transformed(self, sample: Any) -> Any:
         for step in self.prefix:
-            sample = owned(step(sample), _warn_of_uncopied)
+            sample = owned(applied(step, sample), _warn_of_uncopied)
         return sample
 
     def finish(self, sample: Any) -> Any:
         """Apply the live transforms to a sample that the caller owns."""
         for step in self.live:
-            sample = step(sample)
+            sample = applied(step, sample)
         return sample
 
     def finish_batch(self, samples: Iterable[Any]) -> list[Any]:
@@ -311,7 +311,7 @@ def transformed(samples: Iterator[Any], steps: Sequence[Transform]) -> Iterator[
 
 def _each(step: Transform, samples: Iterator[Any]) -> Iterator[Any]:
     for sample in samples:
-        yield owned(step(sample), _warn_of_uncopied)
+        yield owned(applied(step, sample), _warn_of_uncopied)
 
 
 def _together(step: Batched, samples: Iterator[Any]) -> Iterator[Any]:
@@ -338,7 +338,7 @@ def _rows_of(step: Batched, group: list[Any]) -> Iterator[Any]:
         if len(group) == 1:
             raise
         for sample in group:
-            yield owned(step(sample), _warn_of_uncopied)
+            yield owned(applied(step, sample), _warn_of_uncopied)
         _warn_once(
             f"{step!r} raised {type(error).__name__} ({error}) for {len(group)} samples at once, and not for "
             "each of them, so it got them one by one, which is slower; give it a smaller size=.",

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hotset.determinism.libraries.albumentations import takes_keywords, without_draws
 from hotset.determinism.verdict import library_of, stated
 from hotset.errors import ArgumentError
 
@@ -34,12 +35,15 @@ class Values(tuple[Any, ...]):
 
 
 def applied(step: Callable[..., Any], value: Any) -> Any:
-    """Apply a step to a value, or to several.
+    """Apply a step to a value, or to several. A transform of albumentations takes a dict's items as keywords.
 
     Example:
         >>> applied(lambda a, b: (b, a), Values((1, 2)))
         (2, 1)
     """
+    kind: type = type(step)
+    if isinstance(value, dict) and takes_keywords(kind):
+        return step(**value)
     if not isinstance(value, Values):
         return step(value)
     made = step(*value)
@@ -74,7 +78,7 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
     Returns:
         (prefix, suffix), each a list of callables, empty for no leaves. Applying the prefix and then the
         suffix equals applying the chain. They are called as the chain's containers are: albumentations' take
-        keywords and return a dict.
+        keywords and return a dict. Their containers in the prefix draw nothing themselves.
 
     Raises:
         ArgumentError: there are fewer than ``n`` leaves, or ``n`` is negative.
@@ -89,8 +93,10 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
         raise ArgumentError(f"n must be from 0 to {count}, the number of transforms in the chain, got {n}.")
     if n in (0, count):
         whole = list(chain) if isinstance(chain, (list, tuple)) else [chain]
-        return ([], whole) if n == 0 else (whole, [])
-    return _cut(chain, n, None)
+        before, after = ([], whole) if n == 0 else (whole, [])
+    else:
+        before, after = _cut(chain, n, None)
+    return [without_draws(step) for step in before], after
 
 
 def _cut(node: Any, n: int, outer: Any) -> tuple[list[Any], list[Any]]:

@@ -37,7 +37,9 @@ def run(programs: Programs) -> Run:
     """A function that runs a program and returns what it prints; warnings are errors."""
 
     def run(program: list[str], cwd: Path) -> str:
-        done = programs.run(program, cwd, {"PYTHONWARNINGS": "error"}, trains=True)
+        # albumentations asks a server for its newest version when it is imported, unless told not to.
+        settings = {"PYTHONWARNINGS": "error", "NO_ALBUMENTATIONS_UPDATE": "1"}
+        done = programs.run(program, cwd, settings, trains=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

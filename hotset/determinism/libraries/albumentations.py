@@ -13,6 +13,7 @@ first one's checks of its inputs, as pictures may be tensors by then.
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ from hotset.determinism.verdict import (
     verdict_of_children,
 )
 
-__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part"]
+__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part", "takes_keywords", "without_draws"]
 
 WRAPS_CHILDREN = True
 
@@ -39,6 +40,16 @@ _FIXED_NAMES = """
 _FIXED = frozenset(_FIXED_NAMES.split())
 _IN_ORDER = ("Compose", "Sequential")
 _GENERATORS = {"py_random", "random_generator"}
+
+
+@functools.lru_cache(maxsize=1024)
+def takes_keywords(kind: type) -> bool:
+    """Whether objects of a class are called with keywords: its ``__call__`` is one of albumentations'.
+
+    A user may have derived a class from one of albumentations', and have given it a ``__call__`` of his own.
+    """
+    called = next((cls for cls in kind.__mro__ if "__call__" in vars(cls)), object)
+    return called.__module__.startswith("albumentations.")
 
 
 def children_in_order(container: Any) -> tuple[Any, ...] | None:
@@ -54,6 +65,29 @@ def part(container: Any, children: list[Any], first: bool) -> list[Callable[...,
         half.is_check_shapes = False
         half._strict = False
     return [half]
+
+
+def without_draws(step: Any) -> Any:
+    """A container that is always applied, as one that does not draw whether it is; anything else as it is.
+
+    It stands before the cut. The part after the cut draws as often as the container, so with another draw for
+    each sample that is cached its transforms would draw other numbers than without a cache, if the user has
+    them share one generator.
+    """
+    children = children_in_order(step)
+    if children is None:
+        return step
+    still = copy.copy(step)
+    still.transforms = [without_draws(child) for child in children]
+    still.py_random = _Applied()
+    return still
+
+
+class _Applied:
+    """In place of a generator: whatever the probability is, the container is applied."""
+
+    def random(self) -> float:
+        return 0.0
 
 
 def judge(step: Any) -> Verdict | None:
