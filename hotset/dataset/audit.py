@@ -9,8 +9,9 @@ notebook that was idle for a night must not begin the day with minutes of audits
 epoch may end before they have the budget for a slow sample: so a new worker begins with its job's budget up
 to then, for as many workers as there are, less what all processes have spent.
 
-If the source no longer returns what was cached, either the sample is random, or a file, a parameter or the
-code has changed. Reading the sample once more tells which.
+If the source no longer returns what was cached, either the sample is random, or something that it depends on
+has changed: a file, a parameter, code, or an object that reading itself changes (a tokenizer that adds words
+to its vocabulary). Reading the sample once more tells which of the two.
 
 A process that joins a cache of another job compares a few samples at once (:func:`first_difference`): a
 fingerprint covers code and objects, but not what a service or a clock returns.
@@ -118,8 +119,9 @@ class Audit:
                 return None
             return (
                 f"sample {index} differs from what was cached of it ({found}), as {self._why(index)}. "
-                "All samples come from the source from now on. Declare what is random with "
-                "hotset.nondeterministic, so that it stays live, or call clear() to cache them anew."
+                "All samples come from the source from now on. If what has changed stays as it is now, call "
+                "clear(); declare what is random, or changes as it reads, with hotset.nondeterministic, so "
+                "that it stays live."
             )
         except Exception:  # a sample that cannot be read now may be unchanged
             return None
@@ -198,7 +200,10 @@ def why_it_differs(source: Source, index: int) -> str:
     if found is not None:
         return f"{found} returns another output each time"
     names = [type(source.dataset).__name__, *map(name_of, leaves((*source.inner, *source.prefix)))]
-    return f"a file, a parameter or the code of {' -> '.join(names)} has changed since it was cached"
+    return (
+        f"something that {' -> '.join(names)} depends on has changed since: a file, a parameter, code, a "
+        "global, or an object that reading itself changes"
+    )
 
 
 def _random_one(steps: Sequence[Any], value: Any) -> str | None:

@@ -195,8 +195,8 @@ def cache(
     return kind(dataset, given, Maker(_make, _lookup_key))
 
 
-def _make(dataset: Any, given: CacheArguments) -> Current:
-    """Cache a dataset as it is now."""
+def _make(dataset: Any, given: CacheArguments, again: bool = False) -> Current:
+    """Cache a dataset as it is now; ``again`` if it has changed since it was cached first."""
     with contextlib.ExitStack() as stack:
         options = CacheOptions(given)
         if not can_reopen():
@@ -210,12 +210,12 @@ def _make(dataset: Any, given: CacheArguments) -> Current:
         pipeline = Pipeline.of(dataset, given.transform)
         identity = _identity(pipeline, given)
         try:
-            return _current(pipeline, identity, options)
+            return _current(pipeline, identity, options, again)
         except NotShared as why:
             assert options.session is not None
             name, session = type(dataset).__name__, options.session.name
             warn(f"{name} is cached for this job alone, and not in session {session!r}: {why}.")
-            return _current(pipeline, identity, CacheOptions(given))
+            return _current(pipeline, identity, CacheOptions(given), again)
 
 
 def _lookup_key(dataset: Any, given: CacheArguments) -> str:
@@ -228,7 +228,7 @@ def _identity(pipeline: Pipeline, given: CacheArguments) -> Identity:
     return Identity.of(pipeline, given.key, given.strict, given.cut, window)
 
 
-def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> Current:
+def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, again: bool) -> Current:
     """Find the cache, or make it.
 
     Raises:
@@ -250,7 +250,10 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
     assert result is not None, "either made here or found"
     # Cut once more: a copy of the dataset that was read may have opened files.
     result = result._replace(source=pipeline.cut(result.cuts))
-    _warn_of_source(pipeline.dataset, result, is_found=shared.joined)
+    if not (shared.joined or again):
+        _warn_of_epochs(pipeline.dataset, options.given.key)
+    for note in result.plan.warnings:
+        warn(note)
     if shared.joined and store is not None:
         if store.invalidated:
             where = f"session {session.name!r}" if session is not None else "this job"
@@ -268,17 +271,21 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions) -> C
     return Current(result.source, result.plan, access, window, remote, identity.lookup_key, moved)
 
 
-def _warn_of_source(dataset: Any, result: PlanResult, *, is_found: bool) -> None:
-    """Give the plan's warnings; if the cache is new, also one about a dataset that knows epochs."""
-    if not is_found and has(dataset, "set_epoch") and not _is_steady(dataset):
-        name = type(dataset).__name__
-        warn(
-            f"{name} has a set_epoch, so its samples may change from epoch to epoch, but cached ones do not: "
-            "move what changes to transform=, or if nothing changes, declare it: "
-            f"hotset.deterministic({name})."
-        )
-    for note in result.plan.warnings:
-        warn(note)
+def _warn_of_epochs(dataset: Any, key: str | None) -> None:
+    """Warn of a dataset that knows epochs, unless no cached sample depends on them."""
+    steady = isinstance(dataset, (CachedDataset, CachedStream)) or declared(dataset) == "deterministic"
+    if steady or not has(dataset, "set_epoch"):
+        return
+    name = type(dataset).__name__
+    then = (
+        "and are then cached anew, but only once: after a second change they come from the source"
+        if key is None
+        else "but cached ones stay as they are, as key= says what they are"
+    )
+    warn(
+        f"{name} has a set_epoch, so its samples may change from epoch to epoch, {then}: move what changes "
+        f"to transform=, or if no sample changes, declare it: hotset.deterministic({name})."
+    )
 
 
 class _Search:
@@ -395,11 +402,6 @@ def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> No
             "between the two jobs that no fingerprint covers; give each its key=, or destroy the session's "
             "cache if it is out of date"
         )
-
-
-def _is_steady(dataset: object) -> bool:
-    """Whether no cached sample of a dataset with a ``set_epoch`` depends on the epoch."""
-    return isinstance(dataset, (CachedDataset, CachedStream)) or declared(dataset) == "deterministic"
 
 
 def _create(result: PlanResult, options: CacheOptions, location: CacheLocation | None) -> Store | None:

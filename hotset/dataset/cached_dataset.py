@@ -19,6 +19,8 @@ in what it wraps, or put into a container  the identity of what it holds (:class
                                            had begun before that read their dataset uncached
 any other attribute, set on the dataset    noticed as the next pass begins (:mod:`.content_watch`); a second
 itself, or changed in place                change of the same attribute ends the cache
+what samples depend on, changed by         the same, at once; in mid-pass at the next pass
+the dataset's ``set_epoch``
 set by a loader's worker                   that worker reads its dataset, as it is there, uncached
 no new plan can be made, or there is a     samples come from the source, with a warning
 ``key=``, which names what was cached
@@ -108,11 +110,11 @@ class Maker(NamedTuple):
     """Makes a :class:`Current`. It pickles.
 
     Attributes:
-        make: makes it, from the dataset and the arguments of :func:`cache`.
-        lookup_key: returns what ranks will find it by, from the same.
+        make: makes it, from the dataset and the arguments of :func:`cache`, and whether it is made again.
+        lookup_key: returns what ranks will find it by, from the first two.
     """
 
-    make: Callable[[Any, CacheArguments], Current]
+    make: Callable[[Any, CacheArguments, bool], Current]
     lookup_key: Callable[[Any, CacheArguments], str]
 
 
@@ -157,17 +159,20 @@ class CachedDataset(DatasetProxy[T]):
         self._maker = maker
         self._closed = False
         self._pass, self._workers_keep, self._followed = None, False, set()
-        self._use(maker.make(dataset, arguments))
+        self._use(maker.make(dataset, arguments, False))
 
     def _use(self, current: Current) -> None:
         """Read samples by these objects from now on."""
         self._current = current
         self._copied = CopiedAttributes(self._dataset, current.source.dataset)
-        believed = declared(self._dataset) == "deterministic" or self._arguments.key is not None
         is_watched = current.access.any_store is not None and not isinstance(self._dataset, StreamSource)
         self._watch = None
-        if is_watched and not believed and get_worker_info() is None:
+        if is_watched and not self._is_believed() and get_worker_info() is None:
             self._watch = ContentWatch(self._dataset, current.source, current.access, current.moved)
+
+    def _is_believed(self) -> bool:
+        """Whether the user says what samples depend on, so that nothing is compared."""
+        return declared(self._dataset) == "deterministic" or self._arguments.key is not None
 
     @property
     def plan(self) -> Plan:
@@ -199,13 +204,17 @@ class CachedDataset(DatasetProxy[T]):
     # ---- samples -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        in_pass = self._pass is not None and self._pass() is not None
+        in_pass = self._is_in_pass()
         self._up_to_date(in_pass=in_pass)
         if not in_pass and self._length_has_changed():
             self._attribute_was_set("length", noticed=True)  # samplers ask for it as a pass begins
         elif not in_pass:
             self._follow_content()
         return self._current.plan.used
+
+    def _is_in_pass(self) -> bool:
+        """Whether this process is in the midst of a loader's pass."""
+        return self._pass is not None and self._pass() is not None
 
     def _length_has_changed(self) -> bool:
         """Whether the dataset has another length than when it was planned; a stream has none to compare."""
@@ -233,10 +242,15 @@ class CachedDataset(DatasetProxy[T]):
     def _follow_content(self) -> None:
         """Cache anew, or no more, what may depend on something that the dataset holds and that has changed.
 
-        Workers that run already see a change only of memory that processes share.
+        Workers that run already see a change only of memory that processes share. After another one samples
+        stay those of the dataset as it was, as without a cache.
         """
-        change = self._watch.change(shared=self._workers_keep) if self._watch is not None else None
+        if self._watch is None:
+            return
+        change = self._watch.change(shared=self._workers_keep)
         if change is None:
+            if self._workers_keep and self._watch.change() is not None:
+                self._current.access.leave_off_audits()
             return
         what, dropped = str(change), self._stats_of(self._current).cached
         if self._workers_keep:
@@ -250,7 +264,7 @@ class CachedDataset(DatasetProxy[T]):
         else:
             self._followed.add(what)
             if self._make_anew(what, "has changed", in_place=True) and dropped:
-                self._warn_dropped(what, "has changed", dropped, "")
+                self._warn_dropped(what, "has changed", dropped, further=" this once")
 
     def _has_changed(self, what: str, again: str = "") -> str:
         return (
@@ -431,29 +445,39 @@ class CachedDataset(DatasetProxy[T]):
     def set_epoch(self, epoch: int) -> None:
         """Announce the epoch that begins; calls the dataset's ``set_epoch`` as well, if it has one.
 
-        The sampler determines the order: call ``loader.sampler.set_epoch(epoch)`` as usual. A cached sample
-        does not change with the epoch, unless the dataset has another length in it: then its samples are
-        cached anew. A window moves on if the epoch differs from the last one;
-        :class:`hotset.DataLoader` announces epochs itself, and not a second time.
+        The sampler determines the order: call ``loader.sampler.set_epoch(epoch)`` as usual. What the
+        dataset's ``set_epoch`` changes counts as if it were called on the dataset: if samples may depend on
+        it, they are cached anew after the first change, and come from the source after the second; in
+        mid-pass, from the next pass on. A window moves on if the epoch differs from the last one;
+        :class:`hotset.DataLoader` announces epochs to it itself, and not a second time.
 
         Raises:
             Exception: what the dataset has raised in a process that prepares a window's next samples.
         """
-        self._follow_content()  # before set_epoch changes something, which the user was warned of
         current = self._up_to_date()
         self._epoch = epoch
-        if current.window is not None:
-            current.window.announce(epoch, current.access.ring, current.access.warn)
-            current.access.warn_of_machines()
         held = HeldAttributes(self._dataset)
         # If the chain was cut, samples are read from a copy of the dataset.
         for dataset in {id(known): known for known in (self._dataset, current.source.dataset)}.values():
             if has(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
-        if current.window is None and len(self._dataset) != current.plan.samples:
+        self._follow_epoch(held)
+        current = self._current
+        if current.window is not None:
+            current.window.announce(epoch, current.access.ring, current.access.warn)
+            current.access.warn_of_machines()
+
+    def _follow_epoch(self, held: HeldAttributes) -> None:
+        """Follow what the dataset's ``set_epoch`` has changed, since when its attributes were ``held``."""
+        in_worker = get_worker_info() is not None
+        if self._current.window is None and len(self._dataset) != self._current.plan.samples:
             self._attribute_was_set(held.changed() or "length", noticed=True)
+        elif in_worker and not self._is_believed() and (changed := held.changed()) is not None:
+            self._attribute_was_set(changed)
+        elif not self._is_in_pass():
+            self._follow_content()
         elif self._watch is not None:
-            self._watch.look()
+            self._watch.hold()
 
     def close(self) -> None:
         """Detach from the cache; samples then come from the source. Existing batches stay valid."""
@@ -511,12 +535,14 @@ class CachedDataset(DatasetProxy[T]):
             return
         dropped = self._stats_of(self._current).cached
         if self._make_anew(what, "was set") and dropped and not names_transforms(name):
-            self._warn_dropped(what, "was set", dropped, ", and set it on `.dataset`")
+            self._warn_dropped(what, "was set", dropped, instead=", and set it on `.dataset`")
 
-    def _warn_dropped(self, what: str, event: str, dropped: int, further: str) -> None:
+    def _warn_dropped(
+        self, what: str, event: str, dropped: int, *, further: str = "", instead: str = ""
+    ) -> None:
         warn(
             f"{what} {event}, and samples may depend on it, so {dropped:,} cached samples were dropped, and "
-            f"samples are cached anew; {self._if_independent()}{further}."
+            f"samples are cached anew{further}; {self._if_independent()}{instead}."
         )
 
     def _make_anew(self, what: str, event: str, *, in_place: bool = False) -> bool:
@@ -534,7 +560,7 @@ class CachedDataset(DatasetProxy[T]):
                 return False
             if not alike:  # free the old cache's memory for the new one
                 old.close()
-            current = self._maker.make(self._dataset, self._arguments)
+            current = self._maker.make(self._dataset, self._arguments, True)
         except Exception as error:
             self._read_uncached(f"{what} {event}, and samples come from the source: {error}")
             return False

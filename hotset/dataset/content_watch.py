@@ -79,13 +79,18 @@ class ContentWatch:
     def look(self) -> None:
         """From here on, compare with what is held now."""
         self._read_before = self._access.read_here
+        self._is_held = False
         if not self._fails:
             with self._left_off_if_it_fails():
                 self._held = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
 
+    def hold(self) -> None:
+        """What has changed up to now counts, even if a pass ends before it is asked for."""
+        self._is_held = self.change() is not None
+
     def pass_ended(self) -> None:
         """Compare with what is held now, if this process has read samples since it was last looked at."""
-        if self._access.read_here > self._read_before:
+        if self._access.read_here > self._read_before and not self._is_held:
             self.look()
 
     def change(self, *, shared: bool = False) -> Change | None:

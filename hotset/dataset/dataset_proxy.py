@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.transform_attributes import Snapshot
+from hotset.determinism.outside import has
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,10 +122,10 @@ class DatasetProxy(Dataset[T], Generic[T]):
             object.__setattr__(self, name, value)
             return
         if hasattr(type(self), name):
+            by_call = name == "epoch" and has(self._dataset, "set_epoch")
             raise AttributeError(
                 f"{name!r} is an attribute of {type(self).__name__} itself and cannot be set; "
-                + ("call set_epoch(), or " if name == "epoch" else "")
-                + "set the dataset's on `.dataset`, and call clear() if samples depend on it."
+                + ("call set_epoch()." if by_call else f"set the dataset's own: `.dataset.{name} = ...`.")
             )
         setattr(self._dataset, name, value)
         self._attribute_was_set(name)

@@ -16,10 +16,11 @@ grown or shrunk meanwhile, as its attributes may describe the container.
 
 **Compared.** A method of the dataset may set attributes on which samples depend (``close_mosaic()``), or the
 user may: ``dataset.labels[3] = 5``, ``dataset.config.size = 64``, ``dataset.epoch.value += 1``. Values are
-compared by identity, numbers and text by value, containers element by element at any depth, arrays and what
-processes share by their bytes (:mod:`hotset.determinism.contents`). What a method seems to have computed
-once, and kept, does not count. A dataset that is a list, a dict, an array or a tensor itself is looked at as
-if it were the attribute ``elements``.
+compared by identity, numbers and text by value, containers element by element at any depth (so another list
+of the same numbers is no change), arrays and what processes share by their bytes
+(:mod:`hotset.determinism.contents`). What a method seems to have computed once, and kept, does not count. A
+dataset that is a list, a dict, an array or a tensor itself is looked at as if it were the attribute
+``elements``.
 
 Looking at all of a large dataset would take longer than reading it. So there is :class:`Room` for so many
 elements and bytes: of what has no room only the identity counts, and the length of a container.
@@ -139,6 +140,12 @@ class _Seen(NamedTuple):
         return _same_elements(elements(self.value), before) and all(
             each.is_as_it_was() for each in inner.values()
         )
+
+    def is_like(self, other: Any) -> bool:
+        """Whether a list, dict or set holds the same objects, or equal numbers and texts."""
+        if self.inner is None or self.inner[1] or type(other) is not type(self.value):
+            return False
+        return type(other) in _FILLED and _same_elements(elements(other), self.inner[0])
 
     def is_shared(self) -> bool:
         """Whether running workers see a change of the value, or of one that it contains."""
@@ -286,6 +293,8 @@ class HeldAttributes:
             for name in {**held, **now}:
                 shared = name in seen and seen[name].is_shared()
                 if name not in held and not self._counts(owner, name):
+                    continue
+                if name in seen and seen[name].is_like(now.get(name)):
                     continue
                 if not (name in held and name in now and _same(now[name], held[name])):
                     yield Change(kind, name, shared, _is_computed(owner, name, held.get(name)))

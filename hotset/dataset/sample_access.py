@@ -386,6 +386,10 @@ class SampleAccess:
         if store is not None:
             store.participant.row[Slot.WAIT_NS] += int(seconds * 1e9)
 
+    def leave_off_audits(self) -> None:
+        """Audit no more in this process, as its dataset is no longer that of the workers that are served."""
+        self._audit = None
+
     def _audit_theirs(self, records: list[RecordBatch], store: Store) -> None:
         """Audit now and then a sample that another machine has sent."""
         theirs = sum(len(each.ids) for each in records)

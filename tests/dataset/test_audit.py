@@ -114,7 +114,7 @@ def test_a_changed_file_is_found_and_its_new_content_served(tmp_path: Path) -> N
         loader = warm(cached)
         for path in files:
             path.write_bytes(b"other")
-        with pytest.warns(hotset.HotsetWarning, match="has changed since it was cached"):
+        with pytest.warns(hotset.HotsetWarning, match="TextFiles depends on has changed since: a file"):
             list(loader)
         for i in range(8):
             equal_batches(cached[i], TextFiles(files)[i])

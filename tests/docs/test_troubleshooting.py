@@ -27,7 +27,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("_warnings.py", "Warner.__call__"): (),
     ("cluster/client.py", "Peer.fail"): (),  # _warn says the rest
     ("cluster/client.py", "Peer.note_refusal"): (),
-    ("dataset/build.py", "_warn_of_source"): (
+    ("dataset/build.py", "_current"): (
         "dataset/memory_budget.py:memory_limit",
         "dataset/memory_budget.py:window_sizes",
         "dataset/memory_budget.py:_too_small",
