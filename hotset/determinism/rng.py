@@ -32,6 +32,7 @@ KINDS = (
     np.random.Generator,
     np.random.RandomState,
     np.random.BitGenerator,
+    np.random.SeedSequence,
     torch.Generator,
 )
 
@@ -100,15 +101,20 @@ class Generators:
         """Watch also generators that were made since, as at the first read; True if there are any."""
         before = len(self._watched)
         for path, found in within_reach(holders, KINDS):
-            generator = getattr(found, "bit_generator", found)  # several numpy Generators may share one
-            if id(generator) in self._watched or id(found) in self._global:
-                continue
-            accessors = access(found)
-            if accessors is not None:
-                kind = f"{type(found).__module__.split('.')[0]}.{type(found).__name__}"
-                self._watched[id(generator)] = _Watched(f"{path} (a {kind})", *accessors, _look_at(found))
-                self._kept.append(generator)  # another object may get its id once it is gone
+            if id(found) not in self._global:
+                self._watch(path, found)
+                seeds = _seeds_of(found)
+                if seeds is not None:
+                    self._watch(f"{path}.bit_generator.seed_seq", seeds)
         return len(self._watched) > before
+
+    def _watch(self, path: str, found: Any) -> None:
+        generator = getattr(found, "bit_generator", found)  # several numpy Generators may share one
+        accessors = access(found)
+        if id(generator) not in self._watched and accessors is not None:
+            kind = f"{type(found).__module__.split('.')[0]}.{type(found).__name__}"
+            self._watched[id(generator)] = _Watched(f"{path} (a {kind})", *accessors, _look_at(found))
+            self._kept.append(generator)  # another object may get its id once it is gone
 
     def note(self) -> None:
         """From here on, :meth:`moved` compares with the present states, and :meth:`restore` restores them."""
@@ -170,6 +176,15 @@ def _behind_the_globals() -> Iterator[object]:
     yield from (np.random.rand.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 
 
+def _seeds_of(generator: Any) -> np.random.SeedSequence | None:
+    """What a numpy generator seeds others from (``rng.spawn``): it counts them, and its state does not."""
+    bits = (
+        getattr(generator, "bit_generator", None) if isinstance(generator, np.random.Generator) else generator
+    )
+    seeds = getattr(bits, "seed_seq", None) if isinstance(bits, np.random.BitGenerator) else None
+    return seeds if isinstance(seeds, np.random.SeedSequence) else None
+
+
 def _look_at(generator: Any) -> _Look | None:
     """A fast way to see whether a generator has moved: a function that reads its state's bytes.
 
@@ -181,6 +196,8 @@ def _look_at(generator: Any) -> _Look | None:
     """
     if isinstance(generator, torch.Generator):
         return functools.partial(_bytes_of_torch, generator)
+    if isinstance(generator, np.random.SeedSequence):
+        return None
     return _look_at_random(generator) if isinstance(generator, random.Random) else _look_at_numpy(generator)
 
 
@@ -257,5 +274,8 @@ def access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] 
         return generator.get_state, generator.set_state
     if isinstance(generator, np.random.RandomState):
         return lambda: generator.get_state(legacy=False), generator.set_state
+    if isinstance(generator, np.random.SeedSequence):
+        # It cannot be set; but the state is what it can be made anew from.
+        return lambda: generator.state, lambda state: np.random.SeedSequence.__init__(generator, **state)
     bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     return lambda: bits.state, lambda state: setattr(bits, "state", state)

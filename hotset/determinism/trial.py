@@ -7,14 +7,16 @@ unknown. State that the first call builds, and that then stays, does not count.
 
 The trial never copies the transform itself, because a copy's generator is not the one that moves. It copies
 the *inputs* for each call, as a transform may work in place. Afterwards it restores the transform's state,
-and that of the objects of the user's classes that it holds: attributes get their old values; lists, dicts,
-sets, arrays and tensors among them get their old contents, one level deep.
+and that of the user's objects, classes and functions that it reaches: attributes, globals and names of
+enclosing functions get their old values; lists, dicts, sets, arrays and tensors among them get their old
+contents, one level deep. An iterator that has gone on (``itertools.count``) cannot be put back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +26,9 @@ import torch
 
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied
+from hotset.determinism.code_dependencies import loaded_globals
 from hotset.determinism.equality import content_digests
-from hotset.determinism.object_graph import attributes, held_objects
+from hotset.determinism.object_graph import attributes, held_objects, reached_by_code
 from hotset.determinism.outside import dict_of
 from hotset.determinism.probe import probe
 from hotset.determinism.rng import Generators
@@ -78,12 +81,12 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
 
     try:
         first = probe(call, range(len(inputs)), (step,), repeats=2)
-        settled = _State(step)
+        settled = _digests(step)
         calls = int(seconds / max(first.seconds * len(inputs), 1e-6)) - 2
         # After an even number of passes the last call was for the first input, as after the first two: a
         # transform that only remembers its last input (MONAI's readers do) has the same state.
         again = probe(call, range(len(inputs)), (step,), repeats=2 * max(1, min(calls, _REPEATS - 2) // 2))
-        changed = settled.changed()
+        changed = _change(settled, _digests(step))
     finally:
         before.put_back()
     differs = [*first.differs, *again.differs][:1]
@@ -137,43 +140,42 @@ def alters_input(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
     return content_digests(own) != before
 
 
+def _digests(step: Any) -> dict[str, bytes]:
+    return {} if not attributes(step) and dict_of(step) is None else content_digests(step)
+
+
+def _change(before: dict[str, bytes], now: dict[str, bytes]) -> tuple[str, ...]:
+    """A sentence that names one attribute that has changed; empty if none has."""
+    for place in before | now:
+        if before.get(place) != now.get(place):
+            return (f"it changes itself with each call (at {place or 'its own value'})",)
+    return ()
+
+
 class _State:
-    """The attributes of a transform and of the objects that it holds, to be compared and restored."""
+    """What a transform holds and reaches, to be restored."""
 
     def __init__(self, step: Any) -> None:
-        self._step = step
-        self._values = attributes(step)
-        self._held = [_Attributes(owner, whole=owner is step) for owner in held_objects(step)]
-        self._digests = self._look()
-
-    def _look(self) -> dict[str, bytes]:
-        return {} if not self._values and dict_of(self._step) is None else content_digests(self._step)
-
-    def changed(self) -> tuple[str, ...]:
-        """A sentence that names one attribute that has changed since; empty if none has."""
-        now = self._look()
-        for place in self._digests | now:
-            if self._digests.get(place) != now.get(place):
-                return (f"it changes itself with each call (at {place or 'its own value'})",)
-        return ()
+        owners = {id(owner): owner for owner in (*held_objects(step), *reached_by_code(step))}
+        self._owners = [_Names(owner, whole=owner is step) for owner in owners.values()]
 
     def put_back(self) -> None:
-        for held in self._held:
-            held.put_back()
+        for owner in self._owners:
+            owner.put_back()
 
 
-class _Attributes:
-    """The attributes of one object.
+class _Names:
+    """The attributes of an object or class; the globals and enclosing names that a function reads.
 
     Args:
-        owner: the object.
+        owner: the object, class or function.
         whole: copy contents of any size; otherwise those that are not large.
     """
 
     def __init__(self, owner: Any, *, whole: bool) -> None:
         self._owner = owner
-        self._values = attributes(owner)
-        self._contents: dict[str, Any] = {}
+        self._values = _values(owner)
+        self._contents: dict[Any, Any] = {}
         for name, value in self._values.items():
             with contextlib.suppress(Exception):  # of a stranger's code: it keeps what it holds
                 if issubclass(type(value), _COPIED) and (whole or _size(value) <= _LARGE):
@@ -181,14 +183,50 @@ class _Attributes:
                     self._contents[name] = value.detach().clone() if is_tensor else copy.copy(value)
 
     def put_back(self) -> None:
-        now = attributes(self._owner)
+        now = _values(self._owner)
         for name in set(now) - set(self._values):
-            object.__delattr__(self._owner, name)
+            _remove(self._owner, name)
         for name, value in self._values.items():
-            if now.get(name) is not value:
-                object.__setattr__(self._owner, name, value)
+            if name not in now or now[name] is not value:
+                _set(self._owner, name, value)
             if name in self._contents:
                 _refill(value, self._contents[name])
+
+
+def _values(owner: Any) -> dict[Any, Any]:
+    """What an owner's names stand for. Of a function, a global's name is in a tuple, a cell has a number."""
+    found: dict[Any, Any] = {**attributes(owner)}
+    if issubclass(type(owner), type):
+        return {name: value for name, value in found.items() if not name.startswith("__")}
+    if issubclass(type(owner), types.FunctionType):
+        read = {names[0] for names in loaded_globals(owner.__code__)}
+        found.update({(name,): owner.__globals__[name] for name in read & owner.__globals__.keys()})
+        for number, cell in enumerate(owner.__closure__ or ()):
+            with contextlib.suppress(ValueError):  # an empty one
+                found[number] = cell.cell_contents
+    return found
+
+
+def _set(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(name, int):
+        owner.__closure__[name].cell_contents = value
+    elif isinstance(name, tuple):
+        owner.__globals__[name[0]] = value
+    elif issubclass(type(owner), type):
+        type.__setattr__(owner, name, value)
+    else:
+        object.__setattr__(owner, name, value)
+
+
+def _remove(owner: Any, name: Any) -> None:
+    if isinstance(name, int):
+        del owner.__closure__[name].cell_contents
+    elif isinstance(name, tuple):
+        del owner.__globals__[name[0]]
+    elif issubclass(type(owner), type):
+        type.__delattr__(owner, name)
+    else:
+        object.__delattr__(owner, name)
 
 
 def _size(value: Any) -> int:

@@ -51,6 +51,44 @@ class Adds:
         return {**sample, "number": sample["number"] + self.draw(self.held)}
 
 
+class Counts:
+    calls = 0
+
+    def __call__(self, sample: Sample) -> Sample:
+        self.calls += 1
+        return {**sample, "number": sample["number"] + self.calls}
+
+
+class CountsTogether:
+    calls = 0
+
+    def __init__(self) -> None:
+        CountsTogether.calls = 0
+
+    def __call__(self, sample: Sample) -> Sample:
+        CountsTogether.calls += 1
+        return {**sample, "number": sample["number"] + CountsTogether.calls}
+
+
+class Reseeds:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(5)
+
+    def __call__(self, sample: Sample) -> Sample:
+        self.rng = np.random.default_rng(int(self.rng.integers(1 << 30)))
+        return {**sample, "number": sample["number"] + self.rng.random()}
+
+
+def _first_of(seeds: Any) -> float:
+    return float(np.random.default_rng(seeds).random())
+
+
+def _lazily(holder: Any) -> float:
+    if not hasattr(holder, "rng"):
+        holder.rng = random.Random(5)
+    return float(holder.rng.random())
+
+
 def _albumentations() -> Any:
     A = need("albumentations")
     chain = A.Compose([A.HorizontalFlip(p=1), A.RandomBrightnessContrast(p=1)], seed=137)
@@ -61,15 +99,25 @@ def _by_keywords(chain: Any, sample: Sample) -> Sample:
     return {**sample, **chain(image=sample["image"])}
 
 
-KINDS: dict[str, Callable[[], Any]] = {
+GENERATORS: dict[str, Callable[[], Any]] = {
     "random": lambda: Adds(random.Random(5), lambda rng: rng.random()),
     "numpy": lambda: Adds(np.random.default_rng(5), lambda rng: rng.random()),
     "legacy numpy": lambda: Adds(np.random.RandomState(5), lambda rng: rng.rand()),
     "torch": lambda: Adds(torch.Generator().manual_seed(5), lambda rng: float(torch.rand((), generator=rng))),
+    "seeds": lambda: Adds(np.random.SeedSequence(5), lambda seeds: _first_of(seeds.spawn(1)[0])),
+    "spawned": lambda: Adds(np.random.default_rng(5), lambda rng: float(rng.spawn(1)[0].random())),
     "of a library's object": lambda: Adds(
         types.SimpleNamespace(rng=random.Random(5)), lambda held: held.rng.random()
     ),
     "albumentations": _albumentations,
+}
+KINDS: dict[str, Callable[[], Any]] = {
+    **GENERATORS,
+    "made at the first call": lambda: Adds(types.SimpleNamespace(), _lazily),
+    "replaced": lambda: Reseeds(),
+    "a counter": lambda: Counts(),
+    "a counter of its class": lambda: CountsTogether(),
+    "a list": lambda: Adds([], lambda calls: calls.append(0) or float(len(calls))),
 }
 
 
@@ -143,6 +191,25 @@ def test_a_librarys_object_that_has_a_name() -> None:
         assert batches(hotset.DataLoader(cached, batch_size=4)) == expected
 
 
+def test_names_that_a_function_binds_are_put_back() -> None:
+    def fresh() -> Step:
+        calls = 0
+
+        def step(sample: Sample) -> Sample:
+            nonlocal calls
+            global REACHED
+            calls += 1
+            REACHED += 1
+            return {**sample, "number": calls + 100 * REACHED}
+
+        globals()["REACHED"] = 0
+        return step
+
+    expected = batches(torch.utils.data.DataLoader(Read(fresh()), batch_size=4))
+    with hotset.cache(Read(), memory="4MiB", transform=[fresh()]) as cached:
+        assert batches(hotset.DataLoader(cached, batch_size=4)) == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_they_are_in_workers(kind: str) -> None:
     torch.manual_seed(1)
@@ -155,12 +222,12 @@ def test_so_they_are_in_workers(kind: str) -> None:
         assert batches(hotset.DataLoader(cached, batch_size=4, shuffle=True, num_workers=2)) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GENERATORS)
 def test_a_dataset_reaches_it_too(kind: str) -> None:
     """Nothing can be cached then: planning says so, and leaves all as it was."""
-    step = KINDS[kind]()
+    step = GENERATORS[kind]()
     expected = [step({**sample})["number"] for sample in SAMPLES]
-    dataset = Read(_through_a_global(step := KINDS[kind]()))
+    dataset = Read(_through_a_global(step := GENERATORS[kind]()))
     with pytest.raises(hotset.NotCacheable):
         hotset.cache(dataset, memory="4MiB")
     assert [step({**sample})["number"] for sample in SAMPLES] == expected
