@@ -16,7 +16,8 @@ from hotset.run.doctor.clocks import Rests, Sums
 
 __all__ = ["Fetching"]
 
-_MEMORY_AFTER_SECONDS, _MEMORY_SECONDS = 0.5, 5.0
+# The kernel takes 5 ms to say the memory of a worker; in workers that live for a second that would be much.
+_MEMORY_AFTER_SECONDS, _MEMORY_SECONDS = 2.0, 5.0
 
 
 class Fetching:
@@ -34,15 +35,14 @@ class Fetching:
         self._memory: list[tuple[float, float]] = []  # when it was read first, and last, and the bytes
         self._memory_at = 0.0  # when to read it next
 
-    def begin(self, fetcher: Any) -> bool:
-        """torch's ``fetcher`` is about to make a batch; whether the clocks are read for it."""
-        now = time.perf_counter()
-        self._is_clocked = not self.rests.now(now)
+    def begin(self, fetcher: Any, begun: float) -> bool:
+        """torch's ``fetcher`` was called at this time to make a batch; whether the clocks are read for it."""
+        self._is_clocked = not self.rests.now(begun)
         if self._is_clocked:
             if not isinstance(fetcher.collate_fn, _TimedCollate):
                 fetcher.collate_fn = _TimedCollate(fetcher.collate_fn, self)
             self._entered = time.perf_counter(), time.thread_time()
-            self.rests.spent(self._entered[0] - now)
+            self.rests.spent(self._entered[0] - begun)
         return self._is_clocked
 
     def end(self, fetcher: Any, indices: Any) -> None:

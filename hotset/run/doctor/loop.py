@@ -50,7 +50,7 @@ _LEAST_ALONE = 3
 _LONGEST_ALONE_SECONDS = 2.0  # a longer step is not measured alone
 _UNLIKE = 0.5  # steps whose processor time differs by this share of their length are not of one kind
 _DEFAULT_BATCH = 32
-_STEPS_KEPT = 256
+_STEPS_KEPT = 128  # they are most of what is written
 _STEP_SUMS = ("clocked_step", "step_thread", "step_process", "step_queued")  # of the clocks
 _WARM_UP = 2  # steps of a process that are left out: they compile, and allocate
 

@@ -2,7 +2,7 @@
 
 The clocks of :mod:`~hotset.run.doctor.loop` are around each batch, where torch's iterators call
 :class:`Observer`; those of :mod:`~hotset.run.doctor.fetching` are around each fetch and each decoder, by
-hooks. A process writes what it has seen to a file of its own in the ledger, twice a second at most, and at
+hooks. A process writes what it has seen to a file of its own in the ledger, once a second at most, and at
 its end. ``hotset doctor`` reads these when the program has ended. Nothing is sent while a batch is waited
 for.
 
@@ -46,7 +46,7 @@ from hotset.run.import_hook import Hook
 
 __all__ = ["Observer", "hooks"]
 
-_WRITE_SECONDS = 0.5
+_WRITE_SECONDS = 1.0  # it takes a millisecond
 _LOOK_SECONDS, _SIGNAL_SECONDS = 0.02, 5.0  # a launcher may pass it on later
 _LEAST_EPOCH_SECONDS = 10.0  # a pass that took as long is enough to judge by
 
@@ -73,23 +73,22 @@ class _Process:
 
     # ---- making batches
 
-    def fetch(self, fetcher: Any, plain: Callable[[Any, Any], Any], indices: Any) -> Any:
-        """A fetch, which whoever trains without workers calls, too."""
+    def fetch(self, fetcher: Any, plain: Callable[[Any, Any], Any], indices: Any, begun: float) -> Any:
+        """A fetch, which whoever trains without workers calls, too; it was called at this time."""
         if self._over or threading.current_thread() is not threading.main_thread():
             return plain(fetcher, indices)
         outer, fetching = self._inside, self._fetching_here.get(fetcher, self._fetching)
         try:
             # Where samples are small, contextlib.suppress takes as much as the clocks.
             try:  # noqa: SIM105
-                self._inside = fetching if fetching.begin(fetcher) else None
+                self._inside = fetching if fetching.begin(fetcher, begun) else None
             except Exception:  # watching that fails
                 pass
             value = plain(fetcher, indices)
             try:
                 fetching.end(fetcher, indices)
                 self.write_soon()
-                if self._makes_batches:
-                    _rest(fetching)
+                _rest(fetcher, fetching)
             except Exception:
                 pass
             return value
@@ -251,7 +250,7 @@ class _Process:
     # ---- the ledger
 
     def write_soon(self) -> bool:
-        """Write now if that is due, twice a second; whether it was."""
+        """Write now if that is due, once a second; whether it was."""
         now = time.perf_counter()
         is_due = now - self._written > _WRITE_SECONDS
         if is_due:
@@ -289,15 +288,17 @@ def _process(options: WatchOptions) -> _Process:
     return _here
 
 
-# In a worker, what its loader does while the clocks rest, and until when: a call of all that is above would
-# take 1 % of batches of 2 ms, as the processor has forgotten it since the last one.
-_resting: Fetching | None = None
+# The fetcher that has made a batch last, what is known of it, and until when its clocks rest: a call of all
+# that is above would take 1 % of batches of 2 ms, as the processor has forgotten it since the last one.
+_resting: tuple[Callable[[], Any], Fetching] | None = None
 _resting_until = 0.0
 
 
-def _rest(fetching: Fetching) -> None:
+def _rest(fetcher: Any, fetching: Fetching) -> None:
     global _resting, _resting_until
-    _resting, _resting_until = fetching, fetching.rests.until
+    if _resting is None or _resting[0]() is not fetcher:
+        _resting = weakref.ref(fetcher), fetching
+    _resting_until = fetching.rests.until
 
 
 def watch_no_more() -> None:
@@ -399,10 +400,12 @@ def _time_fetches(options: WatchOptions, module: Any) -> None:
         def fetch(self: Any, indices: Any, plain: Any = plain) -> Any:
             if _off:
                 return plain(self, indices)
-            if _resting is not None and time.perf_counter() < _resting_until:
+            begun = time.perf_counter()
+            if _resting is not None and _resting[0]() is self and begun < _resting_until:
+                fetching = _resting[1]
                 value = plain(self, indices)
-                _resting.made(len(indices) if self.auto_collation else 1)
+                fetching.made(len(indices) if self.auto_collation else 1)
                 return value
-            return _process(options).fetch(self, plain, indices)
+            return _process(options).fetch(self, plain, indices, begun)
 
         kind.fetch = functools.wraps(plain)(fetch)
