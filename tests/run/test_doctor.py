@@ -39,7 +39,7 @@ from hotset.run.environment import WatchOptions
 
 # Draws in the loop and in the dataset; prints the sums, so that runs can be compared.
 TRAINING = """
-import sys, time, torch
+import sys, gc, time, torch
 from torch.utils.data import DataLoader, Dataset
 
 class Rows(Dataset):
@@ -49,6 +49,7 @@ class Rows(Dataset):
         return torch.full((4,), float(index)) {more}
 
 if __name__ == "__main__":
+    gc.freeze()  # else the collector passes over torch as the program ends
     torch.manual_seed(0)
     for epoch in range({epochs}):
         for batch in DataLoader(Rows(), batch_size=4, shuffle=True, num_workers={workers}):
@@ -78,6 +79,10 @@ def doctor(*args: str) -> subprocess.CompletedProcess[str]:
     return forked(COMMAND, "doctor", *args)
 
 
+# A trial takes no longer than the watching, and the program goes on to its end.
+BRIEFLY = ("--keep", "--seconds", "3")
+
+
 def judged(program: str, *options: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     done = doctor("--json", *options, "--", sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
@@ -91,11 +96,20 @@ def sums(text: str) -> list[str]:
 @pytest.mark.usefixtures("forking")
 class TestCommand:
     @pytest.mark.parametrize("workers", rarely([0, 2], 0))
-    def test_the_program_computes_what_it_would_and_its_cache_is_tried(self, workers: int) -> None:
-        program = training(workers=workers)
-        found, done = judged(program)
+    def test_the_program_computes_what_it_would_and_the_cache_of_its_main_loader_is_tried(
+        self, workers: int
+    ) -> None:
+        """Of two loaders, the one that takes longer is judged, by its own samples."""
+        other = f"DataLoader(torch.utils.data.Subset(Rows(), range(24)), 3, num_workers={workers})"
+        program = training(pause=0.002, epochs=3, workers=workers).replace(
+            '    print("end"', f'        for batch in {other}: pass\n    print("end"'
+        )
+        found, done = judged(program, "--keep", "--seconds", "6")
         assert sums(done.stderr) == sums(forked(program).stdout)
         assert found["now"]["num_workers"] == workers
+        assert found["now"]["batch_size"] == 4
+        # Its own batches alone: 14 or 15 of each epoch after the first ones.
+        assert found["now"]["steps"] == pytest.approx(42, abs=4)
         assert found["now"]["samples_per_second"] > 0.0
         assert 0.0 <= found["now"]["waited_fraction"] <= 1.0
         assert found["cached"]["samples_per_second"] > 0.0
@@ -108,22 +122,13 @@ class TestCommand:
     def test_what_new_workers_begin_with_counts_as_often_as_the_program_has_new_workers(self) -> None:
         program = training(workers=1).replace("class Rows", STARTING + "class Rows")
         program = program.replace("num_workers=1", "num_workers=1, collate_fn=collate")
-        found, _ = judged(program)
+        found, _ = judged(program, "--keep", "--seconds", "4")  # for passes to their end
         # An epoch is 16 batches of 4; after the first, 0.2 s more are in each that new workers begin.
         assert found["cached"]["samples_per_second"] <= 15 * 4 / 0.2
         cached = [one for one in found["advice"] if "hotset.DataLoader" in one["line"]]
         assert all("with collate_fn=__main__.collate, as" in one["note"] for one in cached)
 
-    def test_a_long_program_is_ended(self) -> None:
-        begin = time.monotonic()
-        found, done = judged(training(pause=0.01, epochs=500), "--seconds", "1")
-        assert "ended as by Ctrl-C" in done.stderr
-        assert "KeyboardInterrupt" in done.stderr
-        assert sums(done.stderr)[-1] != "end"
-        assert found["now"]["steps"] > 3
-        assert time.monotonic() - begin < 240
-
-    def test_a_signal_while_workers_are_forked_is_not_lost(self) -> None:
+    def test_a_long_program_is_ended_though_the_signal_comes_while_it_forks_workers(self) -> None:
         """Python drops an exception in what is called before a fork, where this program nearly always is."""
         slow = (
             "import os\nhere = os.getpid()\n"
@@ -131,10 +136,12 @@ class TestCommand:
         )
         program = training(epochs=1000, workers=1).replace("class Rows", slow + "class Rows")
         program = program.replace("return 64", "return 16")
-        done = doctor("--json", "--seconds", "1", "--", sys.executable, "-c", program)
-        assert done.returncode == 0, done.stderr
+        found, done = judged(program, "--seconds", "1")
+        assert "ended as by Ctrl-C" in done.stderr
         assert "did not end" not in done.stderr
         assert "KeyboardInterrupt" in done.stderr
+        assert sums(done.stderr)[-1] != "end"
+        assert found["now"]["steps"] > 3
 
     @pytest.mark.chaos  # a program that is kept while watching fails is below
     def test_a_long_program_may_be_kept(self) -> None:
@@ -185,10 +192,13 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("batch_size", "telling"),
-        [
-            (65, "given no batch: Rows of 64 samples in batches of 65"),
-            (64, "without the first of each epoch"),
-        ],
+        rarely(
+            [
+                (65, "given no batch: Rows of 64 samples in batches of 65"),
+                (64, "without the first of each epoch"),
+            ],
+            (64, "without the first of each epoch"),  # the sentence of the test above
+        ),
     )
     def test_epochs_without_batches_to_judge_are_said_to_be(self, batch_size: int, telling: str) -> None:
         done = doctor(
@@ -213,7 +223,7 @@ class TestCommand:
     def test_after_ctrl_c_there_is_a_report_of_what_was_seen(self) -> None:
         ends = "if epoch == 1: import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
         program = training(epochs=3).replace("        for batch", f"        {ends}\n        for batch")
-        done = doctor("--", sys.executable, "-c", program)
+        done = doctor("--seconds", "6", "--", sys.executable, "-c", program)
         assert done.returncode in (-signal.SIGINT, 1)  # Python 3.11 ends so below -c
         assert "samples/s" in done.stderr
 
@@ -228,18 +238,6 @@ class TestCommand:
         done = doctor("--", sys.executable, "-c", program)
         assert done.returncode == 3
         assert "in another thread" in done.stderr
-
-    def test_of_two_loaders_the_one_that_takes_longer_is_judged_by_its_own_samples(self) -> None:
-        more = "    for batch in DataLoader(Rows(), batch_size=32, num_workers={0}): pass\n"
-        program = training(pause=0.002, epochs=3, workers=1).replace(
-            '    print("end"', "    " + more.format(1) + '    print("end"'
-        )
-        found, done = judged(program)
-        assert sums(done.stderr) == sums(forked(program).stdout)
-        assert found["now"]["batch_size"] == 4
-        # Its samples alone: 45 batches after the first of each epoch, and not those of the other loader.
-        assert found["now"]["steps"] == pytest.approx(42, abs=3)
-        assert found["cached"]["samples_per_second"] > 0.0
 
     @pytest.mark.chaos  # imports torch in one process more
     def test_training_in_a_process_that_the_program_spawns_is_judged_and_ended(self) -> None:
@@ -288,7 +286,8 @@ class TestCommand:
         program = f"{limit} os.execv(sys.executable, [sys.executable, '-m', 'hotset', *sys.argv[1:]])"
         done = subprocess.run(
             [sys.executable, "-c", program, command, "--", "echo", "hello"],
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            # Python would cut bytecode at the limit, and leave it to all later processes.
+            env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
             check=False,
@@ -318,7 +317,7 @@ class TestCommand:
         program = training(pause=0.0, workers=1, epochs=3).replace("import sys", "import io, numpy, sys")
         program = program.replace("class Rows", "from PIL import Image\nclass Rows")
         program = program.replace("        return torch.full((4,), float(index)) ", read.lstrip("\n"))
-        found, done = judged(program)
+        found, done = judged(program, "--keep", "--seconds", "6")
         assert sums(done.stderr) == sums(forked(program).stdout)
         (decoder,) = found["sample"]["decoders"]
         assert decoder["name"] == "PIL.Image.Image.load"
@@ -328,7 +327,7 @@ class TestCommand:
         assert any("hotset run" in one["line"] for one in found["advice"]) == kept
 
     def test_random_samples_are_no_promise_and_the_reason_is_told(self) -> None:
-        found, _ = judged(training(more="+ torch.rand(4)"))
+        found, _ = judged(training(more="+ torch.rand(4)"), *BRIEFLY)
         assert found["cached"]["samples_per_second"] is None
         assert found["cached"]["refused"]
         assert any("hotset.cache" in sentence for sentence in found["unknown"])
@@ -339,7 +338,7 @@ class TestCommand:
             "def __getitem__(self, index):",
             "def __iter__(self): return map(self.at, range(64))\n    def at(self, index):",
         )
-        found, _ = judged(program)
+        found, _ = judged(program, *BRIEFLY)
         assert found["now"]["samples_per_second"] > 0.0
         assert "iterated over" in found["cached"]["refused"]
 

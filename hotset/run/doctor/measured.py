@@ -3,6 +3,8 @@
 The first batch of each worker is left out. What else a pass begins and ends with counts as it does in the
 program: new workers touch the memory of their first batches for the first time, and it takes a tenth of a
 short pass until they have ended.
+
+A trial takes no longer than the watching, about: where that is short (``--seconds``), so is each part of it.
 """
 
 from __future__ import annotations
@@ -22,13 +24,25 @@ from hotset.errors import HotsetError
 from hotset.loader.batch_order import whole_epoch
 from hotset.run.doctor.loop import LoaderSettings, left_out
 from hotset.run.doctor.stand_in import StandIn
+from hotset.run.environment import watch_options_here
 
-__all__ = ["LEAST_BATCHES", "WORKER_SECONDS", "MeasuredLoader", "sentence_of"]
+__all__ = ["LEAST_BATCHES", "WORKER_SECONDS", "MeasuredLoader", "seconds_of", "sentence_of"]
 
 WORKER_SECONDS = 20  # a worker that gives no batch for as long waits for a thread or a lock that it lacks
 LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
 _RATE_SECONDS, _LONGEST_SECONDS = 1.5, 5.0
 _READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
+_WATCHED_SECONDS, _LEAST_SHARE = (
+    20.0,
+    0.1,
+)  # what a whole trial takes; a shorter one than a tenth tells nothing
+
+
+def seconds_of(usual: float) -> float:
+    """How long a part of the trial takes that usually takes so many seconds."""
+    options = watch_options_here()
+    share = 1.0 if options is None else options.seconds / _WATCHED_SECONDS
+    return usual * min(max(share, _LEAST_SHARE), 1.0)
 
 
 class _Unknown(Sampler[int]):
@@ -90,6 +104,7 @@ class MeasuredLoader:
         self._batch_size = settings.batch_size or 1
         batches = settings.batches or _MOST_BATCHES
         self._left_out = left_out(settings.batches, workers)
+        self._seconds, self._longest = seconds_of(_RATE_SECONDS), seconds_of(_LONGEST_SECONDS)
         more: dict[str, Any] = {}
         if workers:
             more = {"worker_init_fn": settings.worker_init_fn, "timeout": WORKER_SECONDS}
@@ -133,8 +148,8 @@ class MeasuredLoader:
             sums = _Pass(*(sum(each) for each in zip(*passes, strict=True)))
             if sums.batches == 0:
                 raise RuntimeError("the dataset gave no batch when it was tried")
-            enough = sums.seconds >= _RATE_SECONDS and sums.batches >= LEAST_BATCHES
-            if enough or time.perf_counter() - begin >= _LONGEST_SECONDS:
+            enough = sums.seconds >= self._seconds and sums.batches >= LEAST_BATCHES
+            if enough or time.perf_counter() - begin >= self._longest:
                 return sums
 
     def _pass(self, step: StandIn | None) -> _Pass:
@@ -151,7 +166,7 @@ class MeasuredLoader:
                 step()
             if count == 0:
                 begin, cpu = time.perf_counter(), _processor_seconds()
-            if count >= LEAST_BATCHES and time.perf_counter() - begin >= _RATE_SECONDS:
+            if count >= LEAST_BATCHES and time.perf_counter() - begin >= self._seconds:
                 break
         if count <= 0:
             return _Pass(0, 0.0, 0.0, 0.0)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 
 from hotset.run.doctor.decoding import keep_decoders
 from hotset.run.doctor.loop import LoaderSettings
-from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, sentence_of
+from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, seconds_of, sentence_of
 from hotset.run.doctor.stand_in import StandIn
 from hotset.run.environment import LEDGER, Options, read_left, say_attached, watch_options_here
 from hotset.run.kept import attach
@@ -80,8 +80,8 @@ def _filled(settings: LoaderSettings) -> Subset[Any]:
     loader = DataLoader(
         part, size, num_workers=settings.workers, collate_fn=settings.collate_fn, drop_last=True, **more
     )
-    begin, count = time.perf_counter(), 0
+    begin, count, seconds = time.perf_counter(), 0, seconds_of(_FILL_SECONDS)
     for count, _ in enumerate(loader, 1):
-        if count >= LEAST_BATCHES and time.perf_counter() - begin >= _FILL_SECONDS:
+        if count >= LEAST_BATCHES and time.perf_counter() - begin >= seconds:
             break
     return Subset(part, range(count * size))

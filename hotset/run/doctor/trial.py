@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, Subset, default_collate, default_conver
 import hotset
 from hotset.dataset.stream_source import is_stream
 from hotset.run.doctor.loop import LoaderSettings, StepLength
-from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, sentence_of
+from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, seconds_of, sentence_of
 from hotset.run.doctor.run_trial import try_run
 from hotset.run.doctor.stand_in import StandIn
 from hotset.session.job import JOB
@@ -236,6 +236,6 @@ def _try_cache(settings: LoaderSettings, step: StandIn | None, found: dict[str, 
 def _count(settings: LoaderSettings, seconds: float, size: int, room: int) -> int:
     """How many samples to try: as many as are read in some seconds, and fit."""
     batch = settings.batch_size or 1
-    count = int(_FILL_SECONDS / max(seconds, 1e-6))
+    count = int(seconds_of(_FILL_SECONDS) / max(seconds, 1e-6))
     count = min(max(count, LEAST_BATCHES * batch), _MOST_TRIED, len(settings.dataset))
     return min(count, room // (2 * max(size, 1)))
