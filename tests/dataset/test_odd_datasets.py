@@ -6,6 +6,7 @@ What a program sees of them is what it sees without a cache, in both loaders, wi
 from __future__ import annotations
 
 import collections
+import gc
 import random
 import warnings
 from typing import Any
@@ -146,8 +147,10 @@ def as_list(samples: list[Any]) -> list[Any]:
     all_pairs([Stops, StopsInBatches], LOADERS, [0, 2], [None, as_list]),
 )
 def test_stop_iteration_of_a_sample_is_what_it_is_without_a_cache(
-    kind: Any, loader: str, workers: int, collate: Any
+    kind: Any, loader: str, workers: int, collate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The error keeps torch's iterator until the collector runs, and that then waits for its workers in vain.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     plain: dict[str, Any] = {"shuffle": False, "batch_size": 3, "collate_fn": collate}
     expected = two_epochs(DataLoader, kind(), workers, **plain)
     assert 0 < len(expected) < 8, "the loop takes it for the end of the epoch"
@@ -158,6 +161,7 @@ def test_stop_iteration_of_a_sample_is_what_it_is_without_a_cache(
         with pytest.raises(StopIteration):
             cached.__getitems__([6, 7])
         assert float(cached[8][0]) == 8.0
+    gc.collect()
 
 
 class Deep(Dataset[Any]):
