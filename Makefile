@@ -7,12 +7,15 @@ CONSTRAINTS := tests/constraints/pinned.txt
 .PHONY: demo test docs matrix check bench compatibility trainers gpu stress chaos clean
 
 # torch comes first: with it in place no other package pulls in another one.
-# What may be imported is compiled at the end, on all cores; pip would do so on one. (Some files are no valid Python.)
+# What may be imported is compiled on all cores, torch while pip installs the rest; pip would do so on one, at the
+# end. (Some files are no valid Python.)
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests|rllib|pip)/' $(VENV)/lib > /dev/null || true
+
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) torch
-	$(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[test,docs]'
-	$(BIN)/python -m compileall -q -j 0 -x '/(tests|rllib|pip)/' $(VENV)/lib > /dev/null || true
+	{ $(COMPILE); } & $(BIN)/pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[test,docs]' && wait
+	$(COMPILE)
 	touch $@
 
 demo: $(VENV)/.installed
