@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ import pytest
 import torch
 from decoding import COMMAND, forked
 from helpers import is_a_sentence, rarely
-from kills import child, kill
+from kills import child, gone, kill
 from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
@@ -809,6 +810,50 @@ def test_the_trials_loader_knows_later_batches_if_the_programs_would(
     found = json.loads(in_fork(settings, None))
     assert found["loaders"]["cached-0"]["rate"] > 0.0
     assert (tmp_path / "noted").read_text() == ("known\n" if known else "unknown\n")
+
+
+class Logged(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        logging.getLogger("rows").warning("process %d reads", os.getpid())
+        return super().__getitem__(index)
+
+
+def settings_of(dataset: TensorDataset) -> LoaderSettings:
+    plain = DataLoader(dataset, batch_size=4)
+    return LoaderSettings(dataset, 0, 4, plain.collate_fn, None, len(plain), plain.batch_sampler)
+
+
+def test_a_trial_writes_nothing_to_the_programs_log(tmp_path: Path) -> None:
+    noted = logging.FileHandler(tmp_path / "log")
+    logging.getLogger().addHandler(noted)
+    try:
+        found = json.loads(in_fork(settings_of(Logged(torch.arange(64.0))), None))
+    finally:
+        logging.getLogger().removeHandler(noted)
+        noted.close()
+    assert found["loaders"]["cached-0"]["rate"] > 0.0
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_trial_ends_with_the_program(tmp_path: Path) -> None:
+    class Slow(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            (tmp_path / f"{os.getppid()}").touch()  # in a worker of the trial
+            time.sleep(0.1)
+            return super().__getitem__(index)
+
+    program = child(lambda: in_fork(settings_of(Slow(torch.arange(64.0))), None))
+    try:
+        deadline = time.monotonic() + 100
+        while not (trials := [int(path.name) for path in tmp_path.iterdir()]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        kill(program)
+    deadline = time.monotonic() + 10
+    while not all(map(gone, trials)):
+        assert time.monotonic() < deadline, "the trial goes on, without a program"
+        time.sleep(0.01)
 
 
 def take(observer: watch.Observer, iterator: Any) -> Any:

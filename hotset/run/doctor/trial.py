@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -39,6 +40,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, default_collate, default_convert
 
 import hotset
+from hotset.dataset.parent_death import ParentDeathSignal, parent_death_signal
 from hotset.dataset.stream_source import is_stream
 from hotset.run.doctor.loop import LoaderSettings, StepLength
 from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, seconds_of, sentence_of
@@ -69,9 +71,10 @@ def in_fork(
         JSON, one line.
     """
     ready, told = os.pipe()
+    program = parent_death_signal()
     child = os.fork()
     if child == 0:
-        _child(settings, step, drops, decodes, told)
+        _child(settings, step, drops, decodes, told, program)
     os.close(told)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     try:
@@ -106,9 +109,17 @@ def _read(ready: int, deadline: float) -> str:
     return b"".join(parts).decode()
 
 
-def _child(settings: LoaderSettings, step: StepLength | None, drops: bool, decodes: bool, told: int) -> None:
-    """In the fork: try, say what came out, and end without the program's own endings."""
+def _child(
+    settings: LoaderSettings,
+    step: StepLength | None,
+    drops: bool,
+    decodes: bool,
+    told: int,
+    program: ParentDeathSignal,
+) -> None:
+    """In the fork: try, say what came out, and end without the program's own endings, or with the program."""
     try:
+        program.arm_in_worker(0)
         # Of torch's loaders: this process has no workers that could have died.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -116,6 +127,7 @@ def _child(settings: LoaderSettings, step: StepLength | None, drops: bool, decod
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
+        logging.disable()  # the program's log may be a file
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # they are the program's
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
