@@ -138,7 +138,7 @@ def test_a_slow_first_call_does_not_make_the_estimate() -> None:
         assert torch.get_num_threads() == 1  # or the others' spinning is what is measured
         if not seen:
             seen.append(1)
-            time.sleep(1.0)
+            time.sleep(0.2)
         return picture / 2
 
     threads = torch.get_num_threads()

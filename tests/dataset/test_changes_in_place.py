@@ -119,10 +119,11 @@ SHARED = (value, array, raw, event, shared_tensor)
 PRIVATE = (label, weight, nested_object, nested_container, namespace, one_name, one_row, set_directly)
 
 
-def passes(loader: Any, change: Callable[[], None], count: int) -> list[list[Any]]:
+def passes(loader: Any, change: Callable[[], None], count: int, *, epochs: int = 2) -> list[list[Any]]:
+    """Batches of so many times so many epochs; after each time there is a change."""
     found = []
     for _ in range(count):
-        found.append([batch for _ in range(2) for batch in loader])
+        found.append([batch for _ in range(epochs) for batch in loader])
         change()
     return found
 
@@ -157,9 +158,9 @@ class Labels(Dataset[Any]):
 def test_spawned_workers_read_what_has_changed(made_by: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 1, "multiprocessing_context": "spawn"}
     plain, held = Labels(), Labels()
-    expected = passes(DataLoader(plain, batch_size=5), lambda: label(plain), 2)
+    expected = passes(DataLoader(plain, batch_size=5), lambda: label(plain), 2, epochs=1)
     with recorded(), hotset.cache(held, memory="1MiB") as cached:
-        found = passes(LOADERS[made_by](cached, **arguments), lambda: label(held), 2)
+        found = passes(LOADERS[made_by](cached, **arguments), lambda: label(held), 2, epochs=1)
     for one, other in zip(found, expected, strict=True):
         equal_batches(one, other)
 

@@ -808,7 +808,8 @@ if __name__ == "__main__":
     assert len(pickle.dumps(place)) < 200
     assert pickle.loads(pickle.dumps(place)) is place
     for number, method in enumerate(("fork", "spawn", "forkserver")):
-        with multiprocessing.get_context(method).Pool(2) as pool:
+        # One process where each imports torch.
+        with multiprocessing.get_context(method).Pool(2 if method == "fork" else 1) as pool:
             assert pool.map(call, [4, 4, 4]) == [found] * 3, method
             by_worker = pool.apply(call, (100 + number,))
         assert place(100 + number) == by_worker, method

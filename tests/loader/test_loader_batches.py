@@ -462,17 +462,18 @@ def test_blocks_stay_between_epochs_and_go_with_the_loader(to_the_end: bool) -> 
         assert inode not in _blocks()
 
 
-def test_no_more_than_a_bound_stays_between_epochs() -> None:
+def test_no_more_than_a_bound_stays_between_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotset.loader.worker_process._KEPT_BETWEEN_EPOCHS", 16 << 20)
     with hotset.cache(_Large(), transform=[_drawn]) as cached:
         before = _blocks()
         loader = hotset.DataLoader(cached, batch_size=2, num_workers=2, prefetch_factor=3)
         held = list(loader)
         (inode,) = _blocks().keys() - before.keys()
-        assert _blocks()[inode] > 320 << 20
+        assert _blocks()[inode] > 20 << 20
         del held
         for _ in loader:
             pass
-        assert 0 < _blocks()[inode] <= 256 << 20
+        assert 0 < _blocks()[inode] <= 16 << 20
 
 
 class _Large(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -480,7 +481,7 @@ class _Large(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return 22
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((16 << 20,), index, dtype=torch.uint8), index
+        return torch.full((1 << 20,), index, dtype=torch.uint8), index
 
 
 def test_ragged_batches_kept_stay_right() -> None:

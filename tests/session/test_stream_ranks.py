@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import recorded
 from streams import Numbers, values
+from test_ranks import Rank
 
 import hotset
 from hotset.session import sessions
 
 N = 90
-RANK = """
-import json, os, sys, warnings
-from streams import Numbers, values
-import hotset
 
-def main():
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    stream = hotset.cache(Numbers(90, rank=rank, ranks=ranks), memory="10MiB", key="numbers")
-    loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=3)
+
+def trains(state: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """What a rank sees in three epochs."""
+    state["stream"] = stream = hotset.cache(Numbers(N, rank=rank, ranks=ranks), memory="10MiB", key="numbers")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
+        loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=3)
         epochs = [values(loader) for _ in range(3)]
     said = [str(one.message) for one in told if "max number of worker" not in str(one.message)]
-    found = {"epochs": epochs, "said": said, "length": len(stream), "misses": stream.stats().misses}
-    os.write(1, (json.dumps(found) + "\\n").encode())  # at once: two ranks share one pipe
-
-if __name__ == "__main__":
-    main()
-"""
+    return {"epochs": epochs, "said": said, "length": len(stream), "misses": stream.stats().misses}
 
 
 @contextlib.contextmanager
@@ -49,26 +38,14 @@ def session() -> Iterator[None]:
     sessions.destroy(made)
 
 
-def launched(tmp_path: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank of a job that torchrun launches has printed."""
-    program = tmp_path / "rank.py"
-    program.write_text(RANK)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(program)]
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join([tests, str(Path(tests).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def test_two_ranks_of_three_workers_give_each_sample_once_an_epoch(tmp_path: Path) -> None:
-    one, other = launched(tmp_path, 2)
+@pytest.mark.usefixtures("runtime", "patient")
+def test_two_ranks_of_three_workers_give_each_sample_once_an_epoch() -> None:
+    ranks = [Rank(number, RANK=str(number), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2") for number in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.begin(trains, number, 2)
+    one, other = (rank.answer() for rank in ranks)
+    for rank in ranks:
+        rank.end()
     for epoch in range(3):
         counts = Counter(one["epochs"][epoch] + other["epochs"][epoch])
         assert counts == Counter(range(N)), f"epoch {epoch}"
