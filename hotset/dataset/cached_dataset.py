@@ -223,16 +223,23 @@ class CachedDataset(DatasetProxy[T]):
             return False
         return len(self._dataset) != current.plan.samples
 
-    def _pass_begins(self, *, running: bool = False, persistent: bool = False) -> None:
+    def _pass_begins(self, *, running: bool = False, persistent: bool = False) -> object:
         """A loader begins a pass: what was set counts from here on, even in the midst of an earlier pass.
 
         Args:
             running: whether its workers run already, and have the dataset as it was.
             persistent: whether those that it starts now will run in its next pass.
+
+        Returns:
+            What stands for the pass until it has begun: samplers ask for the length meanwhile, and to compare
+            again each time what the dataset holds took 20 ms.
         """
         self._pass, self._workers_keep = None, running
         len(self)
         self._workers_keep = persistent
+        begins = _Beginning()
+        self._pass = weakref.ref(begins)
+        return begins
 
     def _pass_ends(self) -> None:
         """A pass is over: what reading samples in this process has changed does not count."""
@@ -607,6 +614,10 @@ class CachedDataset(DatasetProxy[T]):
         super().__setstate__(state)
         self._pass, self._workers_keep, self._followed = None, False, set()
         self._use(self._current)
+
+
+class _Beginning:
+    """A pass that a loader begins."""
 
 
 def _integer(index: Any) -> int | None:

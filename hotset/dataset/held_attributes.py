@@ -291,15 +291,14 @@ class HeldAttributes:
                 yield Change(kind, "__dict__", False)
                 continue
             for name in {**held, **now}:
-                shared = name in seen and seen[name].is_shared()
                 if name not in held and not self._counts(owner, name):
                     continue
                 if name in seen and seen[name].is_like(now.get(name)):
                     continue
-                if not (name in held and name in now and _same(now[name], held[name])):
-                    yield Change(kind, name, shared, _is_computed(owner, name, held.get(name)))
-                elif name in seen and not seen[name].is_as_it_was():
-                    yield Change(kind, name, shared)
+                is_set = not (name in held and name in now and _same(now[name], held[name]))
+                if is_set or (name in seen and not seen[name].is_as_it_was()):
+                    is_computed = is_set and _is_computed(owner, name, held.get(name))
+                    yield Change(kind, name, name in seen and seen[name].is_shared(), is_computed)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -133,7 +133,7 @@ def put_content(value: Any, content: bytes) -> None:
 def _bytes_of_tensor(tensor: torch.Tensor, most: int) -> bytes | None:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return None
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
         plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_quantized or tensor.is_nested or tensor.nbytes > most:
             return None

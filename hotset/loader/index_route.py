@@ -7,6 +7,7 @@ dataset's own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,6 @@ class Route:
 
     Attributes:
         caches: the cached datasets.
-        length: of the dataset that the indices belong to.
         by_row: whether torch reads the samples of a batch one by one, as through a ConcatDataset.
     """
 
@@ -54,10 +54,15 @@ class Route:
     ) -> None:
         self.caches = caches
         self.by_row = by_row
-        self.length = len(which) if inner is not None else len(caches[0])
         self._which = which
         self._inner = inner
         self._currents = [cached._current for cached in caches]
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Of the dataset that the indices belong to."""
+        # Not before it is asked for: a cache's length is a comparison of all that its dataset holds.
+        return len(self._which) if self._inner is not None else len(self.caches[0])
 
     def require_unchanged(self) -> None:
         """Refuse to continue a pass whose dataset has changed since the pass began.

@@ -161,7 +161,7 @@ class DataLoader(TorchDataLoader[T]):
             raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")
         saved, self._saved = self._saved, None
         self._follow_stream(saved)
-        self._follow_caches()
+        _begins = self._follow_caches()  # held until the pass has begun
         windows = self._windows()
         residents = [cached._window for cached in windows if cached._window is not None]
         moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
@@ -445,17 +445,22 @@ class DataLoader(TorchDataLoader[T]):
             self._recorder = torch_loader(self, recording)
         return iter(self._recorder)
 
-    def _follow_caches(self) -> None:
+    def _follow_caches(self) -> list[object]:
         """Forget what is known of caches that were made anew because an attribute of their dataset was set.
+
+        Returns:
+            What stands for the pass, in each of the caches, until it has begun.
 
         Raises:
             ArgumentError: persistent workers have the dataset as it was.
         """
         route = route_to(self.dataset)
         running = self._inner is not None or self._iterator is not None
-        for cached in route.caches if route is not None else []:
-            cached._pass_begins(running=running, persistent=self.persistent_workers)
-        now = [cached._current for cached in route.caches] if route is not None else []
+        caches = route.caches if route is not None else []
+        begins = [
+            cached._pass_begins(running=running, persistent=self.persistent_workers) for cached in caches
+        ]
+        now = [cached._current for cached in caches]
         before = self._currents
         if before is not None and any(one is not other for one, other in zip(before, now, strict=False)):
             if running:
@@ -465,6 +470,7 @@ class DataLoader(TorchDataLoader[T]):
                 )
             self._known = self._watched = None
         self._currents = now
+        return begins
 
     def _live_generators(self) -> Generators | None:
         """The generators that live transforms, and samples as they are read, draw from in this process.

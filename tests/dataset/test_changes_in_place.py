@@ -578,3 +578,36 @@ def test_what_filling_changes_rarely_does_not_count() -> None:
         assert cached.dataset.rare == 1
         assert len(list(DataLoader(cached, batch_size=5))) == 3
         assert cached.stats().hits == N
+
+
+class Looked(bytearray):
+    looks = 0
+
+    def __bytes__(self) -> bytes:
+        Looked.looks += 1
+        return bytearray(self).hex().encode()
+
+
+class Bits(Dataset[int]):
+    def __init__(self) -> None:
+        self.bits = Looked(N)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        return self.bits[index]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_dataset_holds_is_looked_at_once_as_a_pass_begins(workers: int) -> None:
+    with hotset.cache(Bits(), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, shuffle=True, num_workers=workers)
+        cached.fill()
+        list(loader)
+        before = Looked.looks
+        list(loader)
+        assert Looked.looks == before + 1
+        cached.dataset.bits[3] = 5
+        with pytest.warns(hotset.HotsetWarning, match=r"Bits\.bits has changed"):
+            assert sorted(torch.cat(list(loader)).tolist()) == [0] * (N - 1) + [5]
