@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import recorded, seed_everything
+from helpers import all_pairs, recorded, seed_everything
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -242,9 +242,9 @@ def as_they_are(samples: list[Any]) -> list[Any]:
     return samples
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [hotset.DataLoader, DataLoader])
+@pytest.mark.parametrize(
+    ("name", "workers", "kind"), all_pairs(PROGRAMS, [0, 2], [hotset.DataLoader, DataLoader])
+)
 def test_what_a_program_gets_is_what_it_gets_without_a_cache(
     name: str, workers: int, kind: Any, tmp_path: Path
 ) -> None:
