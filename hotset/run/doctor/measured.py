@@ -4,7 +4,7 @@ The first batch of each worker is left out. What else a pass begins and ends wit
 program: new workers touch the memory of their first batches for the first time, and it takes a tenth of a
 short pass until they have ended.
 
-A trial takes no longer than the watching, about: where that is short (``--seconds``), so is each part of it.
+Where a program is watched shortly (``--seconds``), each part of a trial is shorter, too.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ WORKER_SECONDS = 20  # a worker that gives no batch for as long waits for a thre
 LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
 _RATE_SECONDS, _LONGEST_SECONDS = 1.5, 5.0
 _READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
-_WATCHED_SECONDS, _LEAST_SHARE = (
-    20.0,
-    0.1,
-)  # what a whole trial takes; a shorter one than a tenth tells nothing
+# Watched for less, a program gets a trial that is shorter in proportion; than a tenth it would tell nothing.
+_WATCHED_SECONDS, _LEAST_SHARE = 8.0, 0.1
 
 
 def seconds_of(usual: float) -> float:
