@@ -81,6 +81,15 @@ def test_a_program_that_ignores_sigint_ends_by_sigterm_at_once(tmp_path: Path) -
         assert (tmp_path / "pid-saved").exists()
 
 
+def test_a_program_that_ignores_further_signals_while_it_ends_is_given_time(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    then = f"try: {SLEEP}\nexcept KeyboardInterrupt: {IGNORES}; time.sleep(0.5); raise SystemExit(7)"
+    with running(place, "-c", waits(SAVES, then), str(place)) as (program, _):
+        assert end(program) == []
+        assert program.returncode == 7
+        assert not (tmp_path / "pid-saved").exists()
+
+
 def test_sigterm_does_not_reach_workers_whose_death_would_be_a_failure(tmp_path: Path) -> None:
     place = tmp_path / "pid"
     worker = "child = subprocess.Popen(['sleep', '600'])"

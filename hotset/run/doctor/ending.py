@@ -58,6 +58,8 @@ class _Ending:
         self._training = training
         self._number = number
         self._told: set[int] = set()
+        # As they are before: one that ignores it from then on, such as Lightning, is ending.
+        self._deaf = {pid for pid in self._left() if _ignores(pid, number)}
         if number == signal.SIGTERM:
             self._tell(self._left())
         elif any(_group(pid) == program for pid in self._left()):
@@ -69,7 +71,7 @@ class _Ending:
     @property
     def is_ignored(self) -> bool:
         """Whether there is nothing to wait for."""
-        return all(_ignores(pid, self._number) for pid in self._left())
+        return all(pid in self._deaf for pid in self._left())
 
     def wait(self, patience: float, told: Callable[[], None]) -> bool:
         """Whether all have ended after so many seconds; ``told`` is called when all were sent the signal."""
