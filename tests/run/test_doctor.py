@@ -72,6 +72,20 @@ def collate(samples):
 """
 
 
+# A program below the command that tries by itself.
+TRIES = """
+from PIL import Image
+from hotset.run.doctor.loop import LoaderSettings
+from hotset.run.doctor.trial import in_fork
+from hotset.run.doctor.watch import watch_no_more
+
+def tries(loader):
+    watch_no_more()
+    more = loader.collate_fn, None, len(loader), loader.batch_sampler
+    print(in_fork(LoaderSettings(loader.dataset, 2, 4, *more), None, decodes=True))
+"""
+
+
 def training(pause: float = 0.001, epochs: int = 2, workers: int = 0, more: str = "") -> str:
     return TRAINING.format(pause=pause, epochs=epochs, workers=workers, more=more)
 
@@ -326,6 +340,27 @@ class TestCommand:
         assert bool(told) != kept
         # Reading a kept picture of noise takes a fraction of decoding it.
         assert any("hotset run" in one["line"] for one in found["advice"]) == kept
+
+    @pytest.mark.chaos
+    def test_what_workers_had_in_hand_when_the_trial_was_over_is_not_counted_twice(
+        self, tmp_path: Path
+    ) -> None:
+        wide = np.arange(2000, dtype=np.uint8)[:, None]
+        for number in range(64):
+            pixels = np.broadcast_to(wide + np.uint8(number), (1000, 2000, 3))
+            Image.fromarray(np.ascontiguousarray(pixels)).save(tmp_path / f"{number}.png", compress_level=1)
+        read = f"""
+        picture = numpy.asarray(Image.open("{tmp_path}/" + str(index) + ".png"))
+        return torch.from_numpy(picture[:2, :2].astype("float32")).mean() + torch.zeros(4)"""
+        program = training(pause=0.0).replace("import sys", "import json, numpy, sys")
+        program = program.replace("class Rows", f"{TRIES}\nclass Rows")
+        program = program.replace("        return torch.full((4,), float(index)) ", read.lstrip("\n"))
+        program = (
+            program.partition("    torch.manual_seed")[0] + "    tries(DataLoader(Rows(), 4, num_workers=2))"
+        )
+        done = doctor("--seconds", "0.5", "--", sys.executable, "-c", program)
+        assert done.returncode == 3, done.stderr
+        assert json.loads(done.stdout)["run"]["bytes"] == pytest.approx(1000 * 2000 * 3, rel=0.1)
 
     def test_random_samples_are_no_promise_and_the_reason_is_told(self) -> None:
         found, _ = judged(training(more="+ torch.rand(4)"), *BRIEFLY)
@@ -608,6 +643,32 @@ def test_a_thread_that_waits_for_a_processor_is_told_so() -> None:
         os.sched_setaffinity(0, before)
         kill(pid)
     assert 0.005 < taken.queued < taken.wall
+
+
+def report(one: Observed) -> str:
+    return "\n".join(lines(one, predict(one, cores=2), advice(one, "p", cores=2), "p"))
+
+
+def test_what_a_trial_that_was_held_up_says_is_no_reason_to_leave_all_as_it_is() -> None:
+    nothing = {"plan": PLAN, "loaders": {"cached-2": tried(400.0, 1e-4), "plain-2": tried(490.0, 4e-3)}}
+    assert "leave it as it is" in report(seen(trial=nothing))
+    slow = {**nothing, "loaders": {**nothing["loaders"], "plain-2": tried(200.0, 4e-3)}}
+    assert "leave it as it is" not in report(seen(trial=slow))
+    assert "gave 200 samples/s when it was tried, and 500 before" in report(seen(trial=slow))
+    late = {"loaders": {}, "refused": "the trial took longer than 60 s", "late": True}
+    assert "leave it as it is" not in report(seen(trial=late))
+    assert "too little is known" in report(seen(trial=late))
+    assert "training hardly waits" in report(seen(trial=late, wait=1e-5))
+
+
+def test_a_transform_that_has_waited_is_no_part_of_the_processor_time() -> None:
+    waited = {
+        **PLAN,
+        "transforms": [*PLAN["transforms"], {**PLAN["transforms"][1], "name": "Crop", "seconds": 0.02}],
+    }
+    text = report(seen(trial={**seen().trial, "plan": waited}))
+    assert "Flip 0.01 ms" in text
+    assert "Crop" not in text
 
 
 def test_a_step_is_no_shorter_than_its_gpu_takes() -> None:

@@ -17,7 +17,7 @@ from hotset.policy.throughput import Fetch, Loader, Step, best_workers, loader_w
 from hotset.run.doctor.observed import Observed
 from hotset.units import format_bytes
 
-__all__ = ["WORTH", "Advice", "Prediction", "advice", "predict", "unknown"]
+__all__ = ["WORTH", "Advice", "Prediction", "advice", "is_in_doubt", "predict", "unknown"]
 
 WORTH = 1.05  # a smaller gain is not advised
 _ALIKE = 0.03  # of two gains that differ by less, the one that takes less memory is better
@@ -149,6 +149,11 @@ class _Model:
         workers = self.seen.workers
         row = self.seen.trial["loaders"].get(f"run-{workers}")
         return None if row is None else self._tried(row, workers, workers > 0, fits)
+
+    def as_tried(self) -> float | None:
+        """Samples a second of a rank with the loader that the program has, from its rate in the trial."""
+        row = _torch(self.seen, self.seen.workers)
+        return None if row is None else self._tried(row, self.seen.workers, self.seen.workers > 0, 1.0)
 
     def _tried(
         self, row: dict[str, float], workers: int, overlaps: bool, fits: float, spared: float = 0.0
@@ -341,9 +346,26 @@ def _of_earlier(model: _Model) -> list[Advice]:
     return [_advice(model, line, rate, min(size, plan["room"]), note)]
 
 
+def is_in_doubt(seen: Observed) -> bool:
+    """Whether more may be gained than is known: the trial was held up, or did not come to its end."""
+    return bool(seen.trial.get("late") or _of_busy_trial(seen))
+
+
+def _of_busy_trial(seen: Observed) -> list[str]:
+    """What was tried is compared with what was watched before it: if the machine was as busy, they agree."""
+    tried = _Model(seen, cores_here()).as_tried()
+    if tried is None or seen.ranks > 1 or tried >= _FACTOR[0] * seen.rate:
+        return []
+    return [
+        f"The program's own loader gave {tried:,.0f} samples/s when it was tried, and {seen.rate:,.0f} "
+        "before: the trial was held up, such as by other programs on the machine, so more may be gained than "
+        "this says; run it again."
+    ]
+
+
 def unknown(seen: Observed) -> list[str]:
     """Sentences about what is not known."""
-    found = []
+    found = _of_busy_trial(seen)
     refused = seen.trial.get("refused")
     if refused:
         found.append(f"What hotset.cache would give is not known: {refused.rstrip('.')}.")

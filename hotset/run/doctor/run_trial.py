@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Subset
@@ -71,17 +72,23 @@ def try_run(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any
 
 
 def _filled(settings: LoaderSettings) -> Subset[Any]:
-    """The samples that were read in some seconds."""
+    """The samples that were read in some seconds, and those that workers had begun by then."""
     size, length = settings.batch_size or 1, len(settings.dataset)
     part = Subset(settings.dataset, random.Random(0).sample(range(length), min(length, _MOST_TRIED)))
     more: dict[str, Any] = {}
     if settings.workers:
         more = {"worker_init_fn": settings.worker_init_fn, "timeout": WORKER_SECONDS}
-    loader = DataLoader(
-        part, size, num_workers=settings.workers, collate_fn=settings.collate_fn, drop_last=True, **more
-    )
     begin, count, seconds = time.perf_counter(), 0, seconds_of(_FILL_SECONDS)
-    for count, _ in enumerate(loader, 1):
-        if count >= LEAST_BATCHES and time.perf_counter() - begin >= seconds:
-            break
+
+    def batches() -> Iterator[list[int]]:
+        for first in range(0, len(part) - size + 1, size):
+            if count >= LEAST_BATCHES and time.perf_counter() - begin >= seconds:
+                break
+            yield list(range(first, first + size))
+
+    loader = DataLoader(
+        part, batch_sampler=batches(), num_workers=settings.workers, collate_fn=settings.collate_fn, **more
+    )
+    for _ in loader:
+        count += 1
     return Subset(part, range(count * size))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hotset.run.doctor.advice import WORTH, Advice, Prediction, unknown
+from hotset.run.doctor.advice import WORTH, Advice, Prediction, is_in_doubt, unknown
 from hotset.run.doctor.observed import Observed
 from hotset.units import format_bytes, format_seconds
 
@@ -100,14 +100,19 @@ def _parts(seen: Observed) -> list[str]:
     return [
         *(f"{one.name} {_ms(one.cpu)}" for one in seen.decoders),
         *([f"collate {_ms(seen.collate)}"] if seen.collate else []),
-        *(f"{row['name']} {_ms(row['seconds'])}" for row in transforms if row["seconds"]),
+        # Their clock is one on the wall: one that has waited says nothing of the processor.
+        *(
+            f"{row['name']} {_ms(row['seconds'])}"
+            for row in transforms
+            if row["seconds"] and row["seconds"] <= seen.fetch.cpu
+        ),
     ]
 
 
 def _table(seen: Observed, given: Sequence[Advice]) -> list[str]:
     worth = [one for one in given if one.gain >= WORTH]
     if not worth:
-        return ["  leave it as it is: " + _why_leave(seen)]
+        return [f"  {_why_leave(seen)}"]
     rows = [("samples/s", "gain", "memory", "")]
     rows += [
         (
@@ -130,5 +135,7 @@ def _table(seen: Observed, given: Sequence[Advice]) -> list[str]:
 
 def _why_leave(seen: Observed) -> str:
     if seen.waited < _LITTLE:
-        return "training hardly waits for data."
-    return "nothing that is known here gives a twentieth more."
+        return "leave it as it is: training hardly waits for data."
+    if is_in_doubt(seen):
+        return "nothing that is known here gives a twentieth more, but too little is known:"
+    return "leave it as it is: nothing that is known here gives a twentieth more."

@@ -7,6 +7,7 @@ the program's own workers stopped, and writes one dictionary, on a line for each
 ==========  ==============================================================================================
 ``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
 ``refused`` in place of it, the sentence with which hotset.cache refuses
+``late``    whether that is because the trial did not come to its end
 ``given``   arguments of the program's loader that it, or a library's own kind of loader, has set
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
             ``torch-N`` torch's over these, with the program's N workers; ``plain-N`` torch's over the
@@ -90,7 +91,8 @@ def in_fork(
     if time.monotonic() >= deadline:
         reason = f"the trial took longer than {format_seconds(_PATIENCE_SECONDS)}"
     # The loaders that were tried before are known.
-    return json.dumps({**(json.loads(lines[-2]) if lines[1:] else {"loaders": {}}), "refused": reason})
+    found = json.loads(lines[-2]) if lines[1:] else {"loaders": {}}
+    return json.dumps({**found, "refused": reason, "late": True})
 
 
 def _read(ready: int, deadline: float) -> str:
